@@ -1,0 +1,283 @@
+"""How attention scores become attention weights: the rules, the axes around them, and the layer that puts both together.
+
+For every attention here one head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees, and its weights come from a
+rule  w_ij = f(s_ij; r_i, t_i)  of the score s_ij, a row statistic r_i of the scores (a log-sum-exp, say) and a row input t_i
+(a threshold, say). A rule in plain PyTorch is the definition; kernels.py holds its Triton form under the same name.
+
+Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v, C n_embd.
+q (B, H, R, D)   k (B, H or fewer, T, D)   v (B, H or fewer, T, E)   scores, weights (B, H, R, T)   row vectors (B, H, R, 1)
+"""
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+# ------------------------------------------------------------------------------------------------- the rules: scores to weights
+# Each takes a block of scores s (B, H, R, T), the mask `seen` of who sees whom (broadcastable to it) and the row input t, and
+# returns the weights, zero where not seen. They work in the precision of s, which the callers keep at float32 or above.
+
+UNSEEN = -1e30                                  # below every score, and finite, so that no row can turn into nan
+
+
+def softmax(s, seen, t=None):
+    """w_ij = exp(s_ij) / sum_k exp(s_ik): every row must spend exactly 1, so a row with nothing to look for pays it into a sink.
+
+    No learned scalars. The row statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1.
+    """
+    return torch.softmax(s.masked_fill(~seen, UNSEEN), -1)
+
+
+def elastic(s, seen, t):
+    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1; an evenly spread one spends nothing.
+
+    The sink is cut off: what would be parked there falls below the threshold. Exact zeros, row sum in [0, 1], not renormalised.
+    Learned: tau (H,), 1 at the start, so that a uniform row is off. n_i counts from 1: row i of the paper sees i keys.
+    Source: Lazy Attention, eq. 5 and table 2. The authors' public code stores -tau and adds it.
+    """
+    return F.relu(softmax(s, seen) - t)
+
+
+def log_sum_exp(s, seen, w):
+    """r_i = log sum_j exp(s_ij), natural."""
+    return torch.logsumexp(s.masked_fill(~seen, UNSEEN), -1, keepdim=True)
+
+
+def elastic_scalars(config, args):
+    return {"tau": torch.full((config.n_head,), args["tau_init"])}
+
+
+def elastic_threshold(layer, n):
+    """t_i = tau_h / n_i; without `per_length` tau_h alone, and with per_length=block tau_h / block_size on every row."""
+    per_length = layer.args["per_length"]
+    n = torch.full_like(n, layer.config.block_size) if per_length == "block" else n if per_length else torch.ones_like(n)
+    return layer.tau[:, None, None] / n[:, None]
+
+
+class Rule(NamedTuple):
+    """What the layer must know of a rule beside its formula."""
+    weights: Callable                           # s, seen, t -> w
+    statistic: Callable | None = None           # s, seen, w -> r (B, H, R, 1), computed only where a recipe uses it
+    args: dict[str, Any] = {}                   # constants that --attn_args may set, with their defaults
+    scalars: Callable | None = None             # config, args -> {name: tensor} of learned per-head scalars
+    row_input: Callable | None = None           # layer, n (R,) -> t, (1, H, R, 1) or (H, R, 1)
+
+
+RULES = {
+    "softmax": Rule(softmax, log_sum_exp),
+    "elastic": Rule(elastic, log_sum_exp, {"tau_init": 1.0, "per_length": True, "learn_tau": True}, elastic_scalars, elastic_threshold),
+}
+
+# --------------------------------------------------------------------------------------------- the recipes: one line a variant
+# A published variant is a rule and a choice on every axis around it. Axes left out here fall to the preset, then to the default.
+
+AXES = {                                        # axis: its values, the default first
+    "rule": tuple(RULES),
+    "pos": ("rope", "none", "learned"),
+}
+
+ATTENTIONS = {
+    "softmax": {"rule": "softmax"},
+    "elastic": {"rule": "elastic"},
+}
+
+
+def recipe(name):
+    """The axes of one recipe. Raises ValueError naming the recipes that exist."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"unknown --attn={name}: choose from {', '.join(ATTENTIONS)}")
+    return ATTENTIONS[name]
+
+
+def parse_args(text, allowed):
+    """The constants in an --attn_args string "key=value,key=value", over their defaults; every key must be one the recipe knows."""
+    args = dict(allowed)
+    for part in filter(None, (text or "").split(",")):
+        key, _, value = part.partition("=")
+        if key not in allowed:
+            raise ValueError(f"unknown --attn_args key {key!r}: this recipe knows {', '.join(allowed) or 'none'}")
+        args[key] = parse_value(key, value, allowed[key])
+    return args
+
+
+def parse_value(key, text, default):
+    """One constant, in the type of its default: a switch also takes a word of its own (per_length=block)."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(default, bool):
+        if text.lower() in words:
+            return words[text.lower()]
+        if (key, text) == ("per_length", "block"):
+            return text
+        raise ValueError(f"--attn_args {key}={text}: use 1 or 0" + (", or block" if key == "per_length" else ""))
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise ValueError(f"--attn_args {key}={text}: expected a number like {default}") from None
+
+
+# ---------------------------------------------------------------------------------- the block loop: attention in O(T) memory
+# Rows are taken BLOCK at a time, so the scores in memory are (B, H, BLOCK, T) and never (B, H, T, T). The same loop trains on
+# CPUs, decodes (a block of one row) and shows its weights to the probes.
+
+BLOCK = 128
+
+
+def visible(i, j):
+    """Who sees whom: row i sees key j (both positions, broadcast against each other)."""
+    return j <= i
+
+
+def visible_count(i):
+    """n_i, the number of keys that row i sees, as float32."""
+    return (i + 1).float()
+
+
+def grouped(a, b):
+    """Matrix product a @ b (B, H, R, .) where b may have fewer heads: the rows of a group of heads share one head of b."""
+    B, H, R, _ = a.shape
+    with torch.autocast(a.device.type, enabled=False):                  # a and b have the precision they should have
+        return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
+
+
+def full(x):
+    """Low precision up to float32, except under bfloat16 autocast on a CPU, whose products are much faster than its float32 ones."""
+    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        return x.to(torch.get_autocast_dtype("cpu"))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def block_weights(rule, q, k, t, i, need_r):
+    """Weights (B, H, R, T) and statistic of the rows at positions i (R,). Products may be low precision, all after them is not."""
+    seen = visible(i[:, None], torch.arange(k.shape[2], device=k.device))
+    s = grouped(q, k.mT)
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    w = rule.weights(s, seen, t)
+    return w, rule.statistic(s, seen, w) if need_r else None
+
+
+def block_output(rule, q, k, v, t, i, need_r, dropout):
+    """Output (B, H, R, E) and statistic of one block of rows."""
+    w, r = block_weights(rule, q, k, t, i, need_r)
+    if dropout:
+        w = F.dropout(w, dropout)
+    return grouped(w.to(v.dtype), v), r
+
+
+def blocks_of(q, k, t, scale):
+    """Cut the rows into blocks: yields q (scaled), the keys it can see, how many these are, t and the positions i of its rows."""
+    q, k = full(q) * scale, full(k)
+    first = k.shape[2] - q.shape[2]                                     # fewer queries than keys: the queries are the last positions
+    for start in range(0, q.shape[2], BLOCK):
+        rows = slice(start, min(start + BLOCK, q.shape[2]))
+        seen = first + rows.stop
+        i = torch.arange(first + rows.start, seen, device=q.device)
+        yield q[:, :, rows], k[:, :, :seen], seen, None if t is None else t[..., rows, :], i
+
+
+def block_loop(rule, q, k, v, t=None, scale=1.0, need_r=False, dropout=0.0):
+    """Attention of all rows, block by block: output (B, H, R, E) and, if asked for, the row statistic (B, H, R, 1).
+
+    Past two blocks the backward pass computes each block's weights again instead of keeping them: memory stays O(T x BLOCK).
+    """
+    v = full(v)
+    run = partial(block_output, rule)
+    if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK:
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=dropout > 0)
+    outputs = [run(qb, kb, v[:, :, :seen], tb, i, need_r, dropout) for qb, kb, seen, tb, i in blocks_of(q, k, t, scale)]
+    o, r = zip(*outputs, strict=True)
+    return torch.cat(o, 2), torch.cat(r, 2) if need_r else None
+
+
+# ------------------------------------------------------------------------------------------------------------------- positions
+
+def rotate(x, base, start=0):
+    """RoPE (Su et al. 2021): turn pairs of channels (x_c, x_{c + D/2}) of x (B, H, T, D) by position * base^(-2c/D).
+
+    Half-split pairing, as in GPT-NeoX and LLaMA. The first row is at position `start`; an odd last channel stays as it is.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------- the layer
+
+def choose_kernel(config, device):
+    """Which code computes a recipe on a device ("cuda", "cpu", ...): "sdpa" or "torch". An explicit --kernel that cannot be is an error."""
+    plain = config.rule == "softmax"
+    if config.kernel == "triton":
+        raise ValueError("--kernel=triton: there are no Triton kernels yet; use auto or torch")
+    if config.kernel == "sdpa" and not plain:
+        raise ValueError(f"--kernel=sdpa computes plain softmax only, not --attn={config.attn}; use auto or torch")
+    return {"auto": "sdpa" if plain else "torch"}.get(config.kernel, config.kernel)
+
+
+class Attention(nn.Module):
+    """One attention layer, built from the axes of a model.GPTConfig.
+
+    module(x) takes the layer's normed input (B, R, C) to (B, R, C). Between the projections stands
+    module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as {"q": (heads, width), ...}.
+    """
+    causal = True                               # no row depends on later positions, in values and in gradients
+    cached = True                               # can be decoded step by step
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.layer, self.rule = config, layer, RULES[config.rule]
+        width = config.n_embd // config.n_head
+        self.scale = width ** -0.5
+        self.shapes = {"q": (config.n_head, width), "k": (config.n_kv_head, width), "v": (config.n_kv_head, width)}
+        self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()), bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * width, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.args = parse_args(config.attn_args, self.rule.args)
+        for name, value in (self.rule.scalars(config, self.args) if self.rule.scalars else {}).items():
+            learned = self.args.get(f"learn_{name}", True)
+            self.register_parameter(name, nn.Parameter(value)) if learned else self.register_buffer(name, value)
+
+    def forward(self, x, past=None):
+        """x (B, R, C), the layer's normed input. past: a dict that keeps the keys and values of earlier calls."""
+        sizes = [heads * width for heads, width in self.shapes.values()]
+        q, k, v = (p.unflatten(-1, shape).transpose(1, 2) for p, shape in zip(self.c_attn(x).split(sizes, -1), self.shapes.values(), strict=True))
+        if past is not None:                    # keys are kept unrotated, and turned by their place in the cache
+            k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
+            past.update(k=k, v=v)
+        if self.config.pos == "rope":
+            q, k = rotate(q, self.config.rope_base, k.shape[2] - q.shape[2]), rotate(k, self.config.rope_base)
+        y = self.attend(q, k, v, x)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+    def attend(self, q, k, v, x, table=None):
+        """From rotated queries and keys, values and the layer's input to each head's output (B, H, R, E)."""
+        dropout = self.config.dropout if self.training else 0.0
+        if choose_kernel(self.config, q.device.type) == "sdpa":
+            return plain_softmax(q, k, v, self.scale, dropout)
+        return block_loop(self.rule, q, k, v, self.row_input(q, k), self.scale, dropout=dropout)[0].to(v.dtype)
+
+    def weights_of(self, q, k, x, table=None):
+        """What multiplies the values: (B, H, R, T). For looking at; costs O(R T) memory, which weight_blocks does not."""
+        return torch.cat(list(self.weight_blocks(q, k, x, table)), 2)
+
+    def weight_blocks(self, q, k, x, table=None):
+        """The same, one block of rows at a time: yields (B, H, BLOCK or fewer, T)."""
+        for qb, kb, seen, tb, i in blocks_of(q, k, self.row_input(q, k), self.scale):
+            w, _ = block_weights(self.rule, qb, kb, tb, i, False)
+            yield F.pad(w, (0, k.shape[2] - seen))
+
+    def row_input(self, q, k):
+        """The rule's t, (1 or B, H, R, 1), or None."""
+        i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+        return self.rule.row_input(self, visible_count(i)) if self.rule.row_input else None
+
+
+def plain_softmax(q, k, v, scale, dropout):
+    """Softmax attention by torch's own fused kernel."""
+    R, T = q.shape[2], k.shape[2]
+    mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device)) if 1 < R < T else None
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=R == T and R > 1, scale=scale, enable_gqa=k.shape[1] < q.shape[1])

@@ -1,0 +1,282 @@
+"""The GPT around the attention: embeddings, norms, blocks, MLP, and generation with a cache. One file, in the spirit of nanoGPT.
+
+What happens between the queries, keys and values and the output of a head is in attention.py; here it is only `Attention(config, layer)`.
+References: GPT-2 (Radford et al. 2019) and nanoGPT for the architecture and its names; LLaMA for RMSNorm, SwiGLU and RoPE.
+
+Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
+"""
+import argparse
+import dataclasses
+import difflib
+import inspect
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+import attention
+
+# ---------------------------------------------------------------------------------------------------------------------- knobs
+
+def knob(default, meaning, choices=None):
+    """A dataclass field that is also a command line flag: its default, what -h says about it, and its valid values if they are few."""
+    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices})
+
+
+def axis(name, meaning):
+    """A field for one axis of attention.AXES. None until it is set: then the recipe decides, then the default."""
+    return knob(None, meaning, attention.AXES[name])
+
+
+@dataclass
+class GPTConfig:
+    """Sizes and choices of one model. Axes left None are filled in from the recipe `attn`. Raises ValueError on what cannot be built."""
+    block_size: int = knob(1024, "context length T in tokens")
+    vocab_size: int = knob(50304, "number of token ids V; 0 in train.py: what the data set says")
+    n_layer: int = knob(12, "number of blocks")
+    n_head: int = knob(12, "attention heads per block")
+    n_kv_head: int = knob(0, "key and value heads, each shared by a group of heads; 0: n_head")
+    n_embd: int = knob(768, "width C of the residual stream")
+    n_inner: int = knob(0, "hidden width of the MLP; 0: 4 C (swiglu: 8/3 C, rounded up to a multiple of 32)")
+    dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
+    bias: bool = knob(False, "biases in linear layers and LayerNorms")
+    norm: str = knob("layernorm", "normalisation before each branch and before the head", ("layernorm", "rmsnorm"))
+    mlp: str = knob("gelu", "activation of the MLP", ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
+    tied: bool = knob(True, "the head shares the token embedding's weights")
+    rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
+    attn: str = knob("softmax", "attention recipe: the axes below it sets, a flag of their own overrides", tuple(attention.ATTENTIONS))
+    attn_args: str = knob("", "constants of the recipe as key=value,key=value")
+    kernel: str = knob("auto", "who computes attention: auto, the block loop (torch), Triton, or torch's own fused softmax (sdpa)",
+                       ("auto", "torch", "triton", "sdpa"))
+    rule: str | None = axis("rule", "from scores to weights")
+    pos: str | None = axis("pos", "positions")
+
+    def __post_init__(self):
+        chosen = attention.recipe(self.attn)
+        for name, values in attention.AXES.items():
+            if getattr(self, name) is None:
+                setattr(self, name, chosen.get(name, values[0]))
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.check()
+
+    def check(self):
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), field.metadata["choices"]
+            if choices and value not in choices:
+                raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
+        if self.n_inner < 0:
+            raise ValueError(f"n_inner={self.n_inner} must not be negative")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        if not self.rope_base > 0:
+            raise ValueError(f"rope_base={self.rope_base} must be positive")
+        attention.parse_args(self.attn_args, attention.RULES[self.rule].args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- model
+
+def make_norm(config):
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=1e-5)
+    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+
+
+class MLP(nn.Module):
+    ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu2": lambda x: F.relu(x).square()}
+
+    def __init__(self, config):
+        super().__init__()
+        gated = config.mlp == "swiglu"
+        inner = config.n_inner or (-(-8 * config.n_embd // 96) * 32 if gated else 4 * config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, inner, bias=config.bias)
+        self.c_gate = nn.Linear(config.n_embd, inner, bias=config.bias) if gated else None
+        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
+        self.activation = F.silu if gated else self.ACTIVATIONS[config.mlp]
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        if self.c_gate is None:
+            hidden = self.activation(self.c_fc(x))
+        else:
+            hidden = self.activation(self.c_gate(x)) * self.c_fc(x)
+        return self.dropout(self.c_proj(hidden))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = attention.Attention(config, layer)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, past=None):
+        x = x + self.attn(self.ln_1(x), past)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """model(idx) gives logits (B, T, V) and None; model(idx, targets) also the mean loss in nats. `seed` fixes the initial weights."""
+
+    def __init__(self, config, seed=1337):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            **({"wpe": nn.Embedding(config.block_size, config.n_embd)} if config.pos == "learned" else {}),
+            "drop": nn.Dropout(config.dropout),
+            "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+            "ln_f": make_norm(config),
+        })
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.transformer.wte.weight
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer).
+
+        Each tensor draws from a generator of its own, seeded by its name: two recipes share the initial values of what they share.
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj") else 0.02
+                own = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+                if not (name == "lm_head" and self.config.tied):
+                    module.weight.normal_(0.0, std, generator=own)
+                if getattr(module, "bias", None) is not None:
+                    module.bias.zero_()
+
+    def forward(self, idx, targets=None, cache=None):
+        """idx, targets (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by earlier calls."""
+        past = 0 if cache is None or not cache[0] else cache[0]["k"].shape[2]
+        if "wpe" in self.transformer and past + idx.shape[1] > self.config.block_size:
+            raise ValueError(f"{past + idx.shape[1]} tokens, but --pos=learned knows only its block_size={self.config.block_size} positions")
+        x = self.transformer.wte(idx)
+        if "wpe" in self.transformer:
+            x = x + self.transformer.wpe(torch.arange(past, past + idx.shape[1], device=idx.device))
+        x = self.transformer.drop(x)
+        for layer, block in enumerate(self.transformer.h):
+            x = block(x, None if cache is None else cache[layer])
+        logits = self.lm_head(self.transformer.ln_f(x))
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return logits, loss
+
+    def num_params(self, embeddings=True):
+        """Parameters, tied ones counted once. Without `embeddings`, position and untied token tables are left out, as scaling laws count."""
+        count = sum(p.numel() for p in self.parameters())
+        tables = [self.transformer.wpe] if "wpe" in self.transformer else []
+        tables += [] if self.config.tied else [self.transformer.wte]
+        return count if embeddings else count - sum(t.weight.numel() for t in tables)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
+        """AdamW, fused where the device has it. Only matrices and embeddings decay; the scalars that attention learns per head
+        (tau and its kin) do not, and their learning rate is head_lr times the others'."""
+        groups = {"decay": [], "no_decay": [], "head": []}
+        for module in self.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)):
+                    groups["decay" if name == "weight" and p.dim() > 1 else "no_decay"].append(p)
+                else:
+                    groups["head"].append(p)
+        groups = [{"params": list(dict.fromkeys(params)),               # a tied weight is met twice
+                   "weight_decay": weight_decay if kind == "decay" else 0.0,
+                   "lr_scale": head_lr if kind == "head" else 1.0} for kind, params in groups.items() if params]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=self.lm_head.weight.device.type in ("cuda", "cpu", "mps"))
+
+    # ------------------------------------------------------------------------------------------------------------- generation
+
+    def new_cache(self):
+        """An empty key-value cache for forward(idx, cache=...): one dict per layer."""
+        return [{} for _ in self.transformer.h]
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, use_cache=True):
+        """Continue idx (B, T) by max_new_tokens, one at a time. temperature 0 takes the likeliest token; top_k and top_p keep only
+        the k likeliest, or the fewest whose probabilities sum to p. With relative positions the context grows without limit;
+        absolute ones end at block_size, beyond which each step reads the last block_size tokens again."""
+        if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
+            raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
+        training = self.training
+        self.eval()
+        dice = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
+        limit = self.config.block_size if "wpe" in self.transformer else math.inf
+        cache = self.new_cache() if use_cache and all(block.attn.cached for block in self.transformer.h) else None
+        for _ in range(max_new_tokens):
+            if idx.shape[1] > limit:
+                context, cache = idx[:, -limit:], None
+            else:
+                context = idx[:, -1:] if cache and cache[0] else idx
+            logits = self(context, cache=cache)[0][:, -1].float()
+            idx = torch.cat([idx, pick(logits, temperature, top_k, top_p, dice)], 1)
+        self.train(training)
+        return idx
+
+
+def pick(logits, temperature, top_k, top_p, dice):
+    """Draw one token id (B, 1) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+    probs = F.softmax(logits, -1)
+    if top_p:
+        ordered, order = probs.sort(-1, descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p                  # those before it reach p already; the likeliest always stays
+        probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
+    return torch.multinomial(probs, 1, generator=dice)
+
+
+# --------------------------------------------------------------------------------------------------------------- command line
+
+def add_flags(parser, *knobs, skip=()):
+    """Add a flag for every field of the given dataclasses. None until given, so that presets and recipes can come in between."""
+    for group in knobs:
+        section = parser.add_argument_group(group.__name__, (inspect.getdoc(group) or "").split(". ")[0])
+        for field in dataclasses.fields(group):
+            if field.name in skip:
+                continue
+            kind = inspect.get_annotations(group, eval_str=True)[field.name]
+            is_bool = kind is bool
+            section.add_argument(
+                f"--{field.name}", default=None, type=as_bool if is_bool else kind if kind in (int, float, str) else str,
+                choices=field.metadata["choices"], nargs="?" if is_bool else None, const=True if is_bool else None,
+                metavar=None if field.metadata["choices"] else {int: "N", float: "X", bool: "0|1"}.get(kind, "S"),
+                help=field.metadata["help"].replace("%", "%%") + ("" if field.default in (None, "") else f" (default {field.default})"))
+
+
+def as_bool(text):
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or 1")
+    return words[text.lower()]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line that says what would have been right."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            valid = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], valid, n=1)
+            self.error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else "") + f" valid flags: {' '.join(valid)}")
+        return namespace
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
