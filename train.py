@@ -1,0 +1,400 @@
+"""Train a GPT with any attention recipe.
+
+    python train.py --attn=elastic                         on whatever this machine has: CUDA, MPS or CPU
+    torchrun --nproc_per_node=8 train.py --attn=elastic    on eight GPUs, or on as many CPU processes
+    python train.py --attn=elastic --init_from=resume      go on where a stopped or killed run was last saved
+
+A flag given here beats the recipe (--attn), which beats the preset (--preset), which beats the defaults below.
+A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) and log.csv.
+"""
+import contextlib
+import csv
+import dataclasses
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import attention
+from data import tokens
+from eval import (HERE, Machine, check_vocabulary, data_folder, fields_of, fixed_windows, given_flags, load_weights, mean_loss, read_checkpoint,
+                  read_run, report)
+from model import GPT, GPTConfig, Parser, add_flags, knob
+
+# --------------------------------------------------------------------------------------------------------------------- knobs
+
+@dataclass
+class Train:
+    """How to train"""
+    # what to train, and where it goes
+    preset: str = knob("tiny", "a named set of values for the other knobs", ("tiny",))
+    dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote")
+    out_dir: str = knob("", "where the run goes; empty: out/<dataset>-<attn>")
+    init_from: str = knob("scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
+    # how much
+    max_iters: int = knob(1000, "optimizer steps")
+    batch_size: int = knob(16, "sequences per forward pass on one device, at most")
+    gradient_accumulation_steps: int = knob(1, "a step sees batch_size times this many sequences, shared out over all ranks")
+    # AdamW, with linear warm-up and cosine decay
+    learning_rate: float = knob(6e-4, "largest learning rate")
+    head_lr: float = knob(1.0, "factor on it for the scalars that attention learns per head (tau and its kin)")
+    weight_decay: float = knob(0.1, "on matrices and embeddings only")
+    beta1: float = knob(0.9, "AdamW's first beta")
+    beta2: float = knob(0.95, "AdamW's second beta")
+    grad_clip: float = knob(1.0, "largest gradient norm; 0: no limit")
+    decay_lr: bool = knob(True, "cosine decay of the learning rate; 0: constant after the warm-up")
+    warmup_iters: int = knob(100, "steps of linear warm-up")
+    lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
+    min_lr: float = knob(-1.0, "learning rate at the end; negative: a tenth of learning_rate")
+    # looking and saving
+    eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint")
+    eval_iters: int = knob(20, "an evaluation reads this many times batch_size fixed windows")
+    log_interval: int = knob(10, "steps between rows of log.csv")
+    # the machine
+    seed: int = knob(1337, "seed of initial weights, data order and dropout")
+    device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
+    dtype: str = knob("auto", "precision of the products; auto: bfloat16 where it is fast", ("auto", "float32", "bfloat16", "float16"))
+    compile: bool = knob(False, "torch.compile the model")
+
+    def __post_init__(self):
+        for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name}={getattr(self, name)} must be positive")
+        for name in ("head_lr", "weight_decay", "grad_clip", "warmup_iters", "lr_decay_iters", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name}={getattr(self, name)} must not be negative")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
+
+
+PRESETS = {
+    # a 0.8M-parameter byte model: minutes on two CPU cores
+    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 16, "max_iters": 1000, "learning_rate": 2e-3},
+}
+
+MAY_CHANGE = {"init_from", "out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
+
+
+def settle_knobs(args):
+    """All knobs of this run from the flags given, as one dict, and the meta.json of the run to resume or None."""
+    given = given_flags(args, Train, GPTConfig)
+    if given.get("init_from") == "resume":
+        return resume_knobs(given)
+    base = dict(PRESETS[given.get("preset", Train.preset)])
+    if given.get("init_from", "scratch") != "scratch":                  # weights of another run: its model, unless a flag says otherwise
+        knobs = read_run(given["init_from"])[0]["knobs"]
+        base |= fields_of(GPTConfig, knobs) | {"dataset": knobs["dataset"]}
+    base |= attention.recipe(given["attn"]) if "attn" in given else {}
+    return base | given, None
+
+
+def resume_knobs(given):
+    """The run's own knobs; flags may only repeat them, or change what MAY_CHANGE allows."""
+    out_dir = given.get("out_dir") or default_out_dir(given.get("dataset", Train.dataset), given.get("attn", GPTConfig.attn))
+    meta, _ = read_run(out_dir)
+    stored = meta["knobs"]
+    for name, value in given.items():
+        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0 asked the run to decide, and it has
+        if name not in MAY_CHANGE and value != stored.get(name, value) and not decided:
+            raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with {name}={value}: "
+                             "leave the flag away, or start a new run with another --out_dir")
+    return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
+
+
+def default_out_dir(dataset, attn):
+    return f"out/{Path(dataset).name}-{attn}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- data
+
+OFFLINE = ("stdlib",)                           # data sets that train.py makes by itself, because they need no network
+
+
+def prepare_data(dataset, machine):
+    """Make a data set that needs no network, if it is not there yet; one rank of each machine does it while the others wait."""
+    if dataset in OFFLINE and machine.local_rank == 0 and not (data_folder(dataset) / "meta.json").exists():
+        if subprocess.run([sys.executable, HERE / "data" / f"{dataset}.py"]).returncode:
+            raise ValueError(f"data/{dataset}.py failed: see the line above")
+    machine.wait()
+
+
+class Batches:
+    """Training batches as a pure function of (seed, step, sample): resuming needs no state, and every split of the step's samples
+    over ranks and micro-steps reads the same tokens."""
+
+    def __init__(self, split, config, knobs, machine, stride):
+        self.split, self.config, self.knobs, self.machine, self.stride = split, config, knobs, machine, stride
+        self.choices = (len(split) - config.block_size - 1) // stride + 1
+        if self.choices < 1:
+            raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of block_size={config.block_size}: "
+                             "lower --block_size or add data")
+        self.total = knobs.batch_size * knobs.gradient_accumulation_steps
+        if self.total % machine.world:
+            raise ValueError(f"{self.total} sequences a step (batch_size {knobs.batch_size} x gradient_accumulation_steps "
+                             f"{knobs.gradient_accumulation_steps}) cannot be shared by {machine.world} ranks: make it a multiple of {machine.world}")
+
+    def __call__(self, step):
+        """This rank's micro-batches of a step: pairs of inputs and targets, (at most batch_size, T) each."""
+        starts = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total) * self.stride
+        own = starts.reshape(self.machine.world, -1)[self.machine.rank]
+        for part in np.split(own, range(self.knobs.batch_size, len(own), self.knobs.batch_size)):
+            rows = torch.from_numpy(self.split.windows(part, self.config.block_size + 1, self.config.vocab_size))
+            if self.machine.device.type == "cuda":
+                rows = rows.pin_memory()
+            rows = rows.to(self.machine.device, non_blocking=True)
+            yield rows[:, :-1], rows[:, 1:]
+
+
+# ----------------------------------------------------------------------------------------------------------- the run on disk
+
+class Run:
+    """The folder of a run: log.csv, meta.json and ckpt.pt, each renamed into place when complete. Only rank 0 writes."""
+    COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
+
+    def __init__(self, folder, machine):
+        self.folder, self.main, self.saved = Path(folder), machine.main, None
+
+    def begin(self, meta, step):
+        """Open the log. A new run moves an earlier one's files to old/; a resumed one forgets the rows after its checkpoint."""
+        if not self.main:
+            return
+        log, rows = self.folder / "log.csv", []
+        if step is None and (self.folder / "ckpt.pt").exists():
+            (self.folder / "old").mkdir(exist_ok=True)
+            for name in ("log.csv", "meta.json", "ckpt.pt"):
+                if (self.folder / name).exists():
+                    os.replace(self.folder / name, self.folder / "old" / name)
+            print(f"the earlier run in {self.folder} was moved to {self.folder / 'old'}")
+        elif step is not None and log.exists():
+            with open(log, newline="") as f:
+                rows = [row for row in csv.reader(f) if len(row) == len(self.COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
+        with tokens.replacing(log, "w") as f:
+            csv.writer(f, lineterminator="\n").writerows([self.COLUMNS, *rows])
+        tokens.write_json(self.folder / "meta.json", meta)
+
+    def log(self, **row):
+        if self.main:
+            cells = [row.get(name, "") for name in self.COLUMNS]
+            with open(self.folder / "log.csv", "a", newline="") as f:
+                csv.writer(f, lineterminator="\n").writerow([f"{c:.9g}" if isinstance(c, float) else c for c in cells])
+
+    def save(self, meta, model, optimizer, scaler, step):
+        if not self.main:
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step}
+        try:
+            with tokens.replacing(self.folder / "ckpt.pt") as f:
+                torch.save(state, f)
+            tokens.write_json(self.folder / "meta.json", meta)
+        except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
+            raise OSError(f"could not save {self.folder / 'ckpt.pt'} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}") from None
+        self.saved = step
+
+    def last_good(self):
+        return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
+
+
+def describe(knobs, config, machine, model, data):
+    """meta.json of a run."""
+    def git(*args):
+        found = subprocess.run(["git", "-C", str(HERE), *args], capture_output=True, text=True)
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    return {
+        "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
+        "parameters": model.num_params(), "data_hash": tokens.data_hash(data),
+        "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "machine": str(machine), "world_size": machine.world, "losses": {},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------------ training
+
+def learning_rate(step, knobs):
+    """Of step 1, 2, ...: linear warm-up, then cosine from learning_rate to min_lr at lr_decay_iters, then min_lr."""
+    end, low = knobs.lr_decay_iters or knobs.max_iters, knobs.min_lr if knobs.min_lr >= 0 else knobs.learning_rate / 10
+    if step <= knobs.warmup_iters:
+        return knobs.learning_rate * step / knobs.warmup_iters
+    if not knobs.decay_lr:
+        return knobs.learning_rate
+    done = min(1.0, (step - knobs.warmup_iters) / max(1, end - knobs.warmup_iters))
+    return low + (knobs.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class Trainer:
+    """One optimizer step at a time."""
+
+    def __init__(self, model, knobs, machine, batches):
+        self.model, self.knobs, self.machine, self.batches = model, knobs, machine, batches
+        self.optimizer = model.configure_optimizers(knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
+        self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
+        self.running = torch.compile(model) if knobs.compile else model
+        if machine.world > 1:
+            self.running = DistributedDataParallel(self.running)
+
+    def step(self, step, stop):
+        """One update. Returns its loss, the norm of its gradient and whether any rank was asked to stop."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.knobs) * group["lr_scale"]
+        micro_batches = list(self.batches(step))
+        size, total = sum(len(x) for x, _ in micro_batches), 0.0
+        for micro, (x, y) in enumerate(micro_batches):
+            if self.model.config.dropout:       # a number of its own for every (seed, step, rank, micro-step)
+                torch.manual_seed(np.random.SeedSequence([self.knobs.seed, step, self.machine.rank, micro]).generate_state(1)[0].item())
+            last = micro == len(micro_batches) - 1
+            with contextlib.nullcontext() if last or self.machine.world == 1 else self.running.no_sync():
+                with self.machine.autocast():
+                    loss = self.running(x, y)[1] * (len(x) / size)
+                self.scaler.scale(loss).backward()
+            total = total + loss.detach()
+        total, stop = self.machine.sum(total.item(), float(stop))
+        norm = self.clip()
+        if self.sound(total, norm):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total / self.machine.world, norm, stop > 0
+
+    def sound(self, loss, norm):
+        """Are these numbers finite? With float16 an infinite gradient is the scaler's business: it skips the step."""
+        return math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.knobs.grad_clip or math.inf).item()
+
+
+class StopSignal:
+    """Inside this context Ctrl-C and SIGTERM ask the loop to save and stop after the step at hand. One more, later, ends it at once."""
+    PATIENCE = 3                                # seconds: torchrun passes on the signal that its children have got already
+
+    def __enter__(self):
+        self.asked = None
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number, frame):
+        if self.asked and time.monotonic() - self.asked > self.PATIENCE:
+            raise KeyboardInterrupt
+        self.asked = self.asked or time.monotonic()
+
+
+def train(knobs, model, machine, run, meta, trainer, val, first):
+    """The loop: steps first+1 .. max_iters. Returns the step it ended with, which is below max_iters if it was asked to stop."""
+    tokens_per_step, stride = trainer.batches.total * model.config.block_size, trainer.batches.stride
+    bar = tqdm(total=knobs.max_iters, initial=first, disable=not machine.main, unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
+    started, since = time.perf_counter(), first
+    with bar, StopSignal() as signals:
+        for step in range(first + 1, knobs.max_iters + 1):
+            loss, norm, stop = trainer.step(step, signals.asked is not None)
+            if not trainer.sound(loss, norm):
+                raise ValueError(f"the loss is {loss} and the gradient norm {norm} at step {step}: stopped before this step touched the weights; "
+                                 f"{run.last_good()}. Lower --learning_rate or raise --warmup_iters")
+            bar.update()
+            look, record = step % knobs.eval_interval == 0 or step == knobs.max_iters, step % knobs.log_interval == 0
+            if look or record or stop:
+                ms = 1000 * (time.perf_counter() - started) / (step - since)
+                row = {"step": step, "train_loss": loss, "lr": learning_rate(step, knobs), "grad_norm": norm,
+                       "ms": round(ms, 2), "tokens_per_s": round(1000 * tokens_per_step / ms)}
+                bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s")
+            if look:
+                row["val_loss"] = mean_loss(model, val, machine, knobs.eval_iters * knobs.batch_size, knobs.batch_size, stride)
+                meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
+            if look or record:
+                run.log(**row)
+            if look or stop:
+                run.save(meta, model, trainer.optimizer, trainer.scaler, step)
+            if look or record:
+                started, since = time.perf_counter(), step
+            if stop:
+                break
+    return step
+
+
+# ---------------------------------------------------------------------------------------------------------------------- main
+
+def main(argv):
+    parser = Parser(prog="train.py", description=__doc__, epilog="presets\n" + "\n".join(
+        f"  {name}: " + " ".join(f"--{k}={v}" for k, v in values.items()) for name, values in PRESETS.items()))
+    add_flags(parser, Train, GPTConfig)
+    args = parser.parse_args(argv)
+    with tokens.one_line_errors():
+        wanted, resumed = settle_knobs(args)
+        knobs = Train(**fields_of(Train, wanted))
+        machine = Machine(knobs.device, knobs.dtype)
+        prepare_data(knobs.dataset, machine)
+        data = tokens.read_meta(data_folder(knobs.dataset), verify=machine.main)
+        config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": wanted.get("vocab_size") or data["vocab_size"]})
+        check_vocabulary(config, data, knobs.dataset)
+        knobs.out_dir = knobs.out_dir or default_out_dir(knobs.dataset, config.attn)
+        finished = run_training(knobs, config, machine, data, resumed)
+        machine.close()
+    sys.exit(0 if finished else 130)
+
+
+def run_training(knobs, config, machine, data, resumed):
+    """Set up, train, report. Returns False if the run was asked to stop early."""
+    kernel = attention.choose_kernel(config, machine.device.type)
+    folder, stride = data_folder(knobs.dataset), data.get("stride", 1)
+    batches, val = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride), tokens.Tokens(folder, "val")
+    fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
+    model = GPT(config, knobs.seed)
+    if knobs.init_from not in ("scratch", "resume"):
+        source = read_run(knobs.init_from)[1]
+        load_weights(model, read_checkpoint(source)["model"], source)
+    trainer = Trainer(model.to(machine.device), knobs, machine, batches)
+    run, meta = Run(knobs.out_dir, machine), describe(knobs, config, machine, model, data)
+    first = resume(run, resumed, meta, model, trainer) if resumed else 0
+    if machine.main:
+        print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
+              f"({', '.join(f'{name} {getattr(config, name)}' for name in attention.AXES)}), computed by {kernel}\n"
+              f"machine: {machine}\n"
+              f"data: {knobs.dataset}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a step, "
+              f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
+    run.begin(meta, first if resumed else None)
+    machine.wait()
+    last = train(knobs, model, machine, run, meta, trainer, val, first) if first < knobs.max_iters else knobs.max_iters
+    if last < knobs.max_iters:
+        if machine.main:
+            print(f"\nstopped and saved at step {last}; go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
+        return False
+    report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
+    if machine.main:
+        other = "elastic" if config.attn == "softmax" else "softmax"
+        print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
+              f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
+              f"       python train.py --attn={other}    the same with another attention")
+    return True
+
+
+def resume(run, stored, meta, model, trainer):
+    """Load a run's last checkpoint; returns its step. A run killed before its first checkpoint starts again at step 0."""
+    if stored.get("data_hash") != meta["data_hash"]:
+        raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: make it as it was, or start a new run")
+    if not (run.folder / "ckpt.pt").exists():
+        return 0
+    checkpoint = read_checkpoint(run.folder / "ckpt.pt")
+    load_weights(model, checkpoint["model"], run.folder / "ckpt.pt")
+    trainer.optimizer.load_state_dict(checkpoint["optimizer"])
+    trainer.scaler.load_state_dict(checkpoint.get("scaler", {}))
+    run.saved = checkpoint["step"]
+    return run.saved
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
