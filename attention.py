@@ -7,6 +7,7 @@ rule  w_ij = f(s_ij; r_i, t_i)  of the score s_ij, a row statistic r_i of the sc
 Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v, C n_embd.
 q (B, H, R, D)   k (B, H or fewer, T, D)   v (B, H or fewer, T, E)   scores, weights (B, H, R, T)   row vectors (B, H, R, 1)
 """
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +42,15 @@ def elastic(s, seen, t):
     return F.relu(softmax(s, seen) - t)
 
 
+def sigmoid(s, seen, t):
+    """w_ij = sigmoid(s_ij - t_i): each key is judged alone, so nothing has to be spent and there is no sink to spend it on.
+
+    No learned scalars: t is log(block_size) (`length_bias`), so that a row's sum is near 1 at the start; without it, 0.
+    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink Emerges, table 6.
+    """
+    return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
+
+
 def log_sum_exp(s, seen, w):
     """r_i = log sum_j exp(s_ij), natural."""
     return torch.logsumexp(s.masked_fill(~seen, UNSEEN), -1, keepdim=True)
@@ -57,18 +67,24 @@ def elastic_threshold(layer, n):
     return layer.tau[:, None, None] / n[:, None]
 
 
+def sigmoid_threshold(layer, n):
+    """t_i = log(block_size), minus the published bias; the same on every row."""
+    return torch.full_like(n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0)[:, None]
+
+
 class Rule(NamedTuple):
     """What the layer must know of a rule beside its formula."""
     weights: Callable                           # s, seen, t -> w
     statistic: Callable | None = None           # s, seen, w -> r (B, H, R, 1), computed only where a recipe uses it
     args: dict[str, Any] = {}                   # constants that --attn_args may set, with their defaults
     scalars: Callable | None = None             # config, args -> {name: tensor} of learned per-head scalars
-    row_input: Callable | None = None           # layer, n (R,) -> t, (1, H, R, 1) or (H, R, 1)
+    row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1)
 
 
 RULES = {
     "softmax": Rule(softmax, log_sum_exp),
     "elastic": Rule(elastic, log_sum_exp, {"tau_init": 1.0, "per_length": True, "learn_tau": True}, elastic_scalars, elastic_threshold),
+    "sigmoid": Rule(sigmoid, None, {"length_bias": True}, None, sigmoid_threshold),
 }
 
 # --------------------------------------------------------------------------------------------- the recipes: one line a variant
@@ -76,12 +92,25 @@ RULES = {
 
 AXES = {                                        # axis: its values, the default first
     "rule": tuple(RULES),
-    "pos": ("rope", "none", "learned"),
+    "pos": ("rope", "none", "learned", "bias", "rope+bias"),
+    "sink": ("none", "one", "logit"),
+    "gate": ("none", "head", "element"),
 }
 
 ATTENTIONS = {
     "softmax": {"rule": "softmax"},
+    # a sink outside the sequence: an extra key that holds no value
+    "softmax1": {"rule": "softmax", "sink": "one"},
+    "sink": {"rule": "softmax", "sink": "logit"},
+    # or a gate on the output, which is what such a sink amounts to
+    "gated": {"rule": "softmax", "gate": "head"},
+    "gated_elementwise": {"rule": "softmax", "gate": "element"},
+    # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
+    "lazy": {"rule": "elastic", "pos": "rope+bias"},
+    # no normaliser at all
+    "sigmoid": {"rule": "sigmoid"},
+    "sigmoid_raw": {"rule": "sigmoid", "args": {"length_bias": False}},
 }
 
 
@@ -92,10 +121,19 @@ def recipe(name):
     return ATTENTIONS[name]
 
 
-def parse_args(text, allowed):
-    """The constants in an --attn_args string "key=value,key=value", over their defaults; every key must be one the recipe knows."""
-    args = dict(allowed)
-    for part in filter(None, (text or "").split(",")):
+def check_axes(config):
+    """Raise ValueError, with the reason, on a combination of axes that means nothing."""
+    if config.sink != "none" and config.rule != "softmax":
+        raise ValueError(f"--sink={config.sink} goes with rule softmax only: an extra key merges exactly by log-sum-exp, and rule {config.rule} "
+                         "spends no fixed sum that such a key could take a share of")
+    constants(config)
+
+
+def constants(config):
+    """The constants of a config's rule: --attn_args "key=value,key=value" over the recipe's over the rule's; unknown keys are errors."""
+    allowed = RULES[config.rule].args
+    args = allowed | {key: value for key, value in recipe(config.attn).get("args", {}).items() if key in allowed}
+    for part in filter(None, config.attn_args.split(",")):
         key, _, value = part.partition("=")
         if key not in allowed:
             raise ValueError(f"unknown --attn_args key {key!r}: this recipe knows {', '.join(allowed) or 'none'}")
@@ -125,9 +163,17 @@ def parse_value(key, text, default):
 BLOCK = 128
 
 
-def visible(i, j):
+class View(NamedTuple):
+    """How a layer looks at its keys, beside the rule."""
+    scale: float = 1.0                          # what multiplies q.k
+    table: torch.Tensor | None = None           # (H, W): added to the score at distance i - j < W
+    hide: int = 0                               # so many first keys are seen by themselves only: for eval.py, never in training
+
+
+def visible(i, j, hide=0):
     """Who sees whom: row i sees key j (both positions, broadcast against each other)."""
-    return j <= i
+    seen = j <= i
+    return seen & ((j >= hide) | (i == j)) if hide else seen
 
 
 def visible_count(i):
@@ -149,18 +195,29 @@ def full(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def block_weights(rule, q, k, t, i, need_r):
+def distance_bias(table, R, T):
+    """table[h, i - j] for the last R of T rows against all T keys, (H, R, T); 0 at distances beyond the table's width.
+
+    One vector per head holds every distance once, from T-1 down to -(R-1); each row is a window on it, one further than the next row's.
+    """
+    by_distance = F.pad(table, (0, T - table.shape[1]))                                 # (H, T), cut or filled up to distance T-1
+    return F.pad(by_distance.flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
+
+
+def block_weights(rule, q, k, t, i, view, need_r=False):
     """Weights (B, H, R, T) and statistic of the rows at positions i (R,). Products may be low precision, all after them is not."""
-    seen = visible(i[:, None], torch.arange(k.shape[2], device=k.device))
+    seen = visible(i[:, None], torch.arange(k.shape[2], device=k.device), view.hide)
     s = grouped(q, k.mT)
     s = s.to(torch.promote_types(s.dtype, torch.float32))
+    if view.table is not None:
+        s = s + distance_bias(view.table, *s.shape[2:])
     w = rule.weights(s, seen, t)
     return w, rule.statistic(s, seen, w) if need_r else None
 
 
-def block_output(rule, q, k, v, t, i, need_r, dropout):
+def block_output(rule, q, k, v, t, i, view, need_r, dropout):
     """Output (B, H, R, E) and statistic of one block of rows."""
-    w, r = block_weights(rule, q, k, t, i, need_r)
+    w, r = block_weights(rule, q, k, t, i, view, need_r)
     if dropout:
         w = F.dropout(w, dropout)
     return grouped(w.to(v.dtype), v), r
@@ -177,7 +234,7 @@ def blocks_of(q, k, t, scale):
         yield q[:, :, rows], k[:, :, :seen], seen, None if t is None else t[..., rows, :], i
 
 
-def block_loop(rule, q, k, v, t=None, scale=1.0, need_r=False, dropout=0.0):
+def block_loop(rule, q, k, v, t, view, need_r=False, dropout=0.0):
     """Attention of all rows, block by block: output (B, H, R, E) and, if asked for, the row statistic (B, H, R, 1).
 
     Past two blocks the backward pass computes each block's weights again instead of keeping them: memory stays O(T x BLOCK).
@@ -186,7 +243,7 @@ def block_loop(rule, q, k, v, t=None, scale=1.0, need_r=False, dropout=0.0):
     run = partial(block_output, rule)
     if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK:
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=dropout > 0)
-    outputs = [run(qb, kb, v[:, :, :seen], tb, i, need_r, dropout) for qb, kb, seen, tb, i in blocks_of(q, k, t, scale)]
+    outputs = [run(qb, kb, v[:, :, :seen], tb, i, view, need_r, dropout) for qb, kb, seen, tb, i in blocks_of(q, k, t, view.scale)]
     o, r = zip(*outputs, strict=True)
     return torch.cat(o, 2), torch.cat(r, 2) if need_r else None
 
@@ -210,11 +267,11 @@ def rotate(x, base, start=0):
 
 def choose_kernel(config, device):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "sdpa" or "torch". An explicit --kernel that cannot be is an error."""
-    plain = config.rule == "softmax"
+    plain = config.rule == "softmax" and config.sink == "none" and "bias" not in config.pos
     if config.kernel == "triton":
         raise ValueError("--kernel=triton: there are no Triton kernels yet; use auto or torch")
     if config.kernel == "sdpa" and not plain:
-        raise ValueError(f"--kernel=sdpa computes plain softmax only, not --attn={config.attn}; use auto or torch")
+        raise ValueError(f"--kernel=sdpa computes plain softmax only, not --attn={config.attn} --pos={config.pos}; use auto or torch")
     return {"auto": "sdpa" if plain else "torch"}.get(config.kernel, config.kernel)
 
 
@@ -226,54 +283,89 @@ class Attention(nn.Module):
     """
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
+    hide = 0                                    # first keys that eval.py hides to see what they are worth
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer, self.rule = config, layer, RULES[config.rule]
-        width = config.n_embd // config.n_head
+        self.config, self.layer, self.rule, self.args = config, layer, RULES[config.rule], constants(config)
+        heads, width = config.n_head, config.n_embd // config.n_head
+        self.shapes = {"q": (heads, width), "k": (config.n_kv_head, width), "v": (config.n_kv_head, width)}
         self.scale = width ** -0.5
-        self.shapes = {"q": (config.n_head, width), "k": (config.n_kv_head, width), "v": (config.n_kv_head, width)}
         self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()), bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * width, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(heads * width, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        self.args = parse_args(config.attn_args, self.rule.args)
         for name, value in (self.rule.scalars(config, self.args) if self.rule.scalars else {}).items():
             learned = self.args.get(f"learn_{name}", True)
             self.register_parameter(name, nn.Parameter(value)) if learned else self.register_buffer(name, value)
+        if "bias" in config.pos:                # Lazy Attention, section 4.1, with its minus inside: score + table[h, i - j]
+            self.table = nn.Parameter(torch.zeros(heads, config.bias_range))
+        if config.sink == "logit":              # GPT-OSS: score of an extra key without a value
+            self.sink_logit = nn.Parameter(torch.zeros(heads))
+        if config.gate != "none":               # Qiu et al. 2505.06708, at the output of each head
+            self.gate = nn.Linear(config.n_embd, heads * (width if config.gate == "element" else 1), bias=config.bias)
 
     def forward(self, x, past=None):
         """x (B, R, C), the layer's normed input. past: a dict that keeps the keys and values of earlier calls."""
         sizes = [heads * width for heads, width in self.shapes.values()]
-        q, k, v = (p.unflatten(-1, shape).transpose(1, 2) for p, shape in zip(self.c_attn(x).split(sizes, -1), self.shapes.values(), strict=True))
+        q, k, v = (split_heads(p, *shape) for p, shape in zip(self.c_attn(x).split(sizes, -1), self.shapes.values(), strict=True))
         if past is not None:                    # keys are kept unrotated, and turned by their place in the cache
             k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
             past.update(k=k, v=v)
-        if self.config.pos == "rope":
+        if "rope" in self.config.pos:
             q, k = rotate(q, self.config.rope_base, k.shape[2] - q.shape[2]), rotate(k, self.config.rope_base)
-        y = self.attend(q, k, v, x)
+        y = self.attend(q, k, v, x, getattr(self, "table", None))
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
     def attend(self, q, k, v, x, table=None):
         """From rotated queries and keys, values and the layer's input to each head's output (B, H, R, E)."""
         dropout = self.config.dropout if self.training else 0.0
-        if choose_kernel(self.config, q.device.type) == "sdpa":
-            return plain_softmax(q, k, v, self.scale, dropout)
-        return block_loop(self.rule, q, k, v, self.row_input(q, k), self.scale, dropout=dropout)[0].to(v.dtype)
+        if choose_kernel(self.config, q.device.type) == "sdpa" and table is None and not self.hide:
+            o = plain_softmax(q, k, v, self.scale, dropout)
+        else:
+            o, r = block_loop(self.rule, q, k, v, self.row_input(q, k), View(self.scale, table, self.hide), self.has_extra_key, dropout)
+            o = o * self.kept(r) if self.has_extra_key else o
+        return self.gated(o, x).to(v.dtype)
+
+    @property
+    def has_extra_key(self):
+        return self.config.sink != "none"
+
+    def kept(self, r):
+        """Share of its weight that a row keeps for the real keys beside an extra key of score c: e^r / (e^r + e^c), (B, H, R, 1).
+
+        So a sink outside the sequence is softmax followed by a gate: o_i sigmoid(r_i - c). c is 0 (softmax1, Miller 2023) or learned
+        per head (the sink logit of GPT-OSS); The Attention Sink as Native MoE, eq. 2 to 4, tells the story.
+        """
+        return torch.sigmoid(r if self.config.sink == "one" else r - self.sink_logit[:, None, None])
+
+    def gated(self, o, x):
+        """o times the sigmoid of a linear map of the layer's input: one gate per head, or one per element of its output."""
+        if self.config.gate == "none":
+            return o
+        return o * torch.sigmoid(split_heads(self.gate(x), o.shape[1], -1).to(o.dtype))
 
     def weights_of(self, q, k, x, table=None):
-        """What multiplies the values: (B, H, R, T). For looking at; costs O(R T) memory, which weight_blocks does not."""
+        """What multiplies the values: (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first. A gate is no part of it.
+
+        For looking at; costs O(R T) memory, which weight_blocks does not."""
         return torch.cat(list(self.weight_blocks(q, k, x, table)), 2)
 
     def weight_blocks(self, q, k, x, table=None):
-        """The same, one block of rows at a time: yields (B, H, BLOCK or fewer, T)."""
+        """The same, one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
         for qb, kb, seen, tb, i in blocks_of(q, k, self.row_input(q, k), self.scale):
-            w, _ = block_weights(self.rule, qb, kb, tb, i, False)
-            yield F.pad(w, (0, k.shape[2] - seen))
+            w, r = block_weights(self.rule, qb, kb, tb, i, View(self.scale, table, self.hide), self.has_extra_key)
+            w = F.pad(w, (0, k.shape[2] - seen))
+            yield torch.cat([1 - self.kept(r), w * self.kept(r)], -1) if self.has_extra_key else w
 
     def row_input(self, q, k):
-        """The rule's t, (1 or B, H, R, 1), or None."""
+        """The rule's t, broadcastable to (B, H, R, 1), or None."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         return self.rule.row_input(self, visible_count(i)) if self.rule.row_input else None
+
+
+def split_heads(x, heads, width):
+    """(B, R, heads * width) to (B, heads, R, width)."""
+    return x.unflatten(-1, (heads, width)).transpose(1, 2)
 
 
 def plain_softmax(q, k, v, scale, dropout):

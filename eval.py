@@ -3,6 +3,7 @@
     loss      loss in nats per token and bits per byte on fixed windows (also under torchrun, which splits the windows over the ranks)
     probe     where the attention goes: sinks, density, exact zeros, per layer and head
     sample    generate text
+    lab       train every recipe in the sink lab and compare them (this one needs no --out_dir)
 
 The model is rebuilt from the run's meta.json alone; --attn and the flags of its axes override it where the parameters allow.
 Definitions of the measures: sinks as in Gu et al. 2410.10781 (Sink_1^eps) and Lazy Attention 2601.00919, appendix C.3 (sink ratio,
@@ -13,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 import attention
 from data import tokens
@@ -208,15 +211,12 @@ def bits_per_byte(loss, meta, split):
 # --------------------------------------------------------------------------------------------------------------------- probe
 
 @contextlib.contextmanager
-def watching(model, see):
-    """Inside this context every attention layer of a forward pass calls see(layer, module, q, k, v, x, *more) before it attends."""
-    def watched(layer, module, attend, *inputs):
-        see(layer, module, *inputs)
-        return attend(*inputs)
-
+def instead(model, look):
+    """Inside this context every attention layer of a forward pass calls look(attend, layer, module, q, k, v, x, table) in place of
+    its own attend(q, k, v, x, table): to watch what goes in, or to change it."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):
-        module.attend = partial(watched, layer, module, module.attend)
+        module.attend = partial(look, module.attend, layer, module)
     try:
         yield
     finally:
@@ -231,14 +231,16 @@ MEASURES = {                                    # name: its meaning, printed und
     "times_uniform": "shares on the first token, over those of evenly spread rows",
     "density": "weight on all other tokens",
     "row_mass": "sum of the weights of a row (signed)",
+    "extra": "weight on a key outside the sequence",
     "sparsity": "share of exact zeros among the pairs that may attend",
     "empty_rows": "share of rows whose weights are all zero",
     "sink_eps": "Sink_1^0.3: share of sequences whose first 64 queries put over 0.3 on the first token",
+    "value_norm_ratio": "norm of the first token's value, over the mean norm of the others",
 }
 
 
 class Probe:
-    """Sums of one layer's measures, per head, over all queries of all sequences it is shown."""
+    """Sums of one layer's measures, per head, over the queries of all sequences it is shown."""
     EPS, EPS_ROWS = 0.3, 64
 
     def __init__(self):
@@ -248,48 +250,171 @@ class Probe:
         """value (B, H, ...): summed over all but the heads."""
         self.sums[name] = self.sums.get(name, 0) + value.double().flatten(2).sum((0, 2)).cpu()
 
-    def see(self, module, q, k, v, x, *more):
-        """Take in one batch: the weights come block by block, (B, H, rows, T), and are summed at once."""
-        start, early = 0, 0                     # early (B, H): share of the first 64 queries on the first token
-        for w in module.weight_blocks(q, k, x, *more):
+    def see(self, module, q, k, v, x, table=None, counted=None):
+        """Take in one batch: the weights come block by block, (B, H, rows, T), and are summed at once. counted (B, T): which queries count."""
+        B, H, T = q.shape[:3]
+        counted = torch.ones(B, T, device=q.device) if counted is None else counted
+        start, early = 0, 0                     # early (B, H): share that the first 64 queries put on the first token
+        for w in module.weight_blocks(q, k, x, table):
             i = torch.arange(start, start + w.shape[2], device=w.device)
-            n = attention.visible_count(i).expand(w.shape[:3])
-            share = w.abs() / (w.abs().sum(-1, keepdim=True) + 1e-8)
-            self.add("rows", torch.ones_like(n))
-            self.add("pairs", n)
-            self.add("uniform", 1 / n)
-            self.add("sink", w[..., 0])
-            self.add("share", share[..., 0])
-            self.add("row_mass", w.sum(-1))
-            self.add("zeros", n - (w != 0).sum(-1))
-            self.add("empty_rows", (w == 0).all(-1))
-            early = early + share[:, :, i < self.EPS_ROWS, 0].sum(-1)
+            here = counted[:, None, i].expand(w.shape[:3])
+            share = self.see_rows(here, w, attention.visible_count(i), module.has_extra_key)
+            early = early + share[:, :, i < self.EPS_ROWS].sum(-1)
             start += w.shape[2]
-        self.add("sequences", torch.ones_like(early[..., None]))
+        self.add("sequences", torch.ones(B, H, 1))
         self.add("sink_eps", early[..., None] / min(self.EPS_ROWS, start) > self.EPS)
+        norm = v.float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
+        self.add("first_norm", norm[..., :1])
+        self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
+
+    def see_rows(self, here, w, n, has_extra_key):
+        """One block: here (B, H, R) says which rows count, n (R,) how many keys each sees. Returns the first token's share (B, H, R)."""
+        extra, w = (w[..., 0], w[..., 1:]) if has_extra_key else (torch.zeros_like(w[..., 0]), w)
+        share = w[..., 0].abs() / (w.abs().sum(-1) + extra + 1e-8)
+        rows = {"rows": torch.ones_like(share), "pairs": n, "uniform": 1 / n, "sink": w[..., 0], "share": share, "row_mass": w.sum(-1),
+                "extra": extra, "zeros": n - (w != 0).sum(-1), "empty_rows": (w == 0).all(-1)}
+        for name, value in rows.items():
+            self.add(name, here * value)
+        return share
 
     def result(self):
         """{measure: (H,) tensor}."""
         s = self.sums
-        mean = {name: s[name] / s["rows"] for name in ("sink", "uniform", "share", "row_mass", "empty_rows")}
+        mean = {name: s[name] / s["rows"] for name in ("sink", "uniform", "share", "row_mass", "extra", "empty_rows")}
         return mean | {"times_uniform": s["share"] / s["uniform"], "density": mean["row_mass"] - mean["sink"],
-                       "sparsity": s["zeros"] / s["pairs"], "sink_eps": s["sink_eps"] / s["sequences"]}
+                       "sparsity": s["zeros"] / s["pairs"], "sink_eps": s["sink_eps"] / s["sequences"],
+                       "value_norm_ratio": s["first_norm"] / s["other_norm"]}
+
+
+def mean_of(probes):
+    """{measure: mean over layers and heads}."""
+    results = [p.result() for p in probes]
+    return {name: float(torch.stack([r[name] for r in results]).mean()) for name in MEASURES}
 
 
 @torch.no_grad()
 def probe(model, split, machine, count=100, batch_size=4, stride=1):
     """The MEASURES of every layer and head on `count` fixed windows: {"mean": {measure: value}, "layers": [{measure: [per head]}]}."""
     layers = [Probe() for _ in model.transformer.h]
+
+    def look(attend, layer, module, *inputs):
+        layers[layer].see(module, *inputs)
+        return attend(*inputs)
+
     starts = fixed_windows(split, model.config.block_size, count, stride)
-    with watching(model, lambda layer, module, *inputs: layers[layer].see(module, *inputs)):
+    with instead(model, look):
         for batch in np.split(starts, range(batch_size, len(starts), batch_size)):
             rows = split.windows(batch, model.config.block_size, model.config.vocab_size)
             with machine.autocast():
                 model(torch.from_numpy(rows).to(machine.device))
-    results = [layer.result() for layer in layers]
-    return {"windows": len(starts), "length": model.config.block_size,
-            "mean": {name: float(torch.stack([r[name] for r in results]).mean()) for name in MEASURES},
-            "layers": [{name: [round(v, 6) for v in r[name].tolist()] for name in MEASURES} for r in results]}
+    return {"windows": len(starts), "length": model.config.block_size, "mean": mean_of(layers),
+            "layers": [{name: [round(v, 6) for v in layer.result()[name].tolist()] for name in MEASURES} for layer in layers]}
+
+
+# ------------------------------------------------------------------------------------------------------------------- sink lab
+
+FIRST_ROW = 8                                   # rows before it do not count as idle or copy rows
+
+
+def true_process(rows, meta):
+    """Of sequences (N, T+1) of data/backcopy.py: each target's loss under the process that made it, and which queries are triggers, (N, T)."""
+    x, y = rows[:, :-1], rows[:, 1:]
+    before = F.pad(x[:, :-1], (1, 0), value=meta["symbols"])            # of the first query: no symbol
+    trigger = torch.isin(x, torch.tensor(meta["triggers"], device=x.device))
+    bigrams = torch.tensor(meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)
+    p = torch.where(trigger & (before < meta["symbols"]), (y == before).float(), bigrams[x, y.clamp(max=meta["symbols"] - 1)])
+    p[:, torch.arange(1, y.shape[1] + 1) == meta["fixed_at"]] = 1.0     # the fixed token's place is known
+    return -p.log(), trigger
+
+
+@torch.no_grad()
+def lab(model, split, meta, machine, count=256):
+    """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
+
+    Losses are in excess of the true process's, so 0 is perfect. *Copy* rows are queries at triggers, *idle* rows all others, both from
+    position 8. zero_cost and hide_cost are what the loss gains when the first token's value is set to zero, and when no later row may
+    see its key (with row counts n as they were).
+    """
+    rows = split.windows(fixed_windows(split, model.config.block_size, count, meta["stride"]), model.config.block_size + 1, model.config.vocab_size)
+    rows = torch.from_numpy(rows).to(machine.device)
+    bayes, trigger = true_process(rows, meta)
+    late = torch.arange(trigger.shape[1], device=rows.device) >= FIRST_ROW
+    counted = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}
+    probes = {name: [Probe() for _ in model.transformer.h] for name in counted}
+
+    def look(attend, layer, module, *inputs):
+        for name, mask in counted.items():
+            probes[name][layer].see(module, *inputs, counted=mask)
+        return attend(*inputs)
+
+    def zeroed(attend, layer, module, q, k, v, *more):
+        return attend(q, k, torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, 1:]], 2), *more)
+
+    def hidden(attend, layer, module, *inputs):
+        module.hide = 1
+        output = attend(*inputs)
+        module.hide = 0
+        return output
+
+    loss = {}
+    for name, change in (("as_is", look), ("zero", zeroed), ("hide", hidden)):
+        with instead(model, change), machine.autocast():
+            logits = model(rows[:, :-1])[0]
+        loss[name] = F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+    excess = loss["as_is"] - bayes
+    idle, copy, everything = (mean_of(probes[name]) for name in ("idle", "copy", "all"))
+    return {
+        **{f"excess_{of}": excess[counted[rows]].mean().item() for of, rows in (("loss", "all"), ("copy", "copy"), ("idle", "idle"))},
+        "sink_idle": idle["sink"], "sink_copy": copy["sink"], "row_mass_idle": idle["row_mass"], "share_idle": idle["share"],
+        "value_norm_ratio": idle["value_norm_ratio"],
+        "zero_cost": (loss["zero"] - loss["as_is"]).mean().item(), "hide_cost": (loss["hide"] - loss["as_is"]).mean().item(),
+        "share_copy": copy["share"], "times_uniform_idle": idle["times_uniform"], "times_uniform_copy": copy["times_uniform"],
+        "row_mass_copy": copy["row_mass"], "extra_idle": idle["extra"], "extra_copy": copy["extra"],
+        "sparsity": everything["sparsity"], "empty_rows": everything["empty_rows"],
+    }
+
+
+def train_in_lab(attn, seed, folder, more):
+    """Train one recipe in the lab, in a process of its own, unless its folder holds the result already. Returns its meta.json."""
+    flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
+    done = tokens.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
+    if "report" not in done or done["flags"] != flags:
+        print(f"training {attn}, seed {seed}", file=sys.stderr, flush=True)
+        process = subprocess.run([sys.executable, HERE / "train.py", *flags], capture_output=True, text=True)
+        if process.returncode:
+            raise ValueError(f"train.py {' '.join(flags)} failed: {process.stderr.strip().splitlines()[-1]}")
+        done = tokens.read_json(folder / "meta.json")
+    return done
+
+
+LAB_TABLE = {                                   # column: the figure behind it
+    "excess": "excess_loss", "copy": "excess_copy", "idle": "excess_idle", "sink idle": "sink_idle", "sink copy": "sink_copy", "share": "share_idle",
+    "x uniform": "times_uniform_idle", "mass": "row_mass_idle", "extra": "extra_idle", "zeros": "sparsity", "empty": "empty_rows",
+    "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "hide": "hide_cost",
+}
+
+
+def lab_picture(path, runs):
+    """Four figures of every recipe side by side: a bar for the mean over seeds, a dot for each seed."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    panels = {"sink_idle": "weight on the first token, idle rows", "value_norm_ratio": "norm of the first value over the others",
+              "row_mass_idle": "sum of the weights of an idle row", "excess_copy": "excess loss on copy rows (nats)"}
+    names = list(runs)[::-1]
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 1.2 + 0.32 * len(names)), sharey=True)
+    for ax, (key, title) in zip(axes, panels.items(), strict=True):
+        values = [[run[key] for run in runs[name]] for name in names]
+        ax.barh(range(len(names)), [np.mean(v) for v in values], color="#9ecae1")
+        for y, v in enumerate(values):
+            ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
+        ax.set_title(title, fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(names)), names)
+    figure.tight_layout()
+    with tokens.replacing(path) as f:
+        figure.savefig(f, format="png", dpi=110)
+    plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------------------------- printing
@@ -302,28 +427,34 @@ def table(rows, header):
 
 
 def report(model, machine, dataset, windows, batch_size):
-    """What train.py prints at the end of a run: the losses, a first look at the attention, and a sample. Returns the losses."""
+    """What train.py prints at the end of a run: the losses, a first look at the attention, and a sample; in the sink lab, its figures.
+    Returns the figures as {name: value}."""
     folder = data_folder(dataset)
     meta = tokens.read_meta(folder, verify=False)
     stride = meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, stride) for name, split in splits.items()}
-    if machine.main:
-        print(table([[name, loss, bits_per_byte(loss, meta, name)] for name, loss in losses.items()], ["split", "loss", "bits per byte"]))
-        seen = probe(model, splits["val"], machine, 16, 4, stride)["mean"]
-        print(f"\nsink ratio {seen['sink']:.4f} (an even spread puts {seen['uniform']:.4f} on the first token), "
-              f"density {seen['density']:.4f}, sparsity {seen['sparsity']:.4f}\n")
-        coder = tokens.tokenizer(meta["tokenizer"])
-        prompt = torch.tensor([[coder.separator]], device=machine.device)
-        print(coder.decode(model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)[0].tolist()))
-    return losses
+    if not machine.main:
+        return {}
+    print(table([[name, loss, bits_per_byte(loss, meta, name)] for name, loss in losses.items()], ["split", "loss", "bits per byte"]) + "\n")
+    if "triggers" in meta:
+        found = lab(model, splits["val"], meta, machine)
+        print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
+        return losses | found
+    seen = probe(model, splits["val"], machine, 16, 4, stride)["mean"]
+    print(f"sink ratio {seen['sink']:.4f} (an even spread puts {seen['uniform']:.4f} on the first token), "
+          f"density {seen['density']:.4f}, sparsity {seen['sparsity']:.4f}\n")
+    coder = tokens.tokenizer(meta["tokenizer"])
+    prompt = torch.tensor([[coder.separator]], device=machine.device)
+    print(coder.decode(model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)[0].tolist()))
+    return losses | seen
 
 
 # ------------------------------------------------------------------------------------------------------------------- commands
 
 @dataclass
 class Common:
-    """Flags of every command"""
+    """Flags of every command that looks at a run"""
     out_dir: str = knob("", "the run to look at")
     dataset: str = knob("", "data set to look at it on: a name in data/ or a folder's path; empty: the one it was trained on")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
@@ -339,10 +470,11 @@ class Loss:
     batch_size: int = knob(16, "windows per forward pass")
 
 
-def loss_command(args, model, machine, folder, meta):
-    """Mean loss of a split."""
-    loss = mean_loss(model, tokens.Tokens(folder, args.split), machine, args.windows, args.batch_size, meta.get("stride", 1))
-    bpb = bits_per_byte(loss, meta, args.split)
+def loss_command(args, run):
+    """Mean loss of a split on fixed windows."""
+    positive(args, "batch_size")
+    loss = mean_loss(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
+    bpb = bits_per_byte(loss, run.data, args.split)
     return {"split": args.split, "loss": loss, "bits_per_byte": bpb}, table([[args.split, loss, bpb]], ["split", "loss", "bits per byte"])
 
 
@@ -350,17 +482,18 @@ def loss_command(args, model, machine, folder, meta):
 class ProbeFlags:
     """Flags of probe"""
     split: str = knob("val", "which split", ("train", "val"))
-    windows: int = knob(100, "fixed windows of block_size tokens, spread evenly")
+    windows: int = knob(100, "fixed windows of block_size tokens, spread evenly; 0: as many as fit")
     batch_size: int = knob(4, "windows per forward pass")
 
 
-def probe_command(args, model, machine, folder, meta):
-    """Where the attention goes."""
-    found = probe(model, tokens.Tokens(folder, args.split), machine, args.windows, args.batch_size, meta.get("stride", 1))
+def probe_command(args, run):
+    """Where the attention goes, per layer and head."""
+    positive(args, "batch_size")
+    found = probe(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
     rows = [[f"{layer}.{head}"] + [measures[name][head] for name in MEASURES]
-            for layer, measures in enumerate(found["layers"]) for head in range(model.config.n_head)]
+            for layer, measures in enumerate(found["layers"]) for head in range(run.model.config.n_head)]
     text = table(rows + [["mean"] + list(found["mean"].values())], ["layer.head", *MEASURES])
-    return found, text + "\n\n" + "\n".join(f"{name:>13}  {meaning}" for name, meaning in MEASURES.items())
+    return found, text + "\n\n" + "\n".join(f"{name:>16}  {meaning}" for name, meaning in MEASURES.items())
 
 
 @dataclass
@@ -375,20 +508,75 @@ class Sample:
     seed: int = knob(0, "seed of the draws")
 
 
-def sample_command(args, model, machine, folder, meta):
+def sample_command(args, run):
     """Generate text."""
-    if args.tokens < 1 or args.samples < 1 or args.temperature < 0 or args.top_k < 0 or not 0 <= args.top_p <= 1:
-        raise ValueError("sample needs --tokens and --samples of at least 1, --temperature and --top_k of at least 0, --top_p in [0, 1]")
-    coder = tokens.tokenizer(meta["tokenizer"])
+    positive(args, "tokens", "samples")
+    if args.temperature < 0 or args.top_k < 0 or not 0 <= args.top_p <= 1:
+        raise ValueError("--temperature and --top_k must not be negative, --top_p must lie in [0, 1]")
+    coder = tokens.tokenizer(run.data["tokenizer"])
     prompt = coder.encode(args.prompt).tolist() or [coder.separator]
-    idx = torch.tensor([prompt] * args.samples, device=machine.device)
-    with machine.autocast():
-        idx = model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    idx = torch.tensor([prompt] * args.samples, device=run.machine.device)
+    with run.machine.autocast():
+        idx = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
     texts = [coder.decode(row) for row in idx.tolist()]
     return {"samples": texts}, "\n---------------\n".join(texts)
 
 
-COMMANDS = {"loss": (Loss, loss_command), "probe": (ProbeFlags, probe_command), "sample": (Sample, sample_command)}
+@dataclass
+class Lab:
+    """Flags of lab"""
+    attn: str = knob("all", "recipes, separated by commas")
+    seeds: str = knob("0,1,2", "seeds, separated by commas")
+    out_dir: str = knob("out/lab", "where the runs go, a folder each; those that are there are not trained again")
+    results: str = knob("results/lab", "where the table and the picture go: this name with .json and .png")
+    train_args: str = knob("", "more flags for train.py, separated by spaces")
+    json: bool = knob(False, "print JSON instead of a table")
+
+
+def lab_command(args):
+    """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by side."""
+    recipes = list(attention.ATTENTIONS) if args.attn == "all" else args.attn.split(",")
+    for name in recipes:
+        attention.recipe(name)
+    if not all(seed.isdigit() for seed in args.seeds.split(",")):
+        raise ValueError(f"--seeds={args.seeds} must be whole numbers separated by commas")
+    runs = {name: [] for name in recipes}
+    for seed in args.seeds.split(","):
+        for name in recipes:
+            runs[name].append(train_in_lab(name, int(seed), Path(args.out_dir) / f"{name}-{seed}", args.train_args.split()))
+    figures = {name: [{key: run[key] for key in ("parameters", "seconds")} | run["report"] for run in group] for name, group in runs.items()}
+    first = runs[recipes[0]][0]
+    result = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"], "runs": figures}
+    tokens.write_json(f"{args.results}.json", result)
+    lab_picture(f"{args.results}.png", figures)
+    rows = []
+    for name, group in figures.items():
+        mean = {key: np.mean([run[key] for run in group]) for key in group[0]}
+        rows.append([name, *(f"{mean[key]:.3f}" for key in LAB_TABLE.values()), f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
+    return result, table(rows, ["recipe", *LAB_TABLE, "parameters", "s"]) + f"\n\nmeans over seeds {args.seeds}; all figures in {args.results}.json"
+
+
+# ------------------------------------------------------------------------------------------------------------------------ main
+
+class Loaded:
+    """A run as the commands see it: its model on this machine, and the data to look at it on."""
+
+    def __init__(self, common, given):
+        self.machine = Machine(common.device, common.dtype)
+        self.model, meta = load_run(common.out_dir, self.machine.device, given)
+        self.folder = data_folder(common.dataset or meta["knobs"]["dataset"])
+        self.data = tokens.read_meta(self.folder)
+        self.stride = self.data.get("stride", 1)
+        check_vocabulary(self.model.config, self.data, self.folder)
+
+    def split(self, name):
+        return tokens.Tokens(self.folder, name)
+
+
+def positive(args, *names):
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
 
 
 def given_flags(args, *knobs):
@@ -396,34 +584,37 @@ def given_flags(args, *knobs):
     return {name: value for group in knobs for name, value in fields_of(group, vars(args)).items() if value is not None}
 
 
+OVERRIDES = dataclasses.make_dataclass("Overrides", [  # the choices of a run that can be looked at otherwise
+    (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
+    if f.name in ("attn", "attn_args", "kernel", *attention.AXES)])
+OVERRIDES.__doc__ = "Overrides of the run's own choices"
+
+COMMANDS = {"loss": (loss_command, Loss), "probe": (probe_command, ProbeFlags), "sample": (sample_command, Sample), "lab": (lab_command, Lab)}
+
+
 def main(argv):
-    parser = Parser(prog="eval.py", description=__doc__)
     if not argv or argv[0] not in COMMANDS:
+        parser = Parser(prog="eval.py", description=__doc__)
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
         parser.error(f"the first word must be a command: {', '.join(COMMANDS)}" + (f", not {argv[0]!r}" if argv else ""))
-    flags, command = COMMANDS[argv[0]]
+    command, flags = COMMANDS[argv[0]]
+    of_runs = flags is not Lab                  # the lab trains runs of its own
     parser = Parser(prog=f"eval.py {argv[0]}", description=command.__doc__)
-    overrides = dataclasses.make_dataclass("Overrides", [(f.name, f.type, f) for f in dataclasses.fields(GPTConfig)
-                                                         if f.name in ("attn", "attn_args", "kernel", *attention.AXES)])
-    overrides.__doc__ = "Overrides of the run's own choices"
-    add_flags(parser, Common, flags, overrides)
+    add_flags(parser, *((flags, Common, OVERRIDES) if of_runs else (flags,)))
     parsed = parser.parse_args(argv[1:])
-    common, args = (group(**given_flags(parsed, group)) for group in (Common, flags))
-    if not common.out_dir:
+    if of_runs and not parsed.out_dir:
         parser.error("which run? give --out_dir=out/...")
-    for name in ("windows", "batch_size"):
-        if getattr(args, name, 1) < (name == "batch_size"):
-            parser.error(f"--{name} is too small")
     with tokens.one_line_errors():
-        machine = Machine(common.device, common.dtype)
-        model, run = load_run(common.out_dir, machine.device, given_flags(parsed, overrides))
-        dataset = common.dataset or run["knobs"]["dataset"]
-        meta = tokens.read_meta(data_folder(dataset))
-        check_vocabulary(model.config, meta, dataset)
-        result, text = command(args, model, machine, data_folder(dataset), meta)
-        if machine.main:
-            print(json.dumps(result, indent=2) if common.json else text)
-        machine.close()
+        args = flags(**given_flags(parsed, flags))
+        if of_runs:
+            run = Loaded(Common(**given_flags(parsed, Common)), given_flags(parsed, OVERRIDES))
+            result, text = command(args, run)
+            if run.machine.main:
+                print(json.dumps(result, indent=2) if parsed.json else text)
+            run.machine.close()
+        else:
+            result, text = command(args)
+            print(json.dumps(result, indent=2) if args.json else text)
 
 
 if __name__ == "__main__":

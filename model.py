@@ -47,12 +47,15 @@ class GPTConfig:
     mlp: str = knob("gelu", "activation of the MLP", ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
     tied: bool = knob(True, "the head shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
+    bias_range: int = knob(512, "distances that a learned distance bias covers; beyond it is 0")
     attn: str = knob("softmax", "attention recipe: the axes below it sets, a flag of their own overrides", tuple(attention.ATTENTIONS))
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob("auto", "who computes attention: auto, the block loop (torch), Triton, or torch's own fused softmax (sdpa)",
                        ("auto", "torch", "triton", "sdpa"))
     rule: str | None = axis("rule", "from scores to weights")
-    pos: str | None = axis("pos", "positions")
+    pos: str | None = axis("pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
+    sink: str | None = axis("sink", "an extra key without a value: none, of score 0 (one), or of a learned score per head (logit)")
+    gate: str | None = axis("gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
 
     def __post_init__(self):
         chosen = attention.recipe(self.attn)
@@ -67,7 +70,7 @@ class GPTConfig:
             value, choices = getattr(self, field.name), field.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_embd % self.n_head:
@@ -80,7 +83,7 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if not self.rope_base > 0:
             raise ValueError(f"rope_base={self.rope_base} must be positive")
-        attention.parse_args(self.attn_args, attention.RULES[self.rule].args)
+        attention.check_axes(self)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- model

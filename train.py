@@ -37,7 +37,7 @@ from model import GPT, GPTConfig, Parser, add_flags, knob
 class Train:
     """How to train"""
     # what to train, and where it goes
-    preset: str = knob("tiny", "a named set of values for the other knobs", ("tiny",))
+    preset: str = knob("tiny", "a named set of values for the other knobs", ("tiny", "lab"))
     dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote")
     out_dir: str = knob("", "where the run goes; empty: out/<dataset>-<attn>")
     init_from: str = knob("scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
@@ -80,6 +80,10 @@ class Train:
 PRESETS = {
     # a 0.8M-parameter byte model: minutes on two CPU cores
     "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 16, "max_iters": 1000, "learning_rate": 2e-3},
+    # the sink lab: a sink grows in one layer with one head, in well under a minute
+    "lab": {"dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64, "pos": "learned", "norm": "layernorm",
+            "mlp": "relu", "bias": True, "bias_range": 64, "tied": False, "batch_size": 48, "max_iters": 800, "warmup_iters": 100,
+            "learning_rate": 1e-2, "beta2": 0.999, "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
 }
 
 MAY_CHANGE = {"init_from", "out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
@@ -117,7 +121,7 @@ def default_out_dir(dataset, attn):
 
 # ---------------------------------------------------------------------------------------------------------------------- data
 
-OFFLINE = ("stdlib",)                           # data sets that train.py makes by itself, because they need no network
+OFFLINE = ("stdlib", "backcopy")                         # data sets that train.py makes by itself, because they need no network
 
 
 def prepare_data(dataset, machine):
@@ -204,14 +208,14 @@ class Run:
         return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
 
 
-def describe(knobs, config, machine, model, data):
+def describe(knobs, config, machine, model, data, flags):
     """meta.json of a run."""
     def git(*args):
         found = subprocess.run(["git", "-C", str(HERE), *args], capture_output=True, text=True)
         return found.stdout.strip() if found.returncode == 0 else None
 
     return {
-        "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
+        "flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
         "parameters": model.num_params(), "data_hash": tokens.data_hash(data),
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
@@ -311,7 +315,7 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
                 ms = 1000 * (time.perf_counter() - started) / (step - since)
                 row = {"step": step, "train_loss": loss, "lr": learning_rate(step, knobs), "grad_norm": norm,
                        "ms": round(ms, 2), "tokens_per_s": round(1000 * tokens_per_step / ms)}
-                bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s")
+                bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s", refresh=False)
             if look:
                 row["val_loss"] = mean_loss(model, val, machine, knobs.eval_iters * knobs.batch_size, knobs.batch_size, stride)
                 meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
@@ -342,12 +346,12 @@ def main(argv):
         config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": wanted.get("vocab_size") or data["vocab_size"]})
         check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(knobs.dataset, config.attn)
-        finished = run_training(knobs, config, machine, data, resumed)
+        finished = run_training(knobs, config, machine, data, resumed, argv)
         machine.close()
     sys.exit(0 if finished else 130)
 
 
-def run_training(knobs, config, machine, data, resumed):
+def run_training(knobs, config, machine, data, resumed, flags):
     """Set up, train, report. Returns False if the run was asked to stop early."""
     kernel = attention.choose_kernel(config, machine.device.type)
     folder, stride = data_folder(knobs.dataset), data.get("stride", 1)
@@ -358,7 +362,7 @@ def run_training(knobs, config, machine, data, resumed):
         source = read_run(knobs.init_from)[1]
         load_weights(model, read_checkpoint(source)["model"], source)
     trainer = Trainer(model.to(machine.device), knobs, machine, batches)
-    run, meta = Run(knobs.out_dir, machine), describe(knobs, config, machine, model, data)
+    run, meta = Run(knobs.out_dir, machine), describe(knobs, config, machine, model, data, flags)
     first = resume(run, resumed, meta, model, trainer) if resumed else 0
     if machine.main:
         print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
@@ -368,13 +372,16 @@ def run_training(knobs, config, machine, data, resumed):
               f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
     run.begin(meta, first if resumed else None)
     machine.wait()
+    began = time.perf_counter()
     last = train(knobs, model, machine, run, meta, trainer, val, first) if first < knobs.max_iters else knobs.max_iters
     if last < knobs.max_iters:
         if machine.main:
             print(f"\nstopped and saved at step {last}; go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
         return False
-    report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
+    meta["seconds"] = round(time.perf_counter() - began, 1)
+    meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
     if machine.main:
+        tokens.write_json(run.folder / "meta.json", meta)
         other = "elastic" if config.attn == "softmax" else "softmax"
         print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
               f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"

@@ -1,0 +1,71 @@
+"""The sink lab's data: the Bigram-Backcopy task (Guo et al. 2410.13835, section 2), made from a seed, so its best possible loss is known.
+
+    python data/backcopy.py
+
+A sequence is BOS, then symbols 0..63. The next symbol is drawn from the bigram row of the current one (each row Dirichlet(0.1)),
+except after one of five trigger symbols: a trigger is followed by a copy of the symbol that stood before it. So a head has work to do
+on triggers only; on all other rows it must find a way to do nothing.
+
+After BOS, and where the symbol before a trigger is BOS or the fixed token, the bigram row decides.
+"""
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+import tokens
+
+SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
+BOS, FIXED = 64, 65                             # ids beside the symbols; both have bigram rows of their own
+
+
+def make_task(seed):
+    """The bigram table (66, 64), one row per id, and the ids of the triggers."""
+    rng = np.random.default_rng([seed, 0])
+    return rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2), np.sort(rng.choice(SYMBOLS, TRIGGERS, replace=False))
+
+
+def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
+    """`count` sequences of length+1 ids, (count, length+1): the inputs and the target of the last one."""
+    cumulative = table.cumsum(1)
+    x = np.zeros((count, length + 1), np.int64)
+    x[:, 0] = BOS if bos else rng.integers(0, SYMBOLS, count)
+    for i in range(length + 1):
+        if i > 0:
+            u = rng.random((count, 1)) * cumulative[x[:, i - 1], -1:]   # rounding may leave a row's sum a little below 1
+            x[:, i] = (cumulative[x[:, i - 1]] <= u).sum(1)
+        if i > 1:
+            copies = np.isin(x[:, i - 1], triggers) & (x[:, i - 2] < SYMBOLS)
+            x[copies, i] = x[copies, i - 2]
+        if i == fixed_at:
+            x[:, i] = FIXED
+    return x
+
+
+def prepare(args):
+    table, triggers = make_task(args.seed)
+    if not 0 <= args.fixed_at <= args.length and args.fixed_at != -1:
+        raise ValueError(f"--fixed_at={args.fixed_at} must be a position in 0..{args.length}, or -1 for none")
+    if min(args.length, args.sequences, args.val_sequences) < 1:
+        raise ValueError("--length, --sequences and --val_sequences must be at least 1")
+    shards = {}
+    for part, (split, count) in enumerate((("train", args.sequences), ("val", args.val_sequences)), 1):
+        x = draw_sequences(table, triggers, count, args.length, args.bos, args.fixed_at, np.random.default_rng([args.seed, part]))
+        shards[f"{split}.bin"] = tokens.write_shard(args.out_dir / f"{split}.bin", x.reshape(-1))
+    tokens.write_json(args.out_dir / "meta.json", {
+        "dataset": "backcopy", "tokenizer": "numbers", "vocab_size": SYMBOLS + 2, "stride": args.length + 1, "seed": args.seed, "bos": args.bos,
+        "fixed_at": args.fixed_at, "symbols": SYMBOLS, "triggers": triggers.tolist(), "bigrams": table.tolist(), "shards": shards})
+    print(f"data: Bigram-Backcopy, {args.sequences} sequences of {args.length} symbols to train on, {args.val_sequences} held out, in {args.out_dir}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent / "backcopy")
+    parser.add_argument("--seed", type=int, default=0, help="of the table, the triggers and the sequences")
+    parser.add_argument("--length", type=int, default=64, help="symbols in a sequence; train with --block_size no larger")
+    parser.add_argument("--sequences", type=int, default=40_000)
+    parser.add_argument("--val_sequences", type=int, default=2_000)
+    parser.add_argument("--no_bos", dest="bos", action="store_false", help="begin with a symbol drawn at random instead of BOS")
+    parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION", help="put one fixed token at this position of every sequence")
+    with tokens.one_line_errors():
+        prepare(parser.parse_args())
