@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 # Each takes a block of scores s (B, H, R, T), the mask `seen` of who sees whom (broadcastable to it) and the row input t, and
 # returns the weights, zero where not seen. They work in the precision of s, which the callers keep at float32 or above.
 
-UNSEEN = -1e30                                  # below every score, and finite, so that no row can turn into nan
+UNSEEN = -1e30                                  # added to a score it leaves nothing of it, and it is finite, so no row can turn into nan
 
 
 def softmax(s, seen, t=None):
@@ -29,7 +29,7 @@ def softmax(s, seen, t=None):
 
     No learned scalars. The row statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1.
     """
-    return torch.softmax(s.masked_fill(~seen, UNSEEN), -1)
+    return torch.softmax(s + ~seen * UNSEEN, -1)
 
 
 def elastic(s, seen, t):
@@ -53,7 +53,7 @@ def sigmoid(s, seen, t):
 
 def log_sum_exp(s, seen, w):
     """r_i = log sum_j exp(s_ij), natural."""
-    return torch.logsumexp(s.masked_fill(~seen, UNSEEN), -1, keepdim=True)
+    return torch.logsumexp(s + ~seen * UNSEEN, -1, keepdim=True)
 
 
 def elastic_scalars(config, args):

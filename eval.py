@@ -3,7 +3,8 @@
     loss      loss in nats per token and bits per byte on fixed windows (also under torchrun, which splits the windows over the ranks)
     probe     where the attention goes: sinks, density, exact zeros, per layer and head
     sample    generate text
-    lab       train every recipe in the sink lab and compare them (this one needs no --out_dir)
+    lab       train every recipe in the sink lab and compare them
+    speed     time every recipe's training step and attention on this machine; these last two need no --out_dir
 
 The model is rebuilt from the run's meta.json alone; --attn and the flags of its axes override it where the parameters allow.
 Definitions of the measures: sinks as in Gu et al. 2410.10781 (Sink_1^eps) and Lazy Attention 2601.00919, appendix C.3 (sink ratio,
@@ -16,6 +17,8 @@ import math
 import os
 import subprocess
 import sys
+import time
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attention
 from data import tokens
@@ -32,6 +37,11 @@ from model import GPT, GPTConfig, Parser, add_flags, knob
 HERE = Path(__file__).parent
 
 # ----------------------------------------------------------------------------------------------------------- where we run
+
+PEAK_TFLOPS = {                                 # dense, in 16 bits, from the data sheets; the first name that matches counts
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70, "4090": 165, "3090": 71, "V100": 125, "T4": 65,
+}
+
 
 class Machine:
     """The device, the precision, and this process's place among the ranks that torchrun started."""
@@ -55,6 +65,27 @@ class Machine:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.dtype))
 
+    def peak_flops(self):
+        """What the vendor's data sheet says the device multiplies per second in this precision (dense); None where it is not known."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" and self.dtype != "float32" else ""
+        return next((1e12 * tera for part, tera in PEAK_TFLOPS.items() if part in name), None)
+
+    def finish(self):
+        """Wait until the device has done what it was given."""
+        if self.device.type in ("cuda", "mps"):
+            getattr(torch, self.device.type).synchronize()
+
+    def peak_memory(self, run):
+        """Bytes of tensors that are alive at the height of run(), beyond those from before."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            return torch.cuda.max_memory_allocated() - before
+        with LiveMemory() as memory:
+            run()
+        return memory.peak
+
     def sum(self, *values):
         """Sums of Python numbers over all ranks."""
         if self.world == 1:
@@ -75,6 +106,32 @@ class Machine:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{torch.get_num_threads()} threads"
         precision = self.dtype if self.dtype == "float32" else f"{self.dtype} autocast"
         return f"{self.device} ({name}), {precision}, {self.world} rank{'s' * (self.world > 1)}, torch {torch.__version__}"
+
+
+class LiveMemory(TorchDispatchMode):
+    """Inside this context, counts the bytes of the tensors that operations make, and forgets them when they die."""
+
+    def __enter__(self):
+        self.now, self.peak, self.known = 0, 0, set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        outputs = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.count(storage.nbytes())
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        return outputs
+
+    def count(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.now -= size
 
 
 def pick_device(name, local_rank):
@@ -374,6 +431,14 @@ def lab(model, split, meta, machine, count=256):
     }
 
 
+def recipe_names(text):
+    """The recipes in "all" or in a list with commas. Raises ValueError on one that does not exist."""
+    names = list(attention.ATTENTIONS) if text == "all" else text.split(",")
+    for name in names:
+        attention.recipe(name)
+    return names
+
+
 def train_in_lab(attn, seed, folder, more):
     """Train one recipe in the lab, in a process of its own, unless its folder holds the result already. Returns its meta.json."""
     flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
@@ -426,6 +491,11 @@ def table(rows, header):
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
 
 
+def first_token(split, machine):
+    """What a text of this data set begins with, (1, 1): a prompt when there is none."""
+    return torch.from_numpy(split.window(0, 1).astype(np.int64))[None].to(machine.device)
+
+
 def report(model, machine, dataset, windows, batch_size):
     """What train.py prints at the end of a run: the losses, a first look at the attention, and a sample; in the sink lab, its figures.
     Returns the figures as {name: value}."""
@@ -445,7 +515,7 @@ def report(model, machine, dataset, windows, batch_size):
     print(f"sink ratio {seen['sink']:.4f} (an even spread puts {seen['uniform']:.4f} on the first token), "
           f"density {seen['density']:.4f}, sparsity {seen['sparsity']:.4f}\n")
     coder = tokens.tokenizer(meta["tokenizer"])
-    prompt = torch.tensor([[coder.separator]], device=machine.device)
+    prompt = first_token(splits["val"], machine)
     print(coder.decode(model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)[0].tolist()))
     return losses | seen
 
@@ -499,7 +569,7 @@ def probe_command(args, run):
 @dataclass
 class Sample:
     """Flags of sample"""
-    prompt: str = knob("", "text to continue; empty: a document's beginning")
+    prompt: str = knob("", "text to continue; empty: whatever token the held-out data begins with, as a rule a separator")
     tokens: int = knob(300, "tokens to generate")
     samples: int = knob(1, "how many continuations")
     temperature: float = knob(0.8, "0: always the likeliest token")
@@ -514,8 +584,8 @@ def sample_command(args, run):
     if args.temperature < 0 or args.top_k < 0 or not 0 <= args.top_p <= 1:
         raise ValueError("--temperature and --top_k must not be negative, --top_p must lie in [0, 1]")
     coder = tokens.tokenizer(run.data["tokenizer"])
-    prompt = coder.encode(args.prompt).tolist() or [coder.separator]
-    idx = torch.tensor([prompt] * args.samples, device=run.machine.device)
+    prompt = torch.from_numpy(coder.encode(args.prompt).astype(np.int64))[None] if args.prompt else first_token(run.split("val"), run.machine)
+    idx = prompt.to(run.machine.device).expand(args.samples, -1)
     with run.machine.autocast():
         idx = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
     texts = [coder.decode(row) for row in idx.tolist()]
@@ -535,15 +605,11 @@ class Lab:
 
 def lab_command(args):
     """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by side."""
-    recipes = list(attention.ATTENTIONS) if args.attn == "all" else args.attn.split(",")
-    for name in recipes:
-        attention.recipe(name)
-    if not all(seed.isdigit() for seed in args.seeds.split(",")):
-        raise ValueError(f"--seeds={args.seeds} must be whole numbers separated by commas")
+    recipes = recipe_names(args.attn)
     runs = {name: [] for name in recipes}
-    for seed in args.seeds.split(","):
+    for seed in numbers(args.seeds):
         for name in recipes:
-            runs[name].append(train_in_lab(name, int(seed), Path(args.out_dir) / f"{name}-{seed}", args.train_args.split()))
+            runs[name].append(train_in_lab(name, seed, Path(args.out_dir) / f"{name}-{seed}", args.train_args.split()))
     figures = {name: [{key: run[key] for key in ("parameters", "seconds")} | run["report"] for run in group] for name, group in runs.items()}
     first = runs[recipes[0]][0]
     result = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"], "runs": figures}
@@ -554,6 +620,124 @@ def lab_command(args):
         mean = {key: np.mean([run[key] for run in group]) for key in group[0]}
         rows.append([name, *(f"{mean[key]:.3f}" for key in LAB_TABLE.values()), f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
     return result, table(rows, ["recipe", *LAB_TABLE, "parameters", "s"]) + f"\n\nmeans over seeds {args.seeds}; all figures in {args.results}.json"
+
+
+@dataclass
+class Speed:
+    """Flags of speed"""
+    attn: str = knob("all", "recipes, separated by commas")
+    lengths: str = knob("256,1024", "context lengths to train at, separated by commas")
+    memory: str = knob("4096,8192,16384", "lengths at which the attention's memory is measured, separated by commas; empty: do not")
+    tokens: int = knob(2048, "tokens in a training step")
+    n_layer: int = knob(4, "blocks of the model that takes the steps")
+    n_head: int = knob(4, "its heads")
+    n_embd: int = knob(128, "its width")
+    repeats: int = knob(20, "timed rounds over all recipes; the median counts")
+    device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
+    dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
+    out: str = knob("", "also save the figures as JSON here")
+    json: bool = knob(False, "print JSON instead of a table")
+
+
+def interleaved(cases, machine, repeats):
+    """Median seconds of each case {name: function}: all cases once, again and again, so that a noisy machine is noisy for all of them."""
+    seconds = {name: [] for name in cases}
+    for repeat in range(repeats + 2):           # two rounds to warm up
+        for name, run in cases.items():
+            machine.finish()
+            started = time.perf_counter()
+            run()
+            machine.finish()
+            if repeat >= 2:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: float(np.median(values)) for name, values in seconds.items()}
+
+
+def training_step(model, machine, batch):
+    """A function that takes one training step."""
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    rows = torch.randint(model.config.vocab_size, (batch, model.config.block_size + 1), device=machine.device)
+
+    def run():
+        with machine.autocast():
+            loss = model(rows[:, :-1], rows[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def attention_call(model, machine, batch, backward=True):
+    """A function that runs the first layer's attention alone, between the projections, forward or both ways."""
+    module, T, low = model.transformer.h[0].attn, model.config.block_size, getattr(torch, machine.dtype)
+
+    def draw(heads, width):                     # (B, heads, T, width), laid out in memory as the projections leave it
+        return torch.randn(batch, T, heads, width, device=machine.device, dtype=low).transpose(1, 2).requires_grad_(backward)
+
+    q, k, v = (draw(*shape) for shape in module.shapes.values())
+    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)
+    with machine.autocast(), torch.no_grad():
+        do = torch.randn_like(module.attend(q, k, v, x))
+
+    def run():
+        with machine.autocast(), torch.set_grad_enabled(backward):
+            o = module.attend(q, k, v, x, getattr(module, "table", None))
+        if backward:
+            o.backward(do)
+
+    return run
+
+
+def compare(cases, make_model, T, batch, machine, repeats):
+    """Time every case at one length. Returns {name: {"tokens_per_s": .., and speed against the first case of "step", "forward", "both"}}."""
+    models = {name: make_model(*case, T) for name, case in cases.items()}
+    seconds = {
+        "step": interleaved({name: training_step(m, machine, batch) for name, m in models.items()}, machine, repeats),
+        "forward": interleaved({name: attention_call(m, machine, batch, False) for name, m in models.items()}, machine, repeats),
+        "both": interleaved({name: attention_call(m, machine, batch) for name, m in models.items()}, machine, repeats)}
+    first = next(iter(cases))
+    return {name: {"tokens_per_s": batch * T / seconds["step"][name]} | {of: times[first] / times[name] for of, times in seconds.items()}
+            for name in cases}
+
+
+def numbers(text):
+    try:
+        return [int(number) for number in text.split(",") if number]
+    except ValueError:
+        raise ValueError(f"{text!r} must be whole numbers separated by commas") from None
+
+
+def speed_command(args):
+    """Training steps and attention alone, of every recipe against softmax through torch's own fused kernel, side by side in one process."""
+    positive(args, "tokens", "repeats")
+    machine, names = Machine(args.device, args.dtype), recipe_names(args.attn)
+    cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
+    cases |= {name: (name, "auto") for name in names if name != "softmax"}
+
+    def make_model(attn, kernel, T):
+        return GPT(GPTConfig(attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
+                             bias_range=min(T, 512))).to(machine.device)
+
+    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    result, text = {"machine": str(machine), "load_average": load, "lengths": {}, "memory_mb": {name: {} for name in cases}}, []
+    for T in numbers(args.lengths):
+        batch = max(1, args.tokens // T)
+        rows = result["lengths"][T] = compare(cases, make_model, T, batch, machine, args.repeats)
+        text.append(f"T={T}, {batch} sequences: training steps, and how fast they and attention alone are against the first row\n" + table(
+            [[name, f"{row['tokens_per_s']:,.0f}", *(f"{row[key]:.2f}" for key in ("step", "forward", "both"))] for name, row in rows.items()],
+            ["recipe", "tokens/s", "step", "forward", "forward + backward"]))
+    lengths = numbers(args.memory)
+    for name, case in cases.items():
+        for T in lengths:
+            used = machine.peak_memory(attention_call(make_model(*case, T), machine, 1))
+            result["memory_mb"][name][T] = round(used / 2**20, 1)
+    if lengths:
+        text.append("memory that one layer's attention takes beside its inputs, forward and backward, one sequence (MB)\n" + table(
+            [[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in result["memory_mb"].items()], ["recipe", *(f"T={T}" for T in lengths)]))
+    if args.out:
+        tokens.write_json(args.out, result)
+    return result, f"{machine}; load average {load}\n\n" + "\n\n".join(text)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ main
@@ -589,7 +773,8 @@ OVERRIDES = dataclasses.make_dataclass("Overrides", [  # the choices of a run th
     if f.name in ("attn", "attn_args", "kernel", *attention.AXES)])
 OVERRIDES.__doc__ = "Overrides of the run's own choices"
 
-COMMANDS = {"loss": (loss_command, Loss), "probe": (probe_command, ProbeFlags), "sample": (sample_command, Sample), "lab": (lab_command, Lab)}
+COMMANDS = {"loss": (loss_command, Loss), "probe": (probe_command, ProbeFlags), "sample": (sample_command, Sample), "lab": (lab_command, Lab),
+            "speed": (speed_command, Speed)}
 
 
 def main(argv):
@@ -598,7 +783,7 @@ def main(argv):
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
         parser.error(f"the first word must be a command: {', '.join(COMMANDS)}" + (f", not {argv[0]!r}" if argv else ""))
     command, flags = COMMANDS[argv[0]]
-    of_runs = flags is not Lab                  # the lab trains runs of its own
+    of_runs = flags not in (Lab, Speed)         # these make models of their own
     parser = Parser(prog=f"eval.py {argv[0]}", description=command.__doc__)
     add_flags(parser, *((flags, Common, OVERRIDES) if of_runs else (flags,)))
     parsed = parser.parse_args(argv[1:])

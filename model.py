@@ -183,6 +183,10 @@ class GPT(nn.Module):
         tables += [] if self.config.tied else [self.transformer.wte]
         return count if embeddings else count - sum(t.weight.numel() for t in tables)
 
+    def flops_per_token(self):
+        """Floating-point operations of training on one token, forward and backward, as PaLM's appendix B counts them: 6 N + 12 L C T."""
+        return 6 * self.num_params(embeddings=False) + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW, fused where the device has it. Only matrices and embeddings decay; the scalars that attention learns per head
         (tau and its kin) do not, and their learning rate is head_lr times the others'."""

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from model import GPT, GPTConfig, Parser, add_flags, knob
 class Train:
     """How to train"""
     # what to train, and where it goes
-    preset: str = knob("tiny", "a named set of values for the other knobs", ("tiny", "lab"))
+    preset: str = knob("tiny", "a named set of values for the other knobs", ("tiny", "lab", "gpt2", "paper1", "paper2", "paper5"))
     dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote")
     out_dir: str = knob("", "where the run goes; empty: out/<dataset>-<attn>")
     init_from: str = knob("scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
@@ -79,11 +80,27 @@ class Train:
 
 PRESETS = {
     # a 0.8M-parameter byte model: minutes on two CPU cores
-    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 16, "max_iters": 1000, "learning_rate": 2e-3},
+    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 12, "max_iters": 1000, "learning_rate": 2e-3},
     # the sink lab: a sink grows in one layer with one head, in well under a minute
     "lab": {"dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64, "pos": "learned", "norm": "layernorm",
             "mlp": "relu", "bias": True, "bias_range": 64, "tied": False, "batch_size": 48, "max_iters": 800, "warmup_iters": 100,
             "learning_rate": 1e-2, "beta2": 0.999, "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
+    # GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu in place of OpenWebText
+    "gpt2": {"dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "learned",
+             "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True, "batch_size": 16, "gradient_accumulation_steps": 32,
+             "max_iters": 19_000, "learning_rate": 6e-4, "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
+    # Lazy Attention, appendix C.2: 340M, 15B tokens. There the Llama 2 tokenizer (32k ids); here GPT-2's, so 360M. Heads and MLP width: DeltaNet's
+    "paper1": {"dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096, "vocab_size": 50304,
+               "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True, "batch_size": 8, "gradient_accumulation_steps": 16,
+               "max_iters": 28_610, "learning_rate": 4e-4, "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+    # Threshold Differential Attention, appendix D: GPT-2 162M, RoPE, head not tied. There 190,730 steps on the same data; here one pass of it
+    "paper2": {"dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "rope",
+               "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 32,
+               "max_iters": 19_000, "learning_rate": 1e-3, "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
+    # When Attention Sink Emerges: LLaMA blocks of 59M, 5B tokens. There the Pile with its own tokenizer; here FineWeb-Edu with GPT-2's
+    "paper5": {"dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048, "vocab_size": 50304,
+               "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 8,
+               "max_iters": 20_000, "learning_rate": 4e-4, "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
 }
 
 MAY_CHANGE = {"init_from", "out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
@@ -138,6 +155,7 @@ class Batches:
 
     def __init__(self, split, config, knobs, machine, stride):
         self.split, self.config, self.knobs, self.machine, self.stride = split, config, knobs, machine, stride
+        self.thread, self.ahead, self.waited = ThreadPoolExecutor(1), {}, 0.0   # waited: seconds that steps spent on their batches
         self.choices = (len(split) - config.block_size - 1) // stride + 1
         if self.choices < 1:
             raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of block_size={config.block_size}: "
@@ -147,23 +165,33 @@ class Batches:
             raise ValueError(f"{self.total} sequences a step (batch_size {knobs.batch_size} x gradient_accumulation_steps "
                              f"{knobs.gradient_accumulation_steps}) cannot be shared by {machine.world} ranks: make it a multiple of {machine.world}")
 
-    def __call__(self, step):
+    def read(self, step):
         """This rank's micro-batches of a step: pairs of inputs and targets, (at most batch_size, T) each."""
         starts = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total) * self.stride
-        own = starts.reshape(self.machine.world, -1)[self.machine.rank]
+        own, micro_batches = starts.reshape(self.machine.world, -1)[self.machine.rank], []
         for part in np.split(own, range(self.knobs.batch_size, len(own), self.knobs.batch_size)):
             rows = torch.from_numpy(self.split.windows(part, self.config.block_size + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
                 rows = rows.pin_memory()
             rows = rows.to(self.machine.device, non_blocking=True)
-            yield rows[:, :-1], rows[:, 1:]
+            micro_batches.append((rows[:, :-1], rows[:, 1:]))
+        return micro_batches
+
+    def __call__(self, step):
+        """The micro-batches of a step, which a thread has read while the step before was computed."""
+        found = self.ahead.pop(step, None) or self.thread.submit(self.read, step)
+        started = time.perf_counter()
+        micro_batches = found.result()
+        self.waited += time.perf_counter() - started
+        self.ahead = {step + 1: self.thread.submit(self.read, step + 1)}
+        return micro_batches
 
 
 # ----------------------------------------------------------------------------------------------------------- the run on disk
 
 class Run:
     """The folder of a run: log.csv, meta.json and ckpt.pt, each renamed into place when complete. Only rank 0 writes."""
-    COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
+    COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s", "wait_ms", "mfu")
 
     def __init__(self, folder, machine):
         self.folder, self.main, self.saved = Path(folder), machine.main, None
@@ -251,7 +279,7 @@ class Trainer:
         """One update. Returns its loss, the norm of its gradient and whether any rank was asked to stop."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.knobs) * group["lr_scale"]
-        micro_batches = list(self.batches(step))
+        micro_batches = self.batches(step)
         size, total = sum(len(x) for x, _ in micro_batches), 0.0
         for micro, (x, y) in enumerate(micro_batches):
             if self.model.config.dropout:       # a number of its own for every (seed, step, rank, micro-step)
@@ -302,7 +330,7 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
     """The loop: steps first+1 .. max_iters. Returns the step it ended with, which is below max_iters if it was asked to stop."""
     tokens_per_step, stride = trainer.batches.total * model.config.block_size, trainer.batches.stride
     bar = tqdm(total=knobs.max_iters, initial=first, disable=not machine.main, unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
-    started, since = time.perf_counter(), first
+    started, since, peak = time.perf_counter(), first, machine.peak_flops()
     with bar, StopSignal() as signals:
         for step in range(first + 1, knobs.max_iters + 1):
             loss, norm, stop = trainer.step(step, signals.asked is not None)
@@ -312,10 +340,13 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
             bar.update()
             look, record = step % knobs.eval_interval == 0 or step == knobs.max_iters, step % knobs.log_interval == 0
             if look or record or stop:
-                ms = 1000 * (time.perf_counter() - started) / (step - since)
-                row = {"step": step, "train_loss": loss, "lr": learning_rate(step, knobs), "grad_norm": norm,
-                       "ms": round(ms, 2), "tokens_per_s": round(1000 * tokens_per_step / ms)}
-                bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s", refresh=False)
+                ms, wait_ms = (1000 * seconds / (step - since) for seconds in (time.perf_counter() - started, trainer.batches.waited))
+                row = {"step": step, "train_loss": loss, "lr": learning_rate(step, knobs), "grad_norm": norm, "ms": round(ms, 2),
+                       "tokens_per_s": round(1000 * tokens_per_step / ms), "wait_ms": round(wait_ms, 3)}
+                if peak:
+                    row["mfu"] = round(model.flops_per_token() * row["tokens_per_s"] / (peak * machine.world), 4)
+                mfu = f", mfu {row['mfu']:.1%}" if peak else ""
+                bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s{mfu}", refresh=False)
             if look:
                 row["val_loss"] = mean_loss(model, val, machine, knobs.eval_iters * knobs.batch_size, knobs.batch_size, stride)
                 meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
@@ -324,7 +355,7 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
             if look or stop:
                 run.save(meta, model, trainer.optimizer, trainer.scaler, step)
             if look or record:
-                started, since = time.perf_counter(), step
+                started, since, trainer.batches.waited = time.perf_counter(), step, 0.0
             if stop:
                 break
     return step

@@ -48,19 +48,19 @@ def prepare(args):
         raise ValueError(f"--fixed_at={args.fixed_at} must be a position in 0..{args.length}, or -1 for none")
     if min(args.length, args.sequences, args.val_sequences) < 1:
         raise ValueError("--length, --sequences and --val_sequences must be at least 1")
+    tokens.begin(args.out_dir)
     shards = {}
     for part, (split, count) in enumerate((("train", args.sequences), ("val", args.val_sequences)), 1):
         x = draw_sequences(table, triggers, count, args.length, args.bos, args.fixed_at, np.random.default_rng([args.seed, part]))
         shards[f"{split}.bin"] = tokens.write_shard(args.out_dir / f"{split}.bin", x.reshape(-1))
-    tokens.write_json(args.out_dir / "meta.json", {
+    tokens.finish(args.out_dir, {
         "dataset": "backcopy", "tokenizer": "numbers", "vocab_size": SYMBOLS + 2, "stride": args.length + 1, "seed": args.seed, "bos": args.bos,
         "fixed_at": args.fixed_at, "symbols": SYMBOLS, "triggers": triggers.tolist(), "bigrams": table.tolist(), "shards": shards})
-    print(f"data: Bigram-Backcopy, {args.sequences} sequences of {args.length} symbols to train on, {args.val_sequences} held out, in {args.out_dir}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent / "backcopy")
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
     parser.add_argument("--seed", type=int, default=0, help="of the table, the triggers and the sequences")
     parser.add_argument("--length", type=int, default=64, help="symbols in a sequence; train with --block_size no larger")
     parser.add_argument("--sequences", type=int, default=40_000)

@@ -12,41 +12,33 @@ import sysconfig
 import zlib
 from pathlib import Path
 
-import numpy as np
-
 import tokens
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def sources(root):
-    """(relative name, text) of every module, in an order that does not depend on the file system."""
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        name = path.relative_to(root)
-        if not SKIP & set(name.parts):
-            yield name.as_posix(), path.read_bytes()
+def modules(root):
+    """The source files below a folder, in an order that does not depend on the file system: {relative name: path}."""
+    names = (path.relative_to(root) for path in root.rglob("*.py"))
+    return {name.as_posix(): root / name for name in sorted(names, key=Path.as_posix) if not SKIP & set(name.parts)}
+
+
+def held_out(name):
+    return zlib.crc32(name.encode()) % 20 == 0
 
 
 def prepare(out, root):
-    split = {"train": [], "val": []}
-    size = {"train": 0, "val": 0}
-    for name, text in sources(root):
-        part = "val" if zlib.crc32(name.encode()) % 20 == 0 else "train"
-        split[part] += [np.array([tokens.Bytes.separator], np.uint16), np.frombuffer(text, np.uint8).astype(np.uint16)]
-        size[part] += len(text)
-    if not size["train"] or not size["val"]:
-        raise ValueError(f"no Python sources under {root}: name a folder that has them with --source")
-    shards = {f"{part}.bin": tokens.write_shard(out / f"{part}.bin", np.concatenate(split[part])) | {"bytes": size[part]} for part in split}
-    tokens.write_json(out / "meta.json", {
-        "dataset": "stdlib", "tokenizer": "bytes", "vocab_size": tokens.Bytes.vocab_size,
-        "source": f"Python {platform.python_version()}", "shards": shards})
-    print(f"data: Python {platform.python_version()} standard library, {size['train'] / 1e6:.1f} MB to train on, "
-          f"{size['val'] / 1e6:.2f} MB held out, in {out}")
+    files = modules(root)
+    parts = {"train": [p for name, p in files.items() if not held_out(name)], "val": [p for name, p in files.items() if held_out(name)]}
+    if not all(parts.values()):
+        raise ValueError(f"{len(files)} Python files under {root} are too few to train on and to hold out: name another folder with --source")
+    texts = {split: (path.read_text(encoding="utf-8", errors="replace") for path in paths) for split, paths in parts.items()}
+    tokens.write_data_set(out, tokens.Bytes(), texts, dataset="stdlib", source=f"Python {platform.python_version()}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent / "stdlib")
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("stdlib"))
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of Python sources")
     args = parser.parse_args()
     with tokens.one_line_errors():

@@ -9,18 +9,29 @@ A data set is a folder data/<name>/ with shards of each split and one meta.json:
 A shard is 256 int32 of header (magic number, version, number of tokens), then the tokens as uint16: the layout of llm.c and
 modded-nanogpt, which can read these files as they are. It describes itself and it can be memory-mapped.
 """
+import argparse
 import contextlib
 import functools
+import gzip
 import hashlib
+import http.client
+import importlib
+import itertools
 import json
 import os
+import re
 import sys
+import tempfile
+import urllib.request
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER in bytes
 VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed again at every start (sha256 takes about a second per GB)
+TIMEOUT = 20                                    # seconds that a server may be silent
 
 
 # -------------------------------------------------------------------------------------------------------------------- files
@@ -62,19 +73,62 @@ def sha256(path):
     return digest.hexdigest()
 
 
+def fetch(url, part, have):
+    """Append what is missing to a partial download that has `have` bytes, or begin again where the server cannot do that."""
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "ab" if answer.status == 206 else "wb") as f:
+            while chunk := answer.read(1 << 20):
+                f.write(chunk)
+
+
+def download(url, path, size, digest, what, otherwise):
+    """Fetch a file of known size and sha256, going on where an earlier attempt stopped; it gets its name when all of it is there.
+    For messages: `what` it is, and what to do `otherwise`, where there is no network."""
+    part = path.with_name(path.name + ".part")
+    have = part.stat().st_size if part.exists() else 0
+    print(f"fetching {url} ({size / 1e6:,.1f} MB{f', {have / 1e6:,.1f} of them are here' if have else ''})", flush=True)
+    try:
+        if have < size:
+            fetch(url, part, have)
+    except (OSError, http.client.HTTPException) as e:   # no network, an unknown address, silence, a broken connection
+        raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): run this again with network, or {otherwise}") from None
+    have = part.stat().st_size
+    if have < size:
+        raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: run this again, it goes on from there, or {otherwise}")
+    if have != size or sha256(part) != digest:
+        part.unlink()
+        raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: run this again, or {otherwise}")
+    os.replace(part, path)
+
+
 # ------------------------------------------------------------------------------------------------------------------- shards
 
-def write_shard(path, tokens):
-    """Write one shard from a uint16 array. Returns its row of meta.json, still without the bytes of text."""
-    tokens = np.asarray(tokens)
-    if tokens.size and not (0 <= tokens.min() and tokens.max() < 1 << 16):
-        raise ValueError(f"{path}: token ids must lie in 0..65535 to be stored as uint16")
+def shard_header(count):
+    if count >= 1 << 31:
+        raise ValueError("a shard holds less than 2**31 tokens: python data/fineweb_edu.py --source=... cuts a large text into many")
     header = np.zeros(256, dtype=np.int32)
-    header[:3] = MAGIC, VERSION, tokens.size
+    header[:3] = MAGIC, VERSION, count
+    return header.tobytes()
+
+
+def write_shard(path, tokens, lengths=None):
+    """Write one shard from an array of ids, or from an iterator of arrays, of which it holds one at a time. Returns its row of meta.json,
+    with the bytes of text where `lengths` says how many stand behind each id."""
+    count, text = 0, 0
     with replacing(path) as f:
-        f.write(header.tobytes())
-        f.write(tokens.astype(np.uint16).tobytes())
-    return {"tokens": int(tokens.size), "sha256": sha256(path)}
+        f.write(shard_header(0))                # the number of tokens is known at the end
+        for piece in tokens if hasattr(tokens, "__next__") else [tokens]:
+            piece = np.asarray(piece)
+            if piece.size and not (0 <= piece.min() and piece.max() < 1 << 16):
+                raise ValueError(f"{path}: token ids must lie in 0..65535 to be stored as uint16")
+            f.write(piece.astype(np.uint16).tobytes())
+            count += piece.size
+            text += int(lengths[piece].sum()) if lengths is not None else 0
+        f.seek(0)
+        f.write(shard_header(count))
+    return {"tokens": int(count)} | ({"bytes": text} if lengths is not None else {}) | {"sha256": sha256(path)}
 
 
 def read_shard(path):
@@ -167,11 +221,134 @@ def bytes_per_token(meta, split):
     return bytes_ / tokens if bytes_ and tokens else None
 
 
+def begin(out):
+    """A data set is about to be written here: without meta.json it counts as incomplete, and what a killed run left behind goes."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in [out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
+        path.unlink(missing_ok=True)
+
+
+def finish(out, meta):
+    """All shards are written: those of an earlier data set go, since Tokens would read them too, and meta.json comes last."""
+    for path in out.glob("*.bin"):
+        if path.name not in meta["shards"] and re.fullmatch(r"(train|val)(_\d{6})?\.bin", path.name):
+            path.unlink()
+    write_json(out / "meta.json", meta)
+    train, val = (sum(row["tokens"] for name, row in meta["shards"].items() if name.startswith(split)) for split in ("train", "val"))
+    print(f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held out, in {out}")
+
+
+def write_data_set(out, coder, splits, separate=True, **about):
+    """A data set of one shard a split. splits: the texts of "train" and of "val", encoded and written as they come."""
+    begin(out)
+    shards = {f"{split}.bin": write_shard(out / f"{split}.bin", encode_all(coder, texts, separate), coder.lengths)
+              for split, texts in splits.items()}
+    finish(out, about | {"tokenizer": coder.name, "vocab_size": coder.vocab_size, "shards": shards})
+
+
+# ------------------------------------------------------------------------------------------------------------------ sources
+
+class NotText(ValueError):
+    """A file that is empty or binary: a mistake where it was named, passed over where a folder was."""
+
+
+def kind(path):
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def source_files(source, kinds=None):
+    """The files of a --source in a fixed order: itself, or all below a folder but the hidden ones. kinds: the endings wanted, .gz aside."""
+    if not source.exists():
+        raise ValueError(f"--source={source} does not exist: name a file or a folder")
+    found = [source] if source.is_file() else [
+        p for p in source.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(source).parts)]
+    files = sorted((p for p in found if kinds is None or kind(p) in kinds), key=lambda p: p.as_posix())
+    if not files:
+        raise ValueError(f"--source={source}: " + (f"unknown source type, choose files that end in {' '.join(kinds)} (or these with .gz)"
+                                                   if found else "there are no files in this folder"))
+    return files
+
+
+def unpacked(path):
+    return gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
+
+
+def read_text(path):
+    with unpacked(path) as f:
+        data = f.read(1 << 16)
+        if b"\0" not in data:                   # a binary file is known by its beginning
+            data += f.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise NotText(f"{path} is not text in UTF-8 (it is binary, or in another encoding): name a text file, or convert it with iconv")
+    if not text or text.isspace():
+        raise NotText(f"{path} is empty: name a file with text in it")
+    return text
+
+
+def jsonl_texts(path):
+    with unpacked(path) as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)["text"].encode("utf-8", "replace").decode()      # JSON can hold half characters, UTF-8 cannot
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": mend or remove it') from None
+
+
+def parquet_texts(path):
+    parquet = optional("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as table:
+            if "text" not in table.schema_arrow.names:
+                raise ValueError(f'no column "text", only {", ".join(table.schema_arrow.names)}')
+            for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+                yield from batch["text"].to_pylist()
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{path} cannot be read as parquet ({e}): fetch it again") from None
+
+
+def documents(path):
+    """The texts of one source file: the "text" of each row of a .parquet or .jsonl, or else the whole file. Empty rows are left out."""
+    try:
+        texts = {".parquet": parquet_texts, ".jsonl": jsonl_texts}.get(kind(path), lambda path: [read_text(path)])(path)
+        yield from (text for text in texts if text and not text.isspace())
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
+
+
+def optional(module):
+    """Import something that not every installation has."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.split(".")[0]
+        raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
+
+
+def flags(doc, folder, tokenizer):
+    """The argument parser of a data script, with the flags that all of them share. Its errors are one line."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS,
+                                     allow_abbrev=False)
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name(folder), help="where the data set goes (its folder in data/)")
+    parser.add_argument("--source", type=Path, help="local file or folder to read")
+    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default=tokenizer, help="default: %(default)s")
+    parser.add_argument("--tokenizer_files", type=Path, help="folder with vocab.bpe and encoder.json, for gpt2 without network")
+    return parser
+
+
 # --------------------------------------------------------------------------------------------------------------- tokenizers
+
+WORD_END = re.compile(r"(?<=\S)[ \n]")
+
 
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
-    vocab_size, separator = 257, 256
+    name, vocab_size, separator = "bytes", 257, 256
+    lengths = np.array([1] * 256 + [0])         # bytes of text behind each id
 
     def encode(self, text):
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
@@ -182,18 +359,44 @@ class Bytes:
 
 class GPT2:
     """OpenAI's byte-pair encoding, through tiktoken; id 50256 separates documents."""
-    vocab_size, separator = 50257, 50256
+    name, vocab_size, separator = "gpt2", 50257, 50256
+    address = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    files = {"vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+             "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 
-    def __init__(self):
-        import tiktoken
+    def __init__(self, folder=None):
+        tiktoken = optional("tiktoken")
+        cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
+        for name in self.files:
+            self.fill(cache / hashlib.sha1((self.address + name).encode()).hexdigest(), name, folder)
         try:
             self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as e:                  # tiktoken downloads two files once; without network it raises what requests raises
-            raise ValueError("the GPT-2 tokenizer could not be fetched; with network once, or with TIKTOKEN_CACHE_DIR naming a folder "
-                             f"that holds its two files, this works ({type(e).__name__})") from None
+        except Exception as e:                  # a tiktoken that looks elsewhere downloads by itself, and raises what requests raises
+            raise ValueError(f"the GPT-2 tokenizer could not be fetched by tiktoken ({type(e).__name__}): run this again with network") from None
+
+    def fill(self, place, name, folder):
+        """Put one of the two files where tiktoken looks for it: tiktoken's own download has no time limit, and deletes what it does not know."""
+        size, digest = self.files[name]
+        if place.exists() and sha256(place) == digest:
+            return
+        if not folder:
+            return download(self.address + name, place, size, digest, "the GPT-2 tokenizer",
+                            "name a folder that has it with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
+        if not (folder / name).exists() or sha256(folder / name) != digest:
+            raise ValueError(f"{folder / name} is missing or is not the GPT-2 tokenizer's: name a folder with OpenAI's vocab.bpe and encoder.json")
+        with replacing(place) as f:
+            f.write((folder / name).read_bytes())
+
+    @functools.cached_property
+    def lengths(self):
+        return np.array([len(self.bpe.decode_single_token_bytes(i)) for i in range(self.separator)] + [0])
 
     def encode(self, text):
-        return np.array(self.bpe.encode_ordinary(text), dtype=np.uint16)
+        # a long text is cut where a word ends at a space or a line; the encoding never joins across that, so the ids stay the same
+        cuts = [m.start() for m in (WORD_END.search(text, i) for i in range(1 << 20, len(text), 1 << 20)) if m]
+        parts = (text[i:j] for i, j in itertools.pairwise([0, *sorted(set(cuts)), len(text)]))
+        return np.concatenate([np.array(self.bpe.encode_ordinary(part), dtype=np.uint16) for part in parts])
 
     def decode(self, ids):
         return self.bpe.decode([i for i in ids if i < self.separator])
@@ -201,7 +404,6 @@ class GPT2:
 
 class Numbers:
     """No text at all: tokens are symbols of a synthetic task and print as numbers."""
-    separator = 0
 
     def encode(self, text):
         try:
@@ -217,10 +419,20 @@ TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}
 
 
 @functools.lru_cache
-def tokenizer(name):
+def tokenizer(name, folder=None):
+    """folder: where the GPT-2 tokenizer's two files are, if tiktoken does not have them yet."""
     if name not in TOKENIZERS:
         raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[name]()
+    return GPT2(folder) if name == "gpt2" else TOKENIZERS[name]()
+
+
+def encode_all(coder, texts, separate=True, together=32):
+    """The ids of each text, in order, some encoded at once (tiktoken works outside Python's lock). separate: each begins with the separator."""
+    head, texts = np.array([coder.separator] * separate, np.uint16), iter(texts)
+    with ThreadPoolExecutor() as pool:
+        while group := list(itertools.islice(texts, together)):
+            for ids in pool.map(coder.encode, group):
+                yield np.concatenate([head, ids])
 
 
 # ------------------------------------------------------------------------------------------------------------------- errors

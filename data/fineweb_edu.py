@@ -1,0 +1,137 @@
+"""FineWeb-Edu, the 10-billion-token sample (sample-10BT): educational web pages, the data of the larger runs. GPT-2 byte pairs.
+
+    python data/fineweb_edu.py                                  all: 28.5 GB to fetch, 20 GB of shards
+    python data/fineweb_edu.py --train_shards 10                1 billion tokens; call again with more to go on
+    python data/fineweb_edu.py --source FOLDER --out_dir data/mine     local .parquet, .jsonl, .txt (or .gz of the last two)
+
+The separator goes before each document, and the documents one after another into shards of 100 M tokens, cut wherever a shard is full:
+val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
+
+Stop it, or kill it, and start it again: progress.json says where in the source the next shard begins, so the files come out the same.
+"""
+import itertools
+
+import numpy as np
+
+import tokens
+
+ADDRESS = "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/87f09149ef4734204d70ed1d046ddc9ca3f2b8f9/sample/10BT/"
+FILES = {  # bytes and sha256
+    "000_00000.parquet": (2152819114, "b1ba7b2ce4cb5ea6ef42dca40263eabb85f37700d01693a68e9b30a31d78e871"),
+    "001_00000.parquet": (2152222432, "3fcf2dc69cd52503986276d3d2d26a8c356d0f2ea28a0de4fdbda8cf87755693"),
+    "002_00000.parquet": (2151796315, "547ae182d132c9f06b6ce63149567208ea9f57630bfd9b1a2938e504f0c9ebd7"),
+    "003_00000.parquet": (2152437524, "22184e6eb25759ddd97783751ffc73e1705dfa2542e630dae1f2a8bac8ee6ddb"),
+    "004_00000.parquet": (2152338550, "33557ddd87a07a4ae6fcaf7a4789c7b484e5cc0c273ca12a65b74200e6d8748b"),
+    "005_00000.parquet": (2152189947, "e08d79927ecb377786572cd854817c748ceb8880878b1a0eb91abf8c85d505ea"),
+    "006_00000.parquet": (2152689867, "554fa2613c9261d6c9c396caab881de3160175794c6c3e1856bf28a0e9cb9b76"),
+    "007_00000.parquet": (2150686637, "4b7d1f697d4afff7f5f65cb7aa4d83acc6db716da4d46ea23399d0c50608c6e3"),
+    "008_00000.parquet": (2151274846, "a6d9dcc0c72ecd7c7f0173c2d06b3a4249a2ccaa94961469d1a522ca689bbf1a"),
+    "009_00000.parquet": (2151913277, "f836cd3c70b95776699eb6c356b2dbf702816e25dcf39992f5c80a29029d23c3"),
+    "010_00000.parquet": (2152798864, "e5a2eae25f057f0856a10bfae314c6ca8ea8bb08456d2131e9e89b2b8305e2f6"),
+    "011_00000.parquet": (2152323681, "db71cf0425bb3d1813a09f12ff1acd6dabdfb91a2e4f141960254ee5a7f036e7"),
+    "012_00000.parquet": (2152069689, "08b47a3e1c25161f796d2f8dbf99ccf60affdebdcea4910833d0d5783315551f"),
+    "013_00000.parquet": (540632672, "b393f51fefab26cd6f4c8f65707c1924f6666c4961a0ebebe04bb57f7ec832de"),
+}
+
+
+def source_of(args):
+    """The source files, some perhaps still to be fetched, and a description by which a restart knows them: their names and sizes."""
+    if not args.source:
+        return [args.out_dir / "source" / name for name in FILES], [[name, size] for name, (size, _) in FILES.items()]
+    paths = tokens.source_files(args.source, (".parquet", ".jsonl", ".txt"))
+    return paths, [[path.name if path == args.source else path.relative_to(args.source).as_posix(), path.stat().st_size] for path in paths]
+
+
+class Stream:
+    """The tokens of all documents from a position on. The position (file, document, token) is all that a restart needs to know."""
+
+    def __init__(self, paths, coder, position):
+        self.position, self.rest = position, np.empty(0, np.uint16)     # rest: what is left of the document at this position
+        self.documents = self.read(paths, coder, *position)
+
+    def read(self, paths, coder, file, document, token):
+        for i, path in enumerate(paths[file:], file):
+            if not path.exists():
+                tokens.download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
+                                "name a folder of local files with --source")
+            texts = itertools.islice(tokens.documents(path), document, None)
+            for j, ids in enumerate(tokens.encode_all(coder, texts), document):
+                yield [i, j, token], ids[token:]
+                token = 0
+            document = 0
+
+    def more(self):
+        """Is there another token?"""
+        while not self.rest.size:
+            found = next(self.documents, None)
+            if found is None:
+                return False
+            self.position, self.rest = found
+        return True
+
+    def take(self, count):
+        """The next `count` tokens, or what there is, piece by piece."""
+        while count and self.more():
+            piece, self.rest = self.rest[:count], self.rest[count:]
+            self.position[2] += piece.size
+            count -= piece.size
+            yield piece
+
+
+def resume(out, plan):
+    """The state to go on from: of an unfinished data set, of a finished one (which may get more shards), or none yet."""
+    for path in (out / "progress.json", out / "meta.json"):
+        if path.exists():
+            state = tokens.read_json(path)
+            if plan != {key: state.get(key) for key in plan}:
+                raise ValueError(f"{out} holds a data set from other sources or with other flags: delete it, or name another folder with --out_dir")
+            for name in state["shards"]:
+                tokens.read_shard(out / name)
+            return state
+    return plan | {"next": [0, 0, 0], "shards": {}}
+
+
+def prepare(args):
+    if args.shard_tokens < 1 or args.train_shards < 0:
+        raise ValueError("--shard_tokens must be at least 1 and --train_shards at least 0")
+    paths, files = source_of(args)
+    if any(path.suffix == ".parquet" for path in paths):
+        tokens.optional("pyarrow.parquet")      # better missed now than after a long download
+    coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
+    state = resume(args.out_dir, {"dataset": "fineweb_edu", "tokenizer": coder.name, "vocab_size": coder.vocab_size,
+                                  "shard_tokens": args.shard_tokens, "files": files})
+    write_shards(args, state, Stream(paths, coder, state["next"] or [len(paths), 0, 0]), coder)
+    rows = list(state["shards"].values())
+    if len(rows) < 2:
+        (args.out_dir / "progress.json").unlink(missing_ok=True)
+        (args.out_dir / "val_000000.bin").unlink(missing_ok=True)
+        raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first {args.shard_tokens:,} are for validation, "
+                         "so none are left to train on: lower --shard_tokens, or name a larger source")
+    if rows[-1]["tokens"] < args.shard_tokens:
+        print(f"the last shard is partial, {rows[-1]['tokens']:,} of {args.shard_tokens:,} tokens: this is normal")
+    tokens.finish(args.out_dir, state)
+    (args.out_dir / "progress.json").unlink(missing_ok=True)
+
+
+def write_shards(args, state, stream, coder):
+    """Write what is missing. A shard first gets its name, then a row in progress.json: killed between the two, it is written again."""
+    while not args.train_shards or len(state["shards"]) <= args.train_shards:
+        if not stream.more():
+            state["next"] = None
+            return
+        tokens.write_json(args.out_dir / "progress.json", state)
+        tokens.begin(args.out_dir)
+        number = len(state["shards"])
+        name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
+        row = state["shards"][name] = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder.lengths)
+        state["next"] = list(stream.position)
+        print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
+        tokens.write_json(args.out_dir / "progress.json", state)
+
+
+if __name__ == "__main__":
+    parser = tokens.flags(__doc__, "fineweb_edu", "gpt2")
+    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens a shard, and tokens held out (default: %(default)s)")
+    parser.add_argument("--train_shards", type=int, default=0, help="stop after so many; 0: at the end of the source (default: %(default)s)")
+    with tokens.one_line_errors():
+        prepare(parser.parse_args())

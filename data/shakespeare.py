@@ -1,0 +1,49 @@
+"""Tiny Shakespeare: 1.1 MB of plays in one file, the data set of char-rnn and of nanoGPT's first example.
+
+    python data/shakespeare.py                      bytes, 257 symbols
+    python data/shakespeare.py --tokenizer gpt2     GPT-2 byte pairs, 0.3 M tokens
+
+The first 90 % of the characters are to train on, the rest is held out, and each part is encoded by itself, without separators: the
+same tokens as nanoGPT's. The file is fetched once into the data set's folder; --source names a local copy (also .gz), or a folder with one.
+"""
+import hashlib
+
+import tokens
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def local_text(source):
+    """The text from a local file, or from the one file in a folder that is Tiny Shakespeare."""
+    for path in tokens.source_files(source):
+        try:
+            text = tokens.read_text(path)
+        except tokens.NotText:
+            if path == source:
+                raise
+            continue
+        if hashlib.sha256(text.encode()).hexdigest() == SHA256:
+            return text
+    raise ValueError(f"--source={source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}), "
+                     "or use python data/text.py for a text of your own")
+
+
+def fetched_text(out):
+    """The text from the public file, fetched where it is not there yet."""
+    path = out / "input.txt"
+    if not path.exists() or tokens.sha256(path) != SHA256:
+        tokens.download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+    return tokens.read_text(path)
+
+
+def prepare(args):
+    coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
+    text = local_text(args.source) if args.source else fetched_text(args.out_dir)
+    end = int(len(text) * 0.9)
+    tokens.write_data_set(args.out_dir, coder, {"train": [text[:end]], "val": [text[end:]]}, separate=False, dataset="shakespeare", source=URL)
+
+
+if __name__ == "__main__":
+    with tokens.one_line_errors():
+        prepare(tokens.flags(__doc__, "shakespeare", "bytes").parse_args())

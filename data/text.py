@@ -1,0 +1,95 @@
+"""A data set from any text of yours: a file, or a folder with files.
+
+    python data/text.py --source notes.txt
+    python data/text.py --source books/ --val moby-dick --tokenizer gpt2 --name books        then: python train.py --dataset=books
+
+A .jsonl (or .parquet) holds a document in the "text" field of each row; any other file is one document if it is UTF-8; .gz of these
+is unpacked. In a folder, files that are empty or binary are passed over. A separator goes before each document.
+
+Held out for validation: the files that --val names, or else whole documents, chosen at random but always the same, up to --val_share
+of the bytes; of a single document, its end.
+"""
+from pathlib import Path
+
+import numpy as np
+
+import tokens
+
+
+def measure(source):
+    """The sizes in bytes of the documents of each file, and how many files of a folder hold no text."""
+    sizes, files = {}, tokens.source_files(source)
+    for path in files:
+        try:
+            sizes[path] = np.array([len(text.encode()) for text in tokens.documents(path)])
+        except tokens.NotText:
+            if path == source:
+                raise
+    sizes = {path: found for path, found in sizes.items() if len(found)}
+    if not sizes:
+        raise ValueError(f"--source={source} holds no readable text: name text files (UTF-8), .jsonl or .parquet with a \"text\" field")
+    return sizes, len(files) - len(sizes)
+
+
+def named(sizes, names, source):
+    """Hold out the files of these names, given with or without folder and endings. One array of bool a file: which documents are held out."""
+    forms = {path: {path.name, path.name.split(".")[0], path.relative_to(source).as_posix(), str(path)} for path in sizes}
+    for name in names:
+        if not any(name in form for form in forms.values()):
+            raise ValueError(f"--val {name}: no such file in {source}, choose from {', '.join(sorted(p.name for p in sizes)[:20])}")
+    held = {path: np.full(len(sizes[path]), bool(form & set(names))) for path, form in forms.items()}
+    if all(flags.all() for flags in held.values()):
+        raise ValueError("--val holds out everything, so nothing is left to train on: name fewer files")
+    return held
+
+
+def shared(sizes, share):
+    """Hold out documents in a fixed random order as long as they fit into the share; if not even the first fits, the shortest of all."""
+    lengths = np.concatenate(list(sizes.values()))
+    order = np.random.default_rng(0).permutation(len(lengths))
+    held = np.zeros(len(lengths), bool)
+    held[order[np.cumsum(lengths[order]) <= share * lengths.sum()]] = True
+    if not held.any():
+        held[lengths.argmin()] = True
+    return dict(zip(sizes, np.split(held, np.cumsum([len(s) for s in sizes.values()])[:-1]), strict=True))
+
+
+def chosen(held, wanted):
+    """The texts of one split, read from the files again, so that memory holds a few of them at a time."""
+    for path, flags in held.items():
+        if (flags == wanted).any():
+            yield from (text for text, flag in zip(tokens.documents(path), flags, strict=True) if flag == wanted)
+
+
+def prepare(args):
+    if not 0 < args.val_share < 1:
+        raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
+    if args.name in ("", ".", "..") or "/" in args.name or "\\" in args.name:
+        raise ValueError(f"--name={args.name} must be a plain name; --out_dir takes any folder")
+    coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
+    sizes, passed_over = measure(args.source)
+    count = sum(map(len, sizes.values()))
+    if count == 1 and not args.val:
+        text = next(tokens.documents(next(iter(sizes))))
+        end = int(len(text) * (1 - args.val_share))
+        if not 0 < end < len(text):
+            raise ValueError(f"--source={args.source} holds {len(text)} characters, too few to hold out a share of {args.val_share}")
+        splits = {"train": [text[:end]], "val": [text[end:]]}
+    else:
+        held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)
+        splits = {"train": chosen(held, False), "val": chosen(held, True)}
+    print(f"source: {count} documents in {len(sizes)} files of {args.source}; {passed_over} files without text passed over")
+    tokens.write_data_set(args.out_dir or Path(__file__).with_name(args.name), coder, splits, dataset=args.name, source=str(args.source))
+
+
+if __name__ == "__main__":
+    parser = tokens.flags(__doc__, "text", "gpt2")
+    parser.set_defaults(out_dir=None)
+    parser.add_argument("--name", default="text", help="name of the data set: it goes to data/NAME (default: %(default)s)")
+    parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
+    parser.add_argument("--val_share", type=float, default=0.1, help="share of the text to hold out (default: %(default)s)")
+    args = parser.parse_args()
+    if not args.source:
+        parser.error("which text? give --source FILE or FOLDER")
+    with tokens.one_line_errors():
+        prepare(args)
