@@ -39,7 +39,7 @@ def elastic(s, seen, t):
     Learned: tau (H,), 1 at the start, so that a uniform row is off. n_i counts from 1: row i of the paper sees i keys.
     Source: Lazy Attention, eq. 5 and table 2. The authors' public code stores -tau and adds it.
     """
-    return F.relu(softmax(s, seen) - t)
+    return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)          # tau may learn to be negative: then 0 - t is not
 
 
 def sigmoid(s, seen, t):

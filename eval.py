@@ -203,8 +203,12 @@ def read_checkpoint(path, device="cpu"):
 
 def model_config(stored, given):
     """A GPTConfig from stored knobs and the flags given now: flag, then the recipe of a given --attn, then what is stored."""
-    chosen = attention.recipe(given["attn"]) if given.get("attn") else {}
-    return GPTConfig(**fields_of(GPTConfig, stored | chosen | given))
+    return GPTConfig(**fields_of(GPTConfig, stored | chosen_axes(given) | given))
+
+
+def chosen_axes(given):
+    """What a given --attn sets: its axes, and no constants of another recipe."""
+    return {"attn_args": ""} | attention.recipe(given["attn"]) if "attn" in given else {}
 
 
 def fields_of(group, values):
@@ -522,6 +526,12 @@ def report(model, machine, dataset, windows, batch_size):
 
 # ------------------------------------------------------------------------------------------------------------------- commands
 
+def at_least(flags, **bounds):
+    for name, bound in bounds.items():
+        if not getattr(flags, name) >= bound:
+            raise ValueError(f"--{name}={getattr(flags, name)} must be at least {bound}")
+
+
 @dataclass
 class Common:
     """Flags of every command that looks at a run"""
@@ -539,10 +549,12 @@ class Loss:
     windows: int = knob(0, "fixed windows of block_size tokens, spread evenly; 0: as many as fit")
     batch_size: int = knob(16, "windows per forward pass")
 
+    def __post_init__(self):
+        at_least(self, windows=0, batch_size=1)
+
 
 def loss_command(args, run):
     """Mean loss of a split on fixed windows."""
-    positive(args, "batch_size")
     loss = mean_loss(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
     bpb = bits_per_byte(loss, run.data, args.split)
     return {"split": args.split, "loss": loss, "bits_per_byte": bpb}, table([[args.split, loss, bpb]], ["split", "loss", "bits per byte"])
@@ -555,10 +567,12 @@ class ProbeFlags:
     windows: int = knob(100, "fixed windows of block_size tokens, spread evenly; 0: as many as fit")
     batch_size: int = knob(4, "windows per forward pass")
 
+    def __post_init__(self):
+        at_least(self, windows=0, batch_size=1)
+
 
 def probe_command(args, run):
     """Where the attention goes, per layer and head."""
-    positive(args, "batch_size")
     found = probe(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
     rows = [[f"{layer}.{head}"] + [measures[name][head] for name in MEASURES]
             for layer, measures in enumerate(found["layers"]) for head in range(run.model.config.n_head)]
@@ -577,12 +591,12 @@ class Sample:
     top_p: float = knob(0.0, "draw from the fewest tokens whose probabilities reach p; 0: from all")
     seed: int = knob(0, "seed of the draws")
 
+    def __post_init__(self):
+        at_least(self, tokens=1, samples=1, temperature=0, top_k=0, top_p=0, seed=0)
+
 
 def sample_command(args, run):
     """Generate text."""
-    positive(args, "tokens", "samples")
-    if args.temperature < 0 or args.top_k < 0 or not 0 <= args.top_p <= 1:
-        raise ValueError("--temperature and --top_k must not be negative, --top_p must lie in [0, 1]")
     coder = tokens.tokenizer(run.data["tokenizer"])
     prompt = torch.from_numpy(coder.encode(args.prompt).astype(np.int64))[None] if args.prompt else first_token(run.split("val"), run.machine)
     idx = prompt.to(run.machine.device).expand(args.samples, -1)
@@ -637,6 +651,9 @@ class Speed:
     dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
     out: str = knob("", "also save the figures as JSON here")
     json: bool = knob(False, "print JSON instead of a table")
+
+    def __post_init__(self):
+        at_least(self, tokens=1, n_layer=1, n_head=1, n_embd=1, repeats=1)
 
 
 def interleaved(cases, machine, repeats):
@@ -710,7 +727,6 @@ def numbers(text):
 
 def speed_command(args):
     """Training steps and attention alone, of every recipe against softmax through torch's own fused kernel, side by side in one process."""
-    positive(args, "tokens", "repeats")
     machine, names = Machine(args.device, args.dtype), recipe_names(args.attn)
     cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
     cases |= {name: (name, "auto") for name in names if name != "softmax"}
@@ -757,12 +773,6 @@ class Loaded:
         return tokens.Tokens(self.folder, name)
 
 
-def positive(args, *names):
-    for name in names:
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
-
-
 def given_flags(args, *knobs):
     """The values that were set on the command line, as {name: value}, for the fields of these dataclasses."""
     return {name: value for group in knobs for name, value in fields_of(group, vars(args)).items() if value is not None}
@@ -789,8 +799,11 @@ def main(argv):
     parsed = parser.parse_args(argv[1:])
     if of_runs and not parsed.out_dir:
         parser.error("which run? give --out_dir=out/...")
-    with tokens.one_line_errors():
+    try:
         args = flags(**given_flags(parsed, flags))
+    except ValueError as e:
+        parser.error(str(e))
+    with tokens.one_line_errors():
         if of_runs:
             run = Loaded(Common(**given_flags(parsed, Common)), given_flags(parsed, OVERRIDES))
             result, text = command(args, run)

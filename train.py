@@ -10,6 +10,7 @@ A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json 
 import contextlib
 import csv
 import dataclasses
+import itertools
 import math
 import os
 import platform
@@ -28,8 +29,8 @@ from tqdm import tqdm
 
 import attention
 from data import tokens
-from eval import (HERE, Machine, check_vocabulary, data_folder, fields_of, fixed_windows, given_flags, load_weights, mean_loss, read_checkpoint,
-                  read_run, report)
+from eval import (HERE, Machine, at_least, check_vocabulary, chosen_axes, data_folder, fields_of, fixed_windows, given_flags, load_weights,
+                  mean_loss, read_checkpoint, read_run, report)
 from model import GPT, GPTConfig, Parser, add_flags, knob
 
 # --------------------------------------------------------------------------------------------------------------------- knobs
@@ -68,12 +69,10 @@ class Train:
     compile: bool = knob(False, "torch.compile the model")
 
     def __post_init__(self):
-        for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval", "learning_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--{name}={getattr(self, name)} must be positive")
-        for name in ("head_lr", "weight_decay", "grad_clip", "warmup_iters", "lr_decay_iters", "seed"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name}={getattr(self, name)} must not be negative")
+        at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1, log_interval=1,
+                 head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0)
+        if not self.learning_rate > 0:
+            raise ValueError(f"--learning_rate={self.learning_rate} must be positive")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
 
@@ -103,7 +102,7 @@ PRESETS = {
                "max_iters": 20_000, "learning_rate": 4e-4, "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
 }
 
-MAY_CHANGE = {"init_from", "out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
+MAY_CHANGE = {"out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
 
 
 def settle_knobs(args):
@@ -115,8 +114,7 @@ def settle_knobs(args):
     if given.get("init_from", "scratch") != "scratch":                  # weights of another run: its model, unless a flag says otherwise
         knobs = read_run(given["init_from"])[0]["knobs"]
         base |= fields_of(GPTConfig, knobs) | {"dataset": knobs["dataset"]}
-    base |= attention.recipe(given["attn"]) if "attn" in given else {}
-    return base | given, None
+    return base | chosen_axes(given) | given, None
 
 
 def resume_knobs(given):
@@ -126,7 +124,7 @@ def resume_knobs(given):
     stored = meta["knobs"]
     for name, value in given.items():
         decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0 asked the run to decide, and it has
-        if name not in MAY_CHANGE and value != stored.get(name, value) and not decided:
+        if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
             raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with {name}={value}: "
                              "leave the flag away, or start a new run with another --out_dir")
     return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
@@ -191,49 +189,68 @@ class Batches:
 
 class Run:
     """The folder of a run: log.csv, meta.json and ckpt.pt, each renamed into place when complete. Only rank 0 writes."""
-    COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s", "wait_ms", "mfu")
+    COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
 
     def __init__(self, folder, machine):
         self.folder, self.main, self.saved = Path(folder), machine.main, None
+        self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
+
+    @contextlib.contextmanager
+    def writing(self, step):
+        """A full disk, a folder that may not be written: one sentence that says what is safe and what to do."""
+        try:
+            yield
+        except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
+            raise OSError(f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}. "
+                          "Free some space there, or name another folder with --out_dir; --init_from=resume goes on") from None
+
+    def last_good(self):
+        return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
 
     def begin(self, meta, step):
-        """Open the log. A new run moves an earlier one's files to old/; a resumed one forgets the rows after its checkpoint."""
+        """Open the log. A new run (step None) moves an earlier one's files aside; a resumed one forgets the rows after its checkpoint."""
         if not self.main:
             return
-        log, rows = self.folder / "log.csv", []
-        if step is None and (self.folder / "ckpt.pt").exists():
-            (self.folder / "old").mkdir(exist_ok=True)
-            for name in ("log.csv", "meta.json", "ckpt.pt"):
-                if (self.folder / name).exists():
-                    os.replace(self.folder / name, self.folder / "old" / name)
-            print(f"the earlier run in {self.folder} was moved to {self.folder / 'old'}")
-        elif step is not None and log.exists():
-            with open(log, newline="") as f:
-                rows = [row for row in csv.reader(f) if len(row) == len(self.COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
-        with tokens.replacing(log, "w") as f:
-            csv.writer(f, lineterminator="\n").writerows([self.COLUMNS, *rows])
-        tokens.write_json(self.folder / "meta.json", meta)
+        with self.writing(step or 0):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".*.tmp"):                     # by a kill in the middle of a save
+                left.unlink()
+            if step is None and (self.folder / "ckpt.pt").exists():
+                self.move_aside()
+            rows = self.rows_until(step) if step is not None else []
+            with tokens.replacing(self.folder / "log.csv", "w") as f:
+                csv.writer(f, lineterminator="\n").writerows([self.columns, *rows])
+            tokens.write_json(self.folder / "meta.json", meta)
+
+    def move_aside(self):
+        old = next(path for path in (self.folder / "old" / str(n) for n in itertools.count(1)) if not path.exists())
+        old.mkdir(parents=True)
+        for name in ("log.csv", "meta.json", "ckpt.pt"):
+            if (self.folder / name).exists():
+                os.replace(self.folder / name, old / name)
+        print(f"the earlier run in {self.folder} was moved to {old}")
+
+    def rows_until(self, step):
+        if not (self.folder / "log.csv").exists():
+            return []
+        with open(self.folder / "log.csv", newline="") as f:
+            return [row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) <= step]
 
     def log(self, **row):
         if self.main:
-            cells = [row.get(name, "") for name in self.COLUMNS]
-            with open(self.folder / "log.csv", "a", newline="") as f:
+            cells = [row.get(name, "") for name in self.columns]
+            with self.writing(row["step"]), open(self.folder / "log.csv", "a", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerow([f"{c:.9g}" if isinstance(c, float) else c for c in cells])
 
     def save(self, meta, model, optimizer, scaler, step):
         if not self.main:
             return
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step}
-        try:
+        with self.writing(step):
             with tokens.replacing(self.folder / "ckpt.pt") as f:
                 torch.save(state, f)
+            self.saved = step
             tokens.write_json(self.folder / "meta.json", meta)
-        except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
-            raise OSError(f"could not save {self.folder / 'ckpt.pt'} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}") from None
-        self.saved = step
-
-    def last_good(self):
-        return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
 
 
 def describe(knobs, config, machine, model, data, flags):
@@ -307,6 +324,9 @@ class Trainer:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.knobs.grad_clip or math.inf).item()
 
 
+CALMER = "Start again with a lower --learning_rate or more --warmup_iters"
+
+
 class StopSignal:
     """Inside this context Ctrl-C and SIGTERM ask the loop to save and stop after the step at hand. One more, later, ends it at once."""
     PATIENCE = 3                                # seconds: torchrun passes on the signal that its children have got already
@@ -336,26 +356,28 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
             loss, norm, stop = trainer.step(step, signals.asked is not None)
             if not trainer.sound(loss, norm):
                 raise ValueError(f"the loss is {loss} and the gradient norm {norm} at step {step}: stopped before this step touched the weights; "
-                                 f"{run.last_good()}. Lower --learning_rate or raise --warmup_iters")
+                                 f"{run.last_good()}. {CALMER}")
             bar.update()
             look, record = step % knobs.eval_interval == 0 or step == knobs.max_iters, step % knobs.log_interval == 0
             if look or record or stop:
-                ms, wait_ms = (1000 * seconds / (step - since) for seconds in (time.perf_counter() - started, trainer.batches.waited))
+                ms = 1000 * (time.perf_counter() - started) / (step - since)
                 row = {"step": step, "train_loss": loss, "lr": learning_rate(step, knobs), "grad_norm": norm, "ms": round(ms, 2),
-                       "tokens_per_s": round(1000 * tokens_per_step / ms), "wait_ms": round(wait_ms, 3)}
+                       "tokens_per_s": round(1000 * tokens_per_step / ms)}
                 if peak:
                     row["mfu"] = round(model.flops_per_token() * row["tokens_per_s"] / (peak * machine.world), 4)
                 mfu = f", mfu {row['mfu']:.1%}" if peak else ""
                 bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s{mfu}", refresh=False)
             if look:
                 row["val_loss"] = mean_loss(model, val, machine, knobs.eval_iters * knobs.batch_size, knobs.batch_size, stride)
+                if not math.isfinite(row["val_loss"]):
+                    raise ValueError(f"the validation loss is {row['val_loss']} after step {step}: stopped; {run.last_good()}. {CALMER}")
                 meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
             if look or record:
                 run.log(**row)
             if look or stop:
                 run.save(meta, model, trainer.optimizer, trainer.scaler, step)
             if look or record:
-                started, since, trainer.batches.waited = time.perf_counter(), step, 0.0
+                started, since = time.perf_counter(), step
             if stop:
                 break
     return step
@@ -367,14 +389,19 @@ def main(argv):
     parser = Parser(prog="train.py", description=__doc__, epilog="presets\n" + "\n".join(
         f"  {name}: " + " ".join(f"--{k}={v}" for k, v in values.items()) for name, values in PRESETS.items()))
     add_flags(parser, Train, GPTConfig)
-    args = parser.parse_args(argv)
+    try:
+        wanted, resumed = settle_knobs(parser.parse_args(argv))
+        knobs, vocab_size = Train(**fields_of(Train, wanted)), wanted.get("vocab_size", 0)
+        config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": vocab_size or 1})           # 0: the data set says it, below
+        if not data_folder(knobs.dataset).exists() and knobs.dataset not in tokens.data_sets():
+            raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, or name a folder by its path")
+    except ValueError as e:
+        parser.error(str(e))
     with tokens.one_line_errors():
-        wanted, resumed = settle_knobs(args)
-        knobs = Train(**fields_of(Train, wanted))
         machine = Machine(knobs.device, knobs.dtype)
         prepare_data(knobs.dataset, machine)
         data = tokens.read_meta(data_folder(knobs.dataset), verify=machine.main)
-        config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": wanted.get("vocab_size") or data["vocab_size"]})
+        config.vocab_size = vocab_size or data["vocab_size"]
         check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(knobs.dataset, config.attn)
         finished = run_training(knobs, config, machine, data, resumed, argv)
@@ -389,7 +416,7 @@ def run_training(knobs, config, machine, data, resumed, flags):
     batches, val = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride), tokens.Tokens(folder, "val")
     fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
     model = GPT(config, knobs.seed)
-    if knobs.init_from not in ("scratch", "resume"):
+    if knobs.init_from != "scratch":
         source = read_run(knobs.init_from)[1]
         load_weights(model, read_checkpoint(source)["model"], source)
     trainer = Trainer(model.to(machine.device), knobs, machine, batches)
@@ -409,10 +436,11 @@ def run_training(knobs, config, machine, data, resumed, flags):
         if machine.main:
             print(f"\nstopped and saved at step {last}; go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
         return False
-    meta["seconds"] = round(time.perf_counter() - began, 1)
+    meta["seconds"], meta["seconds_waiting_for_data"] = round(time.perf_counter() - began, 1), round(batches.waited, 3)
     meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
     if machine.main:
         tokens.write_json(run.folder / "meta.json", meta)
+        print(f"\ntrained for {meta['seconds']} s, of which {batches.waited:.2f} s were spent waiting for data")
         other = "elastic" if config.attn == "softmax" else "softmax"
         print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
               f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
@@ -430,7 +458,7 @@ def resume(run, stored, meta, model, trainer):
     load_weights(model, checkpoint["model"], run.folder / "ckpt.pt")
     trainer.optimizer.load_state_dict(checkpoint["optimizer"])
     trainer.scaler.load_state_dict(checkpoint.get("scaler", {}))
-    run.saved = checkpoint["step"]
+    run.saved, meta["losses"] = checkpoint["step"], stored["losses"]
     return run.saved
 
 

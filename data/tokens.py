@@ -61,7 +61,7 @@ def write_json(path, value):
 def read_json(path):
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
+    except ValueError as e:                     # not JSON, or not even text
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
 
 
@@ -197,16 +197,28 @@ def read_meta(folder, verify=True):
     if not (folder / "meta.json").exists():
         raise ValueError(f"{folder / 'meta.json'} is missing: make the data set with {script_of(folder)}")
     meta = read_json(folder / "meta.json")
-    if not {"vocab_size", "tokenizer", "shards"} <= meta.keys():
+    try:
+        whole = {"vocab_size", "tokenizer"} <= meta.keys() and all({"tokens", "sha256"} <= shard.keys() for shard in meta["shards"].values())
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole:
         raise ValueError(f"{folder / 'meta.json'} lacks vocab_size, tokenizer or shards: make the data set with {script_of(folder)}")
+    small = 2 * sum(shard["tokens"] for shard in meta["shards"].values()) < VERIFY_BELOW
     for name, shard in meta["shards"].items():
         if not (folder / name).exists():
             raise ValueError(f"{folder / name} is missing: run {script_of(folder)} again")
-        if verify and 2 * sum(s["tokens"] for s in meta["shards"].values()) < VERIFY_BELOW:
-            read_shard(folder / name)           # a header that is wrong says more than a hash that is
-            if sha256(folder / name) != shard["sha256"]:
-                raise ValueError(f"{folder / name} is not the file that meta.json describes (sha256 differs): run {script_of(folder)} again")
+        if verify and small:
+            check_shard(folder / name, shard["sha256"], meta["vocab_size"])
     return meta
+
+
+def check_shard(path, digest, vocab_size):
+    """Read a whole shard once, before any work rests on it."""
+    ids, again = read_shard(path), f"run {script_of(path.parent)} again"
+    if sha256(path) != digest:
+        raise ValueError(f"{path} is not the file that meta.json describes (sha256 differs): {again}")
+    if ids.max() >= vocab_size:
+        raise ValueError(f"{path} holds the token id {ids.max()}, but its meta.json says vocab_size={vocab_size}: {again}")
 
 
 def data_hash(meta):

@@ -1,0 +1,106 @@
+"""What all tests share: a small data set, a way to start train.py and eval.py as real processes, and one trained run to look at."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"             # the models here are so small that threads only get in each other's way
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"        # must be set before triton is imported
+
+from data import tokens  # noqa: E402
+
+TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
+TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8", "--eval_interval=4",
+        "--log_interval=1", "--eval_iters=1", "--warmup_iters=2", "--device=cpu", "--dtype=float32")
+
+
+def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
+    """A data set from two arrays of token ids."""
+    shards = {f"{split}.bin": tokens.write_shard(folder / f"{split}.bin", np.asarray(ids)) | {"bytes": len(ids)}
+              for split, ids in (("train", train), ("val", val))}
+    tokens.write_json(folder / "meta.json", {"dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": shards})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Half a sentence on repeat: 20,000 bytes to train on, 4,000 held out."""
+    ids = np.frombuffer((TEXT * 300).encode(), np.uint8)
+    return write_data(tmp_path_factory.mktemp("data") / "fox", ids[:20000], ids[20000:24000])
+
+
+def command(*args, ranks=1):
+    """The argv of a script of this repository: command("train.py", "--attn=elastic")."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher, str(ROOT / args[0]), *map(str, args[1:])]
+
+
+def run(*args, ranks=1, ok=True, **kwargs):
+    """Run a script as a real process to its end. With `ok` a failure fails the test and shows what was printed."""
+    done = subprocess.run(command(*args, ranks=ranks), capture_output=True, text=True, timeout=300, **kwargs)
+    assert not ok or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def train(out_dir, data, *flags, **kwargs):
+    """Train a tiny model on a data set; a flag given here beats the tiny values."""
+    return run("train.py", *TINY, f"--dataset={data}", f"--out_dir={out_dir}", *flags, **kwargs)
+
+
+def log_rows(out_dir):
+    """The log's columns that do not depend on the clock, as text."""
+    return [line.split(",")[:5] for line in (out_dir / "log.csv").read_text().splitlines()]
+
+
+def losses(out_dir):
+    return np.array([float(row[1]) for row in log_rows(out_dir)[1:]])
+
+
+def weights(out_dir):
+    return torch.load(out_dir / "ckpt.pt", weights_only=True)["model"]
+
+
+def same_weights(a, b):
+    """Bit for bit."""
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def meta(out_dir):
+    return json.loads((out_dir / "meta.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def elastic_run(tmp_path_factory, data):
+    """A finished run of 8 steps with --attn=elastic, for tests that only look."""
+    out = tmp_path_factory.mktemp("elastic_run")
+    train(out, data, "--attn=elastic", "--dropout=0.1")
+    return out
+
+
+def tiny_config(**choices):
+    """A GPTConfig of one small layer."""
+    from model import GPTConfig
+    return GPTConfig(**{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices)
+
+
+def complain(main, capsys, *argv):
+    """Call a script's main in this process with arguments it must refuse: its exit code and the one line it says on stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in argv])
+    err = capsys.readouterr().err
+    assert stop.value.code not in (0, None) and isinstance(stop.value.code, int)
+    assert err.endswith("\n") and err.count("\n") == 1, err
+    assert "Traceback" not in err
+    return stop.value.code, err

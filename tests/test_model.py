@@ -1,0 +1,273 @@
+"""model.py: the architecture against torch.nn, generation against plain forward passes, initial weights and optimizer groups."""
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+from conftest import tiny_config
+
+import attention
+from attention import ATTENTIONS
+from model import GPT, GPTConfig
+
+recipes = pytest.mark.parametrize("attn", ATTENTIONS)
+positions = pytest.mark.parametrize("pos", attention.AXES["pos"])
+AXIS_VALUES = [(axis, value) for axis, values in attention.AXES.items() for value in values]
+
+
+def model(seed=1, spread=4.0, **choices):
+    """A GPT in eval mode with matrices `spread` times their initial size, so that logits differ enough to be compared."""
+    gpt = GPT(tiny_config(**{"n_layer": 2} | choices), seed).eval()
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.mul_(spread if p.dim() > 1 else 1.0)
+    return gpt
+
+
+def some_tokens(T, B=2, seed=0):
+    return torch.randint(31, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------------------------------------------------ the architecture
+
+class Reference(nn.Module):
+    """nanoGPT's architecture from torch.nn's own transformer layers: learned positions, LayerNorm, gelu, biases, tied head."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
+        self.h = nn.ModuleList(nn.TransformerEncoderLayer(c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True)
+                               for _ in range(c.n_layer))
+        self.ln_f = nn.LayerNorm(c.n_embd)
+
+    def forward(self, idx):
+        x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]
+        for block in self.h:
+            x = block(x, src_mask=nn.Transformer.generate_square_subsequent_mask(idx.shape[1]), is_causal=True)
+        return self.ln_f(x) @ self.wte.weight.T
+
+    def copy(self, gpt):
+        """Take over the weights of a GPT under torch.nn's names."""
+        names = {"attn.c_attn.": "self_attn.in_proj_", "attn.c_proj": "self_attn.out_proj", "mlp.c_fc": "linear1", "mlp.c_proj": "linear2",
+                 "ln_1": "norm1", "ln_2": "norm2", "transformer.": ""}
+        state = {}
+        for name, value in gpt.state_dict().items():
+            for ours, theirs in names.items():
+                name = name.replace(ours, theirs)
+            state[name] = value
+        state.pop("lm_head.weight")
+        self.load_state_dict(state)
+        return self
+
+
+@pytest.mark.parametrize("kernel", ["torch", "sdpa"])
+def test_logits_loss_and_gradients_equal_torch_nn(kernel):
+    gpt = model(attn="softmax", pos="learned", bias=True, kernel=kernel)
+    with torch.no_grad():
+        for p in gpt.parameters():                                      # biases and norms too must make a difference
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    reference, idx, targets = Reference(gpt.config).copy(gpt).train(), some_tokens(16), some_tokens(16, seed=1)
+    logits, loss = gpt(idx, targets)
+    expected = reference(idx)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    expected_loss = nn.functional.cross_entropy(expected.reshape(-1, 31), targets.reshape(-1))
+    torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-5)
+    loss.backward()
+    expected_loss.backward()
+    torch.testing.assert_close(gpt.transformer.wte.weight.grad, reference.wte.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_of_minus_one_do_not_count():
+    gpt, idx, targets = model(), some_tokens(8), some_tokens(8, seed=1)
+    targets[:, 3:] = -1
+    torch.testing.assert_close(gpt(idx, targets)[1], gpt(idx[:, :3], targets[:, :3])[1], rtol=0, atol=1e-6)
+
+
+def test_rope_scores_depend_on_distance_only():
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    scores = [(attention.rotate(q, 100.0, start + 5) * attention.rotate(k, 100.0, start)).sum() for start in (0, 3, 40)]
+    torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=0, atol=1e-5)
+
+
+def test_rope_turns_half_split_pairs():
+    x = torch.tensor([1.0, 10.0, 0.0, 0.0]).expand(1, 1, 3, 4)
+    turned = attention.rotate(x, 100.0)[0, 0, 2]
+    expected = [math.cos(2), 10 * math.cos(2 / 10), math.sin(2), 10 * math.sin(2 / 10)]
+    torch.testing.assert_close(turned, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("attn, axis, value", [(a, *av) for a in ATTENTIONS for av in [
+    *AXIS_VALUES, ("norm", "rmsnorm"), ("mlp", "relu"), ("mlp", "gelu_tanh"), ("mlp", "swiglu"), ("mlp", "relu2"), ("tied", False),
+    ("bias", True), ("n_kv_head", 1), ("n_inner", 24), ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18)]])
+def test_every_choice_trains_every_parameter(attn, axis, value):
+    try:
+        gpt = GPT(tiny_config(attn=attn, **{axis: value}))
+    except ValueError as e:                     # some axes do not go together, and say why
+        assert axis in ("rule", "sink") and "goes with rule softmax only" in str(e)
+        return
+    optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    idx = some_tokens(17)
+    before = gpt(idx[:, :-1], idx[:, 1:])[1]
+    before.backward()
+    assert [name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    optimizer.step()
+    assert gpt.eval()(idx[:, :-1], idx[:, 1:])[1] < before
+
+
+def test_parameter_counts():
+    C, V, T = 16, 31, 16
+    block = 12 * C * C + 9 * C + 4 * C                                  # matrices; biases of c_attn, c_proj, c_fc, c_proj; two norms
+    gpt = GPT(tiny_config(n_layer=2, pos="learned", bias=True))
+    assert gpt.num_params() == 2 * block + V * C + T * C + 2 * C
+    assert gpt.num_params(embeddings=False) == gpt.num_params() - T * C
+    untied = GPT(tiny_config(n_layer=2, bias=True, tied=False))
+    assert untied.num_params(embeddings=False) == 2 * block + 2 * C + V * C
+
+
+@pytest.mark.parametrize("bad", [
+    {"n_embd": 15}, {"n_kv_head": 3, "n_head": 4}, {"block_size": 0}, {"n_layer": -1}, {"n_head": 0}, {"n_embd": 0}, {"vocab_size": -5},
+    {"n_inner": -1}, {"n_kv_head": -1}, {"dropout": 1.0}, {"dropout": -0.1}, {"rope_base": 0.0}, {"norm": "batchnorm"}, {"mlp": "tanh"},
+    {"kernel": "cuda"}, {"pos": "nonsense"}, {"rule": "nonsense"}, {"attn": "nonsense"}, {"attn_args": "nonsense=1"}])
+def test_a_config_that_cannot_be_names_its_field(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        tiny_config(**bad)
+
+
+def test_a_sequence_too_long_for_learned_positions_says_so():
+    with pytest.raises(ValueError, match="block_size=16"):
+        model(pos="learned")(some_tokens(17))
+
+
+# --------------------------------------------------------------------------------------------------- initial weights, optimizer
+
+def test_initial_weights_ignore_the_global_generator_and_follow_the_seed():
+    states = []
+    for noise, seed in ((0, 7), (1, 7), (1, 8)):
+        torch.manual_seed(noise)
+        states.append(GPT(tiny_config(attn="elastic"), seed).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["transformer.wte.weight"], states[2]["transformer.wte.weight"])
+
+
+@recipes
+def test_recipes_share_the_initial_values_of_what_they_share(attn):
+    one, other = GPT(tiny_config(attn=attn)).state_dict(), GPT(tiny_config(attn="softmax", pos="learned", n_layer=1)).state_dict()
+    same = [name for name in one if name in other and one[name].shape == other[name].shape]
+    assert len(same) > 5 and all(torch.equal(one[name], other[name]) for name in same)
+
+
+def test_initial_values_are_gpt2s():
+    state = GPT(tiny_config(n_embd=128, n_layer=2, pos="learned", bias=True)).state_dict()
+    for name, value in state.items():
+        if value.dim() > 1:
+            expected = 0.02 / 2 if name.endswith("c_proj.weight") else 0.02
+            assert abs(value.std().item() / expected - 1) < 0.05, name
+        else:
+            assert (value == (1 if "ln_" in name and name.endswith("weight") else 0)).all(), name
+
+
+@recipes
+def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(attn):
+    gpt = GPT(tiny_config(attn=attn, bias=True, pos="learned"))
+    optimizer = gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9), head_lr=5.0)
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    found = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    assert len(found) == len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
+    for name, group in found.items():
+        matrix = name.endswith("weight") and "ln_" not in name
+        learned_by_attention = not name.endswith(("weight", "bias"))
+        assert group["weight_decay"] == (0.3 if matrix else 0.0), name
+        assert group["lr_scale"] == (5.0 if learned_by_attention else 1.0), name
+    assert ("transformer.h.0.attn.tau" in found) == (ATTENTIONS[attn]["rule"] == "elastic")
+
+
+# ---------------------------------------------------------------------------------------------------------------- generation
+
+@recipes
+@positions
+def test_cached_logits_equal_uncached_ones(attn, pos):
+    gpt = model(attn=attn, pos=pos)
+    if not gpt.transformer.h[0].attn.cached:
+        pytest.skip("cannot be decoded step by step, by its own word")
+    idx = some_tokens(16 if pos == "learned" else 40)                   # relative positions: past block_size
+    cache = gpt.new_cache()
+    with torch.no_grad():
+        steps = [gpt(idx[:, a:b], cache=cache)[0] for a, b in [(0, 5), (5, 8), *((t, t + 1) for t in range(8, idx.shape[1]))]]
+        torch.testing.assert_close(torch.cat(steps, 1), gpt(idx)[0], rtol=0, atol=1e-5)
+
+
+@recipes
+@positions
+def test_generating_with_and_without_cache_is_the_same_past_block_size(attn, pos):
+    gpt = model(attn=attn, pos=pos)
+    cached, uncached = (gpt.generate(some_tokens(3), 30, seed=4, use_cache=use) for use in (True, False))
+    assert cached.shape == (2, 33) and torch.equal(cached, uncached)
+
+
+def test_learned_positions_read_the_last_block_again_and_others_read_everything():
+    for pos in attention.AXES["pos"]:
+        gpt, idx = model(pos=pos), some_tokens(25)
+        context = idx[:, -16:] if pos == "learned" else idx
+        assert torch.equal(gpt.generate(idx, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
+
+
+def test_seed_decides_the_draws_and_leaves_the_global_generator_alone():
+    gpt, idx = model(), some_tokens(4)
+    state = torch.get_rng_state()
+    a, b, c = (gpt.generate(idx, 20, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c) and torch.equal(torch.get_rng_state(), state)
+
+
+def draws(temperature=1.0, top_k=None, top_p=None):
+    """The tokens that come first in 400 continuations of one prompt, and the logits they were drawn from, likeliest first."""
+    gpt, idx = model(spread=12.0), some_tokens(6, B=1)
+    found = gpt.generate(idx.expand(400, -1), 1, temperature, top_k, top_p, seed=0)[:, -1]
+    logits, order = gpt(idx)[0][0, -1].sort(descending=True)
+    return found, logits, order
+
+
+def test_temperature_zero_takes_the_likeliest():
+    found, _, order = draws(temperature=0)
+    assert (found == order[0]).all()
+
+
+def test_temperature_sharpens_and_flattens():
+    for temperature in (0.5, 1.0, 2.0):
+        found, logits, order = draws(temperature)
+        p = (logits / temperature).softmax(-1)[0].item()
+        share = (found == order[0]).float().mean().item()
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 400) + 1e-3
+
+
+def test_top_k_keeps_the_k_likeliest():
+    found, _, order = draws(temperature=2.0, top_k=3)
+    assert set(found.tolist()) == set(order[:3].tolist())
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+    _, logits, order = draws()
+    kept = int((logits.softmax(-1).cumsum(-1) < 0.6).sum()) + 1
+    found = draws(top_p=0.6)[0]
+    assert 1 < kept < 31 and set(found.tolist()) == set(order[:kept].tolist())
+
+
+def test_a_tiny_top_p_and_top_k_of_one_are_greedy():
+    for found, _, order in (draws(top_p=1e-6), draws(top_k=1)):
+        assert (found == order[0]).all()
+
+
+@pytest.mark.parametrize("prompt", [[[]], [[31]], [[-1]]])
+def test_a_prompt_without_valid_tokens_is_an_error(prompt):
+    with pytest.raises(ValueError, match="0..30"):
+        model().generate(torch.tensor(prompt, dtype=torch.long), 1)
+
+
+def test_generate_leaves_the_model_in_the_mode_it_was_in():
+    gpt = model(dropout=0.5).train()
+    a, b = (gpt.generate(some_tokens(3), 5, temperature=0) for _ in range(2))
+    assert gpt.training and torch.equal(a, b)
+
+
+def test_config_has_nanogpts_names_and_defaults():
+    c = GPTConfig()
+    assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size, c.n_kv_head) == (12, 12, 768, 1024, 50304, 12)
