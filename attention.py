@@ -17,6 +17,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import kernels
+
 # ------------------------------------------------------------------------------------------------- the rules: scores to weights
 # Each takes a block of scores s (B, H, R, T), the mask `seen` of who sees whom (broadcastable to it) and the row input t, and
 # returns the weights, zero where not seen. They work in the precision of s, which the callers keep at float32 or above.
@@ -266,13 +268,25 @@ def rotate(x, base, start=0):
 # ------------------------------------------------------------------------------------------------------------------- the layer
 
 def choose_kernel(config, device):
-    """Which code computes a recipe on a device ("cuda", "cpu", ...): "sdpa" or "torch". An explicit --kernel that cannot be is an error."""
-    plain = config.rule == "softmax" and config.sink == "none" and "bias" not in config.pos
-    if config.kernel == "triton":
-        raise ValueError("--kernel=triton: there are no Triton kernels yet; use auto or torch")
-    if config.kernel == "sdpa" and not plain:
-        raise ValueError(f"--kernel=sdpa computes plain softmax only, not --attn={config.attn} --pos={config.pos}; use auto or torch")
-    return {"auto": "sdpa" if plain else "torch"}.get(config.kernel, config.kernel)
+    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or "torch" (the block loop).
+
+    auto is Triton on CUDA where the rule has a kernel, elsewhere sdpa for what is plain softmax. Raises ValueError where an explicit
+    --kernel cannot be.
+    """
+    reasons = {
+        "triton": {"rule {rule} has no kernel": config.rule not in kernels.RULES,
+                   "the kernels have no attention dropout": config.dropout > 0,
+                   "its heads are wider than 256": config.n_embd // config.n_head > 256,
+                   "it needs triton and a CUDA GPU": not kernels.AVAILABLE or device != "cuda" and not kernels.INTERPRETED},
+        "sdpa": {"it computes plain softmax only, not --attn={attn} --pos={pos}":
+                 config.rule != "softmax" or config.sink != "none" or "bias" in config.pos},
+        "torch": {}}
+    cannot = {kernel: [why for why, holds in all_of_them.items() if holds] for kernel, all_of_them in reasons.items()}
+    if config.kernel == "auto":
+        return next(kernel for kernel, why in cannot.items() if not why and (kernel != "triton" or device == "cuda"))
+    if cannot[config.kernel]:
+        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel][0].format(**vars(config))}; use auto or torch")
+    return config.kernel
 
 
 class Attention(nn.Module):
@@ -318,13 +332,21 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, x, table=None):
         """From rotated queries and keys, values and the layer's input to each head's output (B, H, R, E)."""
-        dropout = self.config.dropout if self.training else 0.0
-        if choose_kernel(self.config, q.device.type) == "sdpa" and table is None and not self.hide:
-            o = plain_softmax(q, k, v, self.scale, dropout)
-        else:
-            o, r = block_loop(self.rule, q, k, v, self.row_input(q, k), View(self.scale, table, self.hide), self.has_extra_key, dropout)
-            o = o * self.kept(r) if self.has_extra_key else o
+        o, r = self.look(q, k, v, table)
+        if self.has_extra_key:
+            o = o * self.kept(r)
         return self.gated(o, x).to(v.dtype)
+
+    def look(self, q, k, v, table):
+        """The rule alone, by whichever code computes it here: output (B, H, R, E), and the statistic where it is needed."""
+        kernel, t = choose_kernel(self.config, q.device.type), self.row_input(q, k)
+        whole, dropout = q.shape[2] == k.shape[2] and not self.hide, self.config.dropout if self.training else 0.0
+        if kernel == "triton" and whole:
+            o, r = kernels.attend(self.config.rule, q, k, v, None if t is None else t.squeeze(-1), table, scale=self.scale)
+            return o, None if r is None else r[..., None]
+        if kernel == "sdpa" and table is None and not self.hide:
+            return plain_softmax(q, k, v, self.scale, dropout), None
+        return block_loop(self.rule, q, k, v, t, View(self.scale, table, self.hide), self.has_extra_key, dropout)
 
     @property
     def has_extra_key(self):

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
+import kernels
 from data import tokens
 from model import GPT, GPTConfig, Parser, add_flags, knob
 
@@ -70,10 +71,21 @@ class Machine:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" and self.dtype != "float32" else ""
         return next((1e12 * tera for part, tera in PEAK_TFLOPS.items() if part in name), None)
 
-    def finish(self):
-        """Wait until the device has done what it was given."""
-        if self.device.type in ("cuda", "mps"):
-            getattr(torch, self.device.type).synchronize()
+    def seconds(self, run):
+        """How long run() keeps the device busy. On CUDA by the device's own clock, with nothing of it left in the L2 cache."""
+        if self.device.type == "cuda":
+            torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            return start.elapsed_time(end) / 1000
+        started = time.perf_counter()
+        run()
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter() - started
 
     def peak_memory(self, run):
         """Bytes of tensors that are alive at the height of run(), beyond those from before."""
@@ -645,15 +657,17 @@ class Speed:
     tokens: int = knob(2048, "tokens in a training step")
     n_layer: int = knob(4, "blocks of the model that takes the steps")
     n_head: int = knob(4, "its heads")
-    n_embd: int = knob(128, "its width")
+    n_embd: int = knob(0, "its width; 0: 128, and with --kernels, where it is all heads together, 2048")
     repeats: int = knob(20, "timed rounds over all recipes; the median counts")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
     dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
+    kernels: bool = knob(False, "instead, the fused kernels alone against torch's own")
+    widths: str = knob("64,128", "with --kernels: head widths")
     out: str = knob("", "also save the figures as JSON here")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
-        at_least(self, tokens=1, n_layer=1, n_head=1, n_embd=1, repeats=1)
+        at_least(self, tokens=1, n_layer=1, n_head=1, n_embd=0, repeats=1)
 
 
 def interleaved(cases, machine, repeats):
@@ -661,12 +675,9 @@ def interleaved(cases, machine, repeats):
     seconds = {name: [] for name in cases}
     for repeat in range(repeats + 2):           # two rounds to warm up
         for name, run in cases.items():
-            machine.finish()
-            started = time.perf_counter()
-            run()
-            machine.finish()
+            passed = machine.seconds(run)
             if repeat >= 2:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(passed)
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
@@ -725,14 +736,86 @@ def numbers(text):
         raise ValueError(f"{text!r} must be whole numbers separated by commas") from None
 
 
+PRODUCTS = {"softmax": (2, 5), "elastic": (4, 5), "sigmoid": (2, 5)}   # T x T x width products that a rule needs, forward and backward
+RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}
+
+
+def fused_cases(q, k, v):
+    """{name: (function of nothing giving the output, products forward, products backward)}: torch's fused softmaxes, then our kernels."""
+    T, scale, cases = q.shape[2], q.shape[-1] ** -0.5, {}
+
+    def torch_softmax(backend):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for name, backend in RIVALS.items():
+        cases[name] = partial(torch_softmax, getattr(torch.nn.attention.SDPBackend, backend)), 2, 5
+    if q.is_cuda:                               # on a CPU FlexAttention has no backward
+        from torch.nn.attention import flex_attention as flex
+        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
+        compiled = torch.compile(flex.flex_attention)
+        cases["flex"] = (lambda: compiled(q, k, v, block_mask=mask)), 2, 5
+    if kernels.AVAILABLE:
+        row_inputs = {"elastic": 1 / torch.arange(1, T + 1, device=q.device), "sigmoid": torch.full((T,), math.log(T), device=q.device)}
+        for rule, products in PRODUCTS.items():
+            cases[rule] = partial(lambda rule: kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=scale)[0], rule), *products
+    return cases
+
+
+def time_kernels(T, width, args, machine):
+    """{name: {"forward": TFLOP/s, "backward": TFLOP/s, "forward_ratio": speed against our softmax, "backward_ratio": ...}} at one size."""
+    batch, heads, low = max(1, args.tokens // T), max(1, (args.n_embd or 2048) // width), getattr(torch, machine.dtype)
+    q, k, v, do = (torch.randn(batch, heads, T, width, device=machine.device, dtype=low, requires_grad=True) for _ in range(4))
+    cases, outputs, missing = fused_cases(q, k, v), {}, {}
+    for name, (run, *_) in cases.items():
+        try:
+            outputs[name] = run()
+            torch.autograd.grad(outputs[name], (q, k, v), do, retain_graph=True)
+        except RuntimeError as e:               # a backend that this device or this build of torch does not have
+            missing[name] = str(e).splitlines()[0]
+    cases = {name: case for name, case in cases.items() if name not in missing}
+    backward = {name: partial(torch.autograd.grad, outputs[name], (q, k, v), do, retain_graph=True) for name in cases}
+    seconds = {"forward": interleaved({name: run for name, (run, *_) in cases.items()}, machine, args.repeats),
+               "backward": interleaved(backward, machine, args.repeats)}
+    base, rows = "softmax" if "softmax" in cases else next(iter(cases)), {name: {"missing": why} for name, why in missing.items()}
+    for name, (_, *products) in cases.items():
+        flops = {way: count * batch * heads * T * T * width for way, count in zip(seconds, products, strict=True)}     # 2 each, halved: causal
+        rows[name] = {way: flops[way] / seconds[way][name] / 1e12 for way in seconds}
+        rows[name] |= {f"{way}_ratio": seconds[way][base] / seconds[way][name] for way in seconds}
+    return rows
+
+
+def kernels_command(args):
+    """The fused kernels alone, forward and backward apart, against torch's, interleaved in one process."""
+    machine = Machine(args.device, args.dtype)
+    result = {"machine": str(machine), "triton": kernels.triton.__version__ if kernels.AVAILABLE else None, "tokens": args.tokens, "sizes": {}}
+    text, columns = [], ("forward", "backward", "forward_ratio", "backward_ratio")
+    for width in numbers(args.widths):
+        for T in numbers(args.lengths):
+            rows = result["sizes"][f"width {width}, T {T}"] = time_kernels(T, width, args, machine)
+            text.append(f"width {width}, T={T}: TFLOP/s by the products each needs, and speed against our softmax\n" + table(
+                [[name, *(f"{row[c]:.2f}" if c in row else "-" for c in columns)] for name, row in rows.items()], ["", *columns]))
+    if not kernels.AVAILABLE:
+        text.append("our kernels did not run: they need triton and a CUDA GPU (or TRITON_INTERPRET=1, to see that they work, slowly)")
+    save_result(args, result)
+    return result, f"{machine}, triton {result['triton']}\n\n" + "\n\n".join(text)
+
+
+def save_result(args, result):
+    if args.out:
+        tokens.write_json(args.out, result)
+
+
 def speed_command(args):
     """Training steps and attention alone, of every recipe against softmax through torch's own fused kernel, side by side in one process."""
+    if args.kernels:
+        return kernels_command(args)
     machine, names = Machine(args.device, args.dtype), recipe_names(args.attn)
     cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
     cases |= {name: (name, "auto") for name in names if name != "softmax"}
 
     def make_model(attn, kernel, T):
-        return GPT(GPTConfig(attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
+        return GPT(GPTConfig(attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd or 128,
                              bias_range=min(T, 512))).to(machine.device)
 
     load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
@@ -751,8 +834,7 @@ def speed_command(args):
     if lengths:
         text.append("memory that one layer's attention takes beside its inputs, forward and backward, one sequence (MB)\n" + table(
             [[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in result["memory_mb"].items()], ["recipe", *(f"T={T}" for T in lengths)]))
-    if args.out:
-        tokens.write_json(args.out, result)
+    save_result(args, result)
     return result, f"{machine}; load average {load}\n\n" + "\n\n".join(text)
 
 

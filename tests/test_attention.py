@@ -378,6 +378,33 @@ def test_auto_takes_sdpa_for_plain_softmax_and_the_loop_for_the_rest():
 
 @pytest.mark.parametrize("attn, kernel", [("elastic", "sdpa"), ("softmax", "triton"), ("elastic", "triton")])
 def test_a_kernel_that_cannot_be_is_an_error(attn, kernel, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(attention.kernels, "AVAILABLE", False)
     with pytest.raises(ValueError, match=f"--kernel={kernel}.*torch"):
         choose_kernel(tiny_config(attn=attn, kernel=kernel), "cpu")
+
+
+def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
+    monkeypatch.setattr(attention.kernels, "AVAILABLE", True)
+    assert [choose_kernel(tiny_config(attn=attn), "cuda") for attn in ("softmax", "elastic", "sink")] == ["triton"] * 3
+    assert choose_kernel(tiny_config(attn="elastic", dropout=0.1), "cuda") == "torch"
+    assert choose_kernel(tiny_config(attn="softmax", dropout=0.1), "cuda") == "sdpa"
+    with pytest.raises(ValueError, match="dropout"):
+        choose_kernel(tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda")
+
+
+@recipes
+def test_the_kernel_equals_the_block_loop_in_output_and_all_gradients(attn):
+    """The whole layer through Triton (its interpreter, without a GPU) against PyTorch, scalars and tables included."""
+    if not attention.kernels.AVAILABLE:
+        pytest.skip("no triton here")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    for kernel in ("triton", "torch"):
+        module = layer(attn, torch.float32, kernel=kernel, n_kv_head=2, bias_range=20).to(device)
+        q, k, v, x = (a.to(device).requires_grad_() for a in inputs(module, 45, dtype=torch.float32))
+        table = getattr(module, "table", None)
+        o = module.attend(q, k, v, x, table)
+        above = torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(device)
+        found.append([o, *torch.autograd.grad(o, [q, k, v, *scalars(module)], above)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=64 * torch.finfo(torch.float32).eps * b.abs().max().item())

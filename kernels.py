@@ -1,0 +1,739 @@
+"""The Triton side of attention.py: every rule there that has a fused kernel stands here under the same name, in the same order.
+
+One formula serves all. A head's output is  o_i = sum_j f(s_ij; r_i, t_i) v_j  over the keys j that row i sees, where s is the
+score, t_i a row input (elastic's threshold, minus sigmoid's bias) and r_i a statistic of the row's scores (their log-sum-exp,
+the sum of the weights, or nothing). So a rule is three small functions, `weigh` (scores to weights), `slope` (the derivative)
+and `settle` (running sums to the statistic), and one forward and one backward skeleton, which know no rule, take them as
+compile-time arguments. Both t and r are differentiable: thresholds, sinks, gates and normalisers live outside, in PyTorch.
+
+Tiles: each program keeps one tile of rows (or of keys) on the chip and walks over the tiles of the other side, so no T x T
+matrix is ever stored (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135). The running
+maximum is Milakov & Gimelshein's (2018, arXiv 1805.02867). Nothing is added atomically: two runs agree bit for bit.
+
+Legend                                              shapes in comments
+  B, H, T   batch, query heads, tokens               (BM, ..)  a tile of BM rows, that is queries
+  D, E      width of q and k, width of v             (BN, ..)  a tile of BN keys
+  i, j      row and key numbers                      DP, EP    D and E padded to a power of two
+  s, w      scores, weights                          NEAR      the tile needs masks or the distance table
+  g         g_ij = do_i . v_j, the gradient of w     do, ds    the gradient that arrives at o, that of s (dq, dk, .. alike)
+  r, t      row statistic, row input                 e         the gradient that arrives at r
+  u         what the saved row vector sums           delta     delta_i = do_i . U_i - e_i, the row constant of the backward
+  x, y      all inputs (Inputs), one head (Head)     c, rule   Sizes and Rule: known to the compiler, never at run time
+"""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    INTERPRETED = triton.knobs.runtime.interpret                     # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
+    AVAILABLE = INTERPRETED or torch.cuda.is_available()
+except ImportError:                                                  # the names below stay, for people to look at; nothing runs
+    triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
+    INTERPRETED = AVAILABLE = False
+
+BINARY = 1.4426950408889634                                          # log2 e: e^x = 2^(x log2 e), and the hardware knows only 2^x
+LOG2E = tl.constexpr(BINARY)                                         # the same for use inside a kernel
+
+
+class Inputs(NamedTuple):
+    """What every kernel reads. What is None does not exist for the compiler either."""
+    q: Any                  # (B, H, T, D)
+    k: Any                  # (B, H/GK, T, D): GK query heads share one key head,
+    v: Any                  # (B, H/GV, T, E)  and GV of them one value head
+    t: Any                  # (B, H, T) float32 row input, or None
+    table: Any              # (H, W) float32: added to the score at distance i - j < W, or None
+    far: Any                # (H, 2) float32: a constant from distance W on, and a slope times the distance everywhere, or None
+    sq: tuple               # strides between batches, heads and rows; the last axis has stride 1
+    sk: tuple
+    sv: tuple
+    st: tuple
+    H: int
+    GK: int
+    GV: int
+    T: int
+    W: int                  # width of the table, 0 without one
+    window: Any             # keys farther than this are not seen (None: no limit),
+    first: int              # but for this many first keys
+    scale: float
+
+
+class Head(NamedTuple):
+    """Where one head's matrices begin: 64-bit addresses. Inside a head 32 bits are enough, and the host checks that."""
+    n: Any                  # batch entry
+    h: Any                  # head
+    at: Any                 # where its row vectors begin in (B, H, T)
+    q: Any
+    k: Any
+    v: Any
+    tail: Any
+    slope: Any
+
+
+class Sizes(NamedTuple):
+    D: int
+    DP: int
+    E: int
+    EP: int
+    BM: int
+    BN: int
+
+
+class Rule(NamedTuple):
+    weigh: Any              # s, r, t -> w (times v), z (summed for the statistic), u (times v, saved for the backward)
+    slope: Any              # s, r, t, g, delta -> ds, the summand of dt_i
+    settle: Any = None      # r, t, W = sum of w, Z = sum of z -> the statistic; None: the rule has none
+    online: bool = False    # weigh(s, r + c) = 2^-c weigh(s, r): r may be the maximum so far, and one pass is enough
+    passes: int = 0         # passes over the keys that find the statistic before the output pass
+    extra: bool = False     # U_i = sum_j u_ij v_j / sum_j z_ij is not the output: save it as well
+    rowin: bool = False     # reads t
+    unit: float = 1.0       # the rule sees s * unit
+    floor: float = -1e30    # where a running maximum starts: below every score, but finite, for -inf minus -inf is nan
+    sums: bool = False      # the statistic is a plain sum, which the backward can do without
+
+    @property
+    def cache_key(self):    # Triton looks for it: without it an edited rule would run its old, cached kernel
+        return "-".join(str(getattr(part, "cache_key", part)) for part in self)
+
+
+# ------------------------------------------------------------------------------------------------ who sees whom
+# `visible` says it for one row and key, the two functions after it for a whole tile: change these three, and every kernel follows.
+# Both return (kept, lo, a, b, hi). Tiles in [a, b) are seen in full and need neither mask nor table; those in [0, kept), [lo, a) and
+# [b, hi) do; nothing else is in sight. All of these numbers but hi are multiples of the tile.
+
+@triton.jit
+def visible(i, j, x):
+    seen = j <= i
+    if x.window is not None:
+        seen &= (i - j < x.window) | (j < x.first)
+    return seen
+
+
+@triton.jit
+def key_tiles(i, x, c: tl.constexpr):
+    """The keys that rows i .. i+BM-1 see."""
+    hi = tl.minimum(i + c.BM, x.T)
+    end = tl.cdiv(hi, c.BN) * c.BN
+    kept = 0
+    lo = 0
+    a = 0
+    if x.window is not None:
+        kept = tl.minimum(tl.cdiv(x.first, c.BN) * c.BN, end)
+        lo = tl.maximum(tl.maximum(i + 1 - x.window, 0) // c.BN * c.BN, kept)              # the first row sees farthest back,
+        a = tl.maximum(tl.cdiv(tl.maximum(i + c.BM - x.window, 0), c.BN) * c.BN, lo)       # from here on the last row does, too
+        a = tl.minimum(a, end)
+    b = tl.maximum(tl.maximum(i + 1 - x.W, 0) // c.BN * c.BN, a)                           # nearer than W, or not all seen
+    return kept, lo, a, b, hi
+
+
+@triton.jit
+def row_tiles(j, x, c: tl.constexpr):
+    """The rows that see keys j .. j+BN-1."""
+    hi = x.T
+    b = x.T // c.BM * c.BM                                                                 # a last broken tile needs masks
+    if x.window is not None:
+        if j >= x.first:                                                                   # first keys are seen to the end
+            hi = tl.minimum(x.T, j + c.BN - 1 + x.window)
+        b = tl.minimum(b, (j + x.window) // c.BM * c.BM)
+    lo = j // c.BM * c.BM
+    a = tl.minimum(tl.cdiv(j + c.BN - 1 + x.W, c.BM) * c.BM, tl.cdiv(hi, c.BM) * c.BM)
+    return 0, lo, a, tl.maximum(a, b), hi
+
+
+@triton.jit
+def walk(state, step: tl.constexpr, own, tiles, x, y, rule: tl.constexpr, c: tl.constexpr, size: tl.constexpr):
+    """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do."""
+    kept, lo, a, b, hi = tiles
+    for start in tl.range(a, b, size):
+        state = step(state, own, start, x, y, rule, c, False)
+    for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):                  # pipelining these costs registers
+        start = tl.where(n < kept, n, n - kept + lo)                                       # three runs, laid end to end
+        start = tl.where(start < a, start, start - a + b)
+        state = step(state, own, start, x, y, rule, c, True)
+    return state
+
+
+# ------------------------------------------------------------------------------------------------ loading and scoring
+
+@triton.jit
+def place(x, tiles):
+    """The tile number of this program and its head. Heads are outermost, so that programs that run together share k and v."""
+    head = tl.program_id(0) // tiles
+    n = (head // x.H).to(tl.int64)                                                         # a product of these may pass 2^31
+    h = (head % x.H).to(tl.int64)
+    tail = 0.
+    slope = 0.
+    if x.far is not None:
+        tail = tl.load(x.far + 2 * h)                                                      # ()
+        slope = tl.load(x.far + 2 * h + 1)                                                 # ()
+    q = x.q + n * x.sq[0] + h * x.sq[1]
+    k = x.k + n * x.sk[0] + h // x.GK * x.sk[1]
+    v = x.v + n * x.sv[0] + h // x.GV * x.sv[1]
+    return tl.program_id(0) % tiles, Head(n, h, head.to(tl.int64) * x.T, q, k, v, tail, slope)
+
+
+@triton.jit
+def load(P, stride, row, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
+    """Some rows of a (T, D) matrix, zero in the padding. EDGE: rows may lie beyond T."""
+    d = tl.arange(0, DP)                                                                   # no mask at all where none is needed:
+    P += row[:, None] * stride + d[None, :]                                                # loads stay wide and asynchronous
+    if EDGE or D < DP:
+        return tl.load(P, mask=(row < T)[:, None] & (d < D)[None, :], other=0.)            # (rows, DP)
+    else:
+        return tl.load(P)                                                                  # (rows, DP)
+
+
+@triton.jit
+def save(P, value, stride, row, T, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    tl.store(P + row[:, None] * stride + d[None, :], value.to(P.dtype.element_ty), mask=(row < T)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def row_input(x, y, i, B: tl.constexpr):
+    t = tl.zeros((B,), tl.float32)
+    if x.t is not None:                                                                    # rows beyond T repeat the last one:
+        t = tl.load(x.t + y.n * x.st[0] + y.h * x.st[1] + tl.minimum(i, x.T - 1) * x.st[2])    # (B,); a zero may not suit the rule
+    return t
+
+
+@triton.jit
+def scores(a, b, i, j, x, y, rule: tl.constexpr, NEAR: tl.constexpr):
+    """a b^T in the rule's unit, and what is seen of it. i and j number rows and keys: one is a column, the other a row of the tile."""
+    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
+    s = tl.dot(a, tl.trans(b), input_precision="ieee") * (x.scale * rule.unit)
+    seen = visible(i, j, x)
+    if NEAR and x.table is not None:
+        close = i - j < x.W
+        value = tl.load(x.table + y.h * x.W + (i - j), mask=seen & close, other=0.)        # the shape of s
+        s += tl.where(close, value, y.tail)
+    elif x.far is not None:
+        s += y.tail                                                                        # far away there is nothing to gather
+    if x.far is not None:
+        s += y.slope * (i.to(tl.float32) - j.to(tl.float32))
+    return s, seen
+
+
+# ------------------------------------------------------------------------------------------------ forward
+
+@triton.jit
+def weights(r, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, RUN: tl.constexpr):
+    """The weights of one tile. RUN: r is the maximum so far, and `fade` is what to rescale earlier sums with."""
+    i, q, t = own
+    j = start + tl.arange(0, c.BN)
+    k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
+    s, seen = scores(q, k, i[:, None], j[None, :], x, y, rule, NEAR)
+    fade = 1.
+    if RUN:
+        top = tl.maximum(r, tl.max(tl.where(seen, s, float("-inf")) if NEAR else s, 1))
+        fade = tl.exp2(r - top)
+        r = top
+    w, z, u = rule.weigh(s, r[:, None], t[:, None])
+    if NEAR:                                                                               # weights are masked, never scores: a rule
+        w = tl.where(seen, w, 0.)                                                          # need not know what to make of -inf
+        z = tl.where(seen, z, 0.)
+        u = tl.where(seen, u, 0.)
+    return r, fade, w, z, u
+
+
+@triton.jit
+def measure(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """One tile of the statistic's own pass: nothing is multiplied with the values."""
+    r, W, Z = state
+    r, fade, w, z, _ = weights(r, own, start, x, y, rule, c, NEAR, True)
+    return r, W * fade + tl.sum(w, 1), Z * fade + tl.sum(z, 1)
+
+
+@triton.jit
+def look(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """One tile of the output pass."""
+    r, W, Z, acc, acc2 = state
+    r, fade, w, z, u = weights(r, own, start, x, y, rule, c, NEAR, rule.online)
+    if rule.online:
+        acc *= fade[:, None]                                                               # a larger maximum shrinks what we have
+    j = start + tl.arange(0, c.BN)
+    v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, NEAR)                                        # (BN, EP)
+    acc = tl.dot(w.to(v.dtype), v, acc, input_precision="ieee")                            # o = w @ v
+    if rule.extra:
+        acc2 = tl.dot(u.to(v.dtype), v, acc2, input_precision="ieee")
+    return r, W * fade + tl.sum(w, 1), Z * fade + tl.sum(z, 1), acc, acc2
+
+
+@triton.jit
+def forward(x, O, U, R, so, rule: tl.constexpr, c: tl.constexpr):
+    """o, the statistic r in natural units, and U where it is not o."""
+    tiles = tl.cdiv(x.T, c.BM)
+    tile, y = place(x, tiles)
+    start = (tiles - 1 - tile) * c.BM                                                      # the longest rows first
+    i = start + tl.arange(0, c.BM)
+    t = row_input(x, y, i, c.BM)
+    q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
+    own = (i, q, t)
+    keys = key_tiles(start, x, c)
+    r = tl.full((c.BM,), rule.floor, tl.float32)
+    zero = tl.zeros((c.BM,), tl.float32)
+    if rule.passes:                                                                        # the statistic first
+        r, W, Z = walk((r, zero, zero), measure, own, keys, x, y, rule, c, c.BN)
+        r = rule.settle(r, t, W, Z)
+    acc = tl.zeros((c.BM, c.EP), tl.float32)
+    # W, Z and acc2 cost nothing where a rule leaves them unused: the compiler removes them
+    top, W, Z, acc, acc2 = walk((r, zero, zero, acc, acc), look, own, keys, x, y, rule, c, c.BN)
+    if rule.settle is not None:
+        if not rule.passes:                                                                # or with the output
+            r = rule.settle(top, t, W, Z)
+        tl.store(R + y.at + i, r if rule.sums else r * (1 / rule.unit), mask=i < x.T)
+    if rule.online:
+        acc *= tl.exp2(top - r)[:, None]                                                   # from the maximum to the statistic
+    to = y.n * so[0] + y.h * so[1]
+    save(O + to, acc, so[2], i, x.T, c.E, c.EP)
+    if rule.extra:
+        save(U + to, acc2 / Z[:, None], so[2], i, x.T, c.E, c.EP)
+
+
+# ------------------------------------------------------------------------------------------------ backward
+
+@triton.jit
+def row_vectors(x, y, R, Delta, i, rule: tl.constexpr, B: tl.constexpr):
+    """r in the rule's unit, t and delta of rows i; those beyond T repeat the last row, which keeps every rule finite."""
+    r = tl.zeros((B,), tl.float32)
+    delta = tl.zeros((B,), tl.float32)
+    at = y.at + tl.minimum(i, x.T - 1)
+    if rule.settle is not None:
+        delta = tl.load(Delta + at)                                                        # (B,)
+        if not rule.sums:
+            r = tl.load(R + at) * rule.unit                                                # (B,)
+    return r, row_input(x, y, i, B), delta
+
+
+@triton.jit
+def slopes(a, b, da, db, i, j, r, t, delta, x, y, rule: tl.constexpr, NEAR: tl.constexpr):
+    """Weights, ds and the summands of dt of one tile: (a, b, da, db) is (q, k, do, v), or transposed (k, q, v, do)."""
+    s, seen = scores(a, b, i, j, x, y, rule, NEAR)
+    g = tl.dot(da, tl.trans(db), input_precision="ieee")                                   # g = do @ v.T
+    w, _, _ = rule.weigh(s, r, t)
+    ds, dt = rule.slope(s, r, t, g, delta)
+    if NEAR:
+        w = tl.where(seen, w, 0.)
+        ds = tl.where(seen, ds, 0.)
+        dt = tl.where(seen, dt, 0.)
+    return w, ds, dt
+
+
+@triton.jit
+def pull(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """A tile of rows takes its gradients from one tile of keys."""
+    dq, dt, dtail, dslope = state
+    i, q, do, r, t, delta = own
+    j = start + tl.arange(0, c.BN)
+    k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
+    v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, NEAR)                                        # (BN, EP)
+    i = i[:, None]
+    j = j[None, :]
+    _, ds, d = slopes(q, k, do, v, i, j, r[:, None], t[:, None], delta[:, None], x, y, rule, NEAR)
+    dt += tl.sum(d, 1)
+    if x.far is not None:
+        dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
+        dtail += tl.sum(tl.where(i - j < x.W, 0., ds) if NEAR else ds, 1)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                             # dq = ds @ k
+    return dq, dt, dtail, dslope
+
+
+@triton.jit
+def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, so, sdo, sdq, rule: tl.constexpr, c: tl.constexpr):
+    """dq, the gradients of t, tail and slope row by row, and delta, which the kernels after this one read."""
+    tiles = tl.cdiv(x.T, c.BM)
+    tile, y = place(x, tiles)
+    start = (tiles - 1 - tile) * c.BM
+    i = start + tl.arange(0, c.BM)
+    q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
+    do = load(DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)           # (BM, EP)
+    r, t, e = row_vectors(x, y, R, E, i, rule, c.BM)
+    delta = -e                                                                             # delta = (do * U).sum(-1) - e
+    if rule.settle is not None:
+        if not rule.sums:                                                                  # a plain sum has no share in ds but e
+            u = load(U + y.n * so[0] + y.h * so[1], so[2], i, x.T, c.E, c.EP, True)        # (BM, EP)
+            delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
+        tl.store(Delta + y.at + i, delta, mask=i < x.T)
+    own = (i, q, do, r, t, delta)
+    zero = tl.zeros((c.BM,), tl.float32)
+    dq = tl.zeros((c.BM, c.DP), tl.float32)
+    dq, dt, dtail, dslope = walk((dq, zero, zero, zero), pull, own, key_tiles(start, x, c), x, y, rule, c, c.BN)
+    save(DQ + y.n * sdq[0] + y.h * sdq[1], dq * x.scale, sdq[2], i, x.T, c.D, c.DP)
+    if x.t is not None:
+        tl.store(DT + y.at + i, dt, mask=i < x.T)
+    if x.far is not None:                                                                  # (B, H, 2, T)
+        tl.store(DFar + 2 * y.at + i, dtail, mask=i < x.T)
+        tl.store(DFar + 2 * y.at + x.T + i, dslope, mask=i < x.T)
+
+
+@triton.jit
+def push(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """A tile of keys takes its gradients from one tile of rows. All is transposed: keys go down, rows across."""
+    dk, dv = state
+    j, k, v, DO, sdo, R, Delta = own
+    i = start + tl.arange(0, c.BM)
+    q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, NEAR)                                        # (BM, DP)
+    do = load(DO, sdo, i, x.T, c.E, c.EP, NEAR)                                            # (BM, EP)
+    r, t, delta = row_vectors(x, y, R, Delta, i, rule, c.BM)
+    if NEAR:
+        i = tl.where(i < x.T, i, -1)                                                       # a row that does not exist sees no key
+    w, ds, _ = slopes(k, q, v, do, i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :], x, y, rule, NEAR)
+    dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")                            # dv = w.T @ do
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")                             # dk = ds.T @ q
+    return dk, dv
+
+
+@triton.jit
+def backward_keys(x, R, DO, Delta, DK, DV, sdo, sdk, sdv, rule: tl.constexpr, c: tl.constexpr):
+    """dk and dv of every query head; heads that share keys or values are summed outside, always in the same order."""
+    tile, y = place(x, tl.cdiv(x.T, c.BN))
+    start = tile * c.BN
+    j = start + tl.arange(0, c.BN)
+    k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, True)                                        # (BN, DP)
+    v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, True)                                        # (BN, EP)
+    own = (j, k, v, DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], R, Delta)
+    state = (tl.zeros((c.BN, c.DP), tl.float32), tl.zeros((c.BN, c.EP), tl.float32))
+    dk, dv = walk(state, push, own, row_tiles(start, x, c), x, y, rule, c, c.BM)
+    save(DK + y.n * sdk[0] + y.h * sdk[1], dk * x.scale, sdk[2], j, x.T, c.D, c.DP)
+    save(DV + y.n * sdv[0] + y.h * sdv[1], dv, sdv[2], j, x.T, c.E, c.EP)
+
+
+@triton.jit
+def backward_table(x, R, DO, Delta, DTable, sdo, diagonals, rule: tl.constexpr, c: tl.constexpr):
+    """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same places, so
+    one program adds them up as they are, in registers; by_distance() sums what is left, one tile a diagonal."""
+    b, y = place(x, diagonals)
+    row = tl.arange(0, c.BM)
+    total = tl.zeros((c.BM, c.BM), tl.float32)
+    for start in tl.range(b * c.BM, x.T, c.BM, num_stages=1):
+        i = start + row
+        j = i - b * c.BM
+        q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                    # (BM, DP)
+        k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, True)                                    # (BM, DP)
+        v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, True)                                    # (BM, EP)
+        do = load(DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)       # (BM, EP)
+        r, t, delta = row_vectors(x, y, R, Delta, i, rule, c.BM)
+        i = tl.where(i < x.T, i, -1)
+        _, ds, _ = slopes(q, k, do, v, i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None], x, y, rule, True)
+        total += ds
+    at = tl.program_id(0).to(tl.int64) * c.BM * c.BM                                       # (B, H, diagonals, BM, BM)
+    tl.store(DTable + at + row[:, None] * c.BM + row[None, :], total)
+
+
+# ------------------------------------------------------------------------------------------------ the rules
+# For each the formula, then the three functions; the PyTorch line is the definition and stands above the Triton line. Here s and r
+# are in the rule's unit: times log2 e where exponentials are taken, so that exp(s - r) is one exp2. s is a tile, the vectors
+# r, t and delta broadcast to it. A new rule is its functions and a row of RULES.
+
+# softmax: w_ij = exp(s_ij - r_i), r_i = log sum_j exp(s_ij).  ds_ij = w_ij (g_ij - delta_i), delta_i = do_i . o_i - e_i
+
+@triton.jit
+def softmax_weigh(s, r, t):
+    # w = torch.exp(s - r)
+    w = tl.exp2(s - r)
+    return w, w, w
+
+
+@triton.jit
+def softmax_slope(s, r, t, g, delta):
+    # ds = torch.exp(s - r) * (g - delta)
+    ds = tl.exp2(s - r) * (g - delta)
+    return ds, ds
+
+
+@triton.jit
+def log_sum_exp(r, t, W, Z):
+    # r = torch.logsumexp(s, -1)                (r comes in as the maximum m, Z as the sum of 2^(s - m))
+    return r + tl.log2(Z)
+
+
+# elastic: w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i.  Every p_ij takes part in the sum, but only those above
+# the threshold in the output: ds_ij = p_ij (m_ij g_ij - delta_i) with m_ij = [p_ij > t_i], U_i = sum_j p_ij m_ij v_j
+
+@triton.jit
+def elastic_weigh(s, r, t):
+    # p = torch.exp(s - r)
+    p = tl.exp2(s - r)
+    # w = torch.relu(p - t)
+    return tl.maximum(p - t, 0.), p, tl.where(p > t, p, 0.)
+
+
+@triton.jit
+def elastic_slope(s, r, t, g, delta):
+    # p = torch.exp(s - r); g = g * (p > t)
+    p = tl.exp2(s - r)
+    g = tl.where(p > t, g, 0.)
+    # ds = p * (g - delta); dt = -g.sum(-1)
+    return p * (g - delta), -g
+
+
+# sigmoid: w_ij = sigmoid(s_ij - t_i), t_i minus the bias.  ds_ij = w_ij (1 - w_ij) (g_ij - delta_i): without a row sum delta is
+# 0, and with it -e_i
+
+@triton.jit
+def sigmoid_weigh(s, r, t):
+    # w = torch.sigmoid(s - t)
+    w = 1 / (1 + tl.exp2(t * LOG2E - s))
+    return w, w, w
+
+
+@triton.jit
+def sigmoid_slope(s, r, t, g, delta):
+    # w = torch.sigmoid(s - t); ds = w * (1 - w) * (g - delta); dt = -ds.sum(-1)
+    w = 1 / (1 + tl.exp2(t * LOG2E - s))
+    ds = w * (1 - w) * (g - delta)
+    return ds, -ds
+
+
+@triton.jit
+def row_sum(r, t, W, Z):
+    # r = w.sum(-1)
+    return W
+
+
+RULES = {
+    "softmax": Rule(softmax_weigh, softmax_slope, log_sum_exp, online=True, unit=BINARY),
+    "elastic": Rule(elastic_weigh, elastic_slope, log_sum_exp, passes=1, extra=True, rowin=True, unit=BINARY),
+    "sigmoid": Rule(sigmoid_weigh, sigmoid_slope, rowin=True, unit=BINARY),
+    "sigmoid_sum": Rule(sigmoid_weigh, sigmoid_slope, row_sum, rowin=True, unit=BINARY, sums=True),
+}
+
+# ------------------------------------------------------------------------------------------------ tiles
+# (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every rule, in Triton
+# 3.6 and 3.9, as tests/test_kernels.py shows without a GPU. (Only float32 at width 256, and some widths that are no power of two,
+# spill a little.) A table, a tail, a slope or a window ("busy") costs registers, and so does the second accumulator of rules
+# that save U. With fewer rows than 16 a warp, warps would repeat each other's work.
+
+COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
+TILES = {  # GPU generation (0: float32, on any), width, busy; no row for False: that for True serves
+    (90, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2), None),
+    (90, 64, True): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)),
+    (90, 128, False): ((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
+    (90, 128, True): ((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 1)),
+    (90, 256, True): ((128, 32, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 64, 8, 1)),
+    (80, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
+    (80, 64, True): ((128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (32, 32, 2, 1)),
+    (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
+    (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
+    (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
+    (0, 64, True): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (32, 64, 8, 1), (32, 32, 8, 1)),
+    (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    (0, 256, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))  # the interpreter: several tiles of short inputs
+
+
+def generation(device):
+    """Data-centre Hopper and Blackwell have the shared memory for the tiles of 90; all others take those of 80."""
+    return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
+
+
+def tile(kernel, rule, q, v, busy):
+    column = COLUMNS.index("forward with U" if kernel == "forward" and rule.extra else kernel)
+    if INTERPRETED:
+        return SMALL[column]
+    width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
+    key = 0 if q.dtype == torch.float32 else generation(q.device), width
+    return (TILES.get((*key, busy)) or TILES[(*key, True)])[column]
+
+
+def padded(width):
+    return max(16, 1 << (width - 1).bit_length())                    # a tile's sides are powers of two, tl.dot's at least 16
+
+
+# ------------------------------------------------------------------------------------------------ host
+# Two operators, forward and backward: torch.compile traces through them, and each allocates (which is also all that tracing
+# needs), then launches. What is left, sums over heads, rows and diagonals, is ordinary PyTorch in `differentiate`.
+
+def arguments(rule, q, k, v, t, table, far, scale, window, first):
+    """The kernels' arguments. Tables are multiplied by the rule's unit here, once, and not at every score."""
+    q, k, v = (straight(tensor, name) for tensor, name in ((q, "q"), (k, "k"), (v, "v")))
+    table, far = (None if part is None else (part * rule.unit).contiguous() for part in (table, far))
+    H, T = q.shape[1:3]
+    strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in (q, k, v, t)]
+    W = 0 if table is None else table.shape[1]
+    return Inputs(q, k, v, t, table, far, *strides, H, H // k.shape[1], H // v.shape[1], T, W, window if 0 < window < T else None, first, scale)
+
+
+def straight(tensor, name):
+    """The last axis with stride 1, and one head within 2^31 elements."""
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if (tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] > 2**31:
+        raise ValueError(f"one head of {name} spans more than 2^31 elements, too far for 32-bit offsets: call .contiguous() on {name} first")
+    return tensor
+
+
+def launch(kernel, count, rule, x, *more):
+    """kernel on count(BM, BN) tiles of every head."""
+    busy = any(part is not None for part in (x.table, x.far, x.window))
+    BM, BN, warps, stages = tile(kernel.__name__, rule, x.q, x.v, busy)
+    D, E = x.q.shape[-1], x.v.shape[-1]
+    sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
+    grid = (count(BM, BN) * x.q.shape[0] * x.H,)
+    with torch.cuda.device_of(x.q):
+        kernel[grid](x, *more, rule, sizes, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+def rows_of_all_heads(q, heads, width):
+    """An empty (B, heads, T, width) that lies in memory as (B, T, heads, width), as projections read it, if 32-bit offsets allow."""
+    B, _, T, _ = q.shape
+    return q.new_empty(B, T, heads, width).transpose(1, 2) if T * heads * width < 2**31 else q.new_empty(B, heads, T, width)
+
+
+def allocate_forward(rule, q, k, v, t, table, far, scale, window, first):
+    rule, heads = RULES[rule], q.shape[1]
+    o = rows_of_all_heads(q, heads, v.shape[-1])
+    u = rows_of_all_heads(q, heads if rule.extra else 0, v.shape[-1])
+    r = q.new_empty(q.shape[:3] if rule.settle else (0,), dtype=torch.float32)
+    return o, r, u
+
+
+@torch.library.custom_op("nanoattention::forward", mutates_args=())
+def run_forward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
+                scale: float, window: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    o, r, u = allocate_forward(rule, q, k, v, t, table, far, scale, window, first)
+    x = arguments(RULES[rule], q, k, v, t, table, far, scale, window, first)
+    launch(forward, lambda BM, BN: triton.cdiv(x.T, BM), RULES[rule], x, o, u, r, o.stride()[:3])
+    return o, r, u
+
+
+def diagonals(T, W, window, first, n):
+    """How many block diagonals of n x n tiles hold a distance below W that anybody sees."""
+    reach = min(W, T) if first or not window else min(W, T, window)
+    return (reach + n - 2) // n + 1
+
+
+def allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, first, learn_table):
+    B, H, T, D = q.shape
+    dq, dk, dv = (rows_of_all_heads(q, H, width) for width in (D, D, v.shape[-1]))
+    dt = q.new_empty((0,) if t is None else (B, H, T), dtype=torch.float32)
+    dfar = q.new_empty((0,) if far is None else (B, H, 2, T), dtype=torch.float32)
+    shape = (0,)
+    if learn_table:
+        n = tile("backward_table", RULES[rule], q, v, True)[0]
+        shape = (B, H, diagonals(T, table.shape[1], window, first, n), n, n)
+    return dq, dk, dv, dt, dfar, q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("nanoattention::backward", mutates_args=())
+def run_backward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
+                 u: Tensor, r: Tensor, do: Tensor, e: Tensor, scale: float, window: int, first: int,
+                 learn_table: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, first, learn_table)
+    dq, dk, dv, dt, dfar, dtable = grads
+    x = arguments(RULES[rule], q, k, v, t, table, far, scale, window, first)
+    do, delta = straight(do, "the output's gradient"), torch.empty_like(r)
+    so, sdo, sdq, sdk, sdv = (part.stride()[:3] for part in (u, do, dq, dk, dv))
+    launch(backward_rows, lambda BM, BN: triton.cdiv(x.T, BM), RULES[rule], x, u, r, do, e, dq, dt, dfar, delta, so, sdo, sdq)
+    launch(backward_keys, lambda BM, BN: triton.cdiv(x.T, BN), RULES[rule], x, r, do, delta, dk, dv, sdo, sdk, sdv)
+    if learn_table:
+        launch(backward_table, lambda BM, BN: dtable.shape[2], RULES[rule], x, r, do, delta, dtable, sdo, dtable.shape[2])
+    return grads
+
+
+def by_distance(tiles, W):
+    """(H, diagonals, n, n) sums of ds to (H, W). Entry (row, col) of tile b lies at distance b n + row - col."""
+    H, count, n, _ = tiles.shape
+    # with the keys reversed, n zeros after each row and the rows read as 2n - 1 long, row a stands a places further right:
+    # column m then holds the distance b n + m - (n - 1), whatever the row
+    skewed = F.pad(tiles.flip(-1), (0, n)).flatten(2)[..., :n * (2 * n - 1)].view(H, count, n, 2 * n - 1).sum(2)
+    table = skewed[..., n - 1:].clone()                              # (H, diagonals, n): distances b n .. b n + n - 1
+    table[:, :-1, 1:] += skewed[:, 1:, :n - 1]                       # and those that tile b + 1 has in common with tile b
+    table = table.flatten(1)[:, :W]
+    return F.pad(table, (0, W - table.shape[1]))
+
+
+def over_groups(grad, heads):
+    """Sum over the query heads that share a key or value head."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def remember(ctx, inputs, output):
+    rule, q, k, v, t, table, far, *ctx.rest = inputs
+    ctx.rule, (o, r, u) = rule, output
+    ctx.save_for_backward(q, k, v, t, table, far, u if RULES[rule].extra else o, r)
+
+
+def differentiate(ctx, do, e, _):
+    q, k, v, t, table, far, u, r = ctx.saved_tensors
+    learn_table = table is not None and ctx.needs_input_grad[5]
+    dq, dk, dv, dt, dfar, dtable = run_backward(ctx.rule, q, k, v, t, table, far, u, r, do, e.contiguous(), *ctx.rest, learn_table)
+    dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
+    dt = None if t is None else dt
+    dfar = None if far is None else dfar.sum((0, 3))                 # (H, 2)
+    dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
+    return None, dq, dk, dv, dt, dtable, dfar, None, None, None
+
+
+def refuse(ctx, *grads):
+    raise RuntimeError("the attention kernels can be differentiated once: use --kernel=torch for second derivatives")
+
+
+run_forward.register_fake(allocate_forward)
+run_forward.register_autograd(differentiate, setup_context=remember)
+run_backward.register_fake(allocate_backward)
+run_backward.register_autograd(refuse)
+
+
+# ------------------------------------------------------------------------------------------------ the public face
+
+def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False):
+    """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where the rule has none.
+
+    q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0. The score is
+    scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h] (i - j). Row i sees key j
+    if i - j < window (0: no limit) or j < first. row_sum: sigmoid's statistic is the sum of its weights. All is differentiable."""
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
+    check(rule, q, k, v, t, table, tail, slope, window, first, row_sum)
+    rule = rule + "_sum" if row_sum else rule
+    B, H, T, _ = q.shape
+    if RULES[rule].rowin:
+        t = (q.new_zeros(()) if t is None else t).float().expand(B, H, T)
+    if tail is not None or slope is not None:
+        nothing = q.new_zeros(H, dtype=torch.float32)
+        tail = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
+    table = table.float() if table is not None and table.shape[1] else None
+    o, r, _ = run_forward(rule, q, k, v, t, table, tail, float(scale), window, first)
+    return o, r if RULES[rule].settle else None
+
+
+def check(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
+    """Whatever the kernels cannot do ends here, in one sentence."""
+    if not AVAILABLE:
+        raise ValueError("the kernels need triton and a CUDA GPU: use --kernel=torch (or set TRITON_INTERPRET=1 to test them on a CPU)")
+    for bad, message in problems(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
+        if bad:
+            shapes = {name: part is not None and tuple(part.shape) for name, part in dict(q=q, k=k, v=v, t=t, table=table).items()}
+            raise ValueError(message.format(rule=rule, rules=list(RULES), **shapes))
+
+
+def problems(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
+    """Pairs of a condition and what to say about it, in an order in which each may rely on those before."""
+    yield rule not in RULES, "no kernel for the rule {rule!r}: choose one of {rules}"
+    yield row_sum and rule != "sigmoid", "only the kernel of sigmoid returns row sums: leave out row_sum for {rule}"
+    yield t is not None and not RULES[rule].rowin, "{rule} reads no row input: leave out t"
+    yield {q.ndim, k.ndim, v.ndim} != {4}, "q, k and v must have four axes, (B, H, T, D), but are {q}, {k} and {v}"
+    same = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]
+    yield not same, "q, k and v must agree in batch and length, q and k in width, but are {q}, {k} and {v}"
+    yield 0 in (*q.shape, k.shape[1], v.shape[1], v.shape[3]), "q, k and v must not be empty, but are {q}, {k} and {v}"
+    yield q.shape[1] % k.shape[1] or q.shape[1] % v.shape[1], "the heads of k {k} and of v {v} must divide those of q {q}"
+    yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most, but q is {q} and v is {v}: use --kernel=torch"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    yield q.dtype not in dtypes or k.dtype != q.dtype or v.dtype != q.dtype, "q, k and v must share one of float32, bfloat16 and float16"
+    yield INTERPRETED and q.dtype == torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly: use float32 or float16 there"
+    yield not INTERPRETED and not q.is_cuda, "the kernels run on a CUDA GPU, but q is not on one: move it there or use --kernel=torch"
+    given = [part for part in (k, v, t, table, tail, slope) if part is not None]
+    yield any(part.device != q.device for part in given), "all inputs must be on the device of q"
+    aligned = t is None or all(size in (1, full) for size, full in zip(reversed(t.shape), reversed(q.shape[:3]), strict=False))
+    yield not aligned or t is not None and t.ndim > 3, "the row input t must broadcast to (B, H, T) of q {q}, but is {t}"
+    heads = q.shape[1:2]
+    yield table is not None and (table.ndim != 2 or table.shape[:1] != heads), "table must be (H, W) with the heads of q {q}, but is {table}"
+    yield any(part is not None and part.shape != heads for part in (tail, slope)), "tail and slope must be (H,), one number a head of q {q}"
+    yield window < 0 or first < 0, "window and first count keys and cannot be negative"

@@ -1,0 +1,515 @@
+"""kernels.py against an independent dense form in float64: in Triton's interpreter where there is no GPU, unchanged on one where there is.
+
+Every comparison is measured against what plain PyTorch loses in the same dtype, and prints the ratio of the two errors. `python
+tests/test_kernels.py table` compiles the kernels for GPUs that need not be there and prints registers, shared memory and spills."""
+
+import hashlib
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = (sys.argv[1:] or ["table"])[0] if __name__ == "__main__" else None   # set where this file runs as a program, to compile
+DEVICE = "cuda" if torch.cuda.is_available() and not COMMAND else "cpu"
+if DEVICE == "cpu" and not COMMAND:
+    os.environ["TRITON_INTERPRET"] = "1"                              # before triton is imported
+if COMMAND:
+    sys.path.insert(0, os.environ.get("KERNELS", str(ROOT)))
+
+pytest.importorskip("triton")
+import kernels  # noqa: E402
+
+# future keys are scored before they are masked, and a row beyond the input is never saved: numpy, unlike a GPU, tells
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Every torch.empty is filled with nan: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.randn(3).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# ------------------------------------------------------------------------------------------------ the dense form
+
+def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False):
+    """What attend() should be: the T x T matrix in full, in the dtype of q (statistics at least in float32)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    H, T = q.shape[1:3]
+    k, v = k.repeat_interleave(H // k.shape[1], 1), v.repeat_interleave(H // v.shape[1], 1)
+    distance = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
+    s = (q @ k.mT).to(wide) * scale
+    bias = torch.zeros(H, T, T, dtype=wide, device=q.device)
+    if tail is not None:
+        bias = bias + tail.to(wide)[:, None, None]
+    if table is not None:
+        W = table.shape[1]
+        bias = torch.where(distance < W, table.to(wide)[:, distance.clamp(0, W - 1)], bias)
+    if slope is not None:
+        bias = bias + slope.to(wide)[:, None, None] * distance
+    s = s + bias
+    seen = distance >= 0
+    if window:
+        seen = seen & ((distance < window) | (torch.arange(T, device=q.device) < first))
+    t = None if t is None else t.to(wide).expand(q.shape[:3])[..., None]
+    if rule == "sigmoid":
+        w = torch.sigmoid(s - t).masked_fill(~seen, 0.)
+        r = w.sum(-1) if row_sum else None
+    else:
+        s = s.masked_fill(~seen, -math.inf)
+        r = s.logsumexp(-1)
+        w = torch.exp(s - r[..., None])
+        if rule == "elastic":
+            w = torch.relu(w - t).masked_fill(~seen, 0.)
+    return w.to(v.dtype) @ v, r
+
+
+# ------------------------------------------------------------------------------------------------ drawing and comparing
+
+def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False, strided=False, seed=0, **options):
+    """Random inputs of attend(), by name, and its options."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=g).to(DEVICE, dtype)
+
+    def heads(count, width):                                          # strided: as a fused projection leaves it, or with gaps inside
+        if not strided:
+            return normal(B, count, T, width, dtype=dtype)
+        return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
+
+    E = E or D
+    x = dict(q=heads(H, D), k=heads(Hk or H, D), v=heads(Hv or H, E))
+    if strided:
+        x["v"] = normal(B, Hv or H, E, T, dtype=dtype).mT             # the last axis without stride 1, too
+    if rule == "elastic":                                             # tau_h / n_i: about half of the weights survive
+        x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / torch.arange(1, T + 1, device=DEVICE)
+    if rule == "sigmoid":
+        x["t"] = normal(H, 1)
+    x |= {"table": normal(H, W)} if W else {}
+    x |= {"tail": normal(H)} if tail else {}
+    x |= {"slope": 0.1 * normal(H)} if slope else {}
+    return x, dict(scale=D**-0.5, **options)
+
+
+def outputs_and_gradients(attend, rule, x, options, upstream, dtype=None):
+    """All that attend() can return, with the same random gradient on o and on r."""
+    leaves = {name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()}
+    outputs = [part for part in attend(rule, **leaves, **options) if part is not None]
+    torch.autograd.backward(outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)])
+    grads = [part.grad for part in leaves.values()]
+    assert all(grad.shape == part.shape and grad.dtype == part.dtype for grad, part in zip(grads, leaves.values(), strict=True))
+    return dict(zip(["o", "r"], outputs, strict=False)) | {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def rms(x):
+    return x.double().pow(2).mean().sqrt().item()
+
+
+def compare(rule, dtype=torch.float32, **shape):
+    """RMS(kernel - float64) <= c RMS(eager in the same dtype - float64) + what rounding costs, for outputs and every gradient."""
+    row_sum = shape.pop("row_sum", False) and rule == "sigmoid"
+    x, options = draw(rule, dtype=dtype, row_sum=row_sum, **shape)
+    o = x["q"].shape[:3] + x["v"].shape[3:]
+    upstream = [torch.randn(o, device=DEVICE).to(dtype), torch.randn(o[:3], device=DEVICE)]
+    kernel = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
+    eager = outputs_and_gradients(dense, rule, x, options, upstream)
+    exact = outputs_and_gradients(dense, rule, x, options, upstream, torch.float64)
+    assert kernel.keys() == eager.keys() == exact.keys()
+    failed = []
+    for name, true in exact.items():
+        # one rounding to the dtype and a float32 sum over the width, or over rows, too, for the one number that a head may have;
+        # of those few the eager error is a matter of luck
+        few = name in ("dtail", "dslope")
+        c, length, rounded = (8, o[2] * x["q"].shape[3], dtype) if few else (2, x["q"].shape[3], kernel[name].dtype)
+        floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length**0.5
+        error, bound = rms(kernel[name] - true), c * rms(eager[name] - true) + floor * rms(true)
+        print(f"{name:7s} kernel {error:.1e}  of size {error / max(rms(true), 1e-30):.1e}  of the bound {error / max(bound, 1e-30):.2f}")
+        if not error <= bound:                                        # nan fails
+            failed.append(name)
+    assert not failed
+
+
+# ------------------------------------------------------------------------------------------------ outputs and gradients
+
+RULES = ["softmax", "elastic", "sigmoid"]
+EVERYTHING = dict(W=21, tail=True, slope=True)
+CASES = {
+    "one token": dict(T=1, D=16, B=2, W=4, row_sum=True),
+    "plain": dict(T=130, D=16, row_sum=True),
+    "odd, two batches, grouped": dict(T=45, D=40, B=2, H=4, Hk=2, Hv=1),
+    "wide keys": dict(T=63, D=64, E=16, strided=True),
+    "wide values": dict(T=45, D=24, E=64, H=4, Hk=1, Hv=4),
+    "table": dict(T=130, W=37),
+    "table beyond the input": dict(T=45, W=200),
+    "tail and slope": dict(T=63, tail=True, slope=True),
+    "tail alone": dict(T=33, tail=True),
+    "everything": dict(T=130, B=1, H=2, Hk=1, row_sum=True, **EVERYTHING),
+    "window": dict(T=130, window=40, row_sum=True),
+    "window of one": dict(T=45, window=1),
+    "window, first keys, everything": dict(T=100, window=17, first=3, H=2, Hv=1, **EVERYTHING),
+    "window and many first keys": dict(T=70, window=9, first=40, W=60),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", CASES)
+def test_float32(case, rule):
+    compare(rule, **CASES[case])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_low_precision(dtype, rule):
+    compare(rule, dtype, T=63, D=64, H=2, Hk=1, row_sum=True)
+    compare(rule, dtype, T=45, D=40, window=20, first=2, **EVERYTHING)
+
+
+def test_row_input_of_every_shape():
+    """t broadcasts to (B, H, T), and its gradient comes back in its own shape."""
+    for shape in [(), (1,), (17,), (2, 1), (2, 1, 1), (1, 2, 17), (2, 2, 17)]:
+        x, options = draw("sigmoid", T=17, B=2)
+        x["t"] = torch.randn(shape, device=DEVICE)
+        upstream = [torch.randn_like(x["q"])]
+        kernel, exact = (outputs_and_gradients(form, "sigmoid", x, options, upstream, *dtype)["dt"]
+                         for form, dtype in ((kernels.attend, ()), (dense, (torch.float64,))))
+        assert rms(kernel - exact) <= 1e-5 * rms(exact)
+
+
+@pytest.mark.parametrize("rule", ["softmax", "sigmoid"])
+def test_the_statistic_alone(rule):
+    """A loss on r only: o gets no gradient at all."""
+    x, options = draw(rule, T=20, row_sum=rule == "sigmoid")
+    upstream = [torch.zeros_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+    both = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
+    alone = outputs_and_gradients(lambda rule, **x: kernels.attend(rule, **x)[1:], rule, x, options, upstream[1:])
+    assert all(torch.equal(both["d" + name], alone["d" + name]) for name in x)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_runs_agree_bit_for_bit(rule):
+    x, options = draw(rule, T=70, H=2, Hk=1, Hv=1, window=50, first=2, **EVERYTHING)
+    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+    one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_sink_needs_no_kernel():
+    """An extra key with score c and value 0: o sigmoid(r - c), exact, with c's gradient, because r is differentiable."""
+    x, options = draw("softmax", T=45)
+    c, upstream = torch.randn(2, 1, device=DEVICE), torch.randn_like(x["q"])
+
+    def with_gate(rule, c, **x):
+        o, r = kernels.attend(rule, **x)
+        return o * torch.sigmoid(r - c)[..., None], None
+
+    def with_key(rule, q, k, v, c, scale):
+        s = (q @ k.mT * scale).masked_fill(~torch.ones(45, 45, dtype=torch.bool, device=DEVICE).tril(), -math.inf)
+        p = torch.cat([c[None, :, None].expand(*s.shape[:3], 1), s], -1).softmax(-1)
+        return p[..., 1:] @ v, None
+
+    one = outputs_and_gradients(with_gate, "softmax", x | {"c": c}, options, [upstream])
+    two = outputs_and_gradients(with_key, "softmax", x | {"c": c}, options, [upstream], torch.float64)
+    assert all(rms(one[name] - two[name]) < 1e-6 * max(1, rms(two[name])) for name in two)
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+def test_heads_may_lie_far_apart():
+    """Batches and heads more than 2^31 elements apart, in a buffer of which only a few pages are ever touched."""
+    torch.use_deterministic_algorithms(False)                         # a poisoned buffer would be touched
+    x, options = draw("softmax", T=33, B=2, dtype=torch.float16)
+    far, step = 2**31 + 8 * 64, 64 * 64
+    buffer = torch.empty(far + 8 * step, dtype=torch.float16, device=DEVICE)
+    spread = {}
+    for n, (name, part) in enumerate(x.items()):                      # q and v: batches far apart; k: heads
+        strides = (step, far) if name == "k" else (far, step)
+        spread[name] = buffer.as_strided(part.shape, (*strides, 16, 1), 2 * n * step).copy_(part)
+    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+    near = outputs_and_gradients(kernels.attend, "softmax", x, options, upstream)
+    leaves = {name: part.requires_grad_() for name, part in spread.items()}
+    outputs = kernels.attend("softmax", **leaves, **options)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), upstream)
+    assert all(torch.equal(a, b) for a, b in zip(near.values(), (*outputs, *grads), strict=True))
+
+
+def test_a_head_must_fit_32_bit_offsets():
+    torch.use_deterministic_algorithms(False)
+    x, _ = draw("softmax", T=65, H=1)
+    x["k"] = torch.empty(2**31 + 16, dtype=torch.float16, device=DEVICE).as_strided((1, 1, 65, 16), (0, 0, 2**25, 1))
+    with pytest.raises(ValueError, match="2\\^31"):
+        kernels.attend("softmax", x["q"].half(), x["k"], x["v"].half())
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+def wrong(message, rule="softmax", **changes):
+    return pytest.param(rule, changes, message, id=message)
+
+
+ZERO = torch.zeros
+MISTAKES = [
+    wrong("choose one of", rule="softmox"),
+    wrong("leave out row_sum", row_sum=True),
+    wrong("leave out t", t=ZERO(8, device=DEVICE)),
+    wrong("four axes", q=ZERO(2, 8, 16, device=DEVICE)),
+    wrong("agree in batch and length", k=ZERO(1, 2, 9, 16, device=DEVICE)),
+    wrong("agree in batch and length", k=ZERO(1, 2, 8, 32, device=DEVICE)),
+    wrong("not be empty", v=ZERO(1, 2, 8, 0, device=DEVICE)),
+    wrong("must divide", k=ZERO(1, 3, 8, 16, device=DEVICE)),
+    wrong("width 256 at most", v=ZERO(1, 2, 8, 257, device=DEVICE)),
+    wrong("share one of float32", v=ZERO(1, 2, 8, 16, device=DEVICE, dtype=torch.float16)),
+    wrong("device of q", table=ZERO(2, 4, device="meta")),
+    wrong("must broadcast", rule="elastic", t=ZERO(7, device=DEVICE)),
+    wrong("table must be", table=ZERO(3, 4, device=DEVICE)),
+    wrong("one number a head", tail=ZERO(3, device=DEVICE)),
+    wrong("cannot be negative", window=-1),
+]
+
+
+@pytest.mark.parametrize("rule, changes, message", MISTAKES)
+def test_mistakes_are_explained(rule, changes, message):
+    x, _ = draw("softmax", T=8)
+    with pytest.raises(ValueError, match=message):
+        kernels.attend(rule, **(x | changes))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes bfloat16 rightly")
+def test_the_interpreter_refuses_bfloat16():
+    x, _ = draw("softmax", T=8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+        kernels.attend("softmax", **x)
+
+
+def test_a_second_derivative_is_refused():
+    x, _ = draw("softmax", T=8)
+    q = x["q"].requires_grad_()
+    dq, = torch.autograd.grad(kernels.attend("softmax", **x)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        dq.sum().backward()
+
+
+def test_without_triton_names_remain():
+    """Everything imports, the rules can be listed, and using them says what is missing."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import kernels, torch
+assert not kernels.AVAILABLE and list(kernels.RULES)[:3] == ["softmax", "elastic", "sigmoid"]
+try: kernels.attend("softmax", *torch.zeros(3, 1, 1, 4, 16))
+except ValueError as error: assert "need triton" in str(error)
+else: raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+# ------------------------------------------------------------------------------------------------ with the rest of PyTorch
+
+def test_autocast():
+    """Inputs of several dtypes are cast to one; their gradients come back in their own."""
+    low = DTYPES[-1]
+    x, options = draw("elastic", T=33, **EVERYTHING)
+    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+    x["v"] = x["v"].to(low)
+    with torch.autocast(DEVICE, dtype=low):
+        one = outputs_and_gradients(kernels.attend, "elastic", x, options, upstream)
+    cast = {name: part.to(low) if name in "qkv" else part for name, part in x.items()}
+    two = outputs_and_gradients(kernels.attend, "elastic", cast, options, upstream)
+    assert one["o"].dtype == low and one["r"].dtype == torch.float32
+    assert all(torch.equal(one[name], two[name].to(one[name].dtype)) for name in one)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    def checkpointed(rule, **inputs):
+        return torch.utils.checkpoint.checkpoint(lambda *parts: kernels.attend(rule, *parts), *inputs.values(), use_reentrant=reentrant)
+
+    x, _ = draw("softmax", T=20)
+    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+    plain, again = (outputs_and_gradients(form, "softmax", x, {}, upstream) for form in (kernels.attend, checkpointed))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_compile_traces_through_without_recompiling():
+    """One graph forward and backward, the same numbers, and no new compilation from one step to the next."""
+    def attend(rule, **x):
+        return kernels.attend(rule, **x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager", dynamic=False)
+    for step in range(3):
+        x, options = draw("elastic", T=20, H=4, Hk=2, seed=step, **EVERYTHING)
+        upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            fused = outputs_and_gradients(compiled, "elastic", x, options, upstream)
+        plain = outputs_and_gradients(kernels.attend, "elastic", x, options, upstream)
+        assert all(rms(fused[name] - plain[name]) <= 1e-5 * rms(plain[name]) for name in plain)
+
+
+def test_operators_say_what_they_return():
+    """Shapes, strides and dtypes that tracing is told are those that the kernels deliver."""
+    x, options = draw("elastic", T=20, D=16, E=24)
+    x["t"] = x["t"].expand(1, 2, 20)
+    inputs = ("elastic", *x.values(), None, None, options["scale"], 0, 0)
+    torch.library.opcheck(kernels.run_forward, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    o, r, u = kernels.run_forward(*inputs)
+    grads = ("elastic", *x.values(), None, None, u, r, o, r, options["scale"], 0, 0, False)
+    torch.library.opcheck(kernels.run_backward, grads, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_data_parallel(tmp_path):
+    """A wrapped model averages gradients that came through the kernels."""
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = torch.nn.Linear(16, 3 * 16)
+
+        def forward(self, x):
+            q, k, v = self.project(x).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
+            return kernels.attend("softmax", q, k, v)[0]
+
+    torch.distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, x = Model().to(DEVICE), torch.randn(2, 9, 16, device=DEVICE)
+        model(x).square().sum().backward()
+        alone = model.project.weight.grad.clone()
+        model.zero_grad()
+        torch.nn.parallel.DistributedDataParallel(model)(x).square().sum().backward()
+        assert torch.equal(alone, model.project.weight.grad)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ compiling without a GPU
+# Triton compiles for any GPU on any machine. So the host code runs as it is, on tensors of the CPU, with a driver that claims to be
+# the GPU in question and launches that only compile: what is checked is exactly what would run.
+
+class Driver:
+    """All that Triton asks a GPU of generation `sm` before it compiles."""
+
+    def __init__(self, sm):
+        from triton.backends.compiler import GPUTarget
+        self.target, self.sm = GPUTarget("cuda", sm, 32), sm
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):                                     # Triton keeps what it compiled by this number
+        return self.sm
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_rule(sm, rule, D, dtype, busy, backward=True):
+    """The kernels that one call and its backward launch: name, sizes, warps, compiled. busy: with a table, a tail, a slope, a window
+    and first keys."""
+    import triton
+    compiled, run = [], triton.runtime.jit.JITFunction.run
+
+    def compile_only(function, *args, grid, warmup, **options):
+        compiled.append((function.__name__, args[-1], options["num_warps"], run(function, *args, grid=grid, warmup=True, **options)))
+
+    q, k, v = (torch.empty(2, 1024, 4, D, dtype=dtype).transpose(1, 2) for _ in range(3))
+    t = torch.empty(2, 4, 1024) if kernels.RULES[rule].rowin else None
+    table, far, window, first = (torch.empty(4, 512), torch.empty(4, 2), 256, 4) if busy else (None, None, 0, 0)
+    triton.runtime.driver.set_active(Driver(sm))
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only), mock.patch.object(kernels, "generation", lambda device: sm):
+        o, r, u = kernels.run_forward(rule, q, k, v, t, table, far, 0.125, window, first)
+        if backward:
+            kernels.run_backward(rule, q, k, v, t, table, far, u if u.numel() else o, r, o, r, 0.125, window, first, busy)
+    return compiled
+
+
+def registers_and_stack(cubin):
+    """By the disassembler that comes with Triton. Stack is where registers spill to."""
+    import triton
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return (int(re.search(name + r":(\d+)", listing)[1]) for name in ("REG", "STACK"))
+
+
+def table_rows(task):
+    """One line of the table for each kernel of a task, and what is wrong with it."""
+    sm, rule, D, dtype, busy = task
+    rows = []
+    for name, c, warps, compiled in compile_rule(*task):
+        ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+        registers, stack = registers_and_stack(compiled.asm["cubin"])
+        exps, matmuls = ptx.count("ex2.approx"), ptx.count("wgmma.mma_async") or ptx.count("mma.sync") * (sm == 80 or D > 128)
+        # one exponential a score, in each copy of the tile's code (far and near tiles, twice if the statistic has a pass of its
+        # own), and some for rows where the running maximum moves; more would mean that warps repeat each other's work
+        copies = {"forward": 2 + 2 * kernels.RULES[rule].passes, "backward_table": 1}.get(name, 2)
+        scores = copies * c.BM.value * c.BN.value // (32 * warps)
+        problem = [what for what, bad in (
+            ("spills", stack > 0),
+            ("too much shared memory", shared > (232448 if sm == 90 else 101376)),                 # 99 KiB: also the GPUs after sm_80
+            ("no tensor cores", dtype != torch.float32 and not matmuls),
+            ("wrong number of exponentials", not scores <= exps <= 2 * scores)) if bad]
+        tile = f"{c.BM.value}x{c.BN.value}, {warps} warps"
+        rows.append((f"sm_{sm} {str(dtype)[6:]:9s} {D:4d} {rule:12s}{'busy' if busy else 'plain':6s} {name:15s} {tile:17s} {registers:4d} registers"
+                     f" {shared:7d} B shared {stack:3d} B stack {matmuls:4d} matmuls {exps:4d} exponentials  {', '.join(problem)}", problem))
+    return rows
+
+
+def print_table():
+    """Every kernel x rule x width x GPU, in two processes."""
+    tasks = [(sm, rule, D, torch.bfloat16, busy) for sm in (80, 90) for D in (64, 128) for rule in kernels.RULES for busy in (False, True)]
+    tasks += [(sm, "elastic", 256, torch.bfloat16, True) for sm in (80, 90)] + [(80, "elastic", 64, torch.float32, True)]
+    with multiprocessing.Pool(2) as pool:
+        rows = sum(pool.map(table_rows, tasks, chunksize=1), [])
+    print("\n".join(line for line, _ in rows))
+    return sum(bool(problem) for _, problem in rows)
+
+
+def fingerprint():
+    """A hash of the code that softmax's forward pass compiles to."""
+    (_, _, _, compiled), = compile_rule(90, "softmax", 64, torch.bfloat16, False, backward=False)
+    print(hashlib.sha256(compiled.asm["ptx"].encode()).hexdigest())
+
+
+def as_program(command, **environment):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    return subprocess.run([sys.executable, __file__, command], env=env, capture_output=True, text=True)
+
+
+def test_every_kernel_compiles_well():
+    """No spills, shared memory that exists, tensor cores, and the exponentials that the design counts."""
+    done = as_program("table")
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+
+
+def test_an_edited_rule_is_compiled_anew(tmp_path):
+    """Triton keeps what it compiled on disk. Without Rule.cache_key it would not look into the rule and run the old kernel."""
+    source = (ROOT / "kernels.py").read_text()
+    line = "    w = tl.exp2(s - r)\n"
+    assert source.count(line) == 1
+    prints = []
+    for edited in (line, line + "    w = w * 2\n", line):
+        (tmp_path / "kernels.py").write_text(source.replace(line, edited))
+        done = as_program("fingerprint", KERNELS=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
+        assert done.returncode == 0, done.stderr
+        prints.append(done.stdout)
+    assert prints[0] == prints[2] != prints[1]
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    sys.exit({"table": print_table, "fingerprint": fingerprint}[COMMAND]())
