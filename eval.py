@@ -815,8 +815,8 @@ def speed_command(args):
     cases |= {name: (name, "auto") for name in names if name != "softmax"}
 
     def make_model(attn, kernel, T):
-        return GPT(GPTConfig(attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd or 128,
-                             bias_range=min(T, 512))).to(machine.device)
+        return GPT(GPTConfig(attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head,
+                             n_embd=args.n_embd or 128, bias_range=min(T, 512))).to(machine.device)
 
     load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     result, text = {"machine": str(machine), "load_average": load, "lengths": {}, "memory_mb": {name: {} for name in cases}}, []
@@ -830,7 +830,7 @@ def speed_command(args):
     for name, case in cases.items():
         for T in lengths:
             used = machine.peak_memory(attention_call(make_model(*case, T), machine, 1))
-            result["memory_mb"][name][T] = round(used / 2**20, 1)
+            result["memory_mb"][name][T] = round(used / 2**20, 3)
     if lengths:
         text.append("memory that one layer's attention takes beside its inputs, forward and backward, one sequence (MB)\n" + table(
             [[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in result["memory_mb"].items()], ["recipe", *(f"T={T}" for T in lengths)]))
