@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import kernels
 
@@ -53,9 +53,20 @@ def sigmoid(s, seen, t):
     return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
 
 
-def log_sum_exp(s, seen, w):
-    """r_i = log sum_j exp(s_ij), natural."""
-    return torch.logsumexp(s + ~seen * UNSEEN, -1, keepdim=True)
+class LogSumExp(torch.autograd.Function):
+    """r_i = log sum_j exp(s_ij), natural, of rows whose softmax w is known: r = s_ij - log w_ij for any j, best for the largest weight.
+
+    This spares a second pass of exponentials, and so does the gradient, which is w itself.
+    """
+    @staticmethod
+    def forward(ctx, s, seen, w):
+        ctx.save_for_backward(w)
+        top = w.argmax(-1, keepdim=True)
+        return s.gather(-1, top) - w.gather(-1, top).log()
+
+    @staticmethod
+    def backward(ctx, e):
+        return ctx.saved_tensors[0] * e, None, None
 
 
 def elastic_scalars(config, args):
@@ -84,8 +95,8 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "softmax": Rule(softmax, log_sum_exp),
-    "elastic": Rule(elastic, log_sum_exp, {"tau_init": 1.0, "per_length": True, "learn_tau": True}, elastic_scalars, elastic_threshold),
+    "softmax": Rule(softmax, LogSumExp.apply),
+    "elastic": Rule(elastic, None, {"tau_init": 1.0, "per_length": True, "learn_tau": True}, elastic_scalars, elastic_threshold),
     "sigmoid": Rule(sigmoid, None, {"length_bias": True}, None, sigmoid_threshold),
 }
 
@@ -168,7 +179,6 @@ BLOCK = 128
 class View(NamedTuple):
     """How a layer looks at its keys, beside the rule."""
     scale: float = 1.0                          # what multiplies q.k
-    table: torch.Tensor | None = None           # (H, W): added to the score at distance i - j < W
     hide: int = 0                               # so many first keys are seen by themselves only: for eval.py, never in training
 
 
@@ -206,48 +216,82 @@ def distance_bias(table, R, T):
     return F.pad(by_distance.flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
 
 
-def block_weights(rule, q, k, t, i, view, need_r=False):
+def block_weights(rule, view, q, k, t, table, i, need_r=False):
     """Weights (B, H, R, T) and statistic of the rows at positions i (R,). Products may be low precision, all after them is not."""
     seen = visible(i[:, None], torch.arange(k.shape[2], device=k.device), view.hide)
     s = grouped(q, k.mT)
     s = s.to(torch.promote_types(s.dtype, torch.float32))
-    if view.table is not None:
-        s = s + distance_bias(view.table, *s.shape[2:])
+    if table is not None:
+        s = s + distance_bias(table, *s.shape[2:])
     w = rule.weights(s, seen, t)
     return w, rule.statistic(s, seen, w) if need_r else None
 
 
-def block_output(rule, q, k, v, t, i, view, need_r, dropout):
-    """Output (B, H, R, E) and statistic of one block of rows."""
-    w, r = block_weights(rule, q, k, t, i, view, need_r)
+def block_output(rule, view, need_r, dropout, q, k, v, t, table, i):
+    """Output (B, H, R, E) of one block of rows, and its statistic if that is needed."""
+    w, r = block_weights(rule, view, q, k, t, table, i, need_r)
     if dropout:
         w = F.dropout(w, dropout)
-    return grouped(w.to(v.dtype), v), r
+    o = grouped(w.to(v.dtype), v)
+    return (o, r) if need_r else (o,)
 
 
-def blocks_of(q, k, t, scale):
-    """Cut the rows into blocks: yields q (scaled), the keys it can see, how many these are, t and the positions i of its rows."""
-    q, k = full(q) * scale, full(k)
-    first = k.shape[2] - q.shape[2]                                     # fewer queries than keys: the queries are the last positions
-    for start in range(0, q.shape[2], BLOCK):
-        rows = slice(start, min(start + BLOCK, q.shape[2]))
-        seen = first + rows.stop
-        i = torch.arange(first + rows.start, seen, device=q.device)
-        yield q[:, :, rows], k[:, :, :seen], seen, None if t is None else t[..., rows, :], i
+def row_blocks(R, T, device):
+    """The last R of T rows, BLOCK at a time: yields which of the R they are (a slice) and their positions among the T."""
+    for start in range(0, R, BLOCK):
+        rows = slice(start, min(start + BLOCK, R))
+        yield rows, torch.arange(T - R + rows.start, T - R + rows.stop, device=device)
 
 
-def block_loop(rule, q, k, v, t, view, need_r=False, dropout=0.0):
-    """Attention of all rows, block by block: output (B, H, R, E) and, if asked for, the row statistic (B, H, R, 1).
+def cut(q, k, v, t, table, rows):
+    """What one block needs of everything: its rows, and the keys up to its last position. Views, so they can be added to in place."""
+    seen = k.shape[2] - q.shape[2] + rows.stop
+    return q[:, :, rows], k[:, :, :seen], v[:, :, :seen], None if t is None else t[..., rows, :], table
 
-    Past two blocks the backward pass computes each block's weights again instead of keeping them: memory stays O(T x BLOCK).
+
+def run_blocks(run, q, k, v, t, table):
+    """All blocks one after another, kept for the backward pass as autograd does."""
+    blocks = [run(*cut(q, k, v, t, table, rows), i) for rows, i in row_blocks(q.shape[2], k.shape[2], q.device)]
+    return tuple(torch.cat(parts, 2) for parts in zip(*blocks, strict=True))
+
+
+class Recomputed(torch.autograd.Function):
+    """run_blocks whose backward pass computes each block again, so that none is kept: memory stays O(T x BLOCK).
+
+    torch.utils.checkpoint around each block would do, but slower: each block's gradient of k and v would be a full one, mostly zeros.
     """
-    v = full(v)
-    run = partial(block_output, rule)
-    if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK:
-        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=dropout > 0)
-    outputs = [run(qb, kb, v[:, :, :seen], tb, i, view, need_r, dropout) for qb, kb, seen, tb, i in blocks_of(q, k, t, view.scale)]
-    o, r = zip(*outputs, strict=True)
-    return torch.cat(o, 2), torch.cat(r, 2) if need_r else None
+    @staticmethod
+    def forward(ctx, run, *inputs):
+        ctx.run, ctx.dice = run, torch.get_rng_state()
+        ctx.save_for_backward(*inputs)
+        return run_blocks(run, *inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *arriving):
+        inputs = ctx.saved_tensors
+        sums = [None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.dice)       # dropout falls as it did
+            for rows, i in row_blocks(inputs[0].shape[2], inputs[1].shape[2], inputs[0].device):
+                with torch.enable_grad():
+                    parts = [None if x is None else x.detach().requires_grad_() for x in cut(*inputs, rows)]
+                    outputs = ctx.run(*parts, i)
+                given = [part for part in parts if part is not None]
+                grads = torch.autograd.grad(outputs, given, [gradient[:, :, rows] for gradient in arriving])
+                for total, gradient in zip((x for x in cut(*sums, rows) if x is not None), grads, strict=True):
+                    total += gradient
+        return None, *(None if x is None else total.to(x.dtype) for x, total in zip(inputs, sums, strict=True))
+
+
+def block_loop(rule, q, k, v, t, view, table=None, need_r=False, dropout=0.0):
+    """Attention of all rows, block by block: output (B, H, R, E) and, if asked for, the row statistic (B, H, R, 1), else None.
+
+    table (H, W) is added to the score at distance i - j < W. Up to two blocks are kept for the backward pass; more are computed again.
+    """
+    loop = Recomputed.apply if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK else run_blocks
+    o, *r = loop(partial(block_output, rule, view, need_r, dropout), full(q) * view.scale, full(k), full(v), t, table)
+    return o, r[0] if need_r else None
 
 
 # ------------------------------------------------------------------------------------------------------------------- positions
@@ -346,7 +390,7 @@ class Attention(nn.Module):
             return o, None if r is None else r[..., None]
         if kernel == "sdpa" and table is None and not self.hide:
             return plain_softmax(q, k, v, self.scale, dropout), None
-        return block_loop(self.rule, q, k, v, t, View(self.scale, table, self.hide), self.has_extra_key, dropout)
+        return block_loop(self.rule, q, k, v, t, View(self.scale, self.hide), table, self.has_extra_key, dropout)
 
     @property
     def has_extra_key(self):
@@ -374,9 +418,11 @@ class Attention(nn.Module):
 
     def weight_blocks(self, q, k, x, table=None):
         """The same, one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
-        for qb, kb, seen, tb, i in blocks_of(q, k, self.row_input(q, k), self.scale):
-            w, r = block_weights(self.rule, qb, kb, tb, i, View(self.scale, table, self.hide), self.has_extra_key)
-            w = F.pad(w, (0, k.shape[2] - seen))
+        q, k, t, T = full(q) * self.scale, full(k), self.row_input(q, k), k.shape[2]
+        for rows, i in row_blocks(q.shape[2], T, q.device):
+            qb, kb, _, tb, _ = cut(q, k, k, t, None, rows)
+            w, r = block_weights(self.rule, View(self.scale, self.hide), qb, kb, tb, table, i, self.has_extra_key)
+            w = F.pad(w, (0, T - kb.shape[2]))
             yield torch.cat([1 - self.kept(r), w * self.kept(r)], -1) if self.has_extra_key else w
 
     def row_input(self, q, k):

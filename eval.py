@@ -656,7 +656,7 @@ class Speed:
     memory: str = knob("4096,8192,16384", "lengths at which the attention's memory is measured, separated by commas; empty: do not")
     tokens: int = knob(2048, "tokens in a training step")
     n_layer: int = knob(4, "blocks of the model that takes the steps")
-    n_head: int = knob(4, "its heads")
+    n_head: int = knob(2, "its heads")
     n_embd: int = knob(0, "its width; 0: 128, and with --kernels, where it is all heads together, 2048")
     repeats: int = knob(20, "timed rounds over all recipes; the median counts")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")

@@ -283,7 +283,7 @@ def test_recomputed_blocks_draw_the_same_dropout(attn, monkeypatch):
     qkvx = inputs(module, 3 * BLOCK)
     torch.manual_seed(5)
     recomputed = attend_and_gradients(module, *qkvx)
-    monkeypatch.setattr(attention, "checkpoint", lambda function, *args, **_: function(*args))
+    monkeypatch.setattr(attention.Recomputed, "apply", attention.run_blocks)
     torch.manual_seed(5)
     assert_all_close(recomputed, attend_and_gradients(module, *qkvx), rtol=1e-10, atol=1e-10)
 
@@ -398,9 +398,11 @@ def test_the_kernel_equals_the_block_loop_in_output_and_all_gradients(attn):
     if not attention.kernels.AVAILABLE:
         pytest.skip("no triton here")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = []
+    found, weights = [], layer(attn, torch.float32, n_kv_head=2, bias_range=20).state_dict()
     for kernel in ("triton", "torch"):
-        module = layer(attn, torch.float32, kernel=kernel, n_kv_head=2, bias_range=20).to(device)
+        module = layer(attn, torch.float32, kernel=kernel, n_kv_head=2, bias_range=20)
+        module.load_state_dict(weights)
+        module.to(device)
         q, k, v, x = (a.to(device).requires_grad_() for a in inputs(module, 45, dtype=torch.float32))
         table = getattr(module, "table", None)
         o = module.attend(q, k, v, x, table)

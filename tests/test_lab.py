@@ -261,6 +261,6 @@ def test_one_row_of_the_block_loop_is_the_block_loop():
     from attention import RULES
     q, k, v = (torch.randn(1, 1, 300, 8, dtype=torch.float64) for _ in range(3))
     o, r = block_loop(RULES["softmax"], q, k, v, None, View(0.5), need_r=True)
-    w, last = block_weights(RULES["softmax"], q[:, :, -1:] * 0.5, k, None, torch.tensor([299]), View(0.5), need_r=True)
+    w, last = block_weights(RULES["softmax"], View(0.5), q[:, :, -1:] * 0.5, k, None, None, torch.tensor([299]), need_r=True)
     torch.testing.assert_close(o[:, :, -1:], w @ v)
     torch.testing.assert_close(r[:, :, -1:], last)
