@@ -79,7 +79,7 @@ class Train:
 
 PRESETS = {
     # a 0.8M-parameter byte model: minutes on two CPU cores
-    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 12, "max_iters": 1000, "learning_rate": 2e-3},
+    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000, "learning_rate": 2e-3},
     # the sink lab: a sink grows in one layer with one head, in well under a minute
     "lab": {"dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64, "pos": "learned", "norm": "layernorm",
             "mlp": "relu", "bias": True, "bias_range": 64, "tied": False, "batch_size": 48, "max_iters": 800, "warmup_iters": 100,
@@ -441,10 +441,10 @@ def run_training(knobs, config, machine, data, resumed, flags):
     if machine.main:
         tokens.write_json(run.folder / "meta.json", meta)
         print(f"\ntrained for {meta['seconds']} s, of which {batches.waited:.2f} s were spent waiting for data")
-        other = "elastic" if config.attn == "softmax" else "softmax"
+        other = f"--preset={knobs.preset} --attn={'elastic' if config.attn == 'softmax' else 'softmax'}"
         print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
               f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
-              f"       python train.py --attn={other}    the same with another attention")
+              f"       python train.py {other}    the same with another attention")
     return True
 
 
