@@ -34,25 +34,6 @@ def softmax(s, seen, t=None):
     return torch.softmax(s + ~seen * UNSEEN, -1)
 
 
-def elastic(s, seen, t):
-    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1; an evenly spread one spends nothing.
-
-    The sink is cut off: what would be parked there falls below the threshold. Exact zeros, row sum in [0, 1], not renormalised.
-    Learned: tau (H,), 1 at the start, so that a uniform row is off. n_i counts from 1: row i of the paper sees i keys.
-    Source: Lazy Attention, eq. 5 and table 2. The authors' public code stores -tau and adds it.
-    """
-    return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)          # tau may learn to be negative: then 0 - t is not
-
-
-def sigmoid(s, seen, t):
-    """w_ij = sigmoid(s_ij - t_i): each key is judged alone, so nothing has to be spent and there is no sink to spend it on.
-
-    No learned scalars: t is log(block_size) (`length_bias`), so that a row's sum is near 1 at the start; without it, 0.
-    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink Emerges, table 6.
-    """
-    return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
-
-
 class LogSumExp(torch.autograd.Function):
     """r_i = log sum_j exp(s_ij), natural, of rows whose softmax w is known: r = s_ij - log w_ij for any j, best for the largest weight.
 
@@ -69,6 +50,16 @@ class LogSumExp(torch.autograd.Function):
         return ctx.saved_tensors[0] * e, None, None
 
 
+def elastic(s, seen, t):
+    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1; an evenly spread one spends nothing.
+
+    The sink is cut off: what would be parked there falls below the threshold. Exact zeros, row sum in [0, 1], not renormalised.
+    Learned: tau (H,), 1 at the start, so that a uniform row is off. n_i counts from 1: row i of the paper sees i keys.
+    Source: Lazy Attention, eq. 5 and table 2. The authors' public code stores -tau and adds it.
+    """
+    return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)          # tau may learn to be negative: then 0 - t is not
+
+
 def elastic_scalars(config, args):
     return {"tau": torch.full((config.n_head,), args["tau_init"])}
 
@@ -78,6 +69,15 @@ def elastic_threshold(layer, n):
     per_length = layer.args["per_length"]
     n = torch.full_like(n, layer.config.block_size) if per_length == "block" else n if per_length else torch.ones_like(n)
     return layer.tau[:, None, None] / n[:, None]
+
+
+def sigmoid(s, seen, t):
+    """w_ij = sigmoid(s_ij - t_i): each key is judged alone, so nothing has to be spent and there is no sink to spend it on.
+
+    No learned scalars: t is log(block_size) (`length_bias`), so that a row's sum is near 1 at the start; without it, 0.
+    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink Emerges, table 6.
+    """
+    return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
 
 
 def sigmoid_threshold(layer, n):
