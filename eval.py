@@ -58,7 +58,7 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            dist.init_process_group(**{"backend": "nccl", "device_id": self.device} if self.device.type == "cuda" else {"backend": "gloo"})
 
     @property
     def main(self):
@@ -665,22 +665,22 @@ def lab_command(args):
 class Speed:
     """Flags of speed"""
     attn: str = knob("all", "recipes, separated by commas")
-    lengths: str = knob("256,1024", "context lengths to train at, separated by commas")
+    lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; of the kernels 1024,4096,16384, or 64,128 on a CPU")
     memory: str = knob("4096,8192,16384", "lengths at which the attention's memory is measured, separated by commas; empty: do not")
-    tokens: int = knob(2048, "tokens in a training step")
+    tokens: int = knob(0, "tokens in a training step, or in a call of a kernel; 0: 2048; of the kernels 16384, or 128 on a CPU")
     n_layer: int = knob(4, "blocks of the model that takes the steps")
     n_head: int = knob(2, "its heads")
-    n_embd: int = knob(0, "its width; 0: 128, and with --kernels, where it is all heads together, 2048")
+    n_embd: int = knob(0, "its width; 0: 128; of the kernels, for which it is all heads together, 2048, or 128 on a CPU")
     repeats: int = knob(20, "timed rounds over all recipes; the median counts")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
     dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
     kernels: bool = knob(False, "instead, the fused kernels alone against torch's own")
     widths: str = knob("64,128", "with --kernels: head widths")
-    out: str = knob("", "also save the figures as JSON here")
+    out: str = knob("", "also save the figures as JSON here; empty, of the kernels on a GPU: results/speed-<its name>.json")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
-        at_least(self, tokens=1, n_layer=1, n_head=1, n_embd=0, repeats=1)
+        at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, repeats=1)
 
 
 def interleaved(cases, machine, repeats):
@@ -777,7 +777,7 @@ def fused_cases(q, k, v):
 
 def time_kernels(T, width, args, machine):
     """{name: {"forward": TFLOP/s, "backward": TFLOP/s, "forward_ratio": speed against our softmax, "backward_ratio": ...}} at one size."""
-    batch, heads, low = max(1, args.tokens // T), max(1, (args.n_embd or 2048) // width), getattr(torch, machine.dtype)
+    batch, heads, low = max(1, args.tokens // T), max(1, args.n_embd // width), getattr(torch, machine.dtype)
     q, k, v, do = (torch.randn(batch, heads, T, width, device=machine.device, dtype=low, requires_grad=True) for _ in range(4))
     cases, outputs, missing = fused_cases(q, k, v), {}, {}
     for name, (run, *_) in cases.items():
@@ -801,6 +801,11 @@ def time_kernels(T, width, args, machine):
 def kernels_command(args):
     """The fused kernels alone, forward and backward apart, against torch's, interleaved in one process."""
     machine = Machine(args.device, args.dtype)
+    gpu = machine.device.type == "cuda"         # on a CPU the kernels run in Triton's interpreter, if at all: for looking, not for timing
+    args.lengths, args.tokens, args.n_embd = (given or (large if gpu else small) for given, large, small in (
+        (args.lengths, "1024,4096,16384", "64,128"), (args.tokens, 16384, 128), (args.n_embd, 2048, 128)))
+    if gpu and not args.out:
+        args.out = str(HERE / "results" / f"speed-{torch.cuda.get_device_name().split()[-1].lower()}.json")
     result = {"machine": str(machine), "triton": kernels.triton.__version__ if kernels.AVAILABLE else None, "tokens": args.tokens, "sizes": {}}
     text, columns = [], ("forward", "backward", "forward_ratio", "backward_ratio")
     for width in numbers(args.widths):
@@ -833,8 +838,8 @@ def speed_command(args):
 
     load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     result, text = {"machine": str(machine), "load_average": load, "lengths": {}, "memory_mb": {name: {} for name in cases}}, []
-    for T in numbers(args.lengths):
-        batch = max(1, args.tokens // T)
+    for T in numbers(args.lengths or "256,1024"):
+        batch = max(1, (args.tokens or 2048) // T)
         rows = result["lengths"][T] = compare(cases, make_model, T, batch, machine, args.repeats)
         text.append(f"T={T}, {batch} sequences: training steps, and how fast they and attention alone are against the first row\n" + table(
             [[name, f"{row['tokens_per_s']:,.0f}", *(f"{row[key]:.2f}" for key in ("step", "forward", "both"))] for name, row in rows.items()],
