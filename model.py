@@ -261,7 +261,11 @@ def add_flags(parser, *knobs, skip=()):
                 f"--{field.name}", default=None, type=as_bool if is_bool else kind if kind in (int, float, str) else str,
                 choices=field.metadata["choices"], nargs="?" if is_bool else None, const=True if is_bool else None,
                 metavar=None if field.metadata["choices"] else {int: "N", float: "X", bool: "0|1"}.get(kind, "S"),
-                help=field.metadata["help"].replace("%", "%%") + ("" if field.default in (None, "") else f" (default {field.default})"))
+                help=field.metadata["help"].replace("%", "%%") + ("" if field.default in (None, "") else f" ({shown(field.default)})"))
+
+
+def shown(default):
+    return int(default) if isinstance(default, bool) else default
 
 
 def as_bool(text):
@@ -275,7 +279,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line that says what would have been right."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", **kwargs,
+                         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=150))
 
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)

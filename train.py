@@ -6,6 +6,7 @@
 
 A flag given here beats the recipe (--attn), which beats the preset (--preset), which beats the defaults below.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) and log.csv.
+With -h every knob, its meaning and its default in brackets (the default preset, tiny, changes some; see the presets at the end).
 """
 import contextlib
 import csv
@@ -17,6 +18,7 @@ import platform
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ import attention
 from data import tokens
 from eval import (HERE, Machine, at_least, check_vocabulary, chosen_axes, data_folder, fields_of, fixed_windows, given_flags, load_weights,
                   mean_loss, read_checkpoint, read_run, report)
-from model import GPT, GPTConfig, Parser, add_flags, knob
+from model import GPT, GPTConfig, Parser, add_flags, knob, shown
 
 # --------------------------------------------------------------------------------------------------------------------- knobs
 
@@ -78,31 +80,47 @@ class Train:
 
 
 PRESETS = {
-    # a 0.8M-parameter byte model: minutes on two CPU cores
-    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000, "learning_rate": 2e-3},
-    # the sink lab: a sink grows in one layer with one head, in well under a minute
-    "lab": {"dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64, "pos": "learned", "norm": "layernorm",
-            "mlp": "relu", "bias": True, "bias_range": 64, "tied": False, "batch_size": 48, "max_iters": 800, "warmup_iters": 100,
-            "learning_rate": 1e-2, "beta2": 0.999, "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
-    # GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu in place of OpenWebText
-    "gpt2": {"dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "learned",
-             "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True, "batch_size": 16, "gradient_accumulation_steps": 32,
-             "max_iters": 19_000, "learning_rate": 6e-4, "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
-    # Lazy Attention, appendix C.2: 340M, 15B tokens. There the Llama 2 tokenizer (32k ids); here GPT-2's, so 360M. Heads and MLP width: DeltaNet's
-    "paper1": {"dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096, "vocab_size": 50304,
-               "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True, "batch_size": 8, "gradient_accumulation_steps": 16,
-               "max_iters": 28_610, "learning_rate": 4e-4, "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
-    # Threshold Differential Attention, appendix D: GPT-2 162M, RoPE, head not tied. There 190,730 steps on the same data; here one pass of it
-    "paper2": {"dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "rope",
-               "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 32,
-               "max_iters": 19_000, "learning_rate": 1e-3, "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
-    # When Attention Sink Emerges: LLaMA blocks of 59M, 5B tokens. There the Pile with its own tokenizer; here FineWeb-Edu with GPT-2's
-    "paper5": {"dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048, "vocab_size": 50304,
-               "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 8,
-               "max_iters": 20_000, "learning_rate": 4e-4, "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
+    "tiny": {
+        "about": "a byte model of 0.8M parameters: minutes on two CPU cores",
+        "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000, "learning_rate": 2e-3},
+    "lab": {
+        "about": "the sink lab: a sink grows in one layer with one head, in well under a minute",
+        "dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64, "pos": "learned", "norm": "layernorm",
+        "mlp": "relu", "bias": True, "bias_range": 64, "tied": False, "batch_size": 48, "max_iters": 800, "warmup_iters": 100,
+        "learning_rate": 1e-2, "beta2": 0.999, "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
+    "gpt2": {
+        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu where nanoGPT has OpenWebText",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "learned",
+        "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True, "batch_size": 16, "gradient_accumulation_steps": 32,
+        "max_iters": 19_000, "learning_rate": 6e-4, "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
+    "paper1": {
+        "about": "Lazy Attention, appendix C.2: 340M on 15B tokens. There the Llama 2 tokenizer (32k ids), here GPT-2's, so 360M; the "
+                 "number of heads and the width of the MLP are not printed and follow DeltaNet's 340M",
+        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096, "vocab_size": 50304,
+        "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True, "batch_size": 8, "gradient_accumulation_steps": 16,
+        "max_iters": 28_610, "learning_rate": 4e-4, "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+    "paper2": {
+        "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and a head of its own, same tokenizer and data; "
+                 "there 190,730 steps, here one pass over the data; the peak learning rate is not printed",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "rope",
+        "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 32,
+        "max_iters": 19_000, "learning_rate": 1e-3, "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
+    "paper5": {
+        "about": "When Attention Sink Emerges: LLaMA blocks of 59M beside their embeddings, 20k steps. There the Pile with its own "
+                 "tokenizer, here FineWeb-Edu with GPT-2's; the batch follows from 5B tokens in 20k steps",
+        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048, "vocab_size": 50304,
+        "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 8,
+        "max_iters": 20_000, "learning_rate": 4e-4, "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
 }
 
 MAY_CHANGE = {"out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
+
+
+def about_preset(name):
+    """A preset as -h shows it."""
+    about, *flags = PRESETS[name].items()
+    lines = textwrap.wrap(about[1], 140) + textwrap.wrap(" ".join(f"--{knob}={shown(value)}" for knob, value in flags), 140, break_on_hyphens=False)
+    return f"  {name}\n" + textwrap.indent("\n".join(lines), "      ")
 
 
 def settle_knobs(args):
@@ -386,8 +404,7 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
 # ---------------------------------------------------------------------------------------------------------------------- main
 
 def main(argv):
-    parser = Parser(prog="train.py", description=__doc__, epilog="presets\n" + "\n".join(
-        f"  {name}: " + " ".join(f"--{k}={v}" for k, v in values.items()) for name, values in PRESETS.items()))
+    parser = Parser(prog="train.py", description=__doc__, epilog="presets:\n" + "\n".join(map(about_preset, PRESETS)))
     add_flags(parser, Train, GPTConfig)
     try:
         wanted, resumed = settle_knobs(parser.parse_args(argv))
