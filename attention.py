@@ -164,9 +164,12 @@ def parse_value(key, text, default):
             return text
         raise ValueError(f"--attn_args {key}={text}: use 1 or 0" + (", or block" if key == "per_length" else ""))
     try:
-        return type(default)(text)
+        value = type(default)(text)
     except ValueError:
-        raise ValueError(f"--attn_args {key}={text}: expected a number like {default}") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"--attn_args: write {key}=NUMBER, with a number like {default}, not {text!r}")
+    return value
 
 
 # ---------------------------------------------------------------------------------- the block loop: attention in O(T) memory

@@ -79,6 +79,7 @@ class Machine:
         if self.device.type == "cuda":
             torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)        # about a millisecond in which Python gets ahead: the device is timed, not the launching
             start.record()
             run()
             end.record()
@@ -165,6 +166,8 @@ def pick_device(name, local_rank):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("choose cuda, mps or cpu")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local_rank)
         torch.empty(1, device=device)
@@ -195,7 +198,10 @@ def data_folder(dataset):
 
 
 def check_vocabulary(config, meta, dataset):
-    """Do the token ids of a data set fit a model?"""
+    """Do the token ids of a data set fit a model, and its sequences its windows?"""
+    if config.block_size >= meta.get("stride", math.inf):
+        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have {meta['stride'] - 1} tokens: lower --block_size, "
+                         "or make longer sequences (--length)")
     if meta["vocab_size"] > config.vocab_size:
         raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, the data set {dataset} needs {meta['vocab_size']}")
 
@@ -228,12 +234,16 @@ def read_checkpoint(path, device="cpu"):
 
 def model_config(stored, given):
     """A GPTConfig from stored knobs and the flags given now: flag, then the recipe of a given --attn, then what is stored."""
-    return GPTConfig(**fields_of(GPTConfig, stored | chosen_axes(given) | given))
+    return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given) | given))
 
 
-def chosen_axes(given):
-    """What a given --attn sets: its axes, and no constants of another recipe."""
-    return {"attn_args": ""} | attention.recipe(given["attn"]) if "attn" in given else {}
+def with_recipe(stored, given):
+    """Stored knobs under a given --attn: what the stored recipe had set goes, its constants too, and the given recipe's axes come."""
+    if "attn" not in given:
+        return stored
+    before = attention.recipe(stored["attn"]) if "attn" in stored else {}
+    kept = {name: value for name, value in stored.items() if name not in attention.AXES or before.get(name) != value}
+    return kept | {"attn_args": ""} | attention.recipe(given["attn"])
 
 
 def fields_of(group, values):
@@ -248,7 +258,8 @@ def load_weights(model, state, path):
     for name in [*own, *state]:
         if name not in own or name not in state or own[name].shape != state[name].shape:
             shapes = [tuple(d[name].shape) if name in d else "nothing" for d in (state, own)]
-            raise ValueError(f"{path} does not fit this model: {name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model")
+            raise ValueError(f"{path} does not fit this model: {name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model; "
+                             "give it the run's own --attn and axes, or ones with the same parameters")
     model.load_state_dict(state)
 
 
@@ -482,9 +493,9 @@ def train_in_lab(attn, seed, folder, more):
 
 
 LAB_TABLE = {                                   # column: the figure behind it
-    "excess": "excess_loss", "copy": "excess_copy", "idle": "excess_idle", "sink idle": "sink_idle", "sink copy": "sink_copy", "share": "share_idle",
-    "x uniform": "times_uniform_idle", "mass": "row_mass_idle", "extra": "extra_idle", "zeros": "sparsity", "empty": "empty_rows",
-    "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "hide": "hide_cost",
+    "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle", "sink copy": "sink_copy",
+    "share": "share_idle", "x uniform": "times_uniform_idle", "mass": "row_mass_idle", "extra": "extra_idle", "zeros": "sparsity",
+    "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "hide": "hide_cost",
 }
 
 
@@ -502,10 +513,11 @@ def lab_picture(path, runs):
         ax.barh(range(len(names)), [np.mean(v) for v in values], color="#9ecae1")
         for y, v in enumerate(values):
             ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
-        ax.set_title(title, fontsize=10)
+        ax.set_title(title, fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(names)), names)
-    figure.tight_layout()
+    figure.supxlabel("a bar is the mean over seeds, a dot one seed", fontsize=9)
+    figure.tight_layout(w_pad=2)
     with tokens.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)
     plt.close(figure)
@@ -553,8 +565,8 @@ def report(model, machine, dataset, windows, batch_size):
 
 def at_least(flags, **bounds):
     for name, bound in bounds.items():
-        if not getattr(flags, name) >= bound:
-            raise ValueError(f"--{name}={getattr(flags, name)} must be at least {bound}")
+        if not bound <= getattr(flags, name) < math.inf:
+            raise ValueError(f"--{name}={getattr(flags, name)} must be a number of at least {bound}")
 
 
 @dataclass
@@ -637,7 +649,7 @@ class Lab:
     attn: str = knob("all", "recipes, separated by commas")
     seeds: str = knob("0,1,2", "seeds, separated by commas")
     out_dir: str = knob("out/lab", "where the runs go, a folder each; those that are there are not trained again")
-    results: str = knob("results/lab", "where the table and the picture go: this name with .json and .png")
+    results: str = knob("", "where the table and the picture go: this name with .json and .png; empty: results/lab, or out_dir/lab of a part")
     train_args: str = knob("", "more flags for train.py, separated by spaces")
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -645,6 +657,8 @@ class Lab:
 def lab_command(args):
     """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by side."""
     recipes = recipe_names(args.attn)
+    whole = set(recipes) == set(attention.ATTENTIONS) and not args.train_args and len(numbers(args.seeds)) >= 3
+    place = args.results or (HERE / "results" / "lab" if whole else f"{args.out_dir}/lab")
     runs = {name: [] for name in recipes}
     for seed in numbers(args.seeds):
         for name in recipes:
@@ -652,13 +666,13 @@ def lab_command(args):
     figures = {name: [{key: run[key] for key in ("parameters", "seconds")} | run["report"] for run in group] for name, group in runs.items()}
     first = runs[recipes[0]][0]
     result = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"], "runs": figures}
-    tokens.write_json(f"{args.results}.json", result)
-    lab_picture(f"{args.results}.png", figures)
+    tokens.write_json(f"{place}.json", result)
+    lab_picture(f"{place}.png", figures)
     rows = []
     for name, group in figures.items():
         mean = {key: np.mean([run[key] for run in group]) for key in group[0]}
         rows.append([name, *(f"{mean[key]:.3f}" for key in LAB_TABLE.values()), f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
-    return result, table(rows, ["recipe", *LAB_TABLE, "parameters", "s"]) + f"\n\nmeans over seeds {args.seeds}; all figures in {args.results}.json"
+    return result, table(rows, ["recipe", *LAB_TABLE, "parameters", "s"]) + f"\n\nmeans over seeds {args.seeds}; all figures in {place}.json"
 
 
 @dataclass
@@ -743,10 +757,9 @@ def compare(cases, make_model, T, batch, machine, repeats):
 
 
 def numbers(text):
-    try:
-        return [int(number) for number in text.split(",") if number]
-    except ValueError:
-        raise ValueError(f"{text!r} must be whole numbers separated by commas") from None
+    if not text or not all(number.isdigit() for number in text.split(",")):
+        raise ValueError(f"{text!r} must be whole numbers separated by commas")
+    return [int(number) for number in text.split(",")]
 
 
 PRODUCTS = {"softmax": (2, 5), "elastic": (4, 5), "sigmoid": (2, 5)}   # T x T x width products that a rule needs, forward and backward
@@ -784,7 +797,9 @@ def time_kernels(T, width, args, machine):
         try:
             outputs[name] = run()
             torch.autograd.grad(outputs[name], (q, k, v), do, retain_graph=True)
-        except RuntimeError as e:               # a backend that this device or this build of torch does not have
+        except Exception as e:                  # a backend that this device or this build of torch does not have: errors of many kinds
+            if name in PRODUCTS:
+                raise
             missing[name] = str(e).splitlines()[0]
     cases = {name: case for name, case in cases.items() if name not in missing}
     backward = {name: partial(torch.autograd.grad, outputs[name], (q, k, v), do, retain_graph=True) for name in cases}
@@ -814,7 +829,8 @@ def kernels_command(args):
             text.append(f"width {width}, T={T}: TFLOP/s by the products each needs, and speed against our softmax\n" + table(
                 [[name, *(f"{row[c]:.2f}" if c in row else "-" for c in columns)] for name, row in rows.items()], ["", *columns]))
     if not kernels.AVAILABLE:
-        text.append("our kernels did not run: they need triton and a CUDA GPU (or TRITON_INTERPRET=1, to see that they work, slowly)")
+        text.append("our kernels did not run: they need triton and a CUDA GPU (or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
+    text += [f"{name} is missing: {row['missing']}" for name, row in rows.items() if "missing" in row]
     save_result(args, result)
     return result, f"{machine}, triton {result['triton']}\n\n" + "\n\n".join(text)
 
@@ -844,7 +860,7 @@ def speed_command(args):
         text.append(f"T={T}, {batch} sequences: training steps, and how fast they and attention alone are against the first row\n" + table(
             [[name, f"{row['tokens_per_s']:,.0f}", *(f"{row[key]:.2f}" for key in ("step", "forward", "both"))] for name, row in rows.items()],
             ["recipe", "tokens/s", "step", "forward", "forward + backward"]))
-    lengths = numbers(args.memory)
+    lengths = numbers(args.memory) if args.memory else []
     for name, case in cases.items():
         for T in lengths:
             used = machine.peak_memory(attention_call(make_model(*case, T), machine, 1))

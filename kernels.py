@@ -33,8 +33,10 @@ try:
     import triton.language as tl
 
     INTERPRETED = triton.knobs.runtime.interpret                     # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
-    AVAILABLE = INTERPRETED or torch.cuda.is_available()
-except ImportError:                                                  # the names below stay, for people to look at; nothing runs
+    # NVIDIA from Ampere on: older GPUs have too little shared memory for these tiles
+    CAPABLE = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0)
+    AVAILABLE = bool(INTERPRETED or CAPABLE)
+except (ImportError, AttributeError):                                # no triton, or an old one: names stay, nothing runs
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 
@@ -456,19 +458,23 @@ def log_sum_exp(r, t, W, Z):
 # elastic: w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i.  Every p_ij takes part in the sum, but only those above
 # the threshold in the output: ds_ij = p_ij (m_ij g_ij - delta_i) with m_ij = [p_ij > t_i], U_i = sum_j p_ij m_ij v_j
 
+# A first row has one key: p = 1, and t = 1 as tau starts. Rounding, which differs between kernels, must not decide such a tie.
+TIE = tl.constexpr(1 + 2**-18)
+
+
 @triton.jit
 def elastic_weigh(s, r, t):
     # p = torch.exp(s - r)
     p = tl.exp2(s - r)
     # w = torch.relu(p - t)
-    return tl.maximum(p - t, 0.), p, tl.where(p > t, p, 0.)
+    return tl.maximum(p - t, 0.), p, tl.where(p > t * TIE, p, 0.)
 
 
 @triton.jit
 def elastic_slope(s, r, t, g, delta):
     # p = torch.exp(s - r); g = g * (p > t)
     p = tl.exp2(s - r)
-    g = tl.where(p > t, g, 0.)
+    g = tl.where(p > t * TIE, g, 0.)
     # ds = p * (g - delta); dt = -g.sum(-1)
     return p * (g - delta), -g
 
@@ -691,11 +697,12 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     if i - j < window (0: no limit) or j < first. row_sum: sigmoid's statistic is the sum of its weights. All is differentiable."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
-    check(rule, q, k, v, t, table, tail, slope, window, first, row_sum)
+    check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum)
     rule = rule + "_sum" if row_sum else rule
     B, H, T, _ = q.shape
     if RULES[rule].rowin:
         t = (q.new_zeros(()) if t is None else t).float().expand(B, H, T)
+        t = t if t.stride(2) < 2 else t.contiguous()
     if tail is not None or slope is not None:
         nothing = q.new_zeros(H, dtype=torch.float32)
         tail = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
@@ -704,17 +711,18 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     return o, r if RULES[rule].settle else None
 
 
-def check(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
+def check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum):
     """Whatever the kernels cannot do ends here, in one sentence."""
     if not AVAILABLE:
-        raise ValueError("the kernels need triton and a CUDA GPU: use --kernel=torch (or set TRITON_INTERPRET=1 to test them on a CPU)")
-    for bad, message in problems(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
+        raise ValueError("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
+                         "(or set TRITON_INTERPRET=1 to test them on a CPU)")
+    for bad, message in problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum):
         if bad:
             shapes = {name: part is not None and tuple(part.shape) for name, part in dict(q=q, k=k, v=v, t=t, table=table).items()}
             raise ValueError(message.format(rule=rule, rules=list(RULES), **shapes))
 
 
-def problems(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
+def problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum):
     """Pairs of a condition and what to say about it, in an order in which each may rely on those before."""
     yield rule not in RULES, "no kernel for the rule {rule!r}: choose one of {rules}"
     yield row_sum and rule != "sigmoid", "only the kernel of sigmoid returns row sums: leave out row_sum for {rule}"
@@ -736,4 +744,6 @@ def problems(rule, q, k, v, t, table, tail, slope, window, first, row_sum):
     heads = q.shape[1:2]
     yield table is not None and (table.ndim != 2 or table.shape[:1] != heads), "table must be (H, W) with the heads of q {q}, but is {table}"
     yield any(part is not None and part.shape != heads for part in (tail, slope)), "tail and slope must be (H,), one number a head of q {q}"
+    numbers = isinstance(scale, (int, float)) and isinstance(window, int) and isinstance(first, int)
+    yield not numbers, "scale, window and first are plain numbers (a learned scale belongs on q, outside)"
     yield window < 0 or first < 0, "window and first count keys and cannot be negative"

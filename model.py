@@ -50,7 +50,7 @@ class GPTConfig:
     bias_range: int = knob(512, "distances that a learned distance bias covers; beyond it is 0")
     attn: str = knob("softmax", "attention recipe: the axes below it sets, a flag of their own overrides", tuple(attention.ATTENTIONS))
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
-    kernel: str = knob("auto", "who computes attention: auto, the block loop (torch), Triton, or torch's own fused softmax (sdpa)",
+    kernel: str = knob("auto", "who computes attention: auto, the block loop (torch), Triton (but single tokens decode by the loop), or torch's softmax (sdpa)",
                        ("auto", "torch", "triton", "sdpa"))
     rule: str | None = axis("rule", "from scores to weights")
     pos: str | None = axis("pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
@@ -81,8 +81,8 @@ class GPTConfig:
             raise ValueError(f"n_inner={self.n_inner} must not be negative")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        if not self.rope_base > 0:
-            raise ValueError(f"rope_base={self.rope_base} must be positive")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base={self.rope_base} must be a positive number")
         attention.check_axes(self)
 
 
@@ -287,7 +287,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             valid = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
             near = difflib.get_close_matches(unknown[0].split("=")[0], valid, n=1)
-            self.error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else "") + f" valid flags: {' '.join(valid)}")
+            self.error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else "") + f"; valid flags: {' '.join(valid)}")
         return namespace
 
     def error(self, message):

@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 import attention
 from data import tokens
-from eval import (HERE, Machine, at_least, check_vocabulary, chosen_axes, data_folder, fields_of, fixed_windows, given_flags, load_weights,
-                  mean_loss, read_checkpoint, read_run, report)
+from eval import (HERE, Machine, at_least, check_vocabulary, data_folder, fields_of, fixed_windows, given_flags, load_weights, mean_loss,
+                  read_checkpoint, read_run, report, with_recipe)
 from model import GPT, GPTConfig, Parser, add_flags, knob, shown
 
 # --------------------------------------------------------------------------------------------------------------------- knobs
@@ -73,8 +73,8 @@ class Train:
     def __post_init__(self):
         at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1, log_interval=1,
                  head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0)
-        if not self.learning_rate > 0:
-            raise ValueError(f"--learning_rate={self.learning_rate} must be positive")
+        if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
+            raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, the first above 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
 
@@ -113,7 +113,7 @@ PRESETS = {
         "max_iters": 20_000, "learning_rate": 4e-4, "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
 }
 
-MAY_CHANGE = {"out_dir", "preset", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
 
 
 def about_preset(name):
@@ -130,14 +130,17 @@ def settle_knobs(args):
         return resume_knobs(given)
     base = dict(PRESETS[given.get("preset", Train.preset)])
     if given.get("init_from", "scratch") != "scratch":                  # weights of another run: its model, unless a flag says otherwise
+        given["init_from"] = str(read_run(given["init_from"])[1])
         knobs = read_run(given["init_from"])[0]["knobs"]
         base |= fields_of(GPTConfig, knobs) | {"dataset": knobs["dataset"]}
-    return base | chosen_axes(given) | given, None
+    return with_recipe(base, given) | given, None
 
 
 def resume_knobs(given):
     """The run's own knobs; flags may only repeat them, or change what MAY_CHANGE allows."""
-    out_dir = given.get("out_dir") or default_out_dir(given.get("dataset", Train.dataset), given.get("attn", GPTConfig.attn))
+    preset = PRESETS[given.get("preset", Train.preset)]
+    named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | preset | given
+    out_dir = given.get("out_dir") or default_out_dir(named["dataset"], named["attn"])
     meta, _ = read_run(out_dir)
     stored = meta["knobs"]
     for name, value in given.items():
@@ -211,6 +214,7 @@ class Run:
 
     def __init__(self, folder, machine):
         self.folder, self.main, self.saved = Path(folder), machine.main, None
+        self.checkpoint = self.folder / "ckpt.pt"
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
 
     @contextlib.contextmanager
@@ -233,7 +237,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".*.tmp"):                     # by a kill in the middle of a save
                 left.unlink()
-            if step is None and (self.folder / "ckpt.pt").exists():
+            if step is None and (self.checkpoint).exists():
                 self.move_aside()
             rows = self.rows_until(step) if step is not None else []
             with tokens.replacing(self.folder / "log.csv", "w") as f:
@@ -265,7 +269,7 @@ class Run:
             return
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step}
         with self.writing(step):
-            with tokens.replacing(self.folder / "ckpt.pt") as f:
+            with tokens.replacing(self.checkpoint) as f:
                 torch.save(state, f)
             self.saved = step
             tokens.write_json(self.folder / "meta.json", meta)
@@ -433,11 +437,13 @@ def run_training(knobs, config, machine, data, resumed, flags):
     batches, val = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride), tokens.Tokens(folder, "val")
     fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
     model = GPT(config, knobs.seed)
-    if knobs.init_from != "scratch":
-        source = read_run(knobs.init_from)[1]
-        load_weights(model, read_checkpoint(source)["model"], source)
+    run = Run(knobs.out_dir, machine)
+    if knobs.init_from != "scratch" and not (resumed and run.checkpoint.exists()):
+        if run.checkpoint.resolve() == Path(knobs.init_from).resolve():
+            raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
+        load_weights(model, read_checkpoint(knobs.init_from)["model"], knobs.init_from)
     trainer = Trainer(model.to(machine.device), knobs, machine, batches)
-    run, meta = Run(knobs.out_dir, machine), describe(knobs, config, machine, model, data, flags)
+    meta = describe(knobs, config, machine, model, data, flags)
     first = resume(run, resumed, meta, model, trainer) if resumed else 0
     if machine.main:
         print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
@@ -458,7 +464,8 @@ def run_training(knobs, config, machine, data, resumed, flags):
     if machine.main:
         tokens.write_json(run.folder / "meta.json", meta)
         print(f"\ntrained for {meta['seconds']} s, of which {batches.waited:.2f} s were spent waiting for data")
-        other = f"--preset={knobs.preset} --attn={'elastic' if config.attn == 'softmax' else 'softmax'}"
+        kept = [flag for flag in flags if flag.startswith("--") and "=" in flag and not flag.startswith(("--attn", "--out_dir", "--init_from"))]
+        other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])
         print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
               f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
               f"       python train.py {other}    the same with another attention")
@@ -469,10 +476,10 @@ def resume(run, stored, meta, model, trainer):
     """Load a run's last checkpoint; returns its step. A run killed before its first checkpoint starts again at step 0."""
     if stored.get("data_hash") != meta["data_hash"]:
         raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: make it as it was, or start a new run")
-    if not (run.folder / "ckpt.pt").exists():
+    if not (run.checkpoint).exists():
         return 0
-    checkpoint = read_checkpoint(run.folder / "ckpt.pt")
-    load_weights(model, checkpoint["model"], run.folder / "ckpt.pt")
+    checkpoint = read_checkpoint(run.checkpoint)
+    load_weights(model, checkpoint["model"], run.checkpoint)
     trainer.optimizer.load_state_dict(checkpoint["optimizer"])
     trainer.scaler.load_state_dict(checkpoint.get("scaler", {}))
     run.saved, meta["losses"] = checkpoint["step"], stored["losses"]

@@ -66,6 +66,8 @@ def prepare(args):
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
     if args.name in ("", ".", "..") or "/" in args.name or "\\" in args.name:
         raise ValueError(f"--name={args.name} must be a plain name; --out_dir takes any folder")
+    if not args.out_dir and args.name in ["tokens", *tokens.data_sets()] and args.name != "text":
+        raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
     sizes, passed_over = measure(args.source)
     count = sum(map(len, sizes.values()))

@@ -69,7 +69,9 @@ def test_a_size_that_cannot_be_is_named(flag, train_fails):
 
 @pytest.mark.parametrize("flags, says", [
     (("--attn=elastic", "--attn_args=nonsense=1"), "tau_init"), (("--attn=elastic", "--attn_args=tau_init=much"), "tau_init"),
-    (("--attn=elastic", "--kernel=sdpa"), "auto or torch"), (("--kernel=triton",), "auto or torch"), (("--device=nonsense",), "--device=nonsense"),
+    (("--attn=elastic", "--kernel=sdpa"), "auto or torch"), (("--kernel=triton", "--dropout=0.1"), "dropout.*auto or torch"),
+    (("--device=nonsense",), "--device=nonsense"), (("--device=meta",), "choose cuda"), (("--learning_rate=inf",), "learning_rate"),
+    (("--min_lr=nan",), "min_lr"), (("--rope_base=inf",), "rope_base"), (("--attn=elastic", "--attn_args=tau_init=nan"), "tau_init"),
     (("--dataset=nonsense",), "stdlib"), (("--dataset=no/such/folder",), "no/such/folder.*stdlib"), (("--vocab_size=100",), "257"),
     (("--init_from=no/such/run",), "no/such/run"), (("--init_from=resume", "--out_dir=no/such/run"), "no/such/run")])
 def test_what_cannot_be_done_says_what_can(flags, says, train_fails):

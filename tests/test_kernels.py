@@ -124,6 +124,7 @@ def compare(rule, dtype=torch.float32, **shape):
     row_sum = shape.pop("row_sum", False) and rule == "sigmoid"
     x, options = draw(rule, dtype=dtype, row_sum=row_sum, **shape)
     o = x["q"].shape[:3] + x["v"].shape[3:]
+    torch.manual_seed(1)
     upstream = [torch.randn(o, device=DEVICE).to(dtype), torch.randn(o[:3], device=DEVICE)]
     kernel = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
     eager = outputs_and_gradients(dense, rule, x, options, upstream)
@@ -265,6 +266,8 @@ MISTAKES = [
     wrong("choose one of", rule="softmox"),
     wrong("leave out row_sum", row_sum=True),
     wrong("leave out t", t=ZERO(8, device=DEVICE)),
+    wrong("plain numbers", scale=ZERO((), device=DEVICE)),
+    wrong("plain numbers", window=2.5),
     wrong("four axes", q=ZERO(2, 8, 16, device=DEVICE)),
     wrong("agree in batch and length", k=ZERO(1, 2, 9, 16, device=DEVICE)),
     wrong("agree in batch and length", k=ZERO(1, 2, 8, 32, device=DEVICE)),
@@ -285,6 +288,18 @@ def test_mistakes_are_explained(rule, changes, message):
     x, _ = draw("softmax", T=8)
     with pytest.raises(ValueError, match=message):
         kernels.attend(rule, **(x | changes))
+
+
+@pytest.mark.parametrize("D", [16, 32, 64])
+def test_elastic_ties_at_tau_one_pass_no_gradient(D):
+    """The first row sees one key, so p = 1 = t: its output and its gradients are 0, whatever the rounding in any of the kernels."""
+    x, options = draw("elastic", B=40, T=2, D=D, W=2)
+    x["t"] = 1 / torch.arange(1.0, 3.0, device=DEVICE)
+    leaves = {name: part.detach().requires_grad_() for name, part in x.items()}
+    o, _ = kernels.attend("elastic", **leaves, **options)
+    assert o[:, :, 0].abs().max() < 1e-6
+    o[:, :, 0].backward(torch.randn_like(o[:, :, 0]))
+    assert all(leaves[name].grad.abs().max() == 0 for name in ("q", "k", "t", "table")) and leaves["v"].grad.abs().max() < 1e-5
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes bfloat16 rightly")

@@ -280,3 +280,45 @@ def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, ela
     assert weights(tmp_path).keys() == weights(elastic_run).keys()
     train(tmp_path / "eager", data, "--attn=elastic")
     np.testing.assert_allclose(losses(tmp_path), losses(tmp_path / "eager"), rtol=0, atol=1e-4)
+
+
+def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
+    """A stored run looked at, or gone on with, under another --attn: the model is the one that --attn alone makes."""
+    from attention import ATTENTIONS, AXES
+    from eval import model_config
+    from model import GPTConfig
+    for before in ATTENTIONS:
+        stored = vars(GPTConfig(attn=before, n_layer=1))
+        for after in ATTENTIONS:
+            config = model_config(stored, {"attn": after})
+            assert {axis: getattr(config, axis) for axis in AXES} == {axis: getattr(GPTConfig(attn=after), axis) for axis in AXES}, (before, after)
+    kept = model_config(vars(GPTConfig(attn="softmax", gate="head")), {"attn": "elastic"})
+    assert kept.gate == "head"                  # a flag's choice stays
+
+
+def test_resuming_a_preset_goes_on_with_its_own_run(tmp_path, monkeypatch):
+    import train as train_script
+    monkeypatch.chdir(tmp_path)
+    short = ("--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--batch_size=2", "--device=cpu")
+    with pytest.raises(SystemExit) as stop:
+        train_script.main(["--preset=lab", *short])
+    assert stop.value.code == 0 and (tmp_path / "out" / "backcopy-softmax" / "ckpt.pt").exists()
+    with pytest.raises(SystemExit) as stop:
+        train_script.main(["--preset=lab", "--init_from=resume", "--max_iters=3"])
+    assert stop.value.code == 0 and meta(tmp_path / "out" / "backcopy-softmax")["losses"]["step"] == 3
+
+
+def test_weights_are_not_taken_from_the_folder_that_is_written(elastic_run, tmp_path, capsys):
+    import shutil
+
+    import train as train_script
+    from conftest import complain
+    copy = shutil.copytree(elastic_run, tmp_path / "run")
+    assert "another --out_dir" in complain(train_script.main, capsys, f"--init_from={copy}", f"--out_dir={copy}", "--device=cpu")[1]
+    assert same_weights(copy, elastic_run)
+
+
+def test_windows_longer_than_a_sequence_are_refused(tmp_path, capsys):
+    import train as train_script
+    from conftest import complain
+    assert "sequences" in complain(train_script.main, capsys, "--preset=lab", "--block_size=65", f"--out_dir={tmp_path}", "--device=cpu")[1]
