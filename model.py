@@ -50,7 +50,7 @@ class GPTConfig:
     bias_range: int = knob(512, "distances that a learned distance bias covers; beyond it is 0")
     attn: str = knob("softmax", "attention recipe: the axes below it sets, a flag of their own overrides", tuple(attention.ATTENTIONS))
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
-    kernel: str = knob("auto", "who computes attention: auto, the block loop (torch), Triton (but single tokens decode by the loop), or torch's softmax (sdpa)",
+    kernel: str = knob("auto", "who computes attention: the block loop (torch), Triton (while decoding, the loop), or torch's own softmax (sdpa)",
                        ("auto", "torch", "triton", "sdpa"))
     rule: str | None = axis("rule", "from scores to weights")
     pos: str | None = axis("pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
