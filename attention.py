@@ -222,7 +222,7 @@ def distance_bias(table, R, T):
 def block_weights(rule, view, q, k, t, table, i, need_r=False):
     """Weights (B, H, R, T) and statistic of the rows at positions i (R,). Products may be low precision, all after them is not."""
     seen = visible(i[:, None], torch.arange(k.shape[2], device=k.device), view.hide)
-    s = grouped(q, k.mT)
+    s = grouped(q, k.mT)                        # (B, H, R, T), in the precision of q and k
     s = s.to(torch.promote_types(s.dtype, torch.float32))
     if table is not None:
         s = s + distance_bias(table, *s.shape[2:])
@@ -281,6 +281,7 @@ class Recomputed(torch.autograd.Function):
                     parts = [None if x is None else x.detach().requires_grad_() for x in cut(*inputs, rows)]
                     outputs = ctx.run(*parts, i)
                 given = [part for part in parts if part is not None]
+                # of this block alone; then added to where its rows and keys lie in the whole
                 grads = torch.autograd.grad(outputs, given, [gradient[:, :, rows] for gradient in arriving])
                 for total, gradient in zip((x for x in cut(*sums, rows) if x is not None), grads, strict=True):
                     total += gradient
@@ -374,7 +375,7 @@ class Attention(nn.Module):
             past.update(k=k, v=v)
         if "rope" in self.config.pos:
             q, k = rotate(q, self.config.rope_base, k.shape[2] - q.shape[2]), rotate(k, self.config.rope_base)
-        y = self.attend(q, k, v, x, getattr(self, "table", None))
+        y = self.attend(q, k, v, x, getattr(self, "table", None))       # (B, H, R, E)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
     def attend(self, q, k, v, x, table=None):
@@ -421,6 +422,7 @@ class Attention(nn.Module):
 
     def weight_blocks(self, q, k, x, table=None):
         """The same, one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
+        # the scores as the block loop makes them, whichever code computes the output
         q, k, t, T = full(q) * self.scale, full(k), self.row_input(q, k), k.shape[2]
         for rows, i in row_blocks(q.shape[2], T, q.device):
             qb, kb, _, tb, _ = cut(q, k, k, t, None, rows)

@@ -58,7 +58,7 @@ class GPTConfig:
     gate: str | None = axis("gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
 
     def __post_init__(self):
-        chosen = attention.recipe(self.attn)
+        chosen = attention.recipe(self.attn)    # flag before recipe before default: train.py has put presets in already
         for name, values in attention.AXES.items():
             if getattr(self, name) is None:
                 setattr(self, name, chosen.get(name, values[0]))
@@ -111,7 +111,7 @@ class MLP(nn.Module):
         if self.c_gate is None:
             hidden = self.activation(self.c_fc(x))
         else:
-            hidden = self.activation(self.c_gate(x)) * self.c_fc(x)
+            hidden = self.activation(self.c_gate(x)) * self.c_fc(x)     # SwiGLU, Shazeer 2020
         return self.dropout(self.c_proj(hidden))
 
 
@@ -143,7 +143,7 @@ class GPT(nn.Module):
         })
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
-            self.lm_head.weight = self.transformer.wte.weight
+            self.lm_head.weight = self.transformer.wte.weight           # one tensor for reading tokens and for predicting them
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -163,16 +163,16 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """idx, targets (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by earlier calls."""
-        past = 0 if cache is None or not cache[0] else cache[0]["k"].shape[2]
+        past = 0 if cache is None or not cache[0] else cache[0]["k"].shape[2]              # tokens that the cache holds
         if "wpe" in self.transformer and past + idx.shape[1] > self.config.block_size:
             raise ValueError(f"{past + idx.shape[1]} tokens, but --pos=learned knows only its block_size={self.config.block_size} positions")
-        x = self.transformer.wte(idx)
+        x = self.transformer.wte(idx)           # (B, T, C)
         if "wpe" in self.transformer:
             x = x + self.transformer.wpe(torch.arange(past, past + idx.shape[1], device=idx.device))
         x = self.transformer.drop(x)
         for layer, block in enumerate(self.transformer.h):
             x = block(x, None if cache is None else cache[layer])
-        logits = self.lm_head(self.transformer.ln_f(x))
+        logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
         return logits, loss
 
@@ -221,10 +221,10 @@ class GPT(nn.Module):
         limit = self.config.block_size if "wpe" in self.transformer else math.inf
         cache = self.new_cache() if use_cache and all(block.attn.cached for block in self.transformer.h) else None
         for _ in range(max_new_tokens):
-            if idx.shape[1] > limit:
+            if idx.shape[1] > limit:            # absolute positions have run out: slide the window, which moves every token's position
                 context, cache = idx[:, -limit:], None
             else:
-                context = idx[:, -1:] if cache and cache[0] else idx
+                context = idx[:, -1:] if cache and cache[0] else idx    # the cache knows all but the newest token
             logits = self(context, cache=cache)[0][:, -1].float()
             idx = torch.cat([idx, pick(logits, temperature, top_k, top_p, dice)], 1)
         self.train(training)
@@ -236,7 +236,7 @@ def pick(logits, temperature, top_k, top_p, dice):
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
-    if top_k:
+    if top_k:                                   # ties with the k-th stay, too
         logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
     probs = F.softmax(logits, -1)
     if top_p:

@@ -186,12 +186,13 @@ class Batches:
 
     def read(self, step):
         """This rank's micro-batches of a step: pairs of inputs and targets, (at most batch_size, T) each."""
+        # every rank draws the whole step's windows and takes its own part of them
         starts = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total) * self.stride
         own, micro_batches = starts.reshape(self.machine.world, -1)[self.machine.rank], []
         for part in np.split(own, range(self.knobs.batch_size, len(own), self.knobs.batch_size)):
             rows = torch.from_numpy(self.split.windows(part, self.config.block_size + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
-                rows = rows.pin_memory()
+                rows = rows.pin_memory()        # so that the copy to the GPU runs beside its work
             rows = rows.to(self.machine.device, non_blocking=True)
             micro_batches.append((rows[:, :-1], rows[:, 1:]))
         return micro_batches
@@ -316,19 +317,22 @@ class Trainer:
 
     def step(self, step, stop):
         """One update. Returns its loss, the norm of its gradient and whether any rank was asked to stop."""
+        # the learning rate of this step; per-head scalars have a factor of their own
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.knobs) * group["lr_scale"]
+        # forward and backward of each micro-batch: gradients add up, each weighted by its share of this rank's sequences
         micro_batches = self.batches(step)
         size, total = sum(len(x) for x, _ in micro_batches), 0.0
         for micro, (x, y) in enumerate(micro_batches):
             if self.model.config.dropout:       # a number of its own for every (seed, step, rank, micro-step)
                 torch.manual_seed(np.random.SeedSequence([self.knobs.seed, step, self.machine.rank, micro]).generate_state(1)[0].item())
-            last = micro == len(micro_batches) - 1
+            last = micro == len(micro_batches) - 1                      # ranks average their gradients once, after the last
             with contextlib.nullcontext() if last or self.machine.world == 1 else self.running.no_sync():
                 with self.machine.autocast():
                     loss = self.running(x, y)[1] * (len(x) / size)
                 self.scaler.scale(loss).backward()
             total = total + loss.detach()
+        # every rank must know the mean loss and whether to stop, so that all of them stop at the same step
         total, stop = self.machine.sum(total.item(), float(stop))
         norm = self.clip()
         if self.sound(total, norm):
@@ -375,11 +379,13 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
     started, since, peak = time.perf_counter(), first, machine.peak_flops()
     with bar, StopSignal() as signals:
         for step in range(first + 1, knobs.max_iters + 1):
+            # one update; a loss or gradient that is not finite ends the run before it touches the weights
             loss, norm, stop = trainer.step(step, signals.asked is not None)
             if not trainer.sound(loss, norm):
                 raise ValueError(f"the loss is {loss} and the gradient norm {norm} at step {step}: stopped before this step touched the weights; "
                                  f"{run.last_good()}. {CALMER}")
             bar.update()
+            # what this step is due for: a look at the validation loss (and a checkpoint), a row in the log
             look, record = step % knobs.eval_interval == 0 or step == knobs.max_iters, step % knobs.log_interval == 0
             if look or record or stop:
                 ms = 1000 * (time.perf_counter() - started) / (step - since)
@@ -394,7 +400,7 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
                 if not math.isfinite(row["val_loss"]):
                     raise ValueError(f"the validation loss is {row['val_loss']} after step {step}: stopped; {run.last_good()}. {CALMER}")
                 meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
-            if look or record:
+            if look or record:                  # the row goes first: a checkpoint never knows more than the log
                 run.log(**row)
             if look or stop:
                 run.save(meta, model, trainer.optimizer, trainer.scaler, step)
@@ -411,6 +417,7 @@ def main(argv):
     parser = Parser(prog="train.py", description=__doc__, epilog="presets:\n" + "\n".join(map(about_preset, PRESETS)))
     add_flags(parser, Train, GPTConfig)
     try:
+        # what can be wrong with the flags alone is found before anything else starts
         wanted, resumed = settle_knobs(parser.parse_args(argv))
         knobs, vocab_size = Train(**fields_of(Train, wanted)), wanted.get("vocab_size", 0)
         config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": vocab_size or 1})           # 0: the data set says it, below
@@ -436,12 +443,14 @@ def run_training(knobs, config, machine, data, resumed, flags):
     folder, stride = data_folder(knobs.dataset), data.get("stride", 1)
     batches, val = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride), tokens.Tokens(folder, "val")
     fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
+    # the model, with fresh weights or another run's; a resumed run that has saved before takes its own, below
     model = GPT(config, knobs.seed)
     run = Run(knobs.out_dir, machine)
     if knobs.init_from != "scratch" and not (resumed and run.checkpoint.exists()):
         if run.checkpoint.resolve() == Path(knobs.init_from).resolve():
             raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
         load_weights(model, read_checkpoint(knobs.init_from)["model"], knobs.init_from)
+    # the optimizer, and where an earlier part of this run left off
     trainer = Trainer(model.to(machine.device), knobs, machine, batches)
     meta = describe(knobs, config, machine, model, data, flags)
     first = resume(run, resumed, meta, model, trainer) if resumed else 0
@@ -451,6 +460,7 @@ def run_training(knobs, config, machine, data, resumed, flags):
               f"machine: {machine}\n"
               f"data: {knobs.dataset}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a step, "
               f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
+    # nothing on the disk has been touched until here
     run.begin(meta, first if resumed else None)
     machine.wait()
     began = time.perf_counter()
