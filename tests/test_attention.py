@@ -5,11 +5,10 @@ import pytest
 import torch
 from conftest import tiny_config
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import attention
 from attention import ATTENTIONS, BLOCK, Attention, choose_kernel
+from eval import LiveMemory
 
 recipes = pytest.mark.parametrize("attn", ATTENTIONS)
 OFFSETS = ("", "tau_init=0", "tau_init=0,per_length=0", "per_length=block", "learn_tau=0")     # elastic's forms
@@ -288,31 +287,13 @@ def test_recomputed_blocks_draw_the_same_dropout(attn, monkeypatch):
     assert_all_close(recomputed, attend_and_gradients(module, *qkvx), rtol=1e-10, atol=1e-10)
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside this context held at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.live[storage.data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
-        self.live = {address: (ref, size) for address, (ref, size) in self.live.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return result
-
-
 @recipes
 def test_training_memory_grows_linearly(attn):
     module = layer(attn, dtype=torch.float32).train()
 
     def peak(T):
         leaves = [a.requires_grad_() for a in inputs(module, T, dtype=torch.float32)]
-        with Peak() as memory:
+        with LiveMemory() as memory:
             module.attend(*leaves).square().sum().backward()
         return memory.peak
 
