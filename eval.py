@@ -242,7 +242,7 @@ def with_recipe(stored, given):
     if "attn" not in given:
         return stored
     before = attention.recipe(stored["attn"]) if "attn" in stored else {}
-    kept = {name: value for name, value in stored.items() if name not in attention.AXES or before.get(name) != value}
+    kept = {name: value for name, value in stored.items() if name not in attention.DEFAULTS or before.get(name) != value}
     return kept | {"attn_args": ""} | attention.recipe(given["attn"])
 
 
@@ -349,18 +349,20 @@ class Probe:
 
     def see(self, module, q, k, v, x, table=None, counted=None):
         """Take in one batch: the weights come block by block, (B, H, rows, T), and are summed at once. counted (B, T): which queries count."""
-        B, H, T = q.shape[:3]
-        counted = torch.ones(B, T, device=q.device) if counted is None else counted
+        counted = torch.ones(len(q), q.shape[2] - module.ahead, device=q.device) if counted is None else counted
         start, early = 0, 0                     # early (B, H): share that the first 64 queries put on the first token
-        for w in module.weight_blocks(q, k, x, table):
+        for block, w in enumerate(module.weight_blocks(q, k, x, table)):
+            if block == 0:                      # a token ahead of the sequence has no row of its own, and its column is an extra key's
+                w = w[:, :, module.ahead:]
             i = torch.arange(start, start + w.shape[2], device=w.device)
             here = counted[:, None, i].expand(w.shape[:3])
-            share = self.see_rows(here, w, attention.visible_count(i), module.has_extra_key)
+            share = self.see_rows(here, w, attention.visible_count(i, module.view), module.has_extra_key or module.ahead)
             early = early + share[:, :, i < self.EPS_ROWS].sum(-1)
             start += w.shape[2]
+        B, H = early.shape
         self.add("sequences", torch.ones(B, H, 1))
         self.add("sink_eps", early[..., None] / min(self.EPS_ROWS, start) > self.EPS)
-        norm = v.float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
+        norm = v[:, :, module.ahead:].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
         self.add("first_norm", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
 
@@ -445,12 +447,13 @@ def lab(model, split, meta, machine, count=256):
         return attend(*inputs)
 
     def zeroed(attend, layer, module, q, k, v, *more):
-        return attend(q, k, torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, 1:]], 2), *more)
+        first = torch.arange(v.shape[2], device=v.device)[:, None] == module.ahead
+        return attend(q, k, v.masked_fill(first, 0.0), *more)
 
     def hidden(attend, layer, module, *inputs):
-        module.hide = 1
+        module.hide = module.ahead
         output = attend(*inputs)
-        module.hide = 0
+        module.hide = -1
         return output
 
     loss = {}
@@ -479,9 +482,15 @@ def recipe_names(text):
     return names
 
 
+def lab_flags(attn):
+    """What a recipe needs to mean anything in the lab: a window shorter than its 64 tokens, a second head for views that are heads."""
+    axes = attention.recipe(attn)
+    return ["--window=16"] * ("window" in axes) + ["--n_head=2"] * (axes.get("diff") == "v1")
+
+
 def train_in_lab(attn, seed, folder, more):
     """Train one recipe in the lab, in a process of its own, unless its folder holds the result already. Returns its meta.json."""
-    flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
+    flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *lab_flags(attn), *more]
     done = tokens.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     if "report" not in done or done["flags"] != flags:
         print(f"training {attn}, seed {seed}", file=sys.stderr, flush=True)
@@ -612,7 +621,7 @@ def probe_command(args, run):
     """Where the attention goes, per layer and head."""
     found = probe(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
     rows = [[f"{layer}.{head}"] + [measures[name][head] for name in MEASURES]
-            for layer, measures in enumerate(found["layers"]) for head in range(run.model.config.n_head)]
+            for layer, measures in enumerate(found["layers"]) for head in range(len(measures["sink"]))]
     text = table(rows + [["mean"] + list(found["mean"].values())], ["layer.head", *MEASURES])
     return found, text + "\n\n" + "\n".join(f"{name:>16}  {meaning}" for name, meaning in MEASURES.items())
 
@@ -896,7 +905,7 @@ def given_flags(args, *knobs):
 
 OVERRIDES = dataclasses.make_dataclass("Overrides", [  # the choices of a run that can be looked at otherwise
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
-    if f.name in ("attn", "attn_args", "kernel", *attention.AXES)])
+    if f.name in ("attn", "attn_args", "kernel", *attention.DEFAULTS)])
 OVERRIDES.__doc__ = "Overrides of the run's own choices"
 
 COMMANDS = {"loss": (loss_command, Loss), "probe": (probe_command, ProbeFlags), "sample": (sample_command, Sample), "lab": (lab_command, Lab),

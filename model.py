@@ -27,8 +27,11 @@ def knob(default, meaning, choices=None):
 
 
 def axis(name, meaning):
-    """A field for one axis of attention.AXES. None until it is set: then the recipe decides, then the default."""
-    return knob(None, meaning, attention.AXES[name])
+    """A field for one axis of attention.py. None until it is set: then the recipe decides, then the default."""
+    return knob(None, meaning, attention.AXES.get(name))
+
+
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range")
 
 
 @dataclass
@@ -54,14 +57,25 @@ class GPTConfig:
                        ("auto", "torch", "triton", "sdpa"))
     rule: str | None = axis("rule", "from scores to weights")
     pos: str | None = axis("pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
-    sink: str | None = axis("sink", "an extra key without a value: none, of score 0 (one), or of a learned score per head (logit)")
+    qk_norm: str | None = axis("qk_norm", "queries and keys to unit length, or to unit mean square")
+    feature: str | None = axis("feature", "what is done to queries and keys before they meet: elu + 1, or a small MLP")
+    scale: str | None = axis("scale", "what multiplies q.k: 1/sqrt(d), 1, or that times a factor that grows with log n (SSMax, ASEntmax)")
+    normalize: str | None = axis("normalize", "what a row of a rule without a normaliser is divided by: 1, its sum, its length, max(|sum|, 1)")
+    sink: str | None = axis("sink", "an extra key: of score 0 (one), a learned score (logit), a learned key, key and value, or a learned token")
+    diff: str | None = axis("diff", "two views, one subtracted: on shared values, or as Differential Transformer's first and second version")
+    value_bias: str | None = axis("value_bias", "a learned vector added to each head's output")
+    dex: str | None = axis("dex", "Dex's learned correction of each head's output")
+    out_norm: str | None = axis("out_norm", "RMSNorm on the output of each head, of all heads together, or that with ReLA's gate")
     gate: str | None = axis("gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
+    window: int | None = axis("window", "keys that a row sees, itself included; 0: all before it")
+    window_every: int | None = axis("window_every", "which layers have the window: 0 and every so manieth after it")
+    first: int | None = axis("first", "first keys that stay visible beyond the window, as in StreamingLLM")
 
     def __post_init__(self):
         chosen = attention.recipe(self.attn)    # flag before recipe before default: train.py has put presets in already
-        for name, values in attention.AXES.items():
+        for name, default in attention.DEFAULTS.items():
             if getattr(self, name) is None:
-                setattr(self, name, chosen.get(name, values[0]))
+                setattr(self, name, chosen.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
         self.check()
 
@@ -70,9 +84,9 @@ class GPTConfig:
             value, choices = getattr(self, field.name), field.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, least in (dict.fromkeys(SIZES, 1) | attention.NUMBERS).items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.n_head % self.n_kv_head:
@@ -134,9 +148,10 @@ class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
+        self.ahead = int(config.sink == "token")                        # a learned token that goes ahead of every sequence
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            **({"wpe": nn.Embedding(config.block_size, config.n_embd)} if config.pos == "learned" else {}),
+            **({"wpe": nn.Embedding(self.ahead + config.block_size, config.n_embd)} if config.pos == "learned" else {}),
             "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             "ln_f": make_norm(config),
@@ -144,34 +159,44 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight           # one tensor for reading tokens and for predicting them
+        if self.ahead:                          # When Attention Sink Emerges, table 4
+            self.sink_token = nn.Parameter(torch.zeros(config.n_embd))
+            self.sink_token.init_std = 0.02
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer).
+        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer). A parameter with an
+        init_std of its own is drawn from N(0, init_std).
 
         Each tensor draws from a generator of its own, seeded by its name: two recipes share the initial values of what they share.
         """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj") else 0.02
-                own = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 if not (name == "lm_head" and self.config.tied):
-                    module.weight.normal_(0.0, std, generator=own)
+                    module.weight.normal_(0.0, getattr(module.weight, "init_std", std), generator=own_generator(seed, name))
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
+            for key, p in module.named_parameters(recurse=False):
+                if key != "weight" and getattr(p, "init_std", None) is not None:
+                    p.normal_(0.0, p.init_std, generator=own_generator(seed, f"{name}.{key}"))
 
     def forward(self, idx, targets=None, cache=None):
         """idx, targets (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by earlier calls."""
-        past = 0 if cache is None or not cache[0] else cache[0]["k"].shape[2]              # tokens that the cache holds
-        if "wpe" in self.transformer and past + idx.shape[1] > self.config.block_size:
+        past = 0 if cache is None or not cache[0] else cache[0]["tokens"]                  # tokens that the cache has seen
+        ahead = self.ahead if past == 0 else 0
+        if "wpe" in self.transformer and past + ahead + idx.shape[1] > self.transformer.wpe.num_embeddings:
             raise ValueError(f"{past + idx.shape[1]} tokens, but --pos=learned knows only its block_size={self.config.block_size} positions")
         x = self.transformer.wte(idx)           # (B, T, C)
+        if ahead:
+            x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)
         if "wpe" in self.transformer:
-            x = x + self.transformer.wpe(torch.arange(past, past + idx.shape[1], device=idx.device))
+            x = x + self.transformer.wpe(torch.arange(past, past + x.shape[1], device=idx.device))
         x = self.transformer.drop(x)
         for layer, block in enumerate(self.transformer.h):
             x = block(x, None if cache is None else cache[layer])
+        x = x[:, ahead:]
         logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
         return logits, loss
@@ -201,6 +226,12 @@ class GPT(nn.Module):
                    "weight_decay": weight_decay if kind == "decay" else 0.0,
                    "lr_scale": head_lr if kind == "head" else 1.0} for kind, params in groups.items() if params]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=self.lm_head.weight.device.type in ("cuda", "cpu", "mps"))
+
+    def set_progress(self, progress):
+        """Tell the layers that change during training (Dex) how much of it is over, 0 to 1."""
+        for block in self.transformer.h:
+            if hasattr(block.attn, "progress"):
+                block.attn.progress.fill_(progress)
 
     # ------------------------------------------------------------------------------------------------------------- generation
 
@@ -246,6 +277,10 @@ def pick(logits, temperature, top_k, top_p, dice):
     return torch.multinomial(probs, 1, generator=dice)
 
 
+def own_generator(seed, name):
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
 # --------------------------------------------------------------------------------------------------------------- command line
 
 def add_flags(parser, *knobs, skip=()):
@@ -256,9 +291,10 @@ def add_flags(parser, *knobs, skip=()):
             if field.name in skip:
                 continue
             kind = inspect.get_annotations(group, eval_str=True)[field.name]
+            kind = {int | None: int, str | None: str}.get(kind, kind)   # an axis
             is_bool = kind is bool
             section.add_argument(
-                f"--{field.name}", default=None, type=as_bool if is_bool else kind if kind in (int, float, str) else str,
+                f"--{field.name}", default=None, type=as_bool if is_bool else kind,
                 choices=field.metadata["choices"], nargs="?" if is_bool else None, const=True if is_bool else None,
                 metavar=None if field.metadata["choices"] else {int: "N", float: "X", bool: "0|1"}.get(kind, "S"),
                 help=field.metadata["help"].replace("%", "%%") + ("" if field.default in (None, "") else f" ({shown(field.default)})"))

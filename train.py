@@ -320,6 +320,7 @@ class Trainer:
         # the learning rate of this step; per-head scalars have a factor of their own
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.knobs) * group["lr_scale"]
+        self.model.set_progress(step / self.knobs.max_iters)
         # forward and backward of each micro-batch: gradients add up, each weighted by its share of this rank's sequences
         micro_batches = self.batches(step)
         size, total = sum(len(x) for x, _ in micro_batches), 0.0
@@ -437,6 +438,12 @@ def main(argv):
     sys.exit(0 if finished else 130)
 
 
+def chosen_axes(config):
+    """The rule, the positions, and what else is not as usual."""
+    chosen = {name: getattr(config, name) for name in attention.DEFAULTS}
+    return ", ".join(f"{name} {value}" for name, value in chosen.items() if name in ("rule", "pos") or value != attention.DEFAULTS[name])
+
+
 def run_training(knobs, config, machine, data, resumed, flags):
     """Set up, train, report. Returns False if the run was asked to stop early."""
     kernel = attention.choose_kernel(config, machine.device.type)
@@ -456,7 +463,7 @@ def run_training(knobs, config, machine, data, resumed, flags):
     first = resume(run, resumed, meta, model, trainer) if resumed else 0
     if machine.main:
         print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
-              f"({', '.join(f'{name} {getattr(config, name)}' for name in attention.AXES)}), computed by {kernel}\n"
+              f"({chosen_axes(config)}), computed by {kernel}\n"
               f"machine: {machine}\n"
               f"data: {knobs.dataset}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a step, "
               f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)

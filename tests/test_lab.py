@@ -75,7 +75,7 @@ def test_impossible_tasks_are_refused_in_one_line(flags, tmp_path):
 
 class HandMade:
     """Stands in for an attention layer: its weights are given, and it hands the values on."""
-    hide = 0
+    hide, ahead, view = -1, 0, View()
 
     def __init__(self, weights, extra):
         self.weights, self.has_extra_key = weights, extra
