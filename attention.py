@@ -655,6 +655,7 @@ class Attention(nn.Module):
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
     hide = -1                                   # a key that eval.py hides from later rows to see what it is worth
+    skip = True                                 # kernels skip what zeros make zero; eval.py turns it off to see what that is worth
 
     def __init__(self, config, layer):
         super().__init__()

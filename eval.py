@@ -482,15 +482,18 @@ def recipe_names(text):
     return names
 
 
+BLIND = "blind"                                 # the same model whose rows see themselves alone: what can be had without attention
+
+
 def lab_flags(attn):
-    """What a recipe needs to mean anything in the lab: a window shorter than its 64 tokens, a second head for views that are heads."""
+    """What a recipe needs to mean anything in the lab: a window shorter than its 64 tokens, or a second head where heads are paired."""
     axes = attention.recipe(attn)
     return ["--window=16"] * ("window" in axes) + ["--n_head=2"] * (axes.get("diff") == "v1")
 
 
 def train_in_lab(attn, seed, folder, more):
     """Train one recipe in the lab, in a process of its own, unless its folder holds the result already. Returns its meta.json."""
-    flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *lab_flags(attn), *more]
+    flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
     done = tokens.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     if "report" not in done or done["flags"] != flags:
         print(f"training {attn}, seed {seed}", file=sys.stderr, flush=True)
@@ -668,10 +671,11 @@ def lab_command(args):
     recipes = recipe_names(args.attn)
     whole = set(recipes) == set(attention.ATTENTIONS) and not args.train_args and len(numbers(args.seeds)) >= 3
     place = args.results or (HERE / "results" / "lab" if whole else f"{args.out_dir}/lab")
-    runs = {name: [] for name in recipes}
+    runs = {name: [] for name in [*recipes, BLIND]}
     for seed in numbers(args.seeds):
-        for name in recipes:
-            runs[name].append(train_in_lab(name, seed, Path(args.out_dir) / f"{name}-{seed}", args.train_args.split()))
+        for name in runs:
+            attn, more = (name, lab_flags(name)) if name != BLIND else ("window", ["--window=1"])
+            runs[name].append(train_in_lab(attn, seed, Path(args.out_dir) / f"{name}-{seed}", [*more, *args.train_args.split()]))
     figures = {name: [{key: run[key] for key in ("parameters", "seconds")} | run["report"] for run in group] for name, group in runs.items()}
     first = runs[recipes[0]][0]
     result = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"], "runs": figures}
@@ -688,7 +692,8 @@ def lab_command(args):
 class Speed:
     """Flags of speed"""
     attn: str = knob("all", "recipes, separated by commas")
-    lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; of the kernels 1024,4096,16384, or 64,128 on a CPU")
+    lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; of the kernels 1024,4096,16384, or 64,128 on a CPU; "
+                            "of a run its block_size")
     memory: str = knob("4096,8192,16384", "lengths at which the attention's memory is measured, separated by commas; empty: do not")
     tokens: int = knob(0, "tokens in a training step, or in a call of a kernel; 0: 2048; of the kernels 16384, or 128 on a CPU")
     n_layer: int = knob(4, "blocks of the model that takes the steps")
@@ -698,6 +703,8 @@ class Speed:
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
     dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
     kernels: bool = knob(False, "instead, the fused kernels alone against torch's own")
+    live: bool = knob(False, "instead, of a trained run (--out_dir): which tiles hold any weight, and what skipping the others gains")
+    out_dir: str = knob("", "with --live: the run")
     widths: str = knob("64,128", "with --kernels: head widths")
     out: str = knob("", "also save the figures as JSON here; empty, of the kernels on a GPU: results/speed-<its name>.json")
     json: bool = knob(False, "print JSON instead of a table")
@@ -771,7 +778,9 @@ def numbers(text):
     return [int(number) for number in text.split(",")]
 
 
-PRODUCTS = {"softmax": (2, 5), "elastic": (4, 5), "sigmoid": (2, 5)}   # T x T x width products that a rule needs, forward and backward
+# T x T x width products that a rule needs, forward and backward: entmax's forward looks for its threshold some six times
+PRODUCTS = {"softmax": (2, 5), "elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "lssar": (2, 5), "softpick": (2, 5), "relu": (2, 5),
+            "tra": (2, 5), "sigmoid": (2, 5), "elu": (2, 5), "identity": (2, 5)}
 RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}
 
 
@@ -791,7 +800,9 @@ def fused_cases(q, k, v):
         compiled = torch.compile(flex.flex_attention)
         cases["flex"] = (lambda: compiled(q, k, v, block_mask=mask)), 2, 5
     if kernels.AVAILABLE:
-        row_inputs = {"elastic": 1 / torch.arange(1, T + 1, device=q.device), "sigmoid": torch.full((T,), math.log(T), device=q.device)}
+        n = torch.arange(1, T + 1, device=q.device).float()
+        row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
+                      "sigmoid": torch.full_like(n, math.log(T))}
         for rule, products in PRODUCTS.items():
             cases[rule] = partial(lambda rule: kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=scale)[0], rule), *products
     return cases
@@ -844,6 +855,66 @@ def kernels_command(args):
     return result, f"{machine}, triton {result['triton']}\n\n" + "\n\n".join(text)
 
 
+LIVE_TILE = (attention.BLOCK, 64)               # rows and keys of a tile, as the kernels have them at widths up to 128
+
+
+@torch.no_grad()
+def live_tiles(module, q, k, v, x, table=None):
+    """Counts of one layer's tiles and pairs, {"tiles", "live_tiles", "pairs", "live_pairs"}: those in sight, and those with any weight."""
+    counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
+    for (_, i), w in zip(attention.row_blocks(q.shape[2], k.shape[2], q.device), module.score_blocks(q, k, table), strict=True):
+        w = w[..., -k.shape[2]:]                # without an extra key's column
+        seen = attention.visible(i[:, None], torch.arange(k.shape[2], device=q.device), module.view).expand_as(w)
+        for name, cells in (("", seen), ("live_", w != 0)):
+            counts[f"{name}pairs"] += cells.sum().item()
+            counts[f"{name}tiles"] += F.pad(cells, (0, -k.shape[2] % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1])).any(-1).any(2).sum().item()
+    return counts
+
+
+def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
+    """How much faster this layer's attention is, both ways, if its kernel skips dead tiles; None where no kernel runs here."""
+    if attention.choose_kernel(module.config, q.device.type) != "triton":
+        return None
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+
+    def call(skip):
+        module.skip = skip
+        with machine.autocast():
+            module.attend(*leaves, x, table).float().square().mean().backward()
+        module.skip = True
+
+    seconds = interleaved({skip: partial(call, skip) for skip in (True, False)}, machine, repeats)
+    return seconds[False] / seconds[True]
+
+
+def live_command(args):
+    """Of a trained run, on its held-out data: the share of tiles that hold any weight, and the gain of visiting only those."""
+    if not args.out_dir:
+        raise ValueError("--live looks at a trained run, never at random numbers: name it with --out_dir=out/...")
+    run = Loaded(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
+    result, text = {"machine": str(run.machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": {}}, []
+    for T in numbers(args.lengths or str(run.model.config.block_size)):
+        layers = []
+
+        def look(attend, layer, module, *inputs, layers=layers):
+            layers.append((module, [part.clone() if part is not None else None for part in inputs]))
+            return attend(*inputs)
+
+        rows = run.split("val").windows(fixed_windows(run.split("val"), T, 4, run.stride), T, run.model.config.vocab_size)
+        with instead(run.model, look), run.machine.autocast(), torch.no_grad():
+            run.model(torch.from_numpy(rows).to(run.machine.device))
+        found = [live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, run.machine, args.repeats, *inputs)} for module, inputs in layers]
+        result["lengths"][T] = found
+        text.append(f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
+            [[str(layer), f["live_tiles"] / f["tiles"], f["live_pairs"] / f["pairs"], f["gain"]] for layer, f in enumerate(found)],
+            ["layer", "live tiles", "live pairs", "speed"]))
+    if attention.choose_kernel(run.model.config, run.machine.device.type) != "triton":
+        text.append("no speed: the fused kernels, which skip dead tiles, do not run here")
+    save_result(args, result)
+    run.machine.close()
+    return result, f"{run.machine}; {args.out_dir}\n\n" + "\n\n".join(text)
+
+
 def save_result(args, result):
     if args.out:
         tokens.write_json(args.out, result)
@@ -851,8 +922,8 @@ def save_result(args, result):
 
 def speed_command(args):
     """Training steps and attention alone, of every recipe against softmax through torch's own fused kernel, side by side in one process."""
-    if args.kernels:
-        return kernels_command(args)
+    if args.kernels or args.live:
+        return kernels_command(args) if args.kernels else live_command(args)
     machine, names = Machine(args.device, args.dtype), recipe_names(args.attn)
     cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
     cases |= {name: (name, "auto") for name in names if name != "softmax"}

@@ -242,18 +242,26 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task):
     flags = ("lab", "--attn=softmax,gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}", f"--results={tmp_path / 'lab'}",
              f"--train_args={SHORT} --dataset={task}")
     first = run("eval.py", *flags)
-    assert first.stderr.count("training") == 4 and "softmax" in first.stdout and "gated" in first.stdout
+    assert first.stderr.count("training") == 6 and "softmax" in first.stdout and "gated" in first.stdout
     again = run("eval.py", *flags, "--json")
     found = json.loads((tmp_path / "lab.json").read_text())
     assert "training" not in again.stderr and json.loads(again.stdout) == found
-    assert list(found["runs"]) == ["softmax", "gated"] and len(found["runs"]["gated"]) == 2
+    assert list(found["runs"]) == ["softmax", "gated", "blind"] and len(found["runs"]["gated"]) == 2
     assert found["runs"]["gated"][0]["parameters"] == found["runs"]["softmax"][0]["parameters"] + 64 + 1
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_committed_results_have_every_recipe_and_three_seeds():
     found = json.loads((ROOT / "results" / "lab.json").read_text())
-    assert set(found["runs"]) == set(ATTENTIONS) and all(len(group) == 3 for group in found["runs"].values())
+    assert set(found["runs"]) == {*ATTENTIONS, "blind"} and all(len(group) == 3 for group in found["runs"].values())
+
+
+def test_in_the_committed_results_every_recipe_learns_what_no_bigram_table_can():
+    """On copy rows each loses less than the same model without attention, with every seed."""
+    runs = json.loads((ROOT / "results" / "lab.json").read_text())["runs"]
+    blind = min(run["excess_copy"] for run in runs["blind"])
+    assert blind > 1 and {name: run["excess_copy"] for name, group in runs.items() for run in group
+                          if name != "blind" and not run["excess_copy"] < blind - 0.5} == {}
 
 
 def test_one_row_of_the_block_loop_is_the_block_loop():

@@ -10,20 +10,21 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, command, complain, log_rows, losses, meta, run, same_weights, train, weights
+from conftest import ROOT, TINY, command, complain, log_rows, losses, meta, run, same_weights, tiny_config, train, weights
 
 import attention
 import train as train_script
-from model import Parser, add_flags
+from model import GPT, Parser, add_flags
 
+LEARN = ("--max_iters=60", "--learning_rate=2e-2", "--n_embd=32", "--eval_interval=30")
 LONG = ("--attn=elastic", "--max_iters=300", "--eval_interval=30", "--log_interval=7", "--block_size=32", "--n_embd=32")
 
 
 # ------------------------------------------------------------------------------------------------------------ what a run leaves
 
-@pytest.mark.parametrize("attn", attention.ATTENTIONS)
-def test_loss_falls_from_that_of_a_guess(attn, tmp_path, data):
-    train(tmp_path, data, f"--attn={attn}", "--max_iters=60", "--learning_rate=2e-2", "--n_embd=32", "--eval_interval=30")
+def test_loss_falls_from_that_of_a_guess(tmp_path, data):
+    """As a real process; test_every_recipe_learns does the rest of the recipes in this one."""
+    train(tmp_path, data, "--attn=softmax", *LEARN)
     assert abs(losses(tmp_path)[0] - np.log(257)) < 0.1
     assert losses(tmp_path)[-1] < 3.5 and meta(tmp_path)["losses"]["val"] < 3.5
 
@@ -265,7 +266,35 @@ def test_head_lr_moves_the_head_scalars_only_and_tau_is_not_decayed(call, tmp_pa
     assert all(torch.equal(runs["slow"][name], runs["fast"][name]) for name in runs["slow"] if name != tau)
 
 
+@pytest.mark.parametrize("attn", attention.ATTENTIONS)
+def test_every_recipe_learns(attn, call, tmp_path, data):
+    call(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", *LEARN)
+    assert abs(losses(tmp_path)[0] - np.log(257)) < 0.1
+    assert losses(tmp_path)[-1] < 3.5 and meta(tmp_path)["losses"]["val"] < 3.5
+
+
+def test_dex_fades_over_from_its_fixed_to_its_learned_lambda(call, tmp_path, data):
+    """The loop tells the layer how much of the training is over, the checkpoint keeps it, and the correction has begun to learn."""
+    call(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=dex", "--max_iters=10", "--eval_interval=5")
+    state = weights(tmp_path)
+    assert state["transformer.h.0.attn.progress"] == 1 and state["transformer.h.0.attn.dex_lambda"] != 0
+    assert state["transformer.h.0.attn.dex_proj.weight"].abs().max() > 0
+
+
 # ------------------------------------------------------------------------------------------------------------- ranks, compile
+
+def test_data_parallel_wraps_every_recipe_without_an_unused_parameter(tmp_path):
+    """A parameter that got no gradient would be an error at the second step."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for attn in attention.ATTENTIONS:
+            wrapped = torch.nn.parallel.DistributedDataParallel(GPT(tiny_config(attn=attn)))
+            for _ in range(2):
+                idx = torch.randint(31, (2, 9))
+                wrapped(idx, idx)[1].backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
 
 def test_two_ranks_equal_one_process(tmp_path, data):
     for ranks in (1, 2):                                                # 12 sequences a step: micro-batches of 4 4 4, or 4 2 on each rank
