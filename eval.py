@@ -516,19 +516,23 @@ def lab_picture(path, runs):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    panels = {"sink_idle": "weight on the first token, idle rows", "value_norm_ratio": "norm of the first value over the others",
-              "row_mass_idle": "sum of the weights of an idle row", "excess_copy": "excess loss on copy rows (nats)"}
+    panels = {"sink_idle": ("weight on the first token, idle rows", 0, 1.05), "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
+              "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5), "excess_copy": ("excess loss on copy rows (nats)", 0, None)}
     names = list(runs)[::-1]
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 1.2 + 0.32 * len(names)), sharey=True)
-    for ax, (key, title) in zip(axes, panels.items(), strict=True):
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
+    for ax, (key, (title, low, high)) in zip(axes, panels.items(), strict=True):
         values = [[run[key] for run in runs[name]] for name in names]
         ax.barh(range(len(names)), [np.mean(v) for v in values], color="#9ecae1")
+        ax.set_xlim(low, high)
         for y, v in enumerate(values):
             ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
+            if high and np.mean(v) > high:      # rules without a normaliser may spend anything
+                ax.text(high, y, f"{np.mean(v):.3g} ", ha="right", va="center", fontsize=8)
         ax.set_title(title, fontsize=9)
+        ax.set_ylim(-0.7, len(names) - 0.3)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(names)), names)
-    figure.supxlabel("a bar is the mean over seeds, a dot one seed", fontsize=9)
+    figure.supxlabel("a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)
     figure.tight_layout(w_pad=2)
     with tokens.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)

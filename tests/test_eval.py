@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import complain, run, tiny_config
+from conftest import complain, run, tiny_config, train
 
 import eval as eval_script
 from attention import ATTENTIONS, View, visible
@@ -186,8 +186,23 @@ def test_tables_are_for_people(command, words, elastic_run):
 def test_axes_may_be_overridden_where_the_parameters_allow(look, elastic_run, capsys):
     assert look("loss", "--windows=4", "--pos=none")["loss"] != look("loss", "--windows=4")["loss"]
     assert look("loss", "--windows=4", "--kernel=torch")["loss"] == pytest.approx(look("loss", "--windows=4")["loss"], abs=1e-6)
+    assert look("loss", "--windows=4", "--window=3")["loss"] != look("loss", "--windows=4", "--window=16")["loss"]
+    assert look("loss", "--windows=4", "--window=16")["loss"] == pytest.approx(look("loss", "--windows=4")["loss"], abs=1e-6)
     for flag, says in (("--attn=softmax", "tau"), ("--pos=learned", "wpe"), ("--kernel=sdpa", "sdpa")):
         assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={elastic_run}", flag)[1]
+
+
+def test_streaming_on_a_softmax_checkpoint(tmp_path, data, capsys):
+    """A model trained on all keys, read with a window and first keys: no parameter differs, and text goes on past the window."""
+    train(tmp_path, data, "--attn=softmax")
+    for flags in ((), ("--attn=streaming", "--window=4", "--first=1"), ("--attn=window", "--window=16")):
+        eval_script.main(["sample", f"--out_dir={tmp_path}", "--json", "--device=cpu", "--tokens=40", "--prompt=the quick", *flags])
+        assert len(json.loads(capsys.readouterr().out)["samples"][0]) >= 40
+    found = []
+    for flags in ((), ("--attn=window", "--window=16"), ("--attn=streaming", "--window=4", "--first=1")):
+        eval_script.main(["loss", f"--out_dir={tmp_path}", "--json", "--device=cpu", "--windows=5", *flags])
+        found.append(json.loads(capsys.readouterr().out)["loss"])
+    assert found[0] == pytest.approx(found[1], abs=1e-5) and found[2] != found[0]
 
 
 def test_a_run_is_named_by_its_folder_or_its_checkpoint(look, elastic_run, capsys):
