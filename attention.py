@@ -6,6 +6,7 @@ rule  w_ij = f(s_ij; r_i, t_i)  of the score s_ij, a row statistic r_i of the sc
 
 Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v, C n_embd.
 q (B, H, R, D)   k (B, H or fewer, T, D)   v (B, H or fewer, T, E)   scores, weights (B, H, R, T)   row vectors (B, H, R, 1)
+A differential recipe has two score heads for every head of its output.
 """
 import math
 from collections.abc import Callable
@@ -777,9 +778,9 @@ class Attention(nn.Module):
         dtype = v.dtype
         q, k, t, n = self.prepare(q, k)
         o, r = self.look(q, k, v, t, table)
-        o = self.kept(wide(o), q, r, n)
+        o = self.kept(o, q, r, n)
         if self.config.diff != "none":
-            o = o[:, 0::2] - self.subtracted_share(x) * o[:, 1::2]
+            o = wide(o[:, 0::2]) - self.subtracted_share(x) * wide(o[:, 1::2])
         o = self.corrected(o)
         return self.gated(self.output_norm(o), x).to(dtype)
 
@@ -862,6 +863,7 @@ class Attention(nn.Module):
         share = self.share(q, r, n)
         if share is None:
             return o
+        o = wide(o)
         if self.config.sink == "key_value":
             return o * share + (1 - share) * self.sink_value.repeat_interleave(o.shape[1] // self.sink_value.shape[0], 0)[:, None]
         return o * share
@@ -898,8 +900,8 @@ class Attention(nn.Module):
         if self.config.out_norm == "head":
             o = self.out_norm(o.to(self.out_norm.weight.dtype))
         elif self.config.out_norm != "none":
-            together = o.transpose(1, 2).flatten(2)                     # (B, R, H E)
-            y = self.out_norm(together.to(self.out_norm.weight.dtype))
+            together = o.transpose(1, 2).flatten(2).to(self.out_norm.weight.dtype)      # (B, R, H E)
+            y = self.out_norm(together)
             y = y * torch.sigmoid(self.norm_gate * together) if self.config.out_norm == "gated" else y
             o = split_heads(y, *o.shape[1::2])
         return o * (1 - lambda_at_depth(self.layer)) if self.config.diff == "v1" else o
