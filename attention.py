@@ -622,6 +622,9 @@ def lambda_at_depth(layer):
 
 # ------------------------------------------------------------------------------------------------------------------- the layer
 
+PLAIN = {"rule": ("softmax",), "diff": ("none",), "window": (0,), "sink": ("none", "token"), "pos": ("rope", "none", "learned")}
+
+
 def choose_kernel(config, device):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or "torch" (the block loop).
 
@@ -629,14 +632,13 @@ def choose_kernel(config, device):
     --kernel cannot be.
     """
     doubled = 2 if config.diff == "v1" or config.first and "rope" in config.pos else 1                  # the width of values, or of q and k
-    plain = {"rule": "softmax", "diff": "none", "window": 0, "sink": ("none", "token"), "pos": ("rope", "none", "learned")}
     reasons = {
         "triton": {"rule {rule} has no kernel": config.rule not in kernels.RULES,
                    "the kernels have no attention dropout": config.dropout > 0,
                    "its heads are wider than 256": doubled * config.n_embd // config.n_head > 256,
                    "it needs triton and a CUDA GPU": not kernels.AVAILABLE or device != "cuda" and not kernels.INTERPRETED},
         "sdpa": {"it computes plain softmax only, not --attn={attn} --pos={pos}":
-                 any(getattr(config, axis) not in (value if isinstance(value, tuple) else (value,)) for axis, value in plain.items())},
+                 any(getattr(config, axis) not in values for axis, values in PLAIN.items())},
         "torch": {}}
     cannot = {kernel: [why for why, holds in all_of_them.items() if holds] for kernel, all_of_them in reasons.items()}
     if config.kernel == "auto":
@@ -662,9 +664,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer, self.args = config, layer, constants(config)
         self.ahead = int(config.sink == "token")                        # how many of the keys come before the sequence
-        self.power = RULES[config.rule].power and RULES[config.rule].power(self.args)
-        self.rule = RULES[config.rule]
-        if self.power is not None:
+        self.rule, self.power = RULES[config.rule], None
+        if self.rule.power:
+            self.power = self.rule.power(self.args)
             self.rule = self.rule._replace(weights=partial(self.rule.weights, power=self.power))
         # the projections
         self.width = config.n_embd // config.n_head                     # of queries and keys
