@@ -2,9 +2,10 @@
 
 One formula serves all. A head's output is  o_i = sum_j f(s_ij; r_i, t_i) v_j  over the keys j that row i sees, where s is the
 score, t_i a row input (elastic's threshold, minus sigmoid's bias) and r_i a statistic of the row's scores (their log-sum-exp,
-the sum of the weights, or nothing). So a rule is three small functions, `weigh` (scores to weights), `slope` (the derivative)
-and `settle` (running sums to the statistic), and one forward and one backward skeleton, which know no rule, take them as
-compile-time arguments. Both t and r are differentiable: thresholds, sinks, gates and normalisers live outside, in PyTorch.
+the sum of the weights, a threshold that solves an equation, or nothing). So a rule is three small functions, `weigh` (scores to
+weights), `slope` (the derivative) and `settle` (running sums to the statistic), and one forward and one backward skeleton, which
+know no rule, take them as compile-time arguments. Both t and r are differentiable (but for r that were found by iteration):
+thresholds, sinks, gates and normalisers live outside, in PyTorch.
 
 Tiles: each program keeps one tile of rows (or of keys) on the chip and walks over the tiles of the other side, so no T x T
 matrix is ever stored (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135). The running
@@ -18,6 +19,7 @@ Legend                                              shapes in comments
   g         g_ij = do_i . v_j, the gradient of w     do, ds    the gradient that arrives at o, that of s (dq, dk, .. alike)
   r, t      row statistic, row input                 e         the gradient that arrives at r
   u         what the saved row vector sums           delta     delta_i = do_i . U_i - e_i, the row constant of the backward
+  z         what the statistic sums, beside w        p         the rule's power, a constant
   x, y      all inputs (Inputs), one head (Head)     c, rule   Sizes and Rule: known to the compiler, never at run time
 """
 
@@ -42,6 +44,7 @@ except (ImportError, AttributeError):                                # no triton
 
 BINARY = 1.4426950408889634                                          # log2 e: e^x = 2^(x log2 e), and the hardware knows only 2^x
 LOG2E = tl.constexpr(BINARY)                                         # the same for use inside a kernel
+LN2 = tl.constexpr(1 / BINARY)
 
 
 class Inputs(NamedTuple):
@@ -88,15 +91,18 @@ class Sizes(NamedTuple):
 
 
 class Rule(NamedTuple):
-    weigh: Any              # s, r, t -> w (times v), z (summed for the statistic), u (times v, saved for the backward)
-    slope: Any              # s, r, t, g, delta -> ds, the summand of dt_i
-    settle: Any = None      # r, t, W = sum of w, Z = sum of z -> the statistic; None: the rule has none
+    weigh: Any              # s, r, t, p -> w (times v), z (summed for the statistic), u (times v, saved for the backward)
+    slope: Any              # s, r, t, p, g, delta -> ds, the summand of dt_i
+    settle: Any = None      # r, t, p, W = sum of w, Z = sum of z, first call? -> the statistic; None: the rule has none
+    lift: Any = None        # s, t, p -> what weigh takes for s and the running maximum is taken of; slope is given s itself
     online: bool = False    # weigh(s, r + c) = 2^-c weigh(s, r): r may be the maximum so far, and one pass is enough
-    passes: int = 0         # passes over the keys that find the statistic before the output pass
+    passes: int = 0         # passes over the keys before the output pass; from the second on, settle improves on the statistic
     extra: bool = False     # U_i = sum_j u_ij v_j / sum_j z_ij is not the output: save it as well
     rowin: bool = False     # reads t
+    power: float = 0.0      # p,
+    powers: bool = False    # and attend() may choose another
     unit: float = 1.0       # the rule sees s * unit
-    floor: float = -1e30    # where a running maximum starts: below every score, but finite, for -inf minus -inf is nan
+    floor: float = -1e30    # where a running maximum starts: finite, for -inf minus -inf is nan
     sums: bool = False      # the statistic is a plain sum, which the backward can do without
 
     @property
@@ -222,6 +228,13 @@ def scores(a, b, i, j, x, y, rule: tl.constexpr, NEAR: tl.constexpr):
     return s, seen
 
 
+@triton.jit
+def lifted(s, t, rule: tl.constexpr):
+    if rule.lift is not None:
+        s = rule.lift(s, t, rule.power)
+    return s
+
+
 # ------------------------------------------------------------------------------------------------ forward
 
 @triton.jit
@@ -231,12 +244,13 @@ def weights(r, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.c
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], x, y, rule, NEAR)
+    s = lifted(s, t[:, None], rule)
     fade = 1.
     if RUN:
         top = tl.maximum(r, tl.max(tl.where(seen, s, float("-inf")) if NEAR else s, 1))
         fade = tl.exp2(r - top)
         r = top
-    w, z, u = rule.weigh(s, r[:, None], t[:, None])
+    w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
     if NEAR:                                                                               # weights are masked, never scores: a rule
         w = tl.where(seen, w, 0.)                                                          # need not know what to make of -inf
         z = tl.where(seen, z, 0.)
@@ -250,6 +264,14 @@ def measure(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: 
     r, W, Z = state
     r, fade, w, z, _ = weights(r, own, start, x, y, rule, c, NEAR, True)
     return r, W * fade + tl.sum(w, 1), Z * fade + tl.sum(z, 1)
+
+
+@triton.jit
+def measure_again(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """The same once there is a statistic, to improve on it."""
+    r, W, Z = state
+    _, _, w, z, _ = weights(r, own, start, x, y, rule, c, NEAR, False)
+    return r, W + tl.sum(w, 1), Z + tl.sum(z, 1)
 
 
 @triton.jit
@@ -282,20 +304,29 @@ def forward(x, O, U, R, so, rule: tl.constexpr, c: tl.constexpr):
     zero = tl.zeros((c.BM,), tl.float32)
     if rule.passes:                                                                        # the statistic first
         r, W, Z = walk((r, zero, zero), measure, own, keys, x, y, rule, c, c.BN)
-        r = rule.settle(r, t, W, Z)
+        r = rule.settle(r, t, rule.power, W, Z, True)
+    if rule.passes > 1:
+        left = rule.passes - 1
+        while left > 0:                                                                    # until no row's weights change by 1e-5
+            _, W, Z = walk((r, zero, zero), measure_again, own, keys, x, y, rule, c, c.BN)
+            better = rule.settle(r, t, rule.power, W, Z, False)
+            left = tl.where(tl.max((better - r) * Z, 0) > 1e-5, left - 1, 0)
+            r = better
     acc = tl.zeros((c.BM, c.EP), tl.float32)
     # W, Z and acc2 cost nothing where a rule leaves them unused: the compiler removes them
     top, W, Z, acc, acc2 = walk((r, zero, zero, acc, acc), look, own, keys, x, y, rule, c, c.BN)
     if rule.settle is not None:
         if not rule.passes:                                                                # or with the output
-            r = rule.settle(top, t, W, Z)
+            r = rule.settle(top, t, rule.power, W, Z, True)
         tl.store(R + y.at + i, r if rule.sums else r * (1 / rule.unit), mask=i < x.T)
     if rule.online:
         acc *= tl.exp2(top - r)[:, None]                                                   # from the maximum to the statistic
+    if rule.passes > 1:
+        acc /= tl.maximum(W, 1e-30)[:, None]                                               # r rounds: the sum W may be 1e-4 off 1
     to = y.n * so[0] + y.h * so[1]
     save(O + to, acc, so[2], i, x.T, c.E, c.EP)
     if rule.extra:
-        save(U + to, acc2 / Z[:, None], so[2], i, x.T, c.E, c.EP)
+        save(U + to, acc2 / tl.maximum(Z, 1e-30)[:, None], so[2], i, x.T, c.E, c.EP)
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -318,8 +349,8 @@ def slopes(a, b, da, db, i, j, r, t, delta, x, y, rule: tl.constexpr, NEAR: tl.c
     """Weights, ds and the summands of dt of one tile: (a, b, da, db) is (q, k, do, v), or transposed (k, q, v, do)."""
     s, seen = scores(a, b, i, j, x, y, rule, NEAR)
     g = tl.dot(da, tl.trans(db), input_precision="ieee")                                   # g = do @ v.T
-    w, _, _ = rule.weigh(s, r, t)
-    ds, dt = rule.slope(s, r, t, g, delta)
+    w, _, _ = rule.weigh(lifted(s, t, rule), r, t, rule.power)
+    ds, dt = rule.slope(s, r, t, rule.power, g, delta)
     if NEAR:
         w = tl.where(seen, w, 0.)
         ds = tl.where(seen, ds, 0.)
@@ -431,28 +462,28 @@ def backward_table(x, R, DO, Delta, DTable, sdo, diagonals, rule: tl.constexpr, 
 # ------------------------------------------------------------------------------------------------ the rules
 # For each the formula, then the three functions; the PyTorch line is the definition and stands above the Triton line. Here s and r
 # are in the rule's unit: times log2 e where exponentials are taken, so that exp(s - r) is one exp2. s is a tile, the vectors
-# r, t and delta broadcast to it. A new rule is its functions and a row of RULES.
+# r, t and delta broadcast to it, p is a number. A new rule is its functions and a row of RULES.
 
 # softmax: w_ij = exp(s_ij - r_i), r_i = log sum_j exp(s_ij).  ds_ij = w_ij (g_ij - delta_i), delta_i = do_i . o_i - e_i
 
 @triton.jit
-def softmax_weigh(s, r, t):
+def softmax_weigh(s, r, t, p: tl.constexpr):
     # w = torch.exp(s - r)
     w = tl.exp2(s - r)
     return w, w, w
 
 
 @triton.jit
-def softmax_slope(s, r, t, g, delta):
+def softmax_slope(s, r, t, p: tl.constexpr, g, delta):
     # ds = torch.exp(s - r) * (g - delta)
     ds = tl.exp2(s - r) * (g - delta)
     return ds, ds
 
 
 @triton.jit
-def log_sum_exp(r, t, W, Z):
+def log_sum_exp(r, t, p: tl.constexpr, W, Z, FIRST: tl.constexpr):
     # r = torch.logsumexp(s, -1)                (r comes in as the maximum m, Z as the sum of 2^(s - m))
-    return r + tl.log2(Z)
+    return tl.where(Z > 0, r + tl.log2(Z), 0.)                       # lssar may find nothing alive
 
 
 # elastic: w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i.  Every p_ij takes part in the sum, but only those above
@@ -463,7 +494,7 @@ TIE = tl.constexpr(1 + 2**-18)
 
 
 @triton.jit
-def elastic_weigh(s, r, t):
+def elastic_weigh(s, r, t, p: tl.constexpr):
     # p = torch.exp(s - r)
     p = tl.exp2(s - r)
     # w = torch.relu(p - t)
@@ -471,7 +502,7 @@ def elastic_weigh(s, r, t):
 
 
 @triton.jit
-def elastic_slope(s, r, t, g, delta):
+def elastic_slope(s, r, t, p: tl.constexpr, g, delta):
     # p = torch.exp(s - r); g = g * (p > t)
     p = tl.exp2(s - r)
     g = tl.where(p > t * TIE, g, 0.)
@@ -479,36 +510,266 @@ def elastic_slope(s, r, t, g, delta):
     return p * (g - delta), -g
 
 
-# sigmoid: w_ij = sigmoid(s_ij - t_i), t_i minus the bias.  ds_ij = w_ij (1 - w_ij) (g_ij - delta_i): without a row sum delta is
-# 0, and with it -e_i
+# Powers. x^p with x^p = 0 for x <= 0, whatever p is: x^0 is [x > 0], so that the slope of x^p is p x^(p - 1) for p = 1, too.
 
 @triton.jit
-def sigmoid_weigh(s, r, t):
-    # w = torch.sigmoid(s - t)
-    w = 1 / (1 + tl.exp2(t * LOG2E - s))
+def real_power(x, p):
+    # x**p if x > 0 else 0
+    return tl.where(x > 0, tl.exp2(p * tl.log2(x)), 0.)
+
+
+@triton.jit
+def power(x, p: tl.constexpr):
+    # x**p if x > 0 else 0
+    if p == 0:
+        return tl.where(x > 0, 1., 0.)
+    elif p == 1:
+        return tl.maximum(x, 0.)
+    elif p > 32 or p % 1 != 0:
+        return real_power(x, p)
+    elif p % 2 == 0:                                                 # whole powers by squaring: exponentials are dear
+        half = power(x, p // 2)
+        return half * half
+    else:
+        return power(x, p - 1) * tl.maximum(x, 0.)
+
+
+# entmax: w_ij = x_ij^p, x_ij = relu(s_ij / p - r_i), with r_i such that sum_j w_ij = 1; p = 1 / (alpha - 1), 1 is sparsemax.
+# ds_ij = u_ij (g_ij - delta_i), u = x^(p - 1), delta_i = do_i . U_i, U_i = sum_j u_ij v_j / sum_j u_ij
+
+@triton.jit
+def entmax_lift(s, t, p: tl.constexpr):
+    return s / p
+
+
+@triton.jit
+def entmax_weigh(s, r, t, p: tl.constexpr):
+    # x = torch.relu(s - r); w = x**p           (s comes in divided by p)
+    u = power(s - r, p - 1)
+    return u * tl.maximum(s - r, 0.), u, u
+
+
+@triton.jit
+def entmax_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = torch.relu(s / p - r)**(p - 1) * (g - delta)
+    ds = power(s / p - r, p - 1) * (g - delta)
+    return ds, ds
+
+
+@triton.jit
+def entmax_settle(r, t, p, W, Z, FIRST: tl.constexpr):
+    # r so that (relu(s / p - r)**p).sum(-1) == 1
+    if FIRST:                                                        # the largest weight alone is at most 1:
+        return r - 1.                                                # not below its score minus 1
+    else:                                                            # Newton on the p-norm of x, which is convex in r: from the left,
+        return r + (W - real_power(W, 1 - 1 / p)) / tl.maximum(Z, 1e-30)                   # never beyond
+
+
+# alphamax: entmax where each row has a power t_i of its own, learned.  dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1): x depends on
+# t as -s / t^2 = -(x + r) / t, too, but r is the same for all keys, and ds adds up to 0
+
+@triton.jit
+def alphamax_lift(s, t, p: tl.constexpr):
+    return s / t
+
+
+@triton.jit
+def alphamax_weigh(s, r, t, p: tl.constexpr):
+    # x = torch.relu(s - r); w = x**t           (s comes in divided by t)
+    u = real_power(s - r, t - 1)
+    return u * tl.maximum(s - r, 0.), u, u
+
+
+@triton.jit
+def alphamax_slope(s, r, t, p: tl.constexpr, g, delta):
+    # x = torch.relu(s / t - r); ds = x**(t - 1) * (g - delta)
+    x = s / t - r
+    ds = real_power(x, t - 1) * (g - delta)
+    # dt = (ds * x * (torch.log(x) - 1)).sum(-1)
+    return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.)
+
+
+@triton.jit
+def alphamax_settle(r, t, p: tl.constexpr, W, Z, FIRST: tl.constexpr):
+    # r so that (relu(s / t - r)**t).sum(-1) == 1
+    return entmax_settle(r, t, t, W, Z, FIRST)
+
+
+# softplus: w_ij = log(1 + exp(s_ij)).  ds_ij = sigmoid(s_ij) (g_ij - delta_i). As with all rules from here on that have no statistic,
+# delta is 0, or -e_i where the sum of the weights is asked for
+
+@triton.jit
+def log_one_plus(e):
+    # torch.log1p(e)                            (for 0 <= e <= 1; a small e would drown in 1 + e)
+    return tl.where(e < 0.015625, e * (1 - e * (0.5 - e * (1 / 3 - e * 0.25))), tl.log2(1 + e) * LN2)
+
+
+@triton.jit
+def sigmoid(s):
+    # torch.sigmoid(s)                          (with the exponential of softplus, which never overflows)
+    e = tl.exp2(-tl.abs(s))
+    return tl.where(s > 0, 1., e) / (1 + e)
+
+
+@triton.jit
+def softplus_weigh(s, r, t, p: tl.constexpr):
+    # w = torch.log(1 + torch.exp(s))
+    w = tl.maximum(s, 0.) * LN2 + log_one_plus(tl.exp2(-tl.abs(s)))
     return w, w, w
 
 
 @triton.jit
-def sigmoid_slope(s, r, t, g, delta):
+def softplus_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = torch.sigmoid(s) * (g - delta)
+    ds = sigmoid(s) * (g - delta)
+    return ds, ds
+
+
+@triton.jit
+def row_sum(r, t, p: tl.constexpr, W, Z, FIRST: tl.constexpr):
+    # r = w.sum(-1)
+    return W
+
+
+# lssar: w_ij = x_ij^p / sum_j x_ij^p, x_ij = relu(softplus(s_ij) - t_i), t_i the mean of the row's softplus: the softmax of p log x,
+# since x^p itself overflows.  ds_ij = w_ij (g_ij - delta_i) p sigmoid(s_ij) / x_ij, dt_i = -sum_j w_ij (g_ij - delta_i) p / x_ij
+
+@triton.jit
+def lssar_lift(s, t, p: tl.constexpr):
+    # s = p * torch.log(torch.relu(softplus(s) - t))
+    w, _, _ = softplus_weigh(s, 0., t, p)
+    return tl.where(w > t, p * tl.log2(w - t), float("-inf"))
+
+
+@triton.jit
+def lssar_slope(s, r, t, p: tl.constexpr, g, delta):
+    # x = torch.relu(softplus(s) - t); d = x**p / torch.exp(r) * (g - delta) * p / x
+    w, _, _ = softplus_weigh(s, r, t, p)
+    d = tl.where(w > t, tl.exp2(lssar_lift(s, t, p) - r) * (g - delta) * p / (w - t), 0.)
+    # ds = d * torch.sigmoid(s); dt = -d.sum(-1)
+    return d * sigmoid(s), -d
+
+
+# softpick: w_ij = relu(e^s_ij - 1) / sum_j |e^s_ij - 1| = relu(e^(s_ij - r_i) - e^-r_i), r_i = log sum_j |e^s_ij - 1|.  Weights rise
+# with positive scores only, but all scores take part in the sum: ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij) delta_i)
+
+@triton.jit
+def softpick_weigh(s, r, t, p: tl.constexpr):
+    # e = torch.exp(s - r) - torch.exp(-r); w = torch.relu(e)
+    e = tl.exp2(s - r) - tl.exp2(-r)
+    return tl.maximum(e, 0.), tl.abs(e), e
+
+
+@triton.jit
+def softpick_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = torch.exp(s - r) * ((s > 0) * g - torch.sign(s) * delta)
+    ds = tl.exp2(s - r) * tl.where(s > 0, g - delta, tl.where(s < 0, delta, 0.))
+    return ds, ds
+
+
+@triton.jit
+def softpick_settle(r, t, p: tl.constexpr, W, Z, FIRST: tl.constexpr):
+    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)         (m = max(0, s), or e^-m overflows)
+    return r + tl.log2(Z + 1e-8)
+
+
+# relu: w_ij = relu(s_ij).  ds_ij = [s_ij > 0] (g_ij - delta_i)
+
+@triton.jit
+def relu_weigh(s, r, t, p: tl.constexpr):
+    # w = torch.relu(s)
+    w = tl.maximum(s, 0.)
+    return w, w, w
+
+
+@triton.jit
+def relu_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = (s > 0) * (g - delta)
+    ds = tl.where(s > 0, g - delta, 0.)
+    return ds, ds
+
+
+# tra: w_ij = relu(s_ij - t_i)^p.  ds_ij = p relu(s_ij - t_i)^(p - 1) (g_ij - delta_i)
+
+@triton.jit
+def tra_weigh(s, r, t, p: tl.constexpr):
+    # w = torch.relu(s - t)**p
+    w = power(s - t, p)
+    return w, w, w
+
+
+@triton.jit
+def tra_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = p * torch.relu(s - t)**(p - 1) * (g - delta); dt = -ds.sum(-1)
+    ds = p * power(s - t, p - 1) * (g - delta)
+    return ds, -ds
+
+
+# sigmoid: w_ij = sigmoid(s_ij - t_i), t_i minus the bias.  ds_ij = w_ij (1 - w_ij) (g_ij - delta_i)
+
+@triton.jit
+def sigmoid_weigh(s, r, t, p: tl.constexpr):
+    # w = torch.sigmoid(s - t)
+    w = sigmoid(s - t * LOG2E)
+    return w, w, w
+
+
+@triton.jit
+def sigmoid_slope(s, r, t, p: tl.constexpr, g, delta):
     # w = torch.sigmoid(s - t); ds = w * (1 - w) * (g - delta); dt = -ds.sum(-1)
-    w = 1 / (1 + tl.exp2(t * LOG2E - s))
+    w = sigmoid(s - t * LOG2E)
     ds = w * (1 - w) * (g - delta)
     return ds, -ds
 
 
+# elu: w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below.  ds_ij = min(1, e^s_ij) (g_ij - delta_i)
+
 @triton.jit
-def row_sum(r, t, W, Z):
-    # r = w.sum(-1)
-    return W
+def elu_weigh(s, r, t, p: tl.constexpr):
+    # w = torch.nn.functional.elu(s) + 1
+    w = tl.maximum(s, 0.) + tl.exp2(tl.minimum(s, 0.) * LOG2E)
+    return w, w, w
+
+
+@triton.jit
+def elu_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = torch.exp(s.clamp(max=0)) * (g - delta)
+    ds = tl.exp2(tl.minimum(s, 0.) * LOG2E) * (g - delta)
+    return ds, ds
+
+
+# identity: w_ij = s_ij.  ds_ij = g_ij - delta_i
+
+@triton.jit
+def identity_weigh(s, r, t, p: tl.constexpr):
+    # w = s
+    return s, s, s
+
+
+@triton.jit
+def identity_slope(s, r, t, p: tl.constexpr, g, delta):
+    # ds = g - delta
+    return g - delta, g - delta
 
 
 RULES = {
     "softmax": Rule(softmax_weigh, softmax_slope, log_sum_exp, online=True, unit=BINARY),
     "elastic": Rule(elastic_weigh, elastic_slope, log_sum_exp, passes=1, extra=True, rowin=True, unit=BINARY),
+    "entmax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=2.0, powers=True),
+    "sparsemax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=1.0),
+    "softplus": Rule(softplus_weigh, softplus_slope, unit=BINARY),
+    "lssar": Rule(softmax_weigh, lssar_slope, log_sum_exp, lssar_lift, online=True, rowin=True, power=15.0, powers=True, unit=BINARY),
+    "softpick": Rule(softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0),
+    "relu": Rule(relu_weigh, relu_slope),
+    "tra": Rule(tra_weigh, tra_slope, rowin=True, power=2.0, powers=True),
     "sigmoid": Rule(sigmoid_weigh, sigmoid_slope, rowin=True, unit=BINARY),
-    "sigmoid_sum": Rule(sigmoid_weigh, sigmoid_slope, row_sum, rowin=True, unit=BINARY, sums=True),
+    "elu": Rule(elu_weigh, elu_slope),
+    "identity": Rule(identity_weigh, identity_slope),
+    # what attend() takes for entmax with a t
+    "alphamax": Rule(alphamax_weigh, alphamax_slope, alphamax_settle, alphamax_lift, passes=24, extra=True, rowin=True),
 }
+# and with row_sum: rules without a statistic get the sum of their weights for one, to divide by outside
+RULES |= {name + "_sum": rule._replace(settle=row_sum, sums=True) for name, rule in RULES.items() if rule.settle is None}
 
 # ------------------------------------------------------------------------------------------------ tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every rule, in Triton
@@ -525,12 +786,22 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; no row for False:
     (90, 256, True): ((128, 32, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 64, 8, 1)),
     (80, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
     (80, 64, True): ((128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (32, 32, 2, 1)),
-    (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
+    (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2), None),
     (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
     (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
     (0, 64, True): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (32, 64, 8, 1), (16, 16, 4, 1)),
     (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
     (0, 256, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+HEAVY = {  # instead of these, for rules that lift scores: the kernels that would spill
+    (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
+    (90, 64, True): {"forward with U": (64, 64, 8, 3), "backward_table": (64, 64, 8, 1)},
+    (90, 128, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
+    (90, 128, True): {"backward_table": (64, 64, 8, 1)},
+    (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
+    (80, 64, True): {"backward_keys": (16, 128, 8, 2)},
+    (80, 128, False): {"backward_rows": (64, 64, 8, 2), "backward_keys": (32, 64, 8, 2)},
+    (80, 128, True): {"forward with U": (64, 32, 8, 2)},
 }
 SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))  # the interpreter: several tiles of short inputs
 
@@ -541,12 +812,13 @@ def generation(device):
 
 
 def tile(kernel, rule, q, v, busy):
-    column = COLUMNS.index("forward with U" if kernel == "forward" and rule.extra else kernel)
+    column = "forward with U" if kernel == "forward" and rule.extra else kernel
     if INTERPRETED:
-        return SMALL[column]
+        return SMALL[COLUMNS.index(column)]
     width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
     key = 0 if q.dtype == torch.float32 else generation(q.device), width
-    return (TILES.get((*key, busy)) or TILES[(*key, True)])[column]
+    key = (*key, busy) if (*key, busy) in TILES else (*key, True)
+    return rule.lift and HEAVY.get(key, {}).get(column) or TILES[key][COLUMNS.index(column)]
 
 
 def padded(width):
@@ -565,6 +837,12 @@ def arguments(rule, q, k, v, t, table, far, scale, window, first):
     strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in (q, k, v, t)]
     W = 0 if table is None else table.shape[1]
     return Inputs(q, k, v, t, table, far, *strides, H, H // k.shape[1], H // v.shape[1], T, W, window if 0 < window < T else None, first, scale)
+
+
+def named(rule):
+    """The rule of a name, "softmax", or of a name with a power, "tra:3.0": operators take a string, but no Rule."""
+    name, _, power = rule.partition(":")
+    return RULES[name]._replace(power=float(power)) if power else RULES[name]
 
 
 def straight(tensor, name):
@@ -593,7 +871,7 @@ def rows_of_all_heads(q, heads, width):
 
 
 def allocate_forward(rule, q, k, v, t, table, far, scale, window, first):
-    rule, heads = RULES[rule], q.shape[1]
+    rule, heads = named(rule), q.shape[1]
     o = rows_of_all_heads(q, heads, v.shape[-1])
     u = rows_of_all_heads(q, heads if rule.extra else 0, v.shape[-1])
     r = q.new_empty(q.shape[:3] if rule.settle else (0,), dtype=torch.float32)
@@ -604,8 +882,8 @@ def allocate_forward(rule, q, k, v, t, table, far, scale, window, first):
 def run_forward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
                 scale: float, window: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
     o, r, u = allocate_forward(rule, q, k, v, t, table, far, scale, window, first)
-    x = arguments(RULES[rule], q, k, v, t, table, far, scale, window, first)
-    launch(forward, lambda BM, BN: triton.cdiv(x.T, BM), RULES[rule], x, o, u, r, o.stride()[:3])
+    x = arguments(named(rule), q, k, v, t, table, far, scale, window, first)
+    launch(forward, lambda BM, BN: triton.cdiv(x.T, BM), named(rule), x, o, u, r, o.stride()[:3])
     return o, r, u
 
 
@@ -622,7 +900,7 @@ def allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, 
     dfar = q.new_empty((0,) if far is None else (B, H, 2, T), dtype=torch.float32)
     shape = (0,)
     if learn_table:
-        n = tile("backward_table", RULES[rule], q, v, True)[0]
+        n = tile("backward_table", named(rule), q, v, True)[0]
         shape = (B, H, diagonals(T, table.shape[1], window, first, n), n, n)
     return dq, dk, dv, dt, dfar, q.new_empty(shape, dtype=torch.float32)
 
@@ -633,13 +911,13 @@ def run_backward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, t
                  learn_table: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grads = allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, first, learn_table)
     dq, dk, dv, dt, dfar, dtable = grads
-    x = arguments(RULES[rule], q, k, v, t, table, far, scale, window, first)
+    x = arguments(named(rule), q, k, v, t, table, far, scale, window, first)
     do, delta = straight(do, "the output's gradient"), torch.empty_like(r)
     so, sdo, sdq, sdk, sdv = (part.stride()[:3] for part in (u, do, dq, dk, dv))
-    launch(backward_rows, lambda BM, BN: triton.cdiv(x.T, BM), RULES[rule], x, u, r, do, e, dq, dt, dfar, delta, so, sdo, sdq)
-    launch(backward_keys, lambda BM, BN: triton.cdiv(x.T, BN), RULES[rule], x, r, do, delta, dk, dv, sdo, sdk, sdv)
+    launch(backward_rows, lambda BM, BN: triton.cdiv(x.T, BM), named(rule), x, u, r, do, e, dq, dt, dfar, delta, so, sdo, sdq)
+    launch(backward_keys, lambda BM, BN: triton.cdiv(x.T, BN), named(rule), x, r, do, delta, dk, dv, sdo, sdk, sdv)
     if learn_table:
-        launch(backward_table, lambda BM, BN: dtable.shape[2], RULES[rule], x, r, do, delta, dtable, sdo, dtable.shape[2])
+        launch(backward_table, lambda BM, BN: dtable.shape[2], named(rule), x, r, do, delta, dtable, sdo, dtable.shape[2])
     return grads
 
 
@@ -663,7 +941,7 @@ def over_groups(grad, heads):
 def remember(ctx, inputs, output):
     rule, q, k, v, t, table, far, *ctx.rest = inputs
     ctx.rule, (o, r, u) = rule, output
-    ctx.save_for_backward(q, k, v, t, table, far, u if RULES[rule].extra else o, r)
+    ctx.save_for_backward(q, k, v, t, table, far, u if named(rule).extra else o, r)
 
 
 def differentiate(ctx, do, e, _):
@@ -689,15 +967,17 @@ run_backward.register_autograd(refuse)
 
 # ------------------------------------------------------------------------------------------------ the public face
 
-def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False):
+def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None):
     """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where the rule has none.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0. The score is
     scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h] (i - j). Row i sees key j
-    if i - j < window (0: no limit) or j < first. row_sum: sigmoid's statistic is the sum of its weights. All is differentiable."""
+    if i - j < window (0: no limit) or j < first. row_sum: the statistic of a rule that has none is the sum of its weights. power:
+    another p than the rule's own; entmax takes one of each row as t, too. All is differentiable but entmax's statistic."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
-    check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum)
+    rule = "alphamax" if rule == "entmax" and t is not None else rule
+    check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power)
     rule = rule + "_sum" if row_sum else rule
     B, H, T, _ = q.shape
     if RULES[rule].rowin:
@@ -707,25 +987,30 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
         nothing = q.new_zeros(H, dtype=torch.float32)
         tail = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
     table = table.float() if table is not None and table.shape[1] else None
-    o, r, _ = run_forward(rule, q, k, v, t, table, tail, float(scale), window, first)
-    return o, r if RULES[rule].settle else None
+    name = rule if power is None else f"{rule}:{float(power)}"
+    o, r, _ = run_forward(name, q, k, v, t, table, tail, float(scale), window, first)
+    if not RULES[rule].settle:
+        return o, None
+    return o, r.detach() if RULES[rule].passes > 1 else r            # the slopes of such rules hold r to its equation already
 
 
-def check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum):
+def check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
     """Whatever the kernels cannot do ends here, in one sentence."""
     if not AVAILABLE:
         raise ValueError("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
                          "(or set TRITON_INTERPRET=1 to test them on a CPU)")
-    for bad, message in problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum):
+    for bad, message in problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
         if bad:
             shapes = {name: part is not None and tuple(part.shape) for name, part in dict(q=q, k=k, v=v, t=t, table=table).items()}
             raise ValueError(message.format(rule=rule, rules=list(RULES), **shapes))
 
 
-def problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum):
+def problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
     """Pairs of a condition and what to say about it, in an order in which each may rely on those before."""
     yield rule not in RULES, "no kernel for the rule {rule!r}: choose one of {rules}"
-    yield row_sum and rule != "sigmoid", "only the kernel of sigmoid returns row sums: leave out row_sum for {rule}"
+    yield row_sum and rule + "_sum" not in RULES, "{rule} has no row sum to return: leave out row_sum"
+    yield power is not None and not RULES[rule].powers, "{rule} has no power: leave out power"
+    yield power is not None and not (isinstance(power, (int, float)) and power >= 1), "power must be a plain number from 1 on"
     yield t is not None and not RULES[rule].rowin, "{rule} reads no row input: leave out t"
     yield {q.ndim, k.ndim, v.ndim} != {4}, "q, k and v must have four axes, (B, H, T, D), but are {q}, {k} and {v}"
     same = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]
