@@ -486,9 +486,11 @@ BLIND = "blind"                                 # the same model whose rows see 
 
 
 def lab_flags(attn):
-    """What a recipe needs to mean anything in the lab: a window shorter than its 64 tokens, or a second head where heads are paired."""
+    """What a recipe needs to mean anything in the lab: a window shorter than its 64 tokens, a second head where heads are paired, and a
+    threshold that some keys pass at first, for with tra's beta of 1 hardly any does, and what gets no gradient learns nothing."""
     axes = attention.recipe(attn)
-    return ["--window=16"] * ("window" in axes) + ["--n_head=2"] * (axes.get("diff") == "v1")
+    return (["--window=16"] * ("window" in axes) + ["--n_head=2"] * (axes.get("diff") == "v1")
+            + ["--attn_args=beta_init=0.1"] * (axes["rule"] == "tra"))
 
 
 def train_in_lab(attn, seed, folder, more):
