@@ -2,7 +2,7 @@
 
 For every attention here one head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees, and its weights come from a
 rule  w_ij = f(s_ij; r_i, t_i)  of the score s_ij, a row statistic r_i of the scores (a log-sum-exp, say) and a row input t_i
-(a threshold, say). A rule in plain PyTorch is the definition; kernels.py holds its Triton form under the same name.
+(a threshold; entmax's is an exponent). A rule in plain PyTorch is the definition; kernels.py holds its Triton form under the same name.
 
 Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v, C n_embd.
 q (B, H, R, D)   k (B, H or fewer, T, D)   v (B, H or fewer, T, E)   scores, weights (B, H, R, T)   row vectors (B, H, R, 1)
@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 import kernels
 
@@ -56,7 +57,8 @@ def elastic(s, seen, t):
 
     The sink is cut off: what would be parked there falls below the threshold. Exact zeros, row sum in [0, 1], not renormalised.
     Learned: tau (H,), 1 at the start, so that a uniform row is off. n_i counts from 1: row i of the paper sees i keys.
-    Source: Lazy Attention, eq. 5 and table 2. The authors' public code stores -tau and adds it.
+    Source: Lazy Attention, eq. 5 and table 2. The author's public code stores -tau and adds it, from -1, -0.5 or -1.01 on, and gives
+    it a hundred times the learning rate (here --head_lr=100).
     """
     return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)          # tau may learn to be negative: then 0 - t is not
 
@@ -76,11 +78,11 @@ def entmax(s, seen, t=None, power=2.0):
     """w_ij = relu((alpha - 1) s_ij - r_i)^p, p = 1 / (alpha - 1), with the threshold r_i that makes the row sum to 1.
 
     Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get exact zeros, but the row still spends
-    1: the sink becomes a choice of few keys, and remains. `power` is p; with --attn_args=alpha=learned p comes as t instead, and
+    1: the sink becomes a choice of few keys, and remains. `power` is p; with --attn_args=alpha=learned it is None and p comes as t, with
     alpha_h = 1 + sigmoid(theta_h), theta (H,) 0 at the start, which is alpha 1.5.
     Source: Peters et al. 2019, eq. 7 and 9; alpha per head: Correia et al. 2019, who learn it as 1 + sigmoid, too.
     """
-    p = power if t is None else t
+    p = t if power is None else power
     z = s / p + ~seen * UNSEEN
     z = z - z.detach().amax(-1, keepdim=True)                           # now r lies in [-1, 0]
     r = entmax_threshold(z.detach(), p)
@@ -111,7 +113,8 @@ def entmax_scalars(layer):
 
 def entmax_row_input(layer, n):
     """p_h = 1 / (alpha_h - 1) where alpha is learned; None where it is a constant, and then the rule's power."""
-    return (1 + torch.exp(-layer.theta))[:, None, None].expand(-1, len(n), 1) if layer.args["alpha"] == "learned" else None
+    if layer.args["alpha"] == "learned":
+        return (1 + torch.exp(-layer.theta.clamp(min=-4.6)))[:, None, None].expand(-1, len(n), 1)       # alpha of at least 1.01
 
 
 def sparsemax(s, seen, t=None, power=1.0):
@@ -125,13 +128,16 @@ def sparsemax(s, seen, t=None, power=1.0):
 def lssar(s, seen, t, power=15.0):
     """a_ij = softplus(s_ij) / sum_k softplus(s_ik),  w_ij = x_ij^p / sum_k x_ik^p with x_ij = relu(a_ij - t_i), t_i = o_i / n_i.
 
-    What lies below an even row's share is cut, and the power sharpens what is left; rows still sum to 1 (an exactly even one is
-    empty), so a sink may remain. o_i is 1, but 0 where a row sees up to three keys. No learned scalars: the recipe puts q and k to unit
-    length and the score is log(d) log(n_i) q.k. x is divided by its row's maximum first, for x^15 leaves float32's range; the published
-    1e-8 beside the last sum, which would empty nearly even rows, is left out. Source: Gao & Spratling 2501.13428, eq. 4 to 7.
+    What lies below an even row's share is cut, and the power sharpens what is left; rows still sum to 1 (only an even one is empty), so
+    a sink may remain. o_i is 1, but 0 where a row sees up to three keys. No learned scalars: the recipe puts q and k to unit length and
+    the score is log(d) log(n_i) q.k.
+    Source: Gao & Spratling 2501.13428, eq. 4 and 5. x is divided by its row's maximum, for x^15 leaves float32's range, and the published
+    1e-8 beside the last sum is left out, for it would empty nearly even rows; x within rounding of 0 is 0. Paper [2]'s table 1 says that
+    LSSAR has no exact zeros: with the threshold it has.
     """
     phi = F.softplus(s, threshold=40).masked_fill(~seen, 0.0)
-    x = F.relu(phi / phi.sum(-1, keepdim=True) - t).masked_fill(~seen, 0.0)
+    a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)                # where all scores are far below 0, phi itself is 0
+    x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))                     # what rounding alone lifts above t, the power would blow up
     x = x / x.detach().amax(-1, keepdim=True).clamp(min=1e-30)
     b = x ** power
     return b / b.sum(-1, keepdim=True).clamp(min=1.0)                   # the largest is 1, so only a row of zeros sums to less
@@ -146,8 +152,9 @@ def softpick(s, seen, t=None):
     """w_ij = relu(e^s_ij - 1) / (sum_k |e^s_ik - 1| + eps): negative scores get exact zeros and only swell the denominator.
 
     So a row may spend less than 1, and nothing at all where every score is negative: no sink is needed. No learned scalars.
-    Source: Zuhri et al. 2504.20966, eq. 3 and 4. Both sides are multiplied by e^-m, with m the row's maximum but at least 0: the
-    authors' code lacks the "at least 0" and overflows where all scores are below -88. eps (1e-8) is added after that, as there.
+    Source: Zuhri et al. 2504.20966. Both sides are multiplied by e^-m, with m the row's maximum but at least 0: the
+    authors' code lacks the "at least 0" and overflows where all scores are below -88. eps (1e-8) is added after that, as there; their
+    kernel has 1e-6, and counts a score of exactly 0 as negative where autograd and this have slope 0.
     """
     s = s + ~seen * UNSEEN                      # nothing that is not seen may overflow
     m = s.detach().amax(-1, keepdim=True).clamp(min=0)
@@ -158,7 +165,8 @@ def softpick(s, seen, t=None):
 def relu(s, seen, t=None):
     """w_ij = relu(s_ij): no normaliser, exact zeros below 0, and nothing to spend, hence no sink.
 
-    No learned scalars. Divided by the row's length (Wortsman et al. 2309.08586), or followed by an RMSNorm (ReLA, Zhang et al. 2021).
+    No learned scalars. Divided by the row's length (Wortsman et al. 2309.08586, there bidirectional and one length for all rows), or
+    followed by an RMSNorm (ReLA, Zhang et al. 2021).
     """
     return F.relu(s).masked_fill(~seen, 0.0)
 
@@ -166,10 +174,11 @@ def relu(s, seen, t=None):
 def tra(s, seen, t, power=2.0):
     """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): only scores that noise would hardly reach survive.
 
-    For unit q and k of width d that have nothing to do with each other, at beta 1 about kappa keys a row pass, however long the context.
-    Exact zeros, no sum to spend, no sink. Learned: beta (H,), 1 at the start, one for both views of TDA.
-    Source: Threshold Differential Attention, eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a constant, and
-    lacks the norm on the output, without which a row that nothing passes could not be told from small weights.
+    Of unit q and k of width d that have nothing to do with each other, at beta 1 at most kappa keys a row pass on average, however long
+    the context (at d 64 and n 1024 really 0.05, so that most rows start empty). Exact zeros, no sum to spend, no sink.
+    Learned: beta (H,), 1 at the start, one for both views of TDA.
+    Source: Threshold Differential Attention, eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a constant and lacks
+    the norm on the output, which gives the few small weights a scale; here the logarithm is at least 0, for kappa above n.
     """
     return F.relu(s - t).masked_fill(~seen, 0.0) ** power
 
@@ -232,7 +241,7 @@ RULES = {
     "softmax": Rule(softmax, LogSumExp.apply),
     "elastic": Rule(elastic, None, {"tau_init": 1.0, "per_length": True, "learn_tau": True}, elastic_scalars, elastic_threshold),
     "entmax": Rule(entmax, None, {"alpha": 1.5}, entmax_scalars, entmax_row_input,
-                   lambda args: 0.0 if args["alpha"] == "learned" else 1 / (args["alpha"] - 1)),
+                   lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1)),
     "sparsemax": Rule(sparsemax),
     "lssar": Rule(lssar, None, {"power": 15.0}, None, lssar_threshold, lambda args: args["power"]),
     "softpick": Rule(softpick),
@@ -269,7 +278,7 @@ NUMBERS = {                                     # axes that are whole numbers, w
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()} | NUMBERS
 
 AXIS_ARGS = {                                   # constants that some choices on an axis bring along, with their defaults
-    ("scale", "log_n"): {"sigma_init": 0.0, "learn_sigma": True},
+    ("scale", "log_n"): {"sigma_init": "auto", "learn_sigma": True},
     ("sink", "key_value"): {"value_norm": "learned", "value_even": False},
     ("diff", "subtract"): {"lambda_init": 0.5},
     ("dex", "on"): {"anneal": 0.5},
@@ -351,9 +360,13 @@ def meaningless(c):
     """Pairs of a condition on a config and what to say about it."""
     yield c.sink not in ("none", "token") and c.rule != "softmax", (
         f"--sink={c.sink} goes with rule softmax only: an extra key merges exactly by log-sum-exp, and rule {c.rule} has none")
-    yield c.normalize != "none" and RULES[c.rule].statistic is not row_sum, (
-        f"--normalize={c.normalize} goes with rules that have no normaliser of their own (relu, tra, sigmoid, elu, identity): "
+    free = [name for name, rule in RULES.items() if rule.statistic is row_sum]
+    yield c.normalize != "none" and c.rule not in free, (
+        f"--normalize={c.normalize} goes with rules that have no normaliser of their own ({', '.join(free)}): "
         f"the rows of rule {c.rule} are normalised already")
+    yield c.normalize == "sum" and c.rule == "identity" and c.feature != "elu", (
+        "--normalize=sum divides by sums that weights of either sign may bring to 0: use --normalize=max1")
+    yield c.sink == "token" and c.window and not c.first, "--sink=token is out of sight beyond a window: give --first=1 as well"
     yield c.diff == "v1" and c.n_kv_head % 2, (
         f"--diff=v1 pairs heads, of keys, too: n_head={c.n_head} and n_kv_head={c.n_kv_head} must both be even")
     yield c.first and not c.window, f"--first={c.first} keeps keys visible beyond a window: give --window as well"
@@ -373,10 +386,12 @@ def constants(config):
         if key not in allowed:
             raise ValueError(f"unknown --attn_args key {key!r}: this recipe knows {', '.join(allowed) or 'none'}")
         args[key] = parse_value(key, value, allowed[key])
+    if args.get("value_even") and args["value_norm"] == "learned":
+        raise ValueError("--attn_args: value_even=1 lays out a fixed value of the extra key: give its value_norm=NUMBER as well")
     return args
 
 
-WORDS = {"per_length": "block", "alpha": "learned", "value_norm": "learned"}    # what a constant may be beside a switch or a number
+WORDS = {"per_length": "block", "alpha": "learned", "value_norm": "learned", "sigma_init": "auto"}     # beside a switch or a number
 BOUNDS = {"alpha": (1.01, 2.0), "power": (1.0, 64.0), "kappa": (1e-9, 1e9), "lambda_init": (1e-6, 1 - 1e-6), "norm_eps": (1e-12, 1.0),
           "anneal": (1e-6, 1.0)}
 
@@ -418,7 +433,11 @@ class View(NamedTuple):
 
 
 def visible(i, j, view):
-    """Who sees whom: row i sees key j (both positions, broadcast against each other)."""
+    """Who sees whom: row i sees key j (both positions, broadcast against each other).
+
+    A window (Beltagy et al. 2020) takes the sink out of sight; so a model trained without one, which needs its sink, breaks, unless its
+    first keys stay visible (StreamingLLM, Xiao et al. 2309.17453). GPT-OSS has a window of 128 in every second layer, 0 first.
+    """
     seen = j <= i
     if view.window:
         seen = seen & ((i - j < view.window) | (j < view.first))
@@ -514,7 +533,7 @@ class Recomputed(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, run, view, *inputs):
-        ctx.run, ctx.view, ctx.dice = run, view, torch.get_rng_state()
+        ctx.run, ctx.view, ctx.rng, ctx.device_rng = run, view, torch.get_rng_state(), get_device_states(*inputs)
         ctx.save_for_backward(*inputs)
         return run_blocks(run, view, *inputs)
 
@@ -523,8 +542,9 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx, *arriving):
         inputs = ctx.saved_tensors
         sums = [None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(ctx.dice)       # dropout falls as it did
+        with torch.random.fork_rng(devices=ctx.device_rng[0]):
+            torch.set_rng_state(ctx.rng)        # dropout falls as it did
+            set_device_states(*ctx.device_rng)
             for rows, i in row_blocks(inputs[0].shape[2], inputs[1].shape[2], inputs[0].device):
                 with torch.enable_grad():
                     parts = [None if x is None else x.detach().requires_grad_() for x in cut(ctx.view, *inputs, rows)]
@@ -581,21 +601,29 @@ def feature_map(width):
 
 
 def ssmax_scale(layer, n):
-    """SSMax (Nakanishi 2501.19399): the score times sigma_h log n_i. sigma (H,) is learned and starts where its product with log n is 1 on
-    average over a training context; for unit q and k (LSSAR, which fixes it) it is log(d), and 1 / sqrt(d) is taken back."""
+    """SSMax (Nakanishi 2501.19399): the score times sigma_h log n_i, so that long rows are as sharp as short ones, their sinks too.
+
+    Learned: sigma (H,), at first 1 / mean(log n) of a training context (0.168 for 1024), or --attn_args=sigma_init=. The asentmax
+    repository's version has log(n + 1) and N(1, 0.01). For unit q and k (LSSAR, which fixes it) sigma is sqrt(d) log(d).
+    """
     return layer.sigma[:, None, None] * n.log()[:, None]
 
 
 def ssmax_scalars(layer):
     config, width = layer.config, layer.width
     mean_log = (torch.arange(config.block_size) + 1.0).log().mean().item()
-    sigma = layer.args["sigma_init"] or (math.sqrt(width) * math.log(width) if config.qk_norm == "l2" else 1 / max(mean_log, 0.1))
+    sigma = layer.args["sigma_init"]
+    if sigma == "auto":
+        sigma = math.sqrt(width) * math.log(width) if config.qk_norm == "l2" else 1 / max(mean_log, 0.1)
     return {"sigma": torch.full((layer.shapes["q"][0],), sigma)}
 
 
 def asentmax_scale(layer, n):
-    """ASEntmax: the score times 1 + beta_h log(n_i + 1)^gamma_h. scale_beta (H,) starts evenly spread over the heads from 0.1 to 1 (the
-    released code draws it there), scale_gamma (H,) at 0 (there N(0, 0.1)). Source: the asentmax repository's sparse_gemma.py."""
+    """ASEntmax: the score times 1 + beta_h log(n_i + 1)^gamma_h, which the head may learn to let grow, or shrink, with the length.
+
+    Learned: scale_beta (H,), at first evenly spread over the heads from 0.1 to 1 (the released code draws it there), and scale_gamma (H,),
+    at first 0, so that length comes in as it learns (there N(0, 0.1)). Source: the asentmax repository, sparse_gemma.py.
+    """
     return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[:, None] ** layer.scale_gamma[:, None, None]
 
 
@@ -625,26 +653,33 @@ def lambda_at_depth(layer):
 PLAIN = {"rule": ("softmax",), "diff": ("none",), "window": (0,), "sink": ("none", "token"), "pos": ("rope", "none", "learned")}
 
 
+def obstacles(c, device):
+    """Triples of a kernel, a condition on a config and a device under which it cannot be, and the reason."""
+    doubled = 2 if c.diff == "v1" or c.first and "rope" in c.pos else 1                                  # the width of values, or of q and k
+    here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
+    yield "triton", c.rule not in kernels.RULES, f"rule {c.rule} has no kernel"
+    yield "triton", c.dropout > 0, "the kernels have no attention dropout"
+    yield "triton", doubled * c.n_embd // c.n_head > 256, "its heads are wider than 256"
+    yield "triton", not here, "it needs triton and a CUDA GPU"
+    yield "triton", c.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+    plain = all(getattr(c, axis) in values for axis, values in PLAIN.items())
+    yield "sdpa", not plain, f"it computes plain softmax only, not --attn={c.attn} --pos={c.pos}"
+
+
 def choose_kernel(config, device):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or "torch" (the block loop).
 
     auto is Triton on CUDA where the rule has a kernel, elsewhere sdpa for what is plain softmax. Raises ValueError where an explicit
     --kernel cannot be.
     """
-    doubled = 2 if config.diff == "v1" or config.first and "rope" in config.pos else 1                  # the width of values, or of q and k
-    reasons = {
-        "triton": {"rule {rule} has no kernel": config.rule not in kernels.RULES,
-                   "the kernels have no attention dropout": config.dropout > 0,
-                   "its heads are wider than 256": doubled * config.n_embd // config.n_head > 256,
-                   "it needs triton and a CUDA GPU": not kernels.AVAILABLE or device != "cuda" and not kernels.INTERPRETED},
-        "sdpa": {"it computes plain softmax only, not --attn={attn} --pos={pos}":
-                 any(getattr(config, axis) not in values for axis, values in PLAIN.items())},
-        "torch": {}}
-    cannot = {kernel: [why for why, holds in all_of_them.items() if holds] for kernel, all_of_them in reasons.items()}
+    cannot = {}
+    for kernel, holds, reason in obstacles(config, device):
+        if holds:
+            cannot.setdefault(kernel, reason)
     if config.kernel == "auto":
-        return next(kernel for kernel, why in cannot.items() if not why and (kernel != "triton" or device == "cuda"))
-    if cannot[config.kernel]:
-        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel][0].format(**vars(config))}; use auto or torch")
+        return next(kernel for kernel in ("triton", "sdpa", "torch") if kernel not in cannot)
+    if config.kernel in cannot:
+        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
     return config.kernel
 
 
@@ -685,7 +720,8 @@ class Attention(nn.Module):
         self.add_axes(value_width)
 
     def plan(self):
-        """Heads and width of q, k and v, and the heads of the output."""
+        """Heads and width of q, k and v, and the heads of the output. Views come in pairs of adjacent heads; of keys, too, where each view has
+        its own. (With fewer key heads, unilm's code shares one key head between both views of a head.)"""
         H, K, D = self.config.n_head, self.config.n_kv_head, self.width
         q, k, v = {"none": ((H, D), (K, D), (K, D)),
                    "subtract": ((2 * H, D), (2 * K, D), (K, D)),        # two views of the same values
@@ -732,6 +768,7 @@ class Attention(nn.Module):
             self.learn("value_bias", (heads, E), std=0.02)
         if c.dex == "on":                       # Kong et al. 2505.16333
             self.dex_proj = nn.Linear(E, E, bias=False)
+            nn.init.zeros_(self.dex_proj.weight)
             self.dex_proj.weight.init_std = 0.0
             self.learn("dex_lambda", torch.zeros(()))
             self.register_buffer("progress", torch.zeros(()))           # how much of the training is over, set by the training loop
@@ -750,27 +787,31 @@ class Attention(nn.Module):
             k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
             past.update(k=self.still_seen(k), v=self.still_seen(v), tokens=past.get("tokens", 0) + x.shape[1])
         if "rope" in self.config.pos:
-            q, k = self.rotated(q, k)
+            q, k = self.rotated(q, k, 0 if past is None else past["tokens"] - k.shape[2])
         y = self.attend(q, k, v, x, getattr(self, "table", None))       # (B, H, R, E)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
     def still_seen(self, x):
-        """Of cached keys or values (B, H, T, .), those that the next token will see. (A distance bias would notice what is missing
-        between the first keys and the rest, so with it nothing is forgotten.)"""
-        last = self.window - 1
-        if not self.window or x.shape[2] <= self.first + last or self.first and "bias" in self.config.pos:
+        """Of cached keys or values (B, H, T, .), those that the next token will see: the first keys and the window, less its own."""
+        recent = self.window - 1
+        if not self.window or x.shape[2] <= self.first + recent:
             return x
-        return torch.cat([x[:, :, :self.first], x[:, :, x.shape[2] - last:]], 2)
+        if self.first and "bias" in self.config.pos:                    # a distance bias would notice what is missing in between
+            return x
+        return torch.cat([x[:, :, :self.first], x[:, :, x.shape[2] - recent:]], 2)
 
-    def rotated(self, q, k):
-        """RoPE for the last R of T rows, and all keys. Beyond a window, first keys stay where they are in a cache that holds only what
-        is seen: as far before the row as the window is long (StreamingLLM, Xiao et al. 2309.17453). A row then scores two kinds of
-        keys from two places, for which q and k become twice as wide, each key with zeros in the half that is not its own."""
-        T, base = k.shape[2], self.config.rope_base
-        j = torch.arange(T, device=k.device)
-        i, end = j[T - q.shape[2]:], self.first + self.window - 1
+    def rotated(self, q, k, gone=0):
+        """RoPE for the last R of T rows, and all keys. `gone` tokens between the first keys and the others have left the cache.
+
+        StreamingLLM counts places in a cache that holds only what is seen: beyond the window, a row is always `end` places behind the
+        start, and scores the first keys from there. For that q and k become twice as wide, [q at i | q at end] against [k | 0] for recent
+        keys and [0 | k] for the first ones.
+        """
+        base, j = self.config.rope_base, torch.arange(k.shape[2], device=k.device)
+        j = j + gone * (j >= self.first)
+        i, end = j[k.shape[2] - q.shape[2]:], self.first + self.window - 1
         turned, k = rotate(q, base, i), rotate(k, base, j)
-        if not self.first or T <= end + 1:
+        if not self.first or gone + k.shape[2] <= end + 1:
             return turned, k
         early = (j < self.first)[:, None]
         return torch.cat([turned, rotate(q, base, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
@@ -794,12 +835,21 @@ class Attention(nn.Module):
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         n = visible_count(i, self.view).to(wide(q).dtype)
         q, k = self.featured(q), self.featured(k)
+        if self.config.diff in ("subtract", "v1"):
+            k = self.of_score_heads(k, 1)
         if self.config.scale in SCALES:
             q = (q * SCALES[self.config.scale][0](self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None and t.dim() == 3 and self.config.diff != "none":
             t = t.repeat_interleave(2, 0)       # both views have their head's
         return q, k, t, n
+
+    def of_score_heads(self, x, axis):
+        """What belongs to key heads, along `axis`, repeated for the score heads that share them: each view has its own of a pair."""
+        shared = self.shapes["q"][0] // x.shape[axis]
+        if shared == 1 or self.config.diff not in ("subtract", "v1"):
+            return x.repeat_interleave(shared, axis)
+        return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
     def featured(self, x):
         """Queries or keys, normalised and through the feature map."""
@@ -829,7 +879,7 @@ class Attention(nn.Module):
         t = None if t is None else t.squeeze(-1)
         if self.config.rule == "lssar":         # two calls: the first one's row sum makes the second one's threshold
             t = t * call("softplus", row_sum=True)[1]
-        o, r = call(self.config.rule, t=t, power=self.power or None, row_sum=self.need_r and self.rule.statistic is row_sum)
+        o, r = call(self.config.rule, t=t, power=self.power, row_sum=self.need_r and self.rule.statistic is row_sum)
         return o, None if r is None else r[..., None]
 
     # ------------------------------------------------------------------- after the rule
@@ -847,8 +897,10 @@ class Attention(nn.Module):
         """What a row's real weights are multiplied with, (B, score heads, R, 1), or None if that is 1. r is the rule's statistic.
 
         An extra key of score c leaves them e^r / (e^r + e^c): a sink outside the sequence is softmax followed by a gate,
-        o_i sigmoid(r_i - c). c is 0 (softmax1, Miller 2023), learned per head (the sink logit of GPT-OSS) or q_i . k* as for every key
-        (the K and KV biases of When Attention Sink Emerges); The Attention Sink as Native MoE, eq. 2 to 4, tells the story.
+        o_i sigmoid(r_i - c), and the first token need not be one (The Attention Sink as Native MoE, eq. 2 to 4). c is 0 (softmax1, Miller
+        2023); learned, sink_logit (H,) at first 0 (GPT-OSS, which prints no initial value; transformers has N(0, 0.02)); or q_i . k* / sqrt(d),
+        as for every key, with sink_key N(0, 0.02) for each key head and not rotated (When Attention Sink Emerges, table 4, whose code decays
+        it and v*; here nothing outside the linear layers decays).
         """
         if self.config.normalize != "none":
             return 1 / NORMALIZERS[self.config.normalize](r, n[:, None])
@@ -857,7 +909,7 @@ class Attention(nn.Module):
         if self.config.sink == "logit":
             return torch.sigmoid(r - self.sink_logit[:, None, None])
         if self.has_extra_key:
-            key = self.featured(self.sink_key).repeat_interleave(q.shape[1] // self.sink_key.shape[0], 0)
+            key = self.of_score_heads(self.featured(self.sink_key), 0)
             return torch.sigmoid(r - self.scale * (wide(q[..., :self.width]) * key[:, None]).sum(-1, keepdim=True))
 
     def kept(self, o, q, r, n):
@@ -871,10 +923,12 @@ class Attention(nn.Module):
         return o * share
 
     def subtracted_share(self, x):
-        """lambda, how much of the second view is subtracted: broadcastable to (B, H, R, 1).
+        """lambda, how much of the second view is subtracted: broadcastable to (B, H, R, 1). What both views park on a sink cancels.
 
-        subtract: sigmoid(lambda_logit_h), 0.5 at the start (the paper prints no value). v1: exp(q1.k1) - exp(q2.k2) + lambda_init of four
-        vectors and the layer's depth (Ye et al. 2410.05258). v2: sigmoid of a linear map of the layer's input (unilm, Diff-Transformer-V2).
+        subtract: sigmoid(lambda_logit_h), at first 0.5, for the TDA paper prints no value (its code clamps lambda to [0, 1], where it gets
+        no gradient). v1 (Ye et al. 2410.05258): exp(q1.k1) - exp(q2.k2) + lambda_init of four vectors (D,), N(0, 0.1), and the layer's depth,
+        one per layer; paper GroupNorm, code RMSNorm with one weight for all heads, as here; transformers pairs heads h and h + H/2, and has
+        no weight. v2 (unilm, Diff-Transformer-V2): sigmoid of a linear map of the layer's input, no norm.
         """
         if self.config.diff == "subtract":
             return torch.sigmoid(self.lambda_logit)[:, None, None]
@@ -884,10 +938,11 @@ class Attention(nn.Module):
         return ups.exp() - downs.exp() + lambda_at_depth(self.layer)
 
     def corrected(self, o):
-        """o + v*, a learned constant; or o - lambda(t) o W, Dex's correction of every head.
+        """o + v*, a learned constant N(0, 0.02) for each head (V biases, When Attention Sink Emerges, table 4: the sink remains); or
+        o - lambda(t) o W, Dex's correction of every head, which may subtract what a sink's value adds (Kong et al. 2505.16333, no official code).
 
         lambda(t) = (1 - a) a lambda_init + a lambda_learned, a = min(1, progress / anneal): W and lambda_learned start at 0, where neither
-        would ever move, so the term that fades in and out is what starts them. The paper picks heads of a trained model; from scratch, all.
+        would ever move, so the term that fades in and out is what starts them. The paper corrects some heads of a trained model; here all.
         """
         if self.config.value_bias == "on":
             o = o + self.value_bias[:, None]
@@ -898,7 +953,8 @@ class Attention(nn.Module):
 
     def output_norm(self, o):
         """RMSNorm of each head's output with one weight for all heads, or of all heads together, there perhaps times sigmoid(g o) of the
-        output before the norm, as ReLA has it. Differential attention v1 then multiplies by 1 - lambda_init."""
+        output before the norm, as ReLA has it (its code: eps 1e-8, under which an empty row's gradient is ten thousand times as large; the
+        gate's g is N(0, 0.02) at first). Differential attention v1 then multiplies by 1 - lambda_init."""
         if self.config.out_norm == "head":
             o = self.out_norm(o.to(self.out_norm.weight.dtype))
         elif self.config.out_norm != "none":
@@ -909,7 +965,8 @@ class Attention(nn.Module):
         return o * (1 - lambda_at_depth(self.layer)) if self.config.diff == "v1" else o
 
     def gated(self, o, x):
-        """o times the sigmoid of a linear map of the layer's input: one gate per head, or one per element of its output."""
+        """o times the sigmoid of a linear map of the layer's input: one gate per head, or one per element of its output (Qiu et al. 2505.06708).
+        A closed gate spends nothing, so no sink is needed; gates start at 1/2."""
         if self.config.gate == "none":
             return o
         return o * torch.sigmoid(split_heads(self.gate(x), o.shape[1], -1).to(o.dtype))

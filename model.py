@@ -62,13 +62,13 @@ class GPTConfig:
     scale: str | None = axis("scale", "what multiplies q.k: 1/sqrt(d), 1, or that times a factor that grows with log n (SSMax, ASEntmax)")
     normalize: str | None = axis("normalize", "what a row of a rule without a normaliser is divided by: 1, its sum, its length, max(|sum|, 1)")
     sink: str | None = axis("sink", "an extra key: of score 0 (one), a learned score (logit), a learned key, key and value, or a learned token")
-    diff: str | None = axis("diff", "two views, one subtracted: on shared values, or as Differential Transformer's first and second version")
+    diff: str | None = axis("diff", "a second view, which is subtracted: of shared values, or as Differential Transformer's first and second version")
     value_bias: str | None = axis("value_bias", "a learned vector added to each head's output")
     dex: str | None = axis("dex", "Dex's learned correction of each head's output")
     out_norm: str | None = axis("out_norm", "RMSNorm on the output of each head, of all heads together, or that with ReLA's gate")
     gate: str | None = axis("gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
     window: int | None = axis("window", "keys that a row sees, itself included; 0: all before it")
-    window_every: int | None = axis("window_every", "which layers have the window: 0 and every so manieth after it")
+    window_every: int | None = axis("window_every", "N: the window is in layers 0, N, 2N, ...")
     first: int | None = axis("first", "first keys that stay visible beyond the window, as in StreamingLLM")
 
     def __post_init__(self):
@@ -213,8 +213,8 @@ class GPT(nn.Module):
         return 6 * self.num_params(embeddings=False) + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
-        """AdamW, fused where the device has it. Only matrices and embeddings decay; the scalars that attention learns per head
-        (tau and its kin) do not, and their learning rate is head_lr times the others'."""
+        """AdamW, fused where the device has it. Only matrices and embeddings decay; what attention learns outside its linear
+        layers (tau and its kin) does not, and its learning rate is head_lr times the others'."""
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):

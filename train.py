@@ -51,7 +51,7 @@ class Train:
     gradient_accumulation_steps: int = knob(1, "a step sees batch_size times this many sequences, shared out over all ranks")
     # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
-    head_lr: float = knob(1.0, "factor on it for the scalars that attention learns per head (tau and its kin)")
+    head_lr: float = knob(1.0, "factor on it for what attention learns outside linear layers (tau and its kin)")
     weight_decay: float = knob(0.1, "on matrices and embeddings only")
     beta1: float = knob(0.9, "AdamW's first beta")
     beta2: float = knob(0.95, "AdamW's second beta")
@@ -121,6 +121,12 @@ def about_preset(name):
     about, *flags = PRESETS[name].items()
     lines = textwrap.wrap(about[1], 140) + textwrap.wrap(" ".join(f"--{knob}={shown(value)}" for knob, value in flags), 140, break_on_hyphens=False)
     return f"  {name}\n" + textwrap.indent("\n".join(lines), "      ")
+
+
+def about_recipe(name):
+    axes = attention.ATTENTIONS[name]
+    return f"  {name:18}" + " ".join(f"--{axis}={value}" for axis, value in axes.items() if axis != "args") + "".join(
+        f" --attn_args={key}={shown(value)}" for key, value in axes.get("args", {}).items())
 
 
 def settle_knobs(args):
@@ -415,7 +421,8 @@ def train(knobs, model, machine, run, meta, trainer, val, first):
 # ---------------------------------------------------------------------------------------------------------------------- main
 
 def main(argv):
-    parser = Parser(prog="train.py", description=__doc__, epilog="presets:\n" + "\n".join(map(about_preset, PRESETS)))
+    lists = ["presets:", *map(about_preset, PRESETS), "\nrecipes:", *map(about_recipe, attention.ATTENTIONS)]
+    parser = Parser(prog="train.py", description=__doc__, epilog="\n".join(lists))
     add_flags(parser, Train, GPTConfig)
     try:
         # what can be wrong with the flags alone is found before anything else starts
