@@ -9,7 +9,8 @@ thresholds, sinks, gates and normalisers live outside, in PyTorch.
 
 Tiles: each program keeps one tile of rows (or of keys) on the chip and walks over the tiles of the other side, so no T x T
 matrix is ever stored (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135). The running
-maximum is Milakov & Gimelshein's (2018, arXiv 1805.02867). Nothing is added atomically: two runs agree bit for bit.
+maximum is Milakov & Gimelshein's (2018, arXiv 1805.02867). Nothing is added atomically: two runs agree bit for bit. Tiles in which
+every weight is exactly 0 are noted in the forward and passed over in the backward.
 
 Legend                                              shapes in comments
   B, H, T   batch, query heads, tokens               (BM, ..)  a tile of BM rows, that is queries
@@ -104,6 +105,8 @@ class Rule(NamedTuple):
     unit: float = 1.0       # the rule sees s * unit
     floor: float = -1e30    # where a running maximum starts: finite, for -inf minus -inf is nan
     sums: bool = False      # the statistic is a plain sum, which the backward can do without
+    dead: Any = None        # what the backward may leave out of a tile whose weights are all 0: "all" of it, where ds is 0, too; or
+                            # what has to do with the "values", where ds does not depend on g; or nothing
 
     @property
     def cache_key(self):    # Triton looks for it: without it an edited rule would run its old, cached kernel
@@ -111,7 +114,8 @@ class Rule(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ who sees whom
-# `visible` says it for one row and key, the two functions after it for a whole tile: change these three, and every kernel follows.
+# `visible` says it for one row and key, the two functions after it for a whole tile (and live_share for the share it reports):
+# change these, and every kernel follows.
 # Both return (kept, lo, a, b, hi). Tiles in [a, b) are seen in full and need neither mask nor table; those in [0, kept), [lo, a) and
 # [b, hi) do; nothing else is in sight. All of these numbers but hi are multiples of the tile.
 
@@ -155,16 +159,43 @@ def row_tiles(j, x, c: tl.constexpr):
 
 
 @triton.jit
-def walk(state, step: tl.constexpr, own, tiles, x, y, rule: tl.constexpr, c: tl.constexpr, size: tl.constexpr):
-    """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do."""
+def walk(state, step: tl.constexpr, own, tiles, live, x, y, rule: tl.constexpr, c: tl.constexpr, size: tl.constexpr, WHICH: tl.constexpr):
+    """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do. WHICH: "all", or only
+    those that `live` lists (see list_live) as "live" or "dead"; the bounds are then places in the list, so the runs stay as they are."""
     kept, lo, a, b, hi = tiles
+    zero = 0
+    if WHICH != "all":
+        zero = place_in_list(live, 0, x, size, WHICH)
+        kept = place_in_list(live, kept, x, size, WHICH) - zero
+        lo = place_in_list(live, lo, x, size, WHICH)
+        a = place_in_list(live, a, x, size, WHICH)
+        b = place_in_list(live, b, x, size, WHICH)
+        hi = place_in_list(live, hi, x, size, WHICH)
     for start in tl.range(a, b, size):
-        state = step(state, own, start, x, y, rule, c, False)
+        state = step(state, own, listed(live, start, x, size, WHICH), x, y, rule, c, False)
     for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):                  # pipelining these costs registers
-        start = tl.where(n < kept, n, n - kept + lo)                                       # three runs, laid end to end
+        start = tl.where(n < kept, n + zero, n - kept + lo)                                # three runs, laid end to end
         start = tl.where(start < a, start, start - a + b)
-        state = step(state, own, start, x, y, rule, c, True)
+        state = step(state, own, listed(live, start, x, size, WHICH), x, y, rule, c, True)
     return state
+
+
+@triton.jit
+def place_in_list(live, start, x, size: tl.constexpr, WHICH: tl.constexpr):
+    """Where the first live (dead) tile from `start` on is listed, in the same unit."""
+    n = tl.cdiv(start, size)
+    place = tl.load(live + n)                                                              # so many live tiles come before it
+    if WHICH == "dead":
+        place = tl.load(live + tl.cdiv(x.T, size)) + n - place                             # the dead ones follow after all live ones
+    return place * size
+
+
+@triton.jit
+def listed(live, start, x, size: tl.constexpr, WHICH: tl.constexpr):
+    """The tile at this place of the list; without one, of all tiles."""
+    if WHICH != "all":
+        start = tl.load(live + tl.cdiv(x.T, size) + 1 + start // size) * size
+    return start
 
 
 # ------------------------------------------------------------------------------------------------ loading and scoring
@@ -240,7 +271,7 @@ def lifted(s, t, rule: tl.constexpr):
 @triton.jit
 def weights(r, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, RUN: tl.constexpr):
     """The weights of one tile. RUN: r is the maximum so far, and `fade` is what to rescale earlier sums with."""
-    i, q, t = own
+    i, q, t, _ = own
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], x, y, rule, NEAR)
@@ -279,6 +310,9 @@ def look(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.
     """One tile of the output pass."""
     r, W, Z, acc, acc2 = state
     r, fade, w, z, u = weights(r, own, start, x, y, rule, c, NEAR, rule.online)
+    i, _, _, alive = own
+    if rule.dead is not None:                                                              # a row beyond T keeps no tile alive
+        tl.store(alive + start // c.BN, (tl.max(tl.where(i < x.T, tl.max(w, 1), 0.), 0) > 0).to(tl.int8))
     if rule.online:
         acc *= fade[:, None]                                                               # a larger maximum shrinks what we have
     j = start + tl.arange(0, c.BN)
@@ -290,31 +324,32 @@ def look(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.
 
 
 @triton.jit
-def forward(x, O, U, R, so, rule: tl.constexpr, c: tl.constexpr):
-    """o, the statistic r in natural units, and U where it is not o."""
+def forward(x, O, U, R, Alive, so, rule: tl.constexpr, c: tl.constexpr):
+    """o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
     tiles = tl.cdiv(x.T, c.BM)
     tile, y = place(x, tiles)
     start = (tiles - 1 - tile) * c.BM                                                      # the longest rows first
     i = start + tl.arange(0, c.BM)
     t = row_input(x, y, i, c.BM)
     q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
-    own = (i, q, t)
+    alive = Alive + (tl.program_id(0) // tiles * tiles + start // c.BM).to(tl.int64) * tl.cdiv(x.T, c.BN)
+    own = (i, q, t, alive)                                                                 # Alive is (B, H, tiles, key tiles)
     keys = key_tiles(start, x, c)
     r = tl.full((c.BM,), rule.floor, tl.float32)
     zero = tl.zeros((c.BM,), tl.float32)
     if rule.passes:                                                                        # the statistic first
-        r, W, Z = walk((r, zero, zero), measure, own, keys, x, y, rule, c, c.BN)
+        r, W, Z = walk((r, zero, zero), measure, own, keys, alive, x, y, rule, c, c.BN, "all")
         r = rule.settle(r, t, rule.power, W, Z, True)
     if rule.passes > 1:
         left = rule.passes - 1
         while left > 0:                                                                    # until no row's weights change by 1e-5
-            _, W, Z = walk((r, zero, zero), measure_again, own, keys, x, y, rule, c, c.BN)
+            _, W, Z = walk((r, zero, zero), measure_again, own, keys, alive, x, y, rule, c, c.BN, "all")
             better = rule.settle(r, t, rule.power, W, Z, False)
             left = tl.where(tl.max((better - r) * Z, 0) > 1e-5, left - 1, 0)
             r = better
     acc = tl.zeros((c.BM, c.EP), tl.float32)
     # W, Z and acc2 cost nothing where a rule leaves them unused: the compiler removes them
-    top, W, Z, acc, acc2 = walk((r, zero, zero, acc, acc), look, own, keys, x, y, rule, c, c.BN)
+    top, W, Z, acc, acc2 = walk((r, zero, zero, acc, acc), look, own, keys, alive, x, y, rule, c, c.BN, "all")
     if rule.settle is not None:
         if not rule.passes:                                                                # or with the output
             r = rule.settle(top, t, rule.power, W, Z, True)
@@ -345,10 +380,9 @@ def row_vectors(x, y, R, Delta, i, rule: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def slopes(a, b, da, db, i, j, r, t, delta, x, y, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Weights, ds and the summands of dt of one tile: (a, b, da, db) is (q, k, do, v), or transposed (k, q, v, do)."""
+def slopes(a, b, g, i, j, r, t, delta, x, y, rule: tl.constexpr, NEAR: tl.constexpr):
+    """Weights, ds and the summands of dt of one tile: (a, b) is (q, k), or transposed (k, q)."""
     s, seen = scores(a, b, i, j, x, y, rule, NEAR)
-    g = tl.dot(da, tl.trans(db), input_precision="ieee")                                   # g = do @ v.T
     w, _, _ = rule.weigh(lifted(s, t, rule), r, t, rule.power)
     ds, dt = rule.slope(s, r, t, rule.power, g, delta)
     if NEAR:
@@ -359,16 +393,25 @@ def slopes(a, b, da, db, i, j, r, t, delta, x, y, rule: tl.constexpr, NEAR: tl.c
 
 
 @triton.jit
-def pull(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """A tile of rows takes its gradients from one tile of keys."""
+def live_list(Live, own, owns, size: tl.constexpr, x):
+    """Which tiles the `own`-th of `owns` tiles of this head has to visit. See list_live for what is in it."""
+    return Live + (tl.program_id(0) // owns * owns + own).to(tl.int64) * (2 * tl.cdiv(x.T, size) + 1)
+
+
+@triton.jit
+def pull(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, DEAD: tl.constexpr = False):
+    """A tile of rows takes its gradients from one tile of keys. DEAD: all weights are 0, and g does not matter."""
     dq, dt, dtail, dslope = state
     i, q, do, r, t, delta = own
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
-    v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, NEAR)                                        # (BN, EP)
+    g = 0.
+    if not DEAD:
+        v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, NEAR)                                    # (BN, EP)
+        g = tl.dot(do, tl.trans(v), input_precision="ieee")                                # g = do @ v.T
     i = i[:, None]
     j = j[None, :]
-    _, ds, d = slopes(q, k, do, v, i, j, r[:, None], t[:, None], delta[:, None], x, y, rule, NEAR)
+    _, ds, d = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], x, y, rule, NEAR)
     dt += tl.sum(d, 1)
     if x.far is not None:
         dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
@@ -378,7 +421,12 @@ def pull(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.
 
 
 @triton.jit
-def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, so, sdo, sdq, rule: tl.constexpr, c: tl.constexpr):
+def pull_dead(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    return pull(state, own, start, x, y, rule, c, NEAR, True)
+
+
+@triton.jit
+def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, Live, so, sdo, sdq, rule: tl.constexpr, c: tl.constexpr):
     """dq, the gradients of t, tail and slope row by row, and delta, which the kernels after this one read."""
     tiles = tl.cdiv(x.T, c.BM)
     tile, y = place(x, tiles)
@@ -396,7 +444,11 @@ def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, so, sdo, sdq, rule: tl.co
     own = (i, q, do, r, t, delta)
     zero = tl.zeros((c.BM,), tl.float32)
     dq = tl.zeros((c.BM, c.DP), tl.float32)
-    dq, dt, dtail, dslope = walk((dq, zero, zero, zero), pull, own, key_tiles(start, x, c), x, y, rule, c, c.BN)
+    keys, live = key_tiles(start, x, c), live_list(Live, start // c.BM, tiles, c.BN, x)
+    state = walk((dq, zero, zero, zero), pull, own, keys, live, x, y, rule, c, c.BN, "all" if rule.dead is None else "live")
+    if rule.dead == "values":
+        state = walk(state, pull_dead, own, keys, live, x, y, rule, c, c.BN, "dead")
+    dq, dt, dtail, dslope = state
     save(DQ + y.n * sdq[0] + y.h * sdq[1], dq * x.scale, sdq[2], i, x.T, c.D, c.DP)
     if x.t is not None:
         tl.store(DT + y.at + i, dt, mask=i < x.T)
@@ -406,33 +458,47 @@ def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, so, sdo, sdq, rule: tl.co
 
 
 @triton.jit
-def push(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def push(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, DEAD: tl.constexpr = False):
     """A tile of keys takes its gradients from one tile of rows. All is transposed: keys go down, rows across."""
     dk, dv = state
     j, k, v, DO, sdo, R, Delta = own
     i = start + tl.arange(0, c.BM)
     q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, NEAR)                                        # (BM, DP)
-    do = load(DO, sdo, i, x.T, c.E, c.EP, NEAR)                                            # (BM, EP)
+    g = 0.
+    if not DEAD:
+        do = load(DO, sdo, i, x.T, c.E, c.EP, NEAR)                                        # (BM, EP)
+        g = tl.dot(v, tl.trans(do), input_precision="ieee")                                # g.T = v @ do.T
     r, t, delta = row_vectors(x, y, R, Delta, i, rule, c.BM)
     if NEAR:
         i = tl.where(i < x.T, i, -1)                                                       # a row that does not exist sees no key
-    w, ds, _ = slopes(k, q, v, do, i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :], x, y, rule, NEAR)
-    dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")                            # dv = w.T @ do
+    w, ds, _ = slopes(k, q, g, i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :], x, y, rule, NEAR)
+    if not DEAD:
+        dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")                        # dv = w.T @ do
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")                             # dk = ds.T @ q
     return dk, dv
 
 
 @triton.jit
-def backward_keys(x, R, DO, Delta, DK, DV, sdo, sdk, sdv, rule: tl.constexpr, c: tl.constexpr):
+def push_dead(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    return push(state, own, start, x, y, rule, c, NEAR, True)
+
+
+@triton.jit
+def backward_keys(x, R, DO, Delta, DK, DV, Live, sdo, sdk, sdv, rule: tl.constexpr, c: tl.constexpr):
     """dk and dv of every query head; heads that share keys or values are summed outside, always in the same order."""
-    tile, y = place(x, tl.cdiv(x.T, c.BN))
+    tiles = tl.cdiv(x.T, c.BN)
+    tile, y = place(x, tiles)
     start = tile * c.BN
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, True)                                        # (BN, DP)
     v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, True)                                        # (BN, EP)
     own = (j, k, v, DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], R, Delta)
     state = (tl.zeros((c.BN, c.DP), tl.float32), tl.zeros((c.BN, c.EP), tl.float32))
-    dk, dv = walk(state, push, own, row_tiles(start, x, c), x, y, rule, c, c.BM)
+    rows, live = row_tiles(start, x, c), live_list(Live, tile, tiles, c.BM, x)
+    state = walk(state, push, own, rows, live, x, y, rule, c, c.BM, "all" if rule.dead is None else "live")
+    if rule.dead == "values":
+        state = walk(state, push_dead, own, rows, live, x, y, rule, c, c.BM, "dead")
+    dk, dv = state
     save(DK + y.n * sdk[0] + y.h * sdk[1], dk * x.scale, sdk[2], j, x.T, c.D, c.DP)
     save(DV + y.n * sdv[0] + y.h * sdv[1], dv, sdv[2], j, x.T, c.E, c.EP)
 
@@ -440,7 +506,8 @@ def backward_keys(x, R, DO, Delta, DK, DV, sdo, sdk, sdv, rule: tl.constexpr, c:
 @triton.jit
 def backward_table(x, R, DO, Delta, DTable, sdo, diagonals, rule: tl.constexpr, c: tl.constexpr):
     """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same places, so
-    one program adds them up as they are, in registers; by_distance() sums what is left, one tile a diagonal."""
+    one program adds them up as they are, in registers; by_distance() sums what is left, one tile a diagonal. Dead tiles are not
+    passed over: a table covers the distances at which keys matter, so few are dead."""
     b, y = place(x, diagonals)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
@@ -453,7 +520,8 @@ def backward_table(x, R, DO, Delta, DTable, sdo, diagonals, rule: tl.constexpr, 
         do = load(DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)       # (BM, EP)
         r, t, delta = row_vectors(x, y, R, Delta, i, rule, c.BM)
         i = tl.where(i < x.T, i, -1)
-        _, ds, _ = slopes(q, k, do, v, i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None], x, y, rule, True)
+        g = tl.dot(do, tl.trans(v), input_precision="ieee")                                # g = do @ v.T
+        _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None], x, y, rule, True)
         total += ds
     at = tl.program_id(0).to(tl.int64) * c.BM * c.BM                                       # (B, H, diagonals, BM, BM)
     tl.store(DTable + at + row[:, None] * c.BM + row[None, :], total)
@@ -754,19 +822,19 @@ def identity_slope(s, r, t, p: tl.constexpr, g, delta):
 
 RULES = {
     "softmax": Rule(softmax_weigh, softmax_slope, log_sum_exp, online=True, unit=BINARY),
-    "elastic": Rule(elastic_weigh, elastic_slope, log_sum_exp, passes=1, extra=True, rowin=True, unit=BINARY),
-    "entmax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=2.0, powers=True),
-    "sparsemax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=1.0),
+    "elastic": Rule(elastic_weigh, elastic_slope, log_sum_exp, passes=1, extra=True, rowin=True, unit=BINARY, dead="values"),
+    "entmax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=2.0, powers=True, dead="all"),
+    "sparsemax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=1.0, dead="all"),
     "softplus": Rule(softplus_weigh, softplus_slope, unit=BINARY),
-    "lssar": Rule(softmax_weigh, lssar_slope, log_sum_exp, lssar_lift, online=True, rowin=True, power=15.0, powers=True, unit=BINARY),
-    "softpick": Rule(softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0),
-    "relu": Rule(relu_weigh, relu_slope),
-    "tra": Rule(tra_weigh, tra_slope, rowin=True, power=2.0, powers=True),
+    "lssar": Rule(softmax_weigh, lssar_slope, log_sum_exp, lssar_lift, online=True, rowin=True, power=15.0, powers=True, unit=BINARY, dead="all"),
+    "softpick": Rule(softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0, dead="values"),
+    "relu": Rule(relu_weigh, relu_slope, dead="all"),
+    "tra": Rule(tra_weigh, tra_slope, rowin=True, power=2.0, powers=True, dead="all"),
     "sigmoid": Rule(sigmoid_weigh, sigmoid_slope, rowin=True, unit=BINARY),
     "elu": Rule(elu_weigh, elu_slope),
     "identity": Rule(identity_weigh, identity_slope),
     # what attend() takes for entmax with a t
-    "alphamax": Rule(alphamax_weigh, alphamax_slope, alphamax_settle, alphamax_lift, passes=24, extra=True, rowin=True),
+    "alphamax": Rule(alphamax_weigh, alphamax_slope, alphamax_settle, alphamax_lift, passes=24, extra=True, rowin=True, dead="all"),
 }
 # and with row_sum: rules without a statistic get the sum of their weights for one, to divide by outside
 RULES |= {name + "_sum": rule._replace(settle=row_sum, sums=True) for name, rule in RULES.items() if rule.settle is None}
@@ -845,6 +913,16 @@ def named(rule):
     return RULES[name]._replace(power=float(power)) if power else RULES[name]
 
 
+def to_save(rule, learn, skip):
+    """The rule as the forward takes it: without gradients there is no use for U and the map of live tiles."""
+    rule = named(rule)
+    return rule._replace(extra=rule.extra and learn, dead=rule.dead if learn and skip else None)
+
+
+def count(T, size):
+    return -(-T // size)
+
+
 def straight(tensor, name):
     """The last axis with stride 1, and one head within 2^31 elements."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -853,9 +931,13 @@ def straight(tensor, name):
     return tensor
 
 
+def is_busy(table, far, window, T):
+    return table is not None or far is not None or 0 < window < T
+
+
 def launch(kernel, count, rule, x, *more):
     """kernel on count(BM, BN) tiles of every head."""
-    busy = any(part is not None for part in (x.table, x.far, x.window))
+    busy = is_busy(x.table, x.far, x.window or 0, x.T)
     BM, BN, warps, stages = tile(kernel.__name__, rule, x.q, x.v, busy)
     D, E = x.q.shape[-1], x.v.shape[-1]
     sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
@@ -870,21 +952,51 @@ def rows_of_all_heads(q, heads, width):
     return q.new_empty(B, T, heads, width).transpose(1, 2) if T * heads * width < 2**31 else q.new_empty(B, heads, T, width)
 
 
-def allocate_forward(rule, q, k, v, t, table, far, scale, window, first):
-    rule, heads = named(rule), q.shape[1]
+def allocate_forward(rule, q, k, v, t, table, far, scale, window, first, learn, skip):
+    rule, heads = to_save(rule, learn, skip), q.shape[1]
     o = rows_of_all_heads(q, heads, v.shape[-1])
     u = rows_of_all_heads(q, heads if rule.extra else 0, v.shape[-1])
     r = q.new_empty(q.shape[:3] if rule.settle else (0,), dtype=torch.float32)
-    return o, r, u
+    T, (BM, BN, *_) = q.shape[2], tile("forward", rule, q, v, is_busy(table, far, window, q.shape[2]))
+    alive = q.new_zeros((*q.shape[:2], count(T, BM), count(T, BN)) if rule.dead else (0,), dtype=torch.int8)
+    return o, r, u, alive
 
 
 @torch.library.custom_op("nanoattention::forward", mutates_args=())
 def run_forward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
-                scale: float, window: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    o, r, u = allocate_forward(rule, q, k, v, t, table, far, scale, window, first)
-    x = arguments(named(rule), q, k, v, t, table, far, scale, window, first)
-    launch(forward, lambda BM, BN: triton.cdiv(x.T, BM), named(rule), x, o, u, r, o.stride()[:3])
-    return o, r, u
+                scale: float, window: int, first: int, learn: bool, skip: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    o, r, u, alive = allocate_forward(rule, q, k, v, t, table, far, scale, window, first, learn, skip)
+    rule = to_save(rule, learn, skip)
+    x = arguments(rule, q, k, v, t, table, far, scale, window, first)
+    launch(forward, lambda BM, BN: count(x.T, BM), rule, x, o, u, r, alive, o.stride()[:3])
+    return o, r, u, alive
+
+
+def resized(alive, axis, T, a, b):
+    """A map of tiles a wide as a map of tiles b wide, both powers of two: a tile is alive if any part of it is."""
+    split, join = max(1, a // b), max(1, b // a)
+    alive = alive.repeat_interleave(split, axis).narrow(axis, 0, count(T, min(a, b))).movedim(axis, -1)
+    return F.pad(alive, (0, -alive.shape[-1] % join)).unflatten(-1, (-1, join)).amax(-1).movedim(-1, axis)
+
+
+def list_live(alive):
+    """(.., n) bytes to (.., 2n + 1) numbers: how many tiles are alive among the first 0 .. n, then the numbers of the live tiles in
+    ascending order, then those of the dead. By counting, so no sort and no wait for the GPU."""
+    alive = alive.long()
+    before = F.pad(alive.cumsum(-1), (1, 0))                         # (.., n + 1)
+    number = torch.arange(alive.shape[-1], device=alive.device).expand_as(alive)
+    place = torch.where(alive > 0, before[..., :-1], before[..., -1:] + number - before[..., :-1])
+    return torch.cat([before, torch.zeros_like(alive).scatter_(-1, place, number)], -1).int()
+
+
+def lists(alive, kernel, rule, x):
+    """For every tile of a backward kernel those on the other side that are alive; nothing where there is no map."""
+    if rule.dead is None:
+        return alive
+    busy = is_busy(x.table, x.far, x.window or 0, x.T)
+    (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, x.q, x.v, busy) for name in ("forward", kernel))
+    alive = resized(resized(alive, 2, x.T, BM, rows), 3, x.T, BN, keys)
+    return list_live(alive if kernel == "backward_rows" else alive.mT)
 
 
 def diagonals(T, W, window, first, n):
@@ -893,7 +1005,7 @@ def diagonals(T, W, window, first, n):
     return (reach + n - 2) // n + 1
 
 
-def allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, first, learn_table):
+def allocate_backward(rule, q, k, v, t, table, far, u, r, alive, do, e, scale, window, first, learn_table):
     B, H, T, D = q.shape
     dq, dk, dv = (rows_of_all_heads(q, H, width) for width in (D, D, v.shape[-1]))
     dt = q.new_empty((0,) if t is None else (B, H, T), dtype=torch.float32)
@@ -907,17 +1019,19 @@ def allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, 
 
 @torch.library.custom_op("nanoattention::backward", mutates_args=())
 def run_backward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
-                 u: Tensor, r: Tensor, do: Tensor, e: Tensor, scale: float, window: int, first: int,
+                 u: Tensor, r: Tensor, alive: Tensor, do: Tensor, e: Tensor, scale: float, window: int, first: int,
                  learn_table: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = allocate_backward(rule, q, k, v, t, table, far, u, r, do, e, scale, window, first, learn_table)
+    grads = allocate_backward(rule, q, k, v, t, table, far, u, r, alive, do, e, scale, window, first, learn_table)
     dq, dk, dv, dt, dfar, dtable = grads
-    x = arguments(named(rule), q, k, v, t, table, far, scale, window, first)
+    rule = to_save(rule, True, alive.numel() > 0)
+    x = arguments(rule, q, k, v, t, table, far, scale, window, first)
     do, delta = straight(do, "the output's gradient"), torch.empty_like(r)
     so, sdo, sdq, sdk, sdv = (part.stride()[:3] for part in (u, do, dq, dk, dv))
-    launch(backward_rows, lambda BM, BN: triton.cdiv(x.T, BM), named(rule), x, u, r, do, e, dq, dt, dfar, delta, so, sdo, sdq)
-    launch(backward_keys, lambda BM, BN: triton.cdiv(x.T, BN), named(rule), x, r, do, delta, dk, dv, sdo, sdk, sdv)
+    by_rows, by_keys = (lists(alive, kernel, rule, x) for kernel in ("backward_rows", "backward_keys"))
+    launch(backward_rows, lambda BM, BN: count(x.T, BM), rule, x, u, r, do, e, dq, dt, dfar, delta, by_rows, so, sdo, sdq)
+    launch(backward_keys, lambda BM, BN: count(x.T, BN), rule, x, r, do, delta, dk, dv, by_keys, sdo, sdk, sdv)
     if learn_table:
-        launch(backward_table, lambda BM, BN: dtable.shape[2], named(rule), x, r, do, delta, dtable, sdo, dtable.shape[2])
+        launch(backward_table, lambda BM, BN: dtable.shape[2], rule, x, r, do, delta, dtable, sdo, dtable.shape[2])
     return grads
 
 
@@ -940,19 +1054,20 @@ def over_groups(grad, heads):
 
 def remember(ctx, inputs, output):
     rule, q, k, v, t, table, far, *ctx.rest = inputs
-    ctx.rule, (o, r, u) = rule, output
-    ctx.save_for_backward(q, k, v, t, table, far, u if named(rule).extra else o, r)
+    *ctx.rest, _, _ = ctx.rest
+    ctx.rule, (o, r, u, alive) = rule, output
+    ctx.save_for_backward(q, k, v, t, table, far, u if named(rule).extra else o, r, alive)
 
 
-def differentiate(ctx, do, e, _):
-    q, k, v, t, table, far, u, r = ctx.saved_tensors
+def differentiate(ctx, do, e, *_):
+    q, k, v, t, table, far, u, r, alive = ctx.saved_tensors
     learn_table = table is not None and ctx.needs_input_grad[5]
-    dq, dk, dv, dt, dfar, dtable = run_backward(ctx.rule, q, k, v, t, table, far, u, r, do, e.contiguous(), *ctx.rest, learn_table)
+    dq, dk, dv, dt, dfar, dtable = run_backward(ctx.rule, q, k, v, t, table, far, u, r, alive, do, e.contiguous(), *ctx.rest, learn_table)
     dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
     dt = None if t is None else dt
     dfar = None if far is None else dfar.sum((0, 3))                 # (H, 2)
     dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dfar, None, None, None
+    return None, dq, dk, dv, dt, dtable, dfar, *[None] * 5
 
 
 def refuse(ctx, *grads):
@@ -967,13 +1082,42 @@ run_backward.register_autograd(refuse)
 
 # ------------------------------------------------------------------------------------------------ the public face
 
-def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None):
+def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None, skip=True):
     """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where the rule has none.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0. The score is
     scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h] (i - j). Row i sees key j
     if i - j < window (0: no limit) or j < first. row_sum: the statistic of a rule that has none is the sum of its weights. power:
-    another p than the rule's own; entmax takes one of each row as t, too. All is differentiable but entmax's statistic."""
+    another p than the rule's own; entmax takes one of each row as t, too. All is differentiable but entmax's statistic. skip: the
+    backward passes over tiles in which all weights are 0."""
+    inputs = prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power)
+    learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in inputs)
+    o, r, *_ = run_forward(*inputs, learn, skip)
+    rule = named(inputs[0])
+    if not rule.settle:
+        return o, None
+    return o, r.detach() if rule.passes > 1 else r                   # the slopes of such rules hold r to its equation already
+
+
+def live_share(rule, q, k, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, power=None):
+    """(B, H): of the forward's tiles in sight the share in which any weight is not 0, with the arguments of attend(). The others are
+    what the backward passes over."""
+    inputs = prepare(rule, q, k, k, t, table, tail, slope, scale, window, first, False, power)
+    with torch.no_grad():
+        *_, alive = run_forward(*inputs, True, True)
+    T, rule = q.shape[2], named(inputs[0])
+    if rule.dead is None:
+        return q.new_ones(q.shape[:2])
+    BM, BN, *_ = tile("forward", rule, q, k, is_busy(*inputs[5:7], window, T))
+    i, j = torch.arange(0, T, BM, device=q.device)[:, None], torch.arange(0, T, BN, device=q.device)
+    seen = j < (i + BM).clamp(max=T)                                 # `visible` for a whole tile
+    if window:
+        seen &= (i - (j + BN - 1) < window) | (j < first)
+    return alive.float().sum((2, 3)) / seen.sum()
+
+
+def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
+    """attend()'s arguments as the operators take them."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     rule = "alphamax" if rule == "entmax" and t is not None else rule
@@ -987,11 +1131,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
         nothing = q.new_zeros(H, dtype=torch.float32)
         tail = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
     table = table.float() if table is not None and table.shape[1] else None
-    name = rule if power is None else f"{rule}:{float(power)}"
-    o, r, _ = run_forward(name, q, k, v, t, table, tail, float(scale), window, first)
-    if not RULES[rule].settle:
-        return o, None
-    return o, r.detach() if RULES[rule].passes > 1 else r            # the slopes of such rules hold r to its equation already
+    return rule if power is None else f"{rule}:{float(power)}", q, k, v, t, table, tail, float(scale), window, first
 
 
 def check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
