@@ -875,7 +875,7 @@ class Attention(nn.Module):
 
     def fused(self, q, k, v, t, table):
         """The rule by its Triton kernel."""
-        call = partial(kernels.attend, q=q, k=k, v=v, table=table, scale=self.scale, window=self.window, first=self.first)
+        call = partial(kernels.attend, q=q, k=k, v=v, table=table, scale=self.scale, window=self.window, first=self.first, skip=self.skip)
         t = None if t is None else t.squeeze(-1)
         if self.config.rule == "lssar":         # two calls: the first one's row sum makes the second one's threshold
             t = t * call("softplus", row_sum=True)[1]

@@ -499,7 +499,7 @@ def train_in_lab(attn, seed, folder, more):
     flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
     done = tokens.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     if "report" not in done or done["flags"] != flags:
-        print(f"training {attn}, seed {seed}", file=sys.stderr, flush=True)
+        print(f"training {folder.name}", file=sys.stderr, flush=True)
         process = subprocess.run([sys.executable, HERE / "train.py", *flags], capture_output=True, text=True)
         if process.returncode:
             raise ValueError(f"train.py {' '.join(flags)} failed: {process.stderr.strip().splitlines()[-1]}")

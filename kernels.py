@@ -706,14 +706,14 @@ def row_sum(r, t, p: tl.constexpr, W, Z, FIRST: tl.constexpr):
 def lssar_lift(s, t, p: tl.constexpr):
     # s = p * torch.log(torch.relu(softplus(s) - t))
     w, _, _ = softplus_weigh(s, 0., t, p)
-    return tl.where(w > t, p * tl.log2(w - t), float("-inf"))
+    return tl.where(w > t * TIE, p * tl.log2(w - t), float("-inf"))      # of an even row, rounding would be all that is left
 
 
 @triton.jit
 def lssar_slope(s, r, t, p: tl.constexpr, g, delta):
     # x = torch.relu(softplus(s) - t); d = x**p / torch.exp(r) * (g - delta) * p / x
     w, _, _ = softplus_weigh(s, r, t, p)
-    d = tl.where(w > t, tl.exp2(lssar_lift(s, t, p) - r) * (g - delta) * p / (w - t), 0.)
+    d = tl.where(w > t * TIE, tl.exp2(lssar_lift(s, t, p) - r) * (g - delta) * p / (w - t), 0.)
     # ds = d * torch.sigmoid(s); dt = -d.sum(-1)
     return d * sigmoid(s), -d
 

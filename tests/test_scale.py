@@ -11,6 +11,7 @@ from conftest import ROOT, TINY, complain, losses, meta, run, tiny_config, train
 from torch import nn
 
 import eval as eval_script
+import kernels
 import train as train_script
 from attention import ATTENTIONS, Attention
 from data import tokens
@@ -178,6 +179,16 @@ def test_live_tiles_are_those_that_hold_a_weight():
     k[:, :, :64] = 1
     found = eval_script.live_tiles(module, q, k, k, torch.zeros(1, 150, 8))
     assert found == {"tiles": 5, "live_tiles": 2, "pairs": 150 * 151 // 2, "live_pairs": 64 * 65 // 2 + 86 * 64}
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs the kernels, if only in Triton's interpreter")
+def test_what_skipping_gains_is_timed_where_a_kernel_runs():
+    machine = eval_script.Machine("cuda" if torch.cuda.is_available() else "cpu", "float32")
+    for kernel, timed in (("triton", True), ("torch", False)):
+        module = Attention(tiny_config(attn="relu", n_head=1, n_embd=16, kernel=kernel), 0).to(machine.device)
+        q, k, v = (torch.randn(1, 1, 70, 16, device=machine.device) for _ in range(3))
+        gain = eval_script.gain_of_skipping(module, machine, 1, q, k, v, torch.zeros(1, 70, 16, device=machine.device))
+        assert (gain is not None) == timed and (not timed or gain > 0) and module.skip
 
 
 def test_live_wants_a_run(capsys):
