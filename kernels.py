@@ -105,6 +105,7 @@ class Rule(NamedTuple):
     unit: float = 1.0       # the rule sees s * unit
     floor: float = -1e30    # where a running maximum starts: finite, for -inf minus -inf is nan
     sums: bool = False      # the statistic is a plain sum, which the backward can do without
+    heavy: bool = False     # needs more registers than most, so HEAVY tiles
     dead: Any = None        # what the backward may leave out of a tile whose weights are all 0: "all" of it, where ds is 0, too; or
                             # what has to do with the "values", where ds does not depend on g; or nothing
 
@@ -823,10 +824,11 @@ def identity_slope(s, r, t, p: tl.constexpr, g, delta):
 RULES = {
     "softmax": Rule(softmax_weigh, softmax_slope, log_sum_exp, online=True, unit=BINARY),
     "elastic": Rule(elastic_weigh, elastic_slope, log_sum_exp, passes=1, extra=True, rowin=True, unit=BINARY, dead="values"),
-    "entmax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=2.0, powers=True, dead="all"),
-    "sparsemax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=1.0, dead="all"),
-    "softplus": Rule(softplus_weigh, softplus_slope, unit=BINARY),
-    "lssar": Rule(softmax_weigh, lssar_slope, log_sum_exp, lssar_lift, online=True, rowin=True, power=15.0, powers=True, unit=BINARY, dead="all"),
+    "entmax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=2.0, powers=True, heavy=True, dead="all"),
+    "sparsemax": Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, extra=True, power=1.0, heavy=True, dead="all"),
+    "softplus": Rule(softplus_weigh, softplus_slope, unit=BINARY, heavy=True),
+    "lssar": Rule(softmax_weigh, lssar_slope, log_sum_exp, lssar_lift, online=True, rowin=True, power=15.0, powers=True, unit=BINARY, heavy=True,
+                  dead="all"),
     "softpick": Rule(softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0, dead="values"),
     "relu": Rule(relu_weigh, relu_slope, dead="all"),
     "tra": Rule(tra_weigh, tra_slope, rowin=True, power=2.0, powers=True, dead="all"),
@@ -834,7 +836,7 @@ RULES = {
     "elu": Rule(elu_weigh, elu_slope),
     "identity": Rule(identity_weigh, identity_slope),
     # what attend() takes for entmax with a t
-    "alphamax": Rule(alphamax_weigh, alphamax_slope, alphamax_settle, alphamax_lift, passes=24, extra=True, rowin=True, dead="all"),
+    "alphamax": Rule(alphamax_weigh, alphamax_slope, alphamax_settle, alphamax_lift, passes=24, extra=True, rowin=True, heavy=True, dead="all"),
 }
 # and with row_sum: rules without a statistic get the sum of their weights for one, to divide by outside
 RULES |= {name + "_sum": rule._replace(settle=row_sum, sums=True) for name, rule in RULES.items() if rule.settle is None}
@@ -854,22 +856,22 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; no row for False:
     (90, 256, True): ((128, 32, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 64, 8, 1)),
     (80, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
     (80, 64, True): ((128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (32, 32, 2, 1)),
-    (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2), None),
+    (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
     (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
     (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
-    (0, 64, True): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (32, 64, 8, 1), (16, 16, 4, 1)),
+    (0, 64, True): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
     (0, 256, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
-HEAVY = {  # instead of these, for rules that lift scores: the kernels that would spill
+HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
     (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward with U": (64, 64, 8, 3), "backward_table": (64, 64, 8, 1)},
     (90, 128, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
-    (90, 128, True): {"backward_table": (64, 64, 8, 1)},
+    (90, 128, True): {"forward with U": (64, 64, 8, 2), "backward_rows": (64, 32, 8, 2), "backward_table": (64, 64, 8, 1)},
     (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
-    (80, 64, True): {"backward_keys": (16, 128, 8, 2)},
-    (80, 128, False): {"backward_rows": (64, 64, 8, 2), "backward_keys": (32, 64, 8, 2)},
-    (80, 128, True): {"forward with U": (64, 32, 8, 2)},
+    (80, 64, True): {"backward_rows": (64, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
+    (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
+    (80, 128, True): {"forward with U": (32, 64, 8, 2)},
 }
 SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))  # the interpreter: several tiles of short inputs
 
@@ -886,7 +888,7 @@ def tile(kernel, rule, q, v, busy):
     width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
     key = 0 if q.dtype == torch.float32 else generation(q.device), width
     key = (*key, busy) if (*key, busy) in TILES else (*key, True)
-    return rule.lift and HEAVY.get(key, {}).get(column) or TILES[key][COLUMNS.index(column)]
+    return rule.heavy and HEAVY.get(key, {}).get(column) or TILES[key][COLUMNS.index(column)]
 
 
 def padded(width):

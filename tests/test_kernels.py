@@ -661,9 +661,11 @@ def table_rows(task):
         ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
         registers, stack = registers_and_stack(compiled.asm["cubin"])
         exps, matmuls = ptx.count("ex2.approx"), ptx.count("wgmma.mma_async") or ptx.count("mma.sync") * (sm == 80 or D > 128)
-        # so many exponentials a score, in each copy of the tile's code (far and near tiles, twice if the statistic has passes of its
-        # own), and some for rows where the running maximum moves; more would mean that warps repeat each other's work
-        copies = {"forward": 4 if kernels.RULES[rule].passes else 2, "backward_table": 1}.get(name, 2)
+        # so many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the statistic has passes of
+        # its own, or dead tiles a code of theirs), and some for rows where the running maximum moves; more would mean that warps repeat
+        # each other's work
+        twice = kernels.RULES[rule].passes if name == "forward" else kernels.RULES[rule].dead == "values"
+        copies = 1 if name == "backward_table" else 4 if twice else 2
         scores = copies * c.BM.value * c.BN.value // (32 * warps)
         problem = [what for what, bad in (
             ("spills", stack > 0),
