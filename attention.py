@@ -847,7 +847,9 @@ class Attention(nn.Module):
     def of_score_heads(self, x, axis):
         """What belongs to key heads, along `axis`, repeated for the score heads that share them: each view has its own of a pair."""
         shared = self.shapes["q"][0] // x.shape[axis]
-        if shared == 1 or self.config.diff not in ("subtract", "v1"):
+        if shared == 1:
+            return x
+        if self.config.diff not in ("subtract", "v1"):
             return x.repeat_interleave(shared, axis)
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
