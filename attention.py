@@ -820,10 +820,11 @@ class Attention(nn.Module):
         """From rotated queries and keys, values and the layer's input to each head's output (B, H, R, E)."""
         dtype = v.dtype
         q, k, t, n = self.prepare(q, k)
-        o, r = self.look(q, k, v, t, table)
+        mix = None if self.config.diff == "none" else self.subtracted_share(x)
+        o, r = self.look(q, k, v, t, table, mix)
         o = self.kept(o, q, r, n)
-        if self.config.diff != "none":
-            o = wide(o[:, 0::2]) - self.subtracted_share(x) * wide(o[:, 1::2])
+        if o.shape[1] > self.heads:             # no kernel has done it yet
+            o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])
         o = self.corrected(o)
         return self.gated(self.output_norm(o), x).to(dtype)
 
@@ -866,21 +867,24 @@ class Attention(nn.Module):
     def view(self):
         return View(self.scale, self.window, self.first, self.hide)
 
-    def look(self, q, k, v, t, table):
-        """The rule alone, by whichever code computes it here: output (B, score heads, R, E), and the statistic where it is needed."""
+    def look(self, q, k, v, t, table, mix):
+        """The rule alone, by whichever code computes it here: output (B, score heads, R, E), and the statistic where it is needed. A kernel
+        may also have subtracted `mix` times the second view: then the output is (B, H, R, E)."""
         kernel, dropout = choose_kernel(self.config, q.device.type), self.config.dropout if self.training else 0.0
         if kernel == "triton" and q.shape[2] == k.shape[2] and self.hide < 0:
-            return self.fused(q, k, v, t, table)
+            return self.fused(q, k, v, t, table, mix)
         if kernel == "sdpa" and table is None and self.hide < 0:
             return plain_softmax(q, k, v, self.scale, dropout), None
         return block_loop(self.rule, q, k, v, t, self.view, table, self.need_r, dropout)
 
-    def fused(self, q, k, v, t, table):
-        """The rule by its Triton kernel."""
+    def fused(self, q, k, v, t, table, mix):
+        """The rule by its Triton kernel; of two views both in one pass if no statistic comes between weights and output."""
         call = partial(kernels.attend, q=q, k=k, v=v, table=table, scale=self.scale, window=self.window, first=self.first, skip=self.skip)
         t = None if t is None else t.squeeze(-1)
         if self.config.rule == "lssar":         # two calls: the first one's row sum makes the second one's threshold
             t = t * call("softplus", row_sum=True)[1]
+        if mix is not None and self.rule.statistic is row_sum and not self.need_r:
+            return call(self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = call(self.config.rule, t=t, power=self.power, row_sum=self.need_r and self.rule.statistic is row_sum)
         return o, None if r is None else r[..., None]
 
