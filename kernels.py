@@ -12,6 +12,9 @@ matrix is ever stored (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, Fl
 maximum is Milakov & Gimelshein's (2018, arXiv 1805.02867). Nothing is added atomically: two runs agree bit for bit. Tiles in which
 every weight is exactly 0 are noted in the forward and passed over in the backward.
 
+Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij) v_j, with w' from
+queries and keys of its own. Rules without a statistic weigh both views at once, so there is one product with the values.
+
 Legend                                              shapes in comments
   B, H, T   batch, query heads, tokens               (BM, ..)  a tile of BM rows, that is queries
   D, E      width of q and k, width of v             (BN, ..)  a tile of BN keys
@@ -21,6 +24,7 @@ Legend                                              shapes in comments
   r, t      row statistic, row input                 e         the gradient that arrives at r
   u         what the saved row vector sums           delta     delta_i = do_i . U_i - e_i, the row constant of the backward
   z         what the statistic sums, beside w        p         the rule's power, a constant
+  mix       the row's factor of a second view        .b       (kb, dsb, ..) of the second view; b alone is its head
   x, y      all inputs (Inputs), one head (Head)     c, rule   Sizes and Rule: known to the compiler, never at run time
 """
 
@@ -56,10 +60,12 @@ class Inputs(NamedTuple):
     t: Any                  # (B, H, T) float32 row input, or None
     table: Any              # (H, W) float32: added to the score at distance i - j < W, or None
     far: Any                # (H, 2) float32: a constant from distance W on, and a slope times the distance everywhere, or None
+    mix: Any                # (B, H/2, T) float32: heads 2h and 2h + 1 are two views, weighted 1 and -mix, of the output's head h; or None
     sq: tuple               # strides between batches, heads and rows; the last axis has stride 1
     sk: tuple
     sv: tuple
     st: tuple
+    sm: Any                 # of mix, or None
     H: int
     GK: int
     GV: int
@@ -74,6 +80,7 @@ class Head(NamedTuple):
     """Where one head's matrices begin: 64-bit addresses. Inside a head 32 bits are enough, and the host checks that."""
     n: Any                  # batch entry
     h: Any                  # head
+    out: Any                # that of the output: h, or h // 2 where two views share it
     at: Any                 # where its row vectors begin in (B, H, T)
     q: Any
     k: Any
@@ -202,11 +209,13 @@ def listed(live, start, x, size: tl.constexpr, WHICH: tl.constexpr):
 # ------------------------------------------------------------------------------------------------ loading and scoring
 
 @triton.jit
-def place(x, tiles):
-    """The tile number of this program and its head. Heads are outermost, so that programs that run together share k and v."""
-    head = tl.program_id(0) // tiles
+def whose(x, head):
+    """The head of this number, counted over the whole batch."""
     n = (head // x.H).to(tl.int64)                                                         # a product of these may pass 2^31
     h = (head % x.H).to(tl.int64)
+    out = h
+    if x.mix is not None:
+        out = h // 2
     tail = 0.
     slope = 0.
     if x.far is not None:
@@ -214,8 +223,25 @@ def place(x, tiles):
         slope = tl.load(x.far + 2 * h + 1)                                                 # ()
     q = x.q + n * x.sq[0] + h * x.sq[1]
     k = x.k + n * x.sk[0] + h // x.GK * x.sk[1]
-    v = x.v + n * x.sv[0] + h // x.GV * x.sv[1]
-    return tl.program_id(0) % tiles, Head(n, h, head.to(tl.int64) * x.T, q, k, v, tail, slope)
+    v = x.v + n * x.sv[0] + out // x.GV * x.sv[1]
+    return Head(n, h, out, head.to(tl.int64) * x.T, q, k, v, tail, slope)
+
+
+@triton.jit
+def place(x, tiles, BOTH: tl.constexpr = True):
+    """The tile number of this program and its head. Heads are outermost, so that programs that run together share k and v.
+    BOTH: of two views the program takes both, and the head is the first's."""
+    head = tl.program_id(0) // tiles
+    if BOTH and x.mix is not None:
+        head *= 2
+    y = whose(x, head)
+    return tl.program_id(0) % tiles, y
+
+
+@triton.jit
+def other(x, y):
+    """The head of the second view."""
+    return whose(x, y.n * x.H + y.h + 1)
 
 
 @triton.jit
@@ -241,6 +267,20 @@ def row_input(x, y, i, B: tl.constexpr):
     if x.t is not None:                                                                    # rows beyond T repeat the last one:
         t = tl.load(x.t + y.n * x.st[0] + y.h * x.st[1] + tl.minimum(i, x.T - 1) * x.st[2])    # (B,); a zero may not suit the rule
     return t
+
+
+@triton.jit
+def factor(x, y, i):
+    """What the second view is multiplied by before it is subtracted."""
+    return tl.load(x.mix + y.n * x.sm[0] + y.out * x.sm[1] + tl.minimum(i, x.T - 1) * x.sm[2])    # (B,)
+
+
+@triton.jit
+def other_rows(x, y, i, c: tl.constexpr):
+    """The head of the second view, what rows i have there, and their factors."""
+    b = other(x, y)
+    q = load(b.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
+    return b, q, row_input(x, b, i, c.BM), factor(x, y, i)
 
 
 @triton.jit
@@ -272,7 +312,7 @@ def lifted(s, t, rule: tl.constexpr):
 @triton.jit
 def weights(r, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, RUN: tl.constexpr):
     """The weights of one tile. RUN: r is the maximum so far, and `fade` is what to rescale earlier sums with."""
-    i, q, t, _ = own
+    i, q, t, _, _ = own
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], x, y, rule, NEAR)
@@ -311,9 +351,15 @@ def look(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.
     """One tile of the output pass."""
     r, W, Z, acc, acc2 = state
     r, fade, w, z, u = weights(r, own, start, x, y, rule, c, NEAR, rule.online)
-    i, _, _, alive = own
+    i, _, _, alive, second = own
+    most = w
+    if x.mix is not None:
+        b, qb, tb, mix = second
+        _, _, wb, _, _ = weights(r, (i, qb, tb, alive, 0), start, x, b, rule, c, NEAR, False)
+        most = tl.maximum(w, wb)                                                           # either view keeps a tile alive
+        w -= mix[:, None] * wb
     if rule.dead is not None:                                                              # a row beyond T keeps no tile alive
-        tl.store(alive + start // c.BN, (tl.max(tl.where(i < x.T, tl.max(w, 1), 0.), 0) > 0).to(tl.int8))
+        tl.store(alive + start // c.BN, (tl.max(tl.where(i < x.T, tl.max(most, 1), 0.), 0) > 0).to(tl.int8))
     if rule.online:
         acc *= fade[:, None]                                                               # a larger maximum shrinks what we have
     j = start + tl.arange(0, c.BN)
@@ -334,7 +380,8 @@ def forward(x, O, U, R, Alive, so, rule: tl.constexpr, c: tl.constexpr):
     t = row_input(x, y, i, c.BM)
     q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
     alive = Alive + (tl.program_id(0) // tiles * tiles + start // c.BM).to(tl.int64) * tl.cdiv(x.T, c.BN)
-    own = (i, q, t, alive)                                                                 # Alive is (B, H, tiles, key tiles)
+    second = other_rows(x, y, i, c) if x.mix is not None else 0
+    own = (i, q, t, alive, second)                                                         # Alive is (B, H, tiles, key tiles)
     keys = key_tiles(start, x, c)
     r = tl.full((c.BM,), rule.floor, tl.float32)
     zero = tl.zeros((c.BM,), tl.float32)
@@ -359,7 +406,7 @@ def forward(x, O, U, R, Alive, so, rule: tl.constexpr, c: tl.constexpr):
         acc *= tl.exp2(top - r)[:, None]                                                   # from the maximum to the statistic
     if rule.passes > 1:
         acc /= tl.maximum(W, 1e-30)[:, None]                                               # r rounds: the sum W may be 1e-4 off 1
-    to = y.n * so[0] + y.h * so[1]
+    to = y.n * so[0] + y.out * so[1]
     save(O + to, acc, so[2], i, x.T, c.E, c.EP)
     if rule.extra:
         save(U + to, acc2 / tl.maximum(Z, 1e-30)[:, None], so[2], i, x.T, c.E, c.EP)
@@ -400,25 +447,36 @@ def live_list(Live, own, owns, size: tl.constexpr, x):
 
 
 @triton.jit
+def take(state, q, k, g, i, j, r, t, delta, x, y, rule: tl.constexpr, NEAR: tl.constexpr):
+    """What a tile of rows takes from one tile of keys, for one view. Its weights, too."""
+    dq, dt, dtail, dslope = state
+    w, ds, d = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], x, y, rule, NEAR)
+    dt += tl.sum(d, 1)
+    if x.far is not None:
+        dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
+        dtail += tl.sum(tl.where(i - j < x.W, 0., ds) if NEAR else ds, 1)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                             # dq = ds @ k
+    return (dq, dt, dtail, dslope), w
+
+
+@triton.jit
 def pull(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, DEAD: tl.constexpr = False):
     """A tile of rows takes its gradients from one tile of keys. DEAD: all weights are 0, and g does not matter."""
-    dq, dt, dtail, dslope = state
-    i, q, do, r, t, delta = own
+    grads, gradsb, dmix = state
+    i, q, do, r, t, delta, second = own
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                        # (BN, DP)
     g = 0.
     if not DEAD:
         v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, NEAR)                                    # (BN, EP)
         g = tl.dot(do, tl.trans(v), input_precision="ieee")                                # g = do @ v.T
-    i = i[:, None]
-    j = j[None, :]
-    _, ds, d = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], x, y, rule, NEAR)
-    dt += tl.sum(d, 1)
-    if x.far is not None:
-        dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
-        dtail += tl.sum(tl.where(i - j < x.W, 0., ds) if NEAR else ds, 1)
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                             # dq = ds @ k
-    return dq, dt, dtail, dslope
+    grads, _ = take(grads, q, k, g, i[:, None], j[None, :], r, t, delta, x, y, rule, NEAR)
+    if x.mix is not None:
+        b, qb, tb, mix = second
+        k = load(b.k, x.sk[2], j, x.T, c.D, c.DP, NEAR)                                    # (BN, DP)
+        gradsb, w = take(gradsb, qb, k, -mix[:, None] * g, i[:, None], j[None, :], r, tb, delta, x, b, rule, NEAR)
+        dmix -= tl.sum(w * g, 1)                                                           # dmix = -(w * g).sum(-1)
+    return grads, gradsb, dmix
 
 
 @triton.jit
@@ -427,28 +485,7 @@ def pull_dead(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR
 
 
 @triton.jit
-def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, Live, so, sdo, sdq, rule: tl.constexpr, c: tl.constexpr):
-    """dq, the gradients of t, tail and slope row by row, and delta, which the kernels after this one read."""
-    tiles = tl.cdiv(x.T, c.BM)
-    tile, y = place(x, tiles)
-    start = (tiles - 1 - tile) * c.BM
-    i = start + tl.arange(0, c.BM)
-    q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
-    do = load(DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)           # (BM, EP)
-    r, t, e = row_vectors(x, y, R, E, i, rule, c.BM)
-    delta = -e                                                                             # delta = (do * U).sum(-1) - e
-    if rule.settle is not None:
-        if not rule.sums:                                                                  # a plain sum has no share in ds but e
-            u = load(U + y.n * so[0] + y.h * so[1], so[2], i, x.T, c.E, c.EP, True)        # (BM, EP)
-            delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
-        tl.store(Delta + y.at + i, delta, mask=i < x.T)
-    own = (i, q, do, r, t, delta)
-    zero = tl.zeros((c.BM,), tl.float32)
-    dq = tl.zeros((c.BM, c.DP), tl.float32)
-    keys, live = key_tiles(start, x, c), live_list(Live, start // c.BM, tiles, c.BN, x)
-    state = walk((dq, zero, zero, zero), pull, own, keys, live, x, y, rule, c, c.BN, "all" if rule.dead is None else "live")
-    if rule.dead == "values":
-        state = walk(state, pull_dead, own, keys, live, x, y, rule, c, c.BN, "dead")
+def save_rows(state, x, y, DQ, DT, DFar, sdq, i, c: tl.constexpr):
     dq, dt, dtail, dslope = state
     save(DQ + y.n * sdq[0] + y.h * sdq[1], dq * x.scale, sdq[2], i, x.T, c.D, c.DP)
     if x.t is not None:
@@ -459,10 +496,41 @@ def backward_rows(x, U, R, DO, E, DQ, DT, DFar, Delta, Live, so, sdo, sdq, rule:
 
 
 @triton.jit
+def backward_rows(x, U, R, DO, E, DQ, DT, DFar, DMix, Delta, Live, so, sdo, sdq, rule: tl.constexpr, c: tl.constexpr):
+    """dq, the gradients of t, tail, slope and mix row by row, and delta, which the kernels after this one read."""
+    tiles = tl.cdiv(x.T, c.BM)
+    tile, y = place(x, tiles)
+    start = (tiles - 1 - tile) * c.BM
+    i = start + tl.arange(0, c.BM)
+    q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                        # (BM, DP)
+    do = load(DO + y.n * sdo[0] + y.out * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)         # (BM, EP)
+    r, t, e = row_vectors(x, y, R, E, i, rule, c.BM)
+    delta = -e                                                                             # delta = (do * U).sum(-1) - e
+    if rule.settle is not None:
+        if not rule.sums:                                                                  # a plain sum has no share in ds but e
+            u = load(U + y.n * so[0] + y.out * so[1], so[2], i, x.T, c.E, c.EP, True)      # (BM, EP)
+            delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
+        tl.store(Delta + y.at + i, delta, mask=i < x.T)
+    second = other_rows(x, y, i, c) if x.mix is not None else 0
+    own = (i, q, do, r, t, delta, second)
+    zero = tl.zeros((c.BM,), tl.float32)
+    none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
+    keys, live = key_tiles(start, x, c), live_list(Live, start // c.BM, tiles, c.BN, x)
+    state = walk((none, none, zero), pull, own, keys, live, x, y, rule, c, c.BN, "all" if rule.dead is None else "live")
+    if rule.dead == "values":
+        state = walk(state, pull_dead, own, keys, live, x, y, rule, c, c.BN, "dead")
+    grads, gradsb, dmix = state
+    save_rows(grads, x, y, DQ, DT, DFar, sdq, i, c)
+    if x.mix is not None:
+        save_rows(gradsb, x, second[0], DQ, DT, DFar, sdq, i, c)
+        tl.store(DMix + y.at // 2 + i, dmix, mask=i < x.T)                                 # (B, H/2, T)
+
+
+@triton.jit
 def push(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr, DEAD: tl.constexpr = False):
     """A tile of keys takes its gradients from one tile of rows. All is transposed: keys go down, rows across."""
-    dk, dv = state
-    j, k, v, DO, sdo, R, Delta = own
+    dk, dv, dkb = state
+    j, k, v, DO, sdo, R, Delta, second = own
     i = start + tl.arange(0, c.BM)
     q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, NEAR)                                        # (BM, DP)
     g = 0.
@@ -470,13 +538,21 @@ def push(state, own, start, x, y, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.
         do = load(DO, sdo, i, x.T, c.E, c.EP, NEAR)                                        # (BM, EP)
         g = tl.dot(v, tl.trans(do), input_precision="ieee")                                # g.T = v @ do.T
     r, t, delta = row_vectors(x, y, R, Delta, i, rule, c.BM)
+    if x.mix is not None:
+        b, kb = second
+        mix, tb = factor(x, y, i)[None, :], row_input(x, b, i, c.BM)
+        qb = load(b.q, x.sq[2], i, x.T, c.D, c.DP, NEAR)                                   # (BM, DP)
     if NEAR:
         i = tl.where(i < x.T, i, -1)                                                       # a row that does not exist sees no key
     w, ds, _ = slopes(k, q, g, i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :], x, y, rule, NEAR)
+    if x.mix is not None:
+        wb, dsb, _ = slopes(kb, qb, -mix * g, i[None, :], j[:, None], r[None, :], tb[None, :], delta[None, :], x, b, rule, NEAR)
+        w -= mix * wb
+        dkb = tl.dot(dsb.to(q.dtype), qb, dkb, input_precision="ieee")                     # dk of the second view
     if not DEAD:
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")                        # dv = w.T @ do
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")                             # dk = ds.T @ q
-    return dk, dv
+    return dk, dv, dkb
 
 
 @triton.jit
@@ -493,15 +569,22 @@ def backward_keys(x, R, DO, Delta, DK, DV, Live, sdo, sdk, sdv, rule: tl.constex
     j = start + tl.arange(0, c.BN)
     k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, True)                                        # (BN, DP)
     v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, True)                                        # (BN, EP)
-    own = (j, k, v, DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], R, Delta)
-    state = (tl.zeros((c.BN, c.DP), tl.float32), tl.zeros((c.BN, c.EP), tl.float32))
+    second = 0
+    if x.mix is not None:
+        b = other(x, y)
+        second = (b, load(b.k, x.sk[2], j, x.T, c.D, c.DP, True))                          # (BN, DP)
+    own = (j, k, v, DO + y.n * sdo[0] + y.out * sdo[1], sdo[2], R, Delta, second)
+    dk = tl.zeros((c.BN, c.DP), tl.float32)
+    state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk)
     rows, live = row_tiles(start, x, c), live_list(Live, tile, tiles, c.BM, x)
     state = walk(state, push, own, rows, live, x, y, rule, c, c.BM, "all" if rule.dead is None else "live")
     if rule.dead == "values":
         state = walk(state, push_dead, own, rows, live, x, y, rule, c, c.BM, "dead")
-    dk, dv = state
+    dk, dv, dkb = state
     save(DK + y.n * sdk[0] + y.h * sdk[1], dk * x.scale, sdk[2], j, x.T, c.D, c.DP)
-    save(DV + y.n * sdv[0] + y.h * sdv[1], dv, sdv[2], j, x.T, c.E, c.EP)
+    save(DV + y.n * sdv[0] + y.out * sdv[1], dv, sdv[2], j, x.T, c.E, c.EP)
+    if x.mix is not None:
+        save(DK + y.n * sdk[0] + (y.h + 1) * sdk[1], dkb * x.scale, sdk[2], j, x.T, c.D, c.DP)
 
 
 @triton.jit
@@ -509,7 +592,7 @@ def backward_table(x, R, DO, Delta, DTable, sdo, diagonals, rule: tl.constexpr, 
     """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same places, so
     one program adds them up as they are, in registers; by_distance() sums what is left, one tile a diagonal. Dead tiles are not
     passed over: a table covers the distances at which keys matter, so few are dead."""
-    b, y = place(x, diagonals)
+    b, y = place(x, diagonals, False)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
     for start in tl.range(b * c.BM, x.T, c.BM, num_stages=1):
@@ -518,10 +601,14 @@ def backward_table(x, R, DO, Delta, DTable, sdo, diagonals, rule: tl.constexpr, 
         q = load(y.q, x.sq[2], i, x.T, c.D, c.DP, True)                                    # (BM, DP)
         k = load(y.k, x.sk[2], j, x.T, c.D, c.DP, True)                                    # (BM, DP)
         v = load(y.v, x.sv[2], j, x.T, c.E, c.EP, True)                                    # (BM, EP)
-        do = load(DO + y.n * sdo[0] + y.h * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)       # (BM, EP)
+        do = load(DO + y.n * sdo[0] + y.out * sdo[1], sdo[2], i, x.T, c.E, c.EP, True)     # (BM, EP)
         r, t, delta = row_vectors(x, y, R, Delta, i, rule, c.BM)
+        if x.mix is not None:
+            share = tl.where(y.h % 2 == 0, 1., -factor(x, y, i))                           # -mix for the second view
         i = tl.where(i < x.T, i, -1)
         g = tl.dot(do, tl.trans(v), input_precision="ieee")                                # g = do @ v.T
+        if x.mix is not None:
+            g *= share[:, None]
         _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None], x, y, rule, True)
         total += ds
     at = tl.program_id(0).to(tl.int64) * c.BM * c.BM                                       # (B, H, diagonals, BM, BM)
@@ -873,6 +960,20 @@ HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
     (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2)},
 }
+MIXED = {  # instead of all these, for two views at once, which need twice the scores and gradients; backward_table takes one at a time
+    (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
+    (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
+    (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},
+    (90, 128, True): {"forward": (128, 32, 8, 3), "backward_rows": (32, 32, 4, 2), "backward_keys": (32, 32, 8, 2)},
+    (90, 256, True): {"forward": (32, 32, 8, 2), "backward_rows": (16, 32, 8, 1), "backward_keys": (32, 16, 4, 1)},
+    (80, 64, False): {"forward": (128, 64, 8, 3), "backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
+    (80, 64, True): {"forward": (128, 32, 8, 3), "backward_rows": (64, 16, 8, 2), "backward_keys": (16, 64, 8, 2)},
+    (80, 128, False): {"forward": (128, 32, 8, 2), "backward_rows": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
+    (80, 128, True): {"forward": (64, 32, 8, 2), "backward_rows": (32, 16, 4, 1), "backward_keys": (16, 64, 8, 2)},
+    (80, 256, True): {"forward": (32, 32, 8, 2), "backward_rows": (16, 32, 8, 1), "backward_keys": (32, 16, 4, 1)},
+    (0, 64, True): {"backward_rows": (16, 16, 8, 1), "backward_keys": (16, 32, 8, 1)},
+    (0, 128, True): {"backward_keys": (16, 16, 8, 1)},
+}
 SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))  # the interpreter: several tiles of short inputs
 
 
@@ -881,14 +982,16 @@ def generation(device):
     return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
 
 
-def tile(kernel, rule, q, v, busy):
+def tile(kernel, rule, q, v, busy, mixed=False):
     column = "forward with U" if kernel == "forward" and rule.extra else kernel
     if INTERPRETED:
         return SMALL[COLUMNS.index(column)]
     width = max(64, padded(q.shape[-1]), padded(v.shape[-1]))
     key = 0 if q.dtype == torch.float32 else generation(q.device), width
     key = (*key, busy) if (*key, busy) in TILES else (*key, True)
-    return rule.heavy and HEAVY.get(key, {}).get(column) or TILES[key][COLUMNS.index(column)]
+    instead = HEAVY.get(key, {}) if rule.heavy else {}
+    instead = instead | MIXED.get(key, {}) if mixed else instead
+    return instead.get(column) or TILES[key][COLUMNS.index(column)]
 
 
 def padded(width):
@@ -899,14 +1002,20 @@ def padded(width):
 # Two operators, forward and backward: torch.compile traces through them, and each allocates (which is also all that tracing
 # needs), then launches. What is left, sums over heads, rows and diagonals, is ordinary PyTorch in `differentiate`.
 
-def arguments(rule, q, k, v, t, table, far, scale, window, first):
+def arguments(rule, q, k, v, t, table, far, mix, scale, window, first):
     """The kernels' arguments. Tables are multiplied by the rule's unit here, once, and not at every score."""
     q, k, v = (straight(tensor, name) for tensor, name in ((q, "q"), (k, "k"), (v, "v")))
     table, far = (None if part is None else (part * rule.unit).contiguous() for part in (table, far))
     H, T = q.shape[1:3]
     strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in (q, k, v, t)]
-    W = 0 if table is None else table.shape[1]
-    return Inputs(q, k, v, t, table, far, *strides, H, H // k.shape[1], H // v.shape[1], T, W, window if 0 < window < T else None, first, scale)
+    W, window = 0 if table is None else table.shape[1], window if 0 < window < T else None
+    strides, GV = [*strides, None if mix is None else mix.stride()], outputs(q, mix) // v.shape[1]
+    return Inputs(q, k, v, t, table, far, mix, *strides, H, H // k.shape[1], GV, T, W, window, first, scale)
+
+
+def outputs(q, mix):
+    """How many heads the output has."""
+    return q.shape[1] if mix is None else q.shape[1] // 2
 
 
 def named(rule):
@@ -940,10 +1049,11 @@ def is_busy(table, far, window, T):
 def launch(kernel, count, rule, x, *more):
     """kernel on count(BM, BN) tiles of every head."""
     busy = is_busy(x.table, x.far, x.window or 0, x.T)
-    BM, BN, warps, stages = tile(kernel.__name__, rule, x.q, x.v, busy)
+    BM, BN, warps, stages = tile(kernel.__name__, rule, x.q, x.v, busy, x.mix is not None)
     D, E = x.q.shape[-1], x.v.shape[-1]
     sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
-    grid = (count(BM, BN) * x.q.shape[0] * x.H,)
+    heads = x.H if kernel is backward_table else outputs(x.q, x.mix)                       # see place
+    grid = (count(BM, BN) * x.q.shape[0] * heads,)
     with torch.cuda.device_of(x.q):
         kernel[grid](x, *more, rule, sizes, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 
@@ -954,22 +1064,22 @@ def rows_of_all_heads(q, heads, width):
     return q.new_empty(B, T, heads, width).transpose(1, 2) if T * heads * width < 2**31 else q.new_empty(B, heads, T, width)
 
 
-def allocate_forward(rule, q, k, v, t, table, far, scale, window, first, learn, skip):
-    rule, heads = to_save(rule, learn, skip), q.shape[1]
+def allocate_forward(rule, q, k, v, t, table, far, mix, scale, window, first, learn, skip):
+    rule, heads = to_save(rule, learn, skip), outputs(q, mix)
     o = rows_of_all_heads(q, heads, v.shape[-1])
     u = rows_of_all_heads(q, heads if rule.extra else 0, v.shape[-1])
     r = q.new_empty(q.shape[:3] if rule.settle else (0,), dtype=torch.float32)
-    T, (BM, BN, *_) = q.shape[2], tile("forward", rule, q, v, is_busy(table, far, window, q.shape[2]))
-    alive = q.new_zeros((*q.shape[:2], count(T, BM), count(T, BN)) if rule.dead else (0,), dtype=torch.int8)
+    T, (BM, BN, *_) = q.shape[2], tile("forward", rule, q, v, is_busy(table, far, window, q.shape[2]), mix is not None)
+    alive = q.new_zeros((q.shape[0], heads, count(T, BM), count(T, BN)) if rule.dead else (0,), dtype=torch.int8)
     return o, r, u, alive
 
 
 @torch.library.custom_op("nanoattention::forward", mutates_args=())
 def run_forward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
-                scale: float, window: int, first: int, learn: bool, skip: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    o, r, u, alive = allocate_forward(rule, q, k, v, t, table, far, scale, window, first, learn, skip)
+                mix: Tensor | None, scale: float, window: int, first: int, learn: bool, skip: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    o, r, u, alive = allocate_forward(rule, q, k, v, t, table, far, mix, scale, window, first, learn, skip)
     rule = to_save(rule, learn, skip)
-    x = arguments(rule, q, k, v, t, table, far, scale, window, first)
+    x = arguments(rule, q, k, v, t, table, far, mix, scale, window, first)
     launch(forward, lambda BM, BN: count(x.T, BM), rule, x, o, u, r, alive, o.stride()[:3])
     return o, r, u, alive
 
@@ -996,7 +1106,7 @@ def lists(alive, kernel, rule, x):
     if rule.dead is None:
         return alive
     busy = is_busy(x.table, x.far, x.window or 0, x.T)
-    (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, x.q, x.v, busy) for name in ("forward", kernel))
+    (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, x.q, x.v, busy, x.mix is not None) for name in ("forward", kernel))
     alive = resized(resized(alive, 2, x.T, BM, rows), 3, x.T, BN, keys)
     return list_live(alive if kernel == "backward_rows" else alive.mT)
 
@@ -1007,30 +1117,32 @@ def diagonals(T, W, window, first, n):
     return (reach + n - 2) // n + 1
 
 
-def allocate_backward(rule, q, k, v, t, table, far, u, r, alive, do, e, scale, window, first, learn_table):
+def allocate_backward(rule, q, k, v, t, table, far, mix, u, r, alive, do, e, scale, window, first, learn_table):
     B, H, T, D = q.shape
-    dq, dk, dv = (rows_of_all_heads(q, H, width) for width in (D, D, v.shape[-1]))
+    dq, dk, dv = (rows_of_all_heads(q, heads, width) for heads, width in ((H, D), (H, D), (outputs(q, mix), v.shape[-1])))
     dt = q.new_empty((0,) if t is None else (B, H, T), dtype=torch.float32)
     dfar = q.new_empty((0,) if far is None else (B, H, 2, T), dtype=torch.float32)
+    dmix = q.new_empty((0,) if mix is None else mix.shape, dtype=torch.float32)
     shape = (0,)
     if learn_table:
         n = tile("backward_table", named(rule), q, v, True)[0]
         shape = (B, H, diagonals(T, table.shape[1], window, first, n), n, n)
-    return dq, dk, dv, dt, dfar, q.new_empty(shape, dtype=torch.float32)
+    return dq, dk, dv, dt, dfar, dmix, q.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("nanoattention::backward", mutates_args=())
 def run_backward(rule: str, q: Tensor, k: Tensor, v: Tensor, t: Tensor | None, table: Tensor | None, far: Tensor | None,
-                 u: Tensor, r: Tensor, alive: Tensor, do: Tensor, e: Tensor, scale: float, window: int, first: int,
-                 learn_table: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = allocate_backward(rule, q, k, v, t, table, far, u, r, alive, do, e, scale, window, first, learn_table)
-    dq, dk, dv, dt, dfar, dtable = grads
+                 mix: Tensor | None, u: Tensor, r: Tensor, alive: Tensor, do: Tensor, e: Tensor, scale: float, window: int, first: int,
+                 learn_table: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = allocate_backward(rule, q, k, v, t, table, far, mix, u, r, alive, do, e, scale, window, first, learn_table)
+    dq, dk, dv, dt, dfar, dmix, dtable = grads
     rule = to_save(rule, True, alive.numel() > 0)
-    x = arguments(rule, q, k, v, t, table, far, scale, window, first)
+    x = arguments(rule, q, k, v, t, table, far, mix, scale, window, first)
     do, delta = straight(do, "the output's gradient"), torch.empty_like(r)
     so, sdo, sdq, sdk, sdv = (part.stride()[:3] for part in (u, do, dq, dk, dv))
     by_rows, by_keys = (lists(alive, kernel, rule, x) for kernel in ("backward_rows", "backward_keys"))
-    launch(backward_rows, lambda BM, BN: count(x.T, BM), rule, x, u, r, do, e, dq, dt, dfar, delta, by_rows, so, sdo, sdq)
+    launch(backward_rows, lambda BM, BN: count(x.T, BM), rule, x, u, r, do, e, dq, dt, dfar, None if mix is None else dmix, delta, by_rows,
+           so, sdo, sdq)
     launch(backward_keys, lambda BM, BN: count(x.T, BN), rule, x, r, do, delta, dk, dv, by_keys, sdo, sdk, sdv)
     if learn_table:
         launch(backward_table, lambda BM, BN: dtable.shape[2], rule, x, r, do, delta, dtable, sdo, dtable.shape[2])
@@ -1055,21 +1167,22 @@ def over_groups(grad, heads):
 
 
 def remember(ctx, inputs, output):
-    rule, q, k, v, t, table, far, *ctx.rest = inputs
+    rule, q, k, v, t, table, far, mix, *ctx.rest = inputs
     *ctx.rest, _, _ = ctx.rest
     ctx.rule, (o, r, u, alive) = rule, output
-    ctx.save_for_backward(q, k, v, t, table, far, u if named(rule).extra else o, r, alive)
+    ctx.save_for_backward(q, k, v, t, table, far, mix, u if named(rule).extra else o, r, alive)
 
 
 def differentiate(ctx, do, e, *_):
-    q, k, v, t, table, far, u, r, alive = ctx.saved_tensors
+    q, k, v, t, table, far, mix, *saved = ctx.saved_tensors
     learn_table = table is not None and ctx.needs_input_grad[5]
-    dq, dk, dv, dt, dfar, dtable = run_backward(ctx.rule, q, k, v, t, table, far, u, r, alive, do, e.contiguous(), *ctx.rest, learn_table)
+    grads = run_backward(ctx.rule, q, k, v, t, table, far, mix, *saved, do, e.contiguous(), *ctx.rest, learn_table)
+    dq, dk, dv, dt, dfar, dmix, dtable = grads
     dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
-    dt = None if t is None else dt
+    dt, dmix = None if t is None else dt, None if mix is None else dmix
     dfar = None if far is None else dfar.sum((0, 3))                 # (H, 2)
     dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dfar, *[None] * 5
+    return None, dq, dk, dv, dt, dtable, dfar, dmix, *[None] * 5
 
 
 def refuse(ctx, *grads):
@@ -1084,15 +1197,17 @@ run_backward.register_autograd(refuse)
 
 # ------------------------------------------------------------------------------------------------ the public face
 
-def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None, skip=True):
+def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None, skip=True,
+           mix=None):
     """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where the rule has none.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0. The score is
     scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h] (i - j). Row i sees key j
     if i - j < window (0: no limit) or j < first. row_sum: the statistic of a rule that has none is the sum of its weights. power:
     another p than the rule's own; entmax takes one of each row as t, too. All is differentiable but entmax's statistic. skip: the
-    backward passes over tiles in which all weights are 0."""
-    inputs = prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power)
+    backward passes over tiles in which all weights are 0. mix, for rules without a statistic: q has two heads for each of the
+    output, whose weights are those of the first minus mix times those of the second; Hv divides H/2, mix broadcasts to (B, H/2, T)."""
+    inputs = prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix)
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in inputs)
     o, r, *_ = run_forward(*inputs, learn, skip)
     rule = named(inputs[0])
@@ -1118,59 +1233,76 @@ def live_share(rule, q, k, t=None, table=None, tail=None, slope=None, scale=1.0,
     return alive.float().sum((2, 3)) / seen.sum()
 
 
-def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
+def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix=None):
     """attend()'s arguments as the operators take them."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     rule = "alphamax" if rule == "entmax" and t is not None else rule
-    check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power)
+    check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix)
     rule = rule + "_sum" if row_sum else rule
     B, H, T, _ = q.shape
     if RULES[rule].rowin:
-        t = (q.new_zeros(()) if t is None else t).float().expand(B, H, T)
-        t = t if t.stride(2) < 2 else t.contiguous()
+        t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
+    mix = None if mix is None else along_rows(mix, B, H // 2, T)
     if tail is not None or slope is not None:
         nothing = q.new_zeros(H, dtype=torch.float32)
         tail = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
     table = table.float() if table is not None and table.shape[1] else None
-    return rule if power is None else f"{rule}:{float(power)}", q, k, v, t, table, tail, float(scale), window, first
+    return rule if power is None else f"{rule}:{float(power)}", q, k, v, t, table, tail, mix, float(scale), window, first
 
 
-def check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
+def along_rows(part, *shape):
+    part = part.float().expand(shape)
+    return part if part.stride(2) < 2 else part.contiguous()
+
+
+def check(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix):
     """Whatever the kernels cannot do ends here, in one sentence."""
     if not AVAILABLE:
         raise ValueError("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
                          "(or set TRITON_INTERPRET=1 to test them on a CPU)")
-    for bad, message in problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
+    for bad, message in problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix):
         if bad:
-            shapes = {name: part is not None and tuple(part.shape) for name, part in dict(q=q, k=k, v=v, t=t, table=table).items()}
+            parts = dict(q=q, k=k, v=v, t=t, table=table, mix=mix)
+            shapes = {name: tuple(part.shape) for name, part in parts.items() if isinstance(part, Tensor)}
             raise ValueError(message.format(rule=rule, rules=list(RULES), **shapes))
 
 
-def problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power):
+def problems(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix):
     """Pairs of a condition and what to say about it, in an order in which each may rely on those before."""
     yield rule not in RULES, "no kernel for the rule {rule!r}: choose one of {rules}"
     yield row_sum and rule + "_sum" not in RULES, "{rule} has no row sum to return: leave out row_sum"
     yield power is not None and not RULES[rule].powers, "{rule} has no power: leave out power"
     yield power is not None and not (isinstance(power, (int, float)) and power >= 1), "power must be a plain number from 1 on"
     yield t is not None and not RULES[rule].rowin, "{rule} reads no row input: leave out t"
+    statistic = mix is not None and (row_sum or RULES[rule].settle is not None)
+    yield statistic, "mix is for rules without a row statistic: call {rule} once a view and subtract the outputs"
+    yield mix is not None and not isinstance(mix, Tensor), "mix must be a tensor that broadcasts to (B, H/2, T)"
     yield {q.ndim, k.ndim, v.ndim} != {4}, "q, k and v must have four axes, (B, H, T, D), but are {q}, {k} and {v}"
     same = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]
     yield not same, "q, k and v must agree in batch and length, q and k in width, but are {q}, {k} and {v}"
     yield 0 in (*q.shape, k.shape[1], v.shape[1], v.shape[3]), "q, k and v must not be empty, but are {q}, {k} and {v}"
+    yield mix is not None and q.shape[1] % 2, "with mix the heads of q are pairs of views, but q is {q}"
+    yield mix is not None and outputs(q, mix) % v.shape[1], "with mix the heads of v {v} must divide half of those of q {q}"
     yield q.shape[1] % k.shape[1] or q.shape[1] % v.shape[1], "the heads of k {k} and of v {v} must divide those of q {q}"
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most, but q is {q} and v is {v}: use --kernel=torch"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     yield q.dtype not in dtypes or k.dtype != q.dtype or v.dtype != q.dtype, "q, k and v must share one of float32, bfloat16 and float16"
     yield INTERPRETED and q.dtype == torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly: use float32 or float16 there"
     yield not INTERPRETED and not q.is_cuda, "the kernels run on a CUDA GPU, but q is not on one: move it there or use --kernel=torch"
-    given = [part for part in (k, v, t, table, tail, slope) if part is not None]
+    given = [part for part in (k, v, t, table, tail, slope, mix) if part is not None]
     yield any(part.device != q.device for part in given), "all inputs must be on the device of q"
-    aligned = t is None or all(size in (1, full) for size, full in zip(reversed(t.shape), reversed(q.shape[:3]), strict=False))
-    yield not aligned or t is not None and t.ndim > 3, "the row input t must broadcast to (B, H, T) of q {q}, but is {t}"
+    yield not broadcasts(t, q.shape[:3]), "the row input t must broadcast to (B, H, T) of q {q}, but is {t}"
+    rows = q.shape[0], outputs(q, mix), q.shape[2]
+    yield not broadcasts(mix, rows), "mix must broadcast to (B, H/2, T) with half of the heads of q {q}, but is {mix}"
     heads = q.shape[1:2]
     yield table is not None and (table.ndim != 2 or table.shape[:1] != heads), "table must be (H, W) with the heads of q {q}, but is {table}"
     yield any(part is not None and part.shape != heads for part in (tail, slope)), "tail and slope must be (H,), one number a head of q {q}"
     numbers = isinstance(scale, (int, float)) and isinstance(window, int) and isinstance(first, int)
     yield not numbers, "scale, window and first are plain numbers (a learned scale belongs on q, outside)"
     yield window < 0 or first < 0, "window and first count keys and cannot be negative"
+
+
+def broadcasts(part, shape):
+    fits = part is None or all(size in (1, full) for size, full in zip(reversed(part.shape), reversed(shape), strict=False))
+    return fits and (part is None or part.ndim <= len(shape))

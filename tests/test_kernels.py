@@ -85,8 +85,19 @@ def dense_weights(rule, s, seen, t, p):
     return w * seen, None
 
 
-def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None):
+def difference(rule, mix, q, k, v, t, biases, **options):
+    """Two dense views, one minus mix times the other: heads 0, 2, .. and 1, 3, .."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    t = None if t is None else t.expand(q.shape[:3])
+    one, two = (dense(rule, q[:, n::2], k[:, n::2], v, None if t is None else t[:, n::2],
+                      *(None if part is None else part[n::2] for part in biases), **options)[0] for n in (0, 1))
+    return one - mix.to(v.dtype).expand(one.shape[:3])[..., None] * two, None
+
+
+def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None, mix=None):
     """What attend() should be: the T x T matrix in full, in the dtype of q (statistics at least in float32)."""
+    if mix is not None:
+        return difference(rule, mix, q, k, v, t, (table, tail, slope), scale=scale, window=window, first=first, power=power)
     wide = torch.promote_types(q.dtype, torch.float32)
     H, T = q.shape[1:3]
     k, v = k.repeat_interleave(H // k.shape[1], 1), v.repeat_interleave(H // v.shape[1], 1)
@@ -112,12 +123,13 @@ def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, w
 
 # ------------------------------------------------------------------------------------------------ drawing and comparing
 
-def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False, strided=False, seed=0, **options):
+def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False, strided=False, seed=0,
+         mix=None, **options):
     """Random inputs of attend(), by name, and its options."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape, dtype=torch.float32):
-        return torch.randn(*shape, generator=g).to(DEVICE, dtype)
+        return torch.randn(shape, generator=g).to(DEVICE, dtype)
 
     def heads(count, width):                                          # strided: as a fused projection leaves it, or with gaps inside
         if not strided:
@@ -125,9 +137,10 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
         return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
 
     E = E or D
-    x = dict(q=heads(H, D), k=heads(Hk or H, D), v=heads(Hv or H, E))
+    Hv = Hv or (H if mix is None else H // 2)                         # mix: the shape of a factor for every second head
+    x = dict(q=heads(H, D), k=heads(Hk or H, D), v=heads(Hv, E))
     if strided:
-        x["v"] = normal(B, Hv or H, E, T, dtype=dtype).mT             # the last axis without stride 1, too
+        x["v"] = normal(B, Hv, E, T, dtype=dtype).mT             # the last axis without stride 1, too
     if rule == "elastic":                                             # tau_h / n_i: about half of the weights survive
         x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / torch.arange(1, T + 1, device=DEVICE)
     if rule in ("sigmoid", "tra"):
@@ -137,6 +150,7 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
     x |= {"table": normal(H, W)} if W else {}
     x |= {"tail": normal(H)} if tail else {}
     x |= {"slope": 0.1 * normal(H)} if slope else {}
+    x |= {} if mix is None else {"mix": 0.5 + 0.3 * normal(*mix)}
     return x, dict(scale=D**-0.5, **options)
 
 
@@ -159,7 +173,8 @@ def compare(rule, dtype=torch.float32, inputs=None, **shape):
     row_sum = shape.pop("row_sum", False) and rule + "_sum" in kernels.RULES
     x, options = draw(rule, dtype=dtype, row_sum=row_sum, **shape)
     x |= inputs or {}
-    o = x["q"].shape[:3] + x["v"].shape[3:]
+    H = x["q"].shape[1]
+    o = (x["q"].shape[0], H // 2 if "mix" in x else H, *x["v"].shape[2:])
     torch.manual_seed(1)
     upstream = [torch.randn(o, device=DEVICE).to(dtype), torch.randn(o[:3], device=DEVICE)]
     kernel = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
@@ -171,7 +186,7 @@ def compare(rule, dtype=torch.float32, inputs=None, **shape):
         # one rounding to the dtype and a float32 sum over the width, or over rows, too, for the few numbers that are one a head; of those
         # the eager error is a matter of luck. Of t's gradient the part of o is rounded to the dtype; in lssar a power of 15 follows a
         # difference of logarithms
-        few = true.numel() <= o[1]
+        few = true.numel() <= H
         c, length = (8, o[2] * x["q"].shape[3]) if few else (8 if rule == "lssar" else 2, x["q"].shape[3])
         rounded = dtype if few or name == "dt" else kernel[name].dtype
         floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length**0.5
@@ -346,6 +361,74 @@ def test_without_gradients_the_output_is_the_same(rule):
     assert torch.equal(learned, plain)
 
 
+# ------------------------------------------------------------------------------------------------ two views at once
+
+VIEWS = {
+    "one token": dict(T=1, B=2, mix=(1, 1)),
+    "plain": dict(T=130, mix=(1, 1)),
+    "odd, two batches, grouped": dict(T=45, D=40, E=24, B=2, H=8, Hk=2, Hv=1, mix=(2, 4, 45)),
+    "a key head for each view": dict(T=45, D=24, E=64, H=8, Hk=8, Hv=2, strided=True, mix=(4, 1)),
+    "everything": dict(T=100, H=4, Hk=2, mix=(), **EVERYTHING),
+    "window, first keys, everything": dict(T=100, window=17, first=3, H=4, Hv=1, mix=(1, 2, 100), **EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+def test_two_views(rule, case):
+    compare(rule, **VIEWS[case])
+
+
+@pytest.mark.parametrize("rule", ["softplus", "elu", "identity"])
+def test_two_views_of_other_rules(rule):
+    compare(rule, **VIEWS["window, first keys, everything"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+def test_two_views_of_low_precision(rule, dtype):
+    compare(rule, dtype, T=63, D=64, H=4, Hk=1, Hv=1, mix=(2, 1))
+    compare(rule, dtype, T=45, D=40, window=20, first=2, mix=(1, 1), **EVERYTHING)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (17,), (2, 1), (2, 1, 1), (1, 2, 17), (2, 2, 17)])
+def test_mix_of_every_shape(shape):
+    compare("tra", T=17, B=2, H=4, power=3, mix=shape)
+
+
+def clusters_of_two_views(T):
+    one, two = clusters(T), clusters(T)
+    two["q"] = two["q"].roll(60, 2)                                   # other tiles are alive
+    return {name: torch.cat([one[name], two[name]], 1) for name in "qk"}
+
+
+@pytest.mark.parametrize("options", [dict(T=230), dict(T=230, window=200, first=5, **EVERYTHING)], ids=["plain", "busy"])
+@pytest.mark.parametrize("rule", ["tra", "relu"])
+def test_skipping_dead_tiles_of_two_views_changes_nothing(rule, options):
+    """A tile is visited if either view is alive there, and there are many in which neither is."""
+    T, inputs = options["T"], clusters_of_two_views(options["T"])
+    x, more = draw(rule, mix=(1, 1), **options)
+    inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}   # a bias must not lift every score above 0
+    upstream, x = [torch.randn_like(x["v"])], x | inputs
+    with mock.patch.object(kernels, "lists", side_effect=kernels.lists) as lists:
+        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream) for skip in (True, False))
+    alive = lists.call_args_list[0].args[0]
+    if kernels.INTERPRETED:                                           # tiles of 32 x 16
+        share = alive.float().sum() / (torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31).sum()
+        print("live", share)
+        assert 0.1 < share < 0.9
+    assert all(torch.equal(with_skip[name], without[name]) for name in without)
+    compare(rule, inputs=inputs, mix=(1, 1), **options)
+
+
+@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+def test_two_runs_of_two_views_agree_bit_for_bit(rule):
+    x, options = draw(rule, T=70, H=4, Hk=1, Hv=1, window=50, first=2, mix=(1, 2, 70), **EVERYTHING)
+    upstream = [torch.randn(1, 2, 70, 16, device=DEVICE)]
+    one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 # ------------------------------------------------------------------------------------------------ addresses
 
 def test_heads_may_lie_far_apart():
@@ -402,6 +485,12 @@ MISTAKES = [
     wrong("table must be", table=ZERO(3, 4, device=DEVICE)),
     wrong("one number a head", tail=ZERO(3, device=DEVICE)),
     wrong("cannot be negative", window=-1),
+    wrong("without a row statistic", mix=ZERO((), device=DEVICE)),
+    wrong("without a row statistic", rule="relu", row_sum=True, mix=ZERO((), device=DEVICE)),
+    wrong("must be a tensor", rule="relu", mix=0.5),
+    wrong("pairs of views", rule="relu", mix=ZERO((), device=DEVICE), q=ZERO(1, 3, 8, 16, device=DEVICE)),
+    wrong("half of those of q", rule="relu", mix=ZERO((), device=DEVICE)),
+    wrong("mix must broadcast", rule="relu", mix=ZERO(2, 1, device=DEVICE), v=ZERO(1, 1, 8, 16, device=DEVICE)),
 ]
 
 
@@ -567,10 +656,21 @@ def test_operators_say_what_they_return():
     """Shapes, strides and dtypes that tracing is told are those that the kernels deliver."""
     x, options = draw("elastic", T=20, D=16, E=24)
     x["t"] = x["t"].expand(1, 2, 20)
-    inputs = ("elastic", *x.values(), None, None, options["scale"], 0, 0, True, True)
+    inputs = ("elastic", *x.values(), None, None, None, options["scale"], 0, 0, True, True)
     torch.library.opcheck(kernels.run_forward, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     o, r, u, alive = kernels.run_forward(*inputs)
-    grads = ("elastic", *x.values(), None, None, u, r, alive, o, r, options["scale"], 0, 0, False)
+    grads = ("elastic", *x.values(), None, None, None, u, r, alive, o, r, options["scale"], 0, 0, False)
+    torch.library.opcheck(kernels.run_backward, grads, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_operators_of_two_views_say_what_they_return():
+    x, options = draw("tra", T=20, D=16, E=24, H=4, W=4, mix=(1, 2, 20))
+    x["t"] = x["t"].expand(1, 4, 20)
+    q, k, v, t, table, mix = x.values()
+    inputs = ("tra", q, k, v, t, table, None, mix, options["scale"], 0, 0, True, True)
+    torch.library.opcheck(kernels.run_forward, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    o, r, u, alive = kernels.run_forward(*inputs)
+    grads = ("tra", q, k, v, t, table, None, mix, o, r, alive, o, r, options["scale"], 0, 0, True)
     torch.library.opcheck(kernels.run_backward, grads, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -620,21 +720,23 @@ class Driver:
 
 def compile_rule(sm, rule, D, dtype, busy, backward=True):
     """The kernels that one call and its backward launch: name, sizes, warps, compiled. busy: with a table, a tail, a slope, a window
-    and first keys."""
+    and first keys. A rule "tra mix": two views at once."""
     import triton
     compiled, run = [], triton.runtime.jit.JITFunction.run
 
     def compile_only(function, *args, grid, warmup, **options):
         compiled.append((function.__name__, args[-1], options["num_warps"], run(function, *args, grid=grid, warmup=True, **options)))
 
-    q, k, v = (torch.empty(2, 1024, 4, D, dtype=dtype).transpose(1, 2) for _ in range(3))
+    rule, _, mix = rule.partition(" ")
+    q, k, v = (torch.empty(2, 1024, heads, D, dtype=dtype).transpose(1, 2) for heads in (4, 4, 2 if mix else 4))
+    mix = torch.empty(2, 2, 1024) if mix else None
     t = torch.empty(2, 4, 1024) if kernels.named(rule).rowin else None
     table, far, window, first = (torch.empty(4, 512), torch.empty(4, 2), 256, 4) if busy else (None, None, 0, 0)
     triton.runtime.driver.set_active(Driver(sm))
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only), mock.patch.object(kernels, "generation", lambda device: sm):
-        o, r, u, alive = kernels.run_forward(rule, q, k, v, t, table, far, 0.125, window, first, True, True)
+        o, r, u, alive = kernels.run_forward(rule, q, k, v, t, table, far, mix, 0.125, window, first, True, True)
         if backward:
-            kernels.run_backward(rule, q, k, v, t, table, far, u if u.numel() else o, r, alive, o, r, 0.125, window, first, busy)
+            kernels.run_backward(rule, q, k, v, t, table, far, mix, u if u.numel() else o, r, alive, o, r, 0.125, window, first, busy)
     return compiled
 
 
@@ -650,7 +752,7 @@ def registers_and_stack(cubin):
 
 
 EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0, sigmoid=1, elu=1, identity=0,
-                    alphamax=1, softplus_sum=1, sigmoid_sum=1)        # those a score, for the rules that the table shows
+                    alphamax=1, softplus_sum=1, sigmoid_sum=1, **{"tra mix": 0})   # those a score, for the rules that the table shows
 
 
 def table_rows(task):
@@ -660,11 +762,13 @@ def table_rows(task):
     for name, c, warps, compiled in compile_rule(*task):
         ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
         registers, stack = registers_and_stack(compiled.asm["cubin"])
-        exps, matmuls = ptx.count("ex2.approx"), ptx.count("wgmma.mma_async") or ptx.count("mma.sync") * (sm == 80 or D > 128)
+        older = sm == 80 or D > 128 or rule.endswith(" mix")          # smaller tiles than the newest matrix instructions take
+        exps, matmuls = ptx.count("ex2.approx"), ptx.count("wgmma.mma_async") or ptx.count("mma.sync") * older
         # so many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the statistic has passes of
         # its own, or dead tiles a code of theirs), and some for rows where the running maximum moves; more would mean that warps repeat
         # each other's work
-        twice = kernels.RULES[rule].passes if name == "forward" else kernels.RULES[rule].dead == "values"
+        about = kernels.named(rule.removesuffix(" mix"))
+        twice = about.passes if name == "forward" else about.dead == "values"
         copies = 1 if name == "backward_table" else 4 if twice else 2
         scores = copies * c.BM.value * c.BN.value // (32 * warps)
         problem = [what for what, bad in (
