@@ -122,7 +122,7 @@ class Rule(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ who sees whom
-# `visible` says it for one row and key, the two functions after it for a whole tile (and live_share for the share it reports):
+# `visible` says it for one row and key, the two functions after it for a whole tile:
 # change these, and every kernel follows.
 # Both return (kept, lo, a, b, hi). Tiles in [a, b) are seen in full and need neither mask nor table; those in [0, kept), [lo, a) and
 # [b, hi) do; nothing else is in sight. All of these numbers but hi are multiples of the tile.
@@ -1214,23 +1214,6 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     if not rule.settle:
         return o, None
     return o, r.detach() if rule.passes > 1 else r                   # the slopes of such rules hold r to its equation already
-
-
-def live_share(rule, q, k, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, power=None):
-    """(B, H): of the forward's tiles in sight the share in which any weight is not 0, with the arguments of attend(). The others are
-    what the backward passes over."""
-    inputs = prepare(rule, q, k, k, t, table, tail, slope, scale, window, first, False, power)
-    with torch.no_grad():
-        *_, alive = run_forward(*inputs, True, True)
-    T, rule = q.shape[2], named(inputs[0])
-    if rule.dead is None:
-        return q.new_ones(q.shape[:2])
-    BM, BN, *_ = tile("forward", rule, q, k, is_busy(*inputs[5:7], window, T))
-    i, j = torch.arange(0, T, BM, device=q.device)[:, None], torch.arange(0, T, BN, device=q.device)
-    seen = j < (i + BM).clamp(max=T)                                 # `visible` for a whole tile
-    if window:
-        seen &= (i - (j + BN - 1) < window) | (j < first)
-    return alive.float().sum((2, 3)) / seen.sum()
 
 
 def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, row_sum, power, mix=None):

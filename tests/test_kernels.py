@@ -320,9 +320,11 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     x |= inputs
     upstream = [torch.randn(*x["q"].shape[:3], 16, device=DEVICE), torch.randn(x["q"].shape[:3], device=DEVICE)]
     more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.RULES
-    share = kernels.live_share(rule, **{name: part for name, part in (x | more).items() if name not in ("v", "row_sum")})
-    print("live", share)
-    assert (share < 0.9).all() and (share > 0.1).all()
+    if kernels.INTERPRETED:                                           # a GPU's tiles are too large for clusters as small as these
+        names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "row_sum", "power")
+        given = {"window": 0, "first": 0, "row_sum": False} | x | more
+        alive = kernels.run_forward(*kernels.prepare(rule, *map(given.get, names)), True, True)[3]
+        assert 0.05 < alive.float().mean() < 0.55                     # 0.6 if no tile of the past were dead
     with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream) for skip in (True, False))
     for name in without:
         if kernels.RULES[rule].dead == "all":
