@@ -956,7 +956,7 @@ HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
     (90, 128, False): {"forward": (128, 32, 8, 3), "backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
     (90, 128, True): {"forward with U": (64, 64, 8, 2), "backward_rows": (64, 32, 8, 2), "backward_table": (64, 64, 8, 1)},
     (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
-    (80, 64, True): {"backward_rows": (64, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
+    (80, 64, True): {"backward_rows": (64, 32, 8, 2), "backward_keys": (16, 128, 8, 2), "backward_table": (32, 32, 4, 1)},
     (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2)},
 }
