@@ -783,7 +783,7 @@ class Attention(nn.Module):
         """x (B, R, C), the layer's normed input. past: a dict that keeps the keys and values of earlier calls."""
         sizes = [heads * width for heads, width in self.shapes.values()]
         q, k, v = (split_heads(p, *shape) for p, shape in zip(self.c_attn(x).split(sizes, -1), self.shapes.values(), strict=True))
-        if past is not None:                    # keys are kept unrotated, and turned by their place in the cache
+        if past is not None:                    # keys are kept unrotated: where a window forgets some, the others' places are known below
             k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
             past.update(k=self.still_seen(k), v=self.still_seen(v), tokens=past.get("tokens", 0) + x.shape[1])
         if "rope" in self.config.pos:

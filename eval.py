@@ -810,8 +810,8 @@ def fused_cases(q, k, v):
         n = torch.arange(1, T + 1, device=q.device).float()
         row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
                       "sigmoid": torch.full_like(n, math.log(T))}
-        for rule, products in (item for item in PRODUCTS.items() if item[0] in kernels.RULES):
-            cases[rule] = partial(lambda rule: kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=scale)[0], rule), *products
+        for rule in (name for name in PRODUCTS if name in kernels.RULES):
+            cases[rule] = partial(lambda rule: kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=scale)[0], rule), *PRODUCTS[rule]
         if q.shape[1] % 2 == 0:                 # half of the heads are second views, of the same values
             two_views = partial(kernels.attend, "tra", q, k, v[:, 0::2], row_inputs["tra"], scale=scale, mix=q.new_tensor(0.5))
             cases["tda"] = (lambda: two_views()[0]), *PRODUCTS["tda"]
@@ -915,10 +915,12 @@ def live_command(args):
             run.model(torch.from_numpy(rows).to(run.machine.device))
         found = [live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, run.machine, args.repeats, *inputs)} for module, inputs in layers]
         result["lengths"][T] = found
+        lines = {str(layer): counts for layer, counts in enumerate(found)}
+        lines["all"] = {name: sum(counts[name] for counts in found) for name in ("tiles", "live_tiles", "pairs", "live_pairs")} | {"gain": None}
         text.append(f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
-            [[str(layer), f["live_tiles"] / f["tiles"], f["live_pairs"] / f["pairs"], f["gain"]] for layer, f in enumerate(found)],
+            [[name, f["live_tiles"] / f["tiles"], f["live_pairs"] / f["pairs"], f["gain"]] for name, f in lines.items()],
             ["layer", "live tiles", "live pairs", "speed"]))
-    if attention.choose_kernel(run.model.config, run.machine.device.type) != "triton":
+    if found[0]["gain"] is None:
         text.append("no speed: the fused kernels, which skip dead tiles, do not run here")
     save_result(args, result)
     run.machine.close()
@@ -932,8 +934,10 @@ def save_result(args, result):
 
 def speed_command(args):
     """Training steps and attention alone, of every recipe against softmax through torch's own fused kernel, side by side in one process."""
-    if args.kernels or args.live:
-        return kernels_command(args) if args.kernels else live_command(args)
+    if args.kernels:
+        return kernels_command(args)
+    if args.live:
+        return live_command(args)
     machine, names = Machine(args.device, args.dtype), recipe_names(args.attn)
     cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
     cases |= {name: (name, "auto") for name in names if name != "softmax"}

@@ -166,14 +166,9 @@ def identity_row(s, module, head):
     return s / {"none": 1.0, "sum": s.sum() + 1e-8, "max1": max(s.sum().abs(), 1.0)}[module.config.normalize]
 
 
-def key_bias_row(s, module, head):
-    """Softmax with one more key; its score is appended to s by `score_row`."""
-    return softmax_row(s, module, head)
-
-
 FORMULAS = {                                    # how scores come about, and what becomes of a row of them, an extra key's weight first
     "softmax": (scores_plain, softmax_row), "ssmax": (scores_ssmax, softmax_row), "softmax1": (scores_plain, extra_key_row),
-    "sink": (scores_plain, extra_key_row), "k_bias": (scores_plain, key_bias_row), "kv_bias": (scores_plain, key_bias_row),
+    "sink": (scores_plain, extra_key_row), "k_bias": (scores_plain, softmax_row), "kv_bias": (scores_plain, softmax_row),
     "sink_token": (scores_plain, softmax_row), "v_bias": (scores_plain, softmax_row), "gated": (scores_plain, softmax_row),
     "gated_elementwise": (scores_plain, softmax_row), "window": (scores_plain, softmax_row), "streaming": (scores_plain, softmax_row),
     "gpt_oss": (scores_plain, extra_key_row), "diff": (scores_plain, softmax_row), "diff2": (scores_plain, softmax_row),
