@@ -20,6 +20,23 @@ if not torch.cuda.is_available():
 
 from data import tokens  # noqa: E402
 
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also what .ci/run adds: every case of every recipe, kernel and choice")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "exhaustive: one of many cases of which others stand for it; run with --all")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --all, leave out what is marked exhaustive."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+
+
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
 TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8", "--eval_interval=4",
         "--log_interval=1", "--eval_iters=1", "--warmup_iters=2", "--device=cpu", "--dtype=float32")
