@@ -5,10 +5,7 @@ References: GPT-2 (Radford et al. 2019) and nanoGPT for the architecture and its
 
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
-import argparse
 import dataclasses
-import difflib
-import inspect
 import math
 import zlib
 from dataclasses import dataclass
@@ -18,12 +15,9 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import attention
+from common.flags import knob
 
 # ---------------------------------------------------------------------------------------------------------------------- knobs
-
-def knob(default, meaning, choices=None):
-    """A dataclass field that is also a command line flag: its default, what -h says about it, and its valid values if they are few."""
-    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices})
 
 
 def axis(name, meaning):
@@ -279,52 +273,3 @@ def pick(logits, temperature, top_k, top_p, dice):
 
 def own_generator(seed, name):
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-
-
-# --------------------------------------------------------------------------------------------------------------- command line
-
-def add_flags(parser, *knobs, skip=()):
-    """Add a flag for every field of the given dataclasses. None until given, so that presets and recipes can come in between."""
-    for group in knobs:
-        section = parser.add_argument_group(group.__name__, (inspect.getdoc(group) or "").split(". ")[0])
-        for field in dataclasses.fields(group):
-            if field.name in skip:
-                continue
-            kind = inspect.get_annotations(group, eval_str=True)[field.name]
-            kind = {int | None: int, str | None: str}.get(kind, kind)   # an axis
-            is_bool = kind is bool
-            section.add_argument(
-                f"--{field.name}", default=None, type=as_bool if is_bool else kind,
-                choices=field.metadata["choices"], nargs="?" if is_bool else None, const=True if is_bool else None,
-                metavar=None if field.metadata["choices"] else {int: "N", float: "X", bool: "0|1"}.get(kind, "S"),
-                help=field.metadata["help"].replace("%", "%%") + ("" if field.default in (None, "") else f" ({shown(field.default)})"))
-
-
-def shown(default):
-    return int(default) if isinstance(default, bool) else default
-
-
-def as_bool(text):
-    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in words:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or 1")
-    return words[text.lower()]
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line that says what would have been right."""
-
-    def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", **kwargs,
-                         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=150))
-
-    def parse_args(self, args=None, namespace=None):
-        namespace, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            valid = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], valid, n=1)
-            self.error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else "") + f"; valid flags: {' '.join(valid)}")
-        return namespace
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")

@@ -9,12 +9,7 @@ A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json 
 With -h every knob, its meaning and its default in brackets (the default preset, tiny, changes some; see the presets at the end).
 """
 import contextlib
-import csv
-import dataclasses
-import itertools
 import math
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -30,10 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import attention
-from data import tokens
-from eval import (HERE, Machine, at_least, check_vocabulary, data_folder, fields_of, fixed_windows, given_flags, load_weights, mean_loss,
-                  read_checkpoint, read_run, report, with_recipe)
-from model import GPT, GPTConfig, Parser, add_flags, knob, shown
+from data import files, tokens
+from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, shown, with_recipe
+from common.machine import Machine
+from common.runs import Run, describe, load_weights, read_checkpoint, read_run
+from evals.loss import mean_loss
+from evals.report import report
+from model import GPT, GPTConfig
+
+HERE = Path(__file__).parent
 
 # --------------------------------------------------------------------------------------------------------------------- knobs
 
@@ -139,7 +139,7 @@ def settle_knobs(args):
         given["init_from"] = str(read_run(given["init_from"])[1])
         knobs = read_run(given["init_from"])[0]["knobs"]
         base |= fields_of(GPTConfig, knobs) | {"dataset": knobs["dataset"]}
-    return with_recipe(base, given) | given, None
+    return with_recipe(base, given, attention.ATTENTIONS, attention.DEFAULTS), None
 
 
 def resume_knobs(given):
@@ -168,7 +168,7 @@ OFFLINE = ("stdlib", "backcopy")                         # data sets that train.
 
 def prepare_data(dataset, machine):
     """Make a data set that needs no network, if it is not there yet; one rank of each machine does it while the others wait."""
-    if dataset in OFFLINE and machine.local_rank == 0 and not (data_folder(dataset) / "meta.json").exists():
+    if dataset in OFFLINE and machine.local_rank == 0 and not (tokens.data_folder(dataset) / "meta.json").exists():
         if subprocess.run([sys.executable, HERE / "data" / f"{dataset}.py"]).returncode:
             raise ValueError(f"data/{dataset}.py failed: see the line above")
     machine.wait()
@@ -211,90 +211,6 @@ class Batches:
         self.waited += time.perf_counter() - started
         self.ahead = {step + 1: self.thread.submit(self.read, step + 1)}
         return micro_batches
-
-
-# ----------------------------------------------------------------------------------------------------------- the run on disk
-
-class Run:
-    """The folder of a run: log.csv, meta.json and ckpt.pt, each renamed into place when complete. Only rank 0 writes."""
-    COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
-
-    def __init__(self, folder, machine):
-        self.folder, self.main, self.saved = Path(folder), machine.main, None
-        self.checkpoint = self.folder / "ckpt.pt"
-        self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
-
-    @contextlib.contextmanager
-    def writing(self, step):
-        """A full disk, a folder that may not be written: one sentence that says what is safe and what to do."""
-        try:
-            yield
-        except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
-            raise OSError(f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}. "
-                          "Free some space there, or name another folder with --out_dir; --init_from=resume goes on") from None
-
-    def last_good(self):
-        return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
-
-    def begin(self, meta, step):
-        """Open the log. A new run (step None) moves an earlier one's files aside; a resumed one forgets the rows after its checkpoint."""
-        if not self.main:
-            return
-        with self.writing(step or 0):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".*.tmp"):                     # by a kill in the middle of a save
-                left.unlink()
-            if step is None and (self.checkpoint).exists():
-                self.move_aside()
-            rows = self.rows_until(step) if step is not None else []
-            with tokens.replacing(self.folder / "log.csv", "w") as f:
-                csv.writer(f, lineterminator="\n").writerows([self.columns, *rows])
-            tokens.write_json(self.folder / "meta.json", meta)
-
-    def move_aside(self):
-        old = next(path for path in (self.folder / "old" / str(n) for n in itertools.count(1)) if not path.exists())
-        old.mkdir(parents=True)
-        for name in ("log.csv", "meta.json", "ckpt.pt"):
-            if (self.folder / name).exists():
-                os.replace(self.folder / name, old / name)
-        print(f"the earlier run in {self.folder} was moved to {old}")
-
-    def rows_until(self, step):
-        if not (self.folder / "log.csv").exists():
-            return []
-        with open(self.folder / "log.csv", newline="") as f:
-            return [row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdigit() and int(row[0]) <= step]
-
-    def log(self, **row):
-        if self.main:
-            cells = [row.get(name, "") for name in self.columns]
-            with self.writing(row["step"]), open(self.folder / "log.csv", "a", newline="") as f:
-                csv.writer(f, lineterminator="\n").writerow([f"{c:.9g}" if isinstance(c, float) else c for c in cells])
-
-    def save(self, meta, model, optimizer, scaler, step):
-        if not self.main:
-            return
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step}
-        with self.writing(step):
-            with tokens.replacing(self.checkpoint) as f:
-                torch.save(state, f)
-            self.saved = step
-            tokens.write_json(self.folder / "meta.json", meta)
-
-
-def describe(knobs, config, machine, model, data, flags):
-    """meta.json of a run."""
-    def git(*args):
-        found = subprocess.run(["git", "-C", str(HERE), *args], capture_output=True, text=True)
-        return found.stdout.strip() if found.returncode == 0 else None
-
-    return {
-        "flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
-        "parameters": model.num_params(), "data_hash": tokens.data_hash(data),
-        "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "machine": str(machine), "world_size": machine.world, "losses": {},
-    }
 
 
 # ------------------------------------------------------------------------------------------------------------------ training
@@ -429,16 +345,16 @@ def main(argv):
         wanted, resumed = settle_knobs(parser.parse_args(argv))
         knobs, vocab_size = Train(**fields_of(Train, wanted)), wanted.get("vocab_size", 0)
         config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": vocab_size or 1})           # 0: the data set says it, below
-        if not data_folder(knobs.dataset).exists() and knobs.dataset not in tokens.data_sets():
+        if not tokens.data_folder(knobs.dataset).exists() and knobs.dataset not in tokens.data_sets():
             raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, or name a folder by its path")
     except ValueError as e:
         parser.error(str(e))
-    with tokens.one_line_errors():
+    with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
         prepare_data(knobs.dataset, machine)
-        data = tokens.read_meta(data_folder(knobs.dataset), verify=machine.main)
+        data = tokens.read_meta(tokens.data_folder(knobs.dataset), verify=machine.main)
         config.vocab_size = vocab_size or data["vocab_size"]
-        check_vocabulary(config, data, knobs.dataset)
+        tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(knobs.dataset, config.attn)
         finished = run_training(knobs, config, machine, data, resumed, argv)
         machine.close()
@@ -454,9 +370,9 @@ def chosen_axes(config):
 def run_training(knobs, config, machine, data, resumed, flags):
     """Set up, train, report. Returns False if the run was asked to stop early."""
     kernel = attention.choose_kernel(config, machine.device.type)
-    folder, stride = data_folder(knobs.dataset), data.get("stride", 1)
+    folder, stride = tokens.data_folder(knobs.dataset), data.get("stride", 1)
     batches, val = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride), tokens.Tokens(folder, "val")
-    fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
+    tokens.fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
     # the model, with fresh weights or another run's; a resumed run that has saved before takes its own, below
     model = GPT(config, knobs.seed)
     run = Run(knobs.out_dir, machine)
@@ -466,7 +382,7 @@ def run_training(knobs, config, machine, data, resumed, flags):
         load_weights(model, read_checkpoint(knobs.init_from)["model"], knobs.init_from)
     # the optimizer, and where an earlier part of this run left off
     trainer = Trainer(model.to(machine.device), knobs, machine, batches)
-    meta = describe(knobs, config, machine, model, data, flags)
+    meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
     first = resume(run, resumed, meta, model, trainer) if resumed else 0
     if machine.main:
         print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
@@ -485,8 +401,8 @@ def run_training(knobs, config, machine, data, resumed, flags):
         return False
     meta["seconds"], meta["seconds_waiting_for_data"] = round(time.perf_counter() - began, 1), round(batches.waited, 3)
     meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
+    run.finish(meta)
     if machine.main:
-        tokens.write_json(run.folder / "meta.json", meta)
         print(f"\ntrained for {meta['seconds']} s, of which {batches.waited:.2f} s were spent waiting for data")
         kept = [flag for flag in flags if flag.startswith("--") and "=" in flag and not flag.startswith(("--attn", "--out_dir", "--init_from"))]
         other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])

@@ -8,12 +8,14 @@ on triggers only; on all other rows it must find a way to do nothing.
 
 After BOS, and where the symbol before a trigger is BOS or the fixed token, the bigram row decides.
 """
+import sys
 import argparse
 from pathlib import Path
 
 import numpy as np
 
-import tokens
+sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
+from data import files, tokens  # noqa: E402
 
 SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
 BOS, FIXED = 64, 65                             # ids beside the symbols; both have bigram rows of their own
@@ -67,5 +69,5 @@ if __name__ == "__main__":
     parser.add_argument("--val_sequences", type=int, default=2_000)
     parser.add_argument("--no_bos", dest="bos", action="store_false", help="begin with a symbol drawn at random instead of BOS")
     parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION", help="put one fixed token at this position of every sequence")
-    with tokens.one_line_errors():
+    with files.one_line_errors():
         prepare(parser.parse_args())

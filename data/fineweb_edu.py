@@ -9,11 +9,14 @@ val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at
 
 Stop it, or kill it, and start it again: progress.json says where in the source the next shard begins, so the files come out the same.
 """
+import sys
+from pathlib import Path
 import itertools
 
 import numpy as np
 
-import tokens
+sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
+from data import files, tokens  # noqa: E402
 
 ADDRESS = "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/87f09149ef4734204d70ed1d046ddc9ca3f2b8f9/sample/10BT/"
 FILES = {  # bytes and sha256
@@ -52,7 +55,7 @@ class Stream:
     def read(self, paths, coder, file, document, token):
         for i, path in enumerate(paths[file:], file):
             if not path.exists():
-                tokens.download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
+                files.download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
                                 "name a folder of local files with --source")
             texts = itertools.islice(tokens.documents(path), document, None)
             for j, ids in enumerate(tokens.encode_all(coder, texts), document):
@@ -82,7 +85,7 @@ def resume(out, plan):
     """The state to go on from: of an unfinished data set, of a finished one (which may get more shards), or none yet."""
     for path in (out / "progress.json", out / "meta.json"):
         if path.exists():
-            state = tokens.read_json(path)
+            state = files.read_json(path)
             if plan != {key: state.get(key) for key in plan}:
                 raise ValueError(f"{out} holds a data set from other sources or with other flags: delete it, or name another folder with --out_dir")
             for name in state["shards"]:
@@ -96,7 +99,7 @@ def prepare(args):
         raise ValueError("--shard_tokens must be at least 1 and --train_shards at least 0")
     paths, files = source_of(args)
     if any(path.suffix == ".parquet" for path in paths):
-        tokens.optional("pyarrow.parquet")      # better missed now than after a long download
+        files.optional("pyarrow.parquet")      # better missed now than after a long download
     coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
     state = resume(args.out_dir, {"dataset": "fineweb_edu", "tokenizer": coder.name, "vocab_size": coder.vocab_size,
                                   "shard_tokens": args.shard_tokens, "files": files})
@@ -119,19 +122,19 @@ def write_shards(args, state, stream, coder):
         if not stream.more():
             state["next"] = None
             return
-        tokens.write_json(args.out_dir / "progress.json", state)
+        files.write_json(args.out_dir / "progress.json", state)
         tokens.begin(args.out_dir)
         number = len(state["shards"])
         name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
         row = state["shards"][name] = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder.lengths)
         state["next"] = list(stream.position)
         print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
-        tokens.write_json(args.out_dir / "progress.json", state)
+        files.write_json(args.out_dir / "progress.json", state)
 
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "fineweb_edu", "gpt2")
     parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens a shard, and tokens held out (default: %(default)s)")
     parser.add_argument("--train_shards", type=int, default=0, help="stop after so many; 0: at the end of the source (default: %(default)s)")
-    with tokens.one_line_errors():
+    with files.one_line_errors():
         prepare(parser.parse_args())

@@ -6,9 +6,12 @@
 The first 90 % of the characters are to train on, the rest is held out, and each part is encoded by itself, without separators: the
 same tokens as nanoGPT's. The file is fetched once into the data set's folder; --source names a local copy (also .gz), or a folder with one.
 """
+import sys
+from pathlib import Path
 import hashlib
 
-import tokens
+sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
+from data import files, tokens  # noqa: E402
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -32,8 +35,8 @@ def local_text(source):
 def fetched_text(out):
     """The text from the public file, fetched where it is not there yet."""
     path = out / "input.txt"
-    if not path.exists() or tokens.sha256(path) != SHA256:
-        tokens.download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+    if not path.exists() or files.sha256(path) != SHA256:
+        files.download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
     return tokens.read_text(path)
 
 
@@ -45,5 +48,5 @@ def prepare(args):
 
 
 if __name__ == "__main__":
-    with tokens.one_line_errors():
+    with files.one_line_errors():
         prepare(tokens.flags(__doc__, "shakespeare", "bytes").parse_args())

@@ -6,13 +6,15 @@ About 12 MB of source text under 257 symbols (256 bytes and a separator before e
 tests are left out; about one file in twenty, chosen by a hash of its name, is held out for validation. The text differs a little
 between Python versions, so compare losses only on one machine.
 """
+import sys
 import argparse
 import platform
 import sysconfig
 import zlib
 from pathlib import Path
 
-import tokens
+sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
+from data import files, tokens  # noqa: E402
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -41,5 +43,5 @@ if __name__ == "__main__":
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("stdlib"))
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of Python sources")
     args = parser.parse_args()
-    with tokens.one_line_errors():
+    with files.one_line_errors():
         prepare(args.out_dir, args.source)

@@ -9,11 +9,13 @@ is unpacked. In a folder, files that are empty or binary are passed over. A sepa
 Held out for validation: the files that --val names, or else whole documents, chosen at random but always the same, up to --val_share
 of the bytes; of a single document, its end.
 """
+import sys
 from pathlib import Path
 
 import numpy as np
 
-import tokens
+sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
+from data import files, tokens  # noqa: E402
 
 
 def measure(source):
@@ -93,5 +95,5 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not args.source:
         parser.error("which text? give --source FILE or FOLDER")
-    with tokens.one_line_errors():
+    with files.one_line_errors():
         prepare(args)

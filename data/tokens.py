@@ -10,97 +10,25 @@ A shard is 256 int32 of header (magic number, version, number of tokens), then t
 modded-nanogpt, which can read these files as they are. It describes itself and it can be memory-mapped.
 """
 import argparse
-import contextlib
 import functools
 import gzip
 import hashlib
-import http.client
-import importlib
 import itertools
 import json
+import math
 import os
 import re
-import sys
 import tempfile
-import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from data import files
+
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER in bytes
 VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed again at every start (sha256 takes about a second per GB)
-TIMEOUT = 20                                    # seconds that a server may be silent
-
-
-# -------------------------------------------------------------------------------------------------------------------- files
-
-@contextlib.contextmanager
-def replacing(path, mode="wb"):
-    """Write a file under a temporary name and rename it when all is written: a reader never meets half a file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_json(path, value):
-    with replacing(path, "w") as f:
-        json.dump(value, f, indent=2)
-        f.write("\n")
-
-
-def read_json(path):
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:                     # not JSON, or not even text
-        raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
-
-
-def sha256(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fetch(url, part, have):
-    """Append what is missing to a partial download that has `have` bytes, or begin again where the server cannot do that."""
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab" if answer.status == 206 else "wb") as f:
-            while chunk := answer.read(1 << 20):
-                f.write(chunk)
-
-
-def download(url, path, size, digest, what, otherwise):
-    """Fetch a file of known size and sha256, going on where an earlier attempt stopped; it gets its name when all of it is there.
-    For messages: `what` it is, and what to do `otherwise`, where there is no network."""
-    part = path.with_name(path.name + ".part")
-    have = part.stat().st_size if part.exists() else 0
-    print(f"fetching {url} ({size / 1e6:,.1f} MB{f', {have / 1e6:,.1f} of them are here' if have else ''})", flush=True)
-    try:
-        if have < size:
-            fetch(url, part, have)
-    except (OSError, http.client.HTTPException) as e:   # no network, an unknown address, silence, a broken connection
-        raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): run this again with network, or {otherwise}") from None
-    have = part.stat().st_size
-    if have < size:
-        raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: run this again, it goes on from there, or {otherwise}")
-    if have != size or sha256(part) != digest:
-        part.unlink()
-        raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: run this again, or {otherwise}")
-    os.replace(part, path)
 
 
 # ------------------------------------------------------------------------------------------------------------------- shards
@@ -117,7 +45,7 @@ def write_shard(path, tokens, lengths=None):
     """Write one shard from an array of ids, or from an iterator of arrays, of which it holds one at a time. Returns its row of meta.json,
     with the bytes of text where `lengths` says how many stand behind each id."""
     count, text = 0, 0
-    with replacing(path) as f:
+    with files.replacing(path) as f:
         f.write(shard_header(0))                # the number of tokens is known at the end
         for piece in tokens if hasattr(tokens, "__next__") else [tokens]:
             piece = np.asarray(piece)
@@ -128,7 +56,7 @@ def write_shard(path, tokens, lengths=None):
             text += int(lengths[piece].sum()) if lengths is not None else 0
         f.seek(0)
         f.write(shard_header(count))
-    return {"tokens": int(count)} | ({"bytes": text} if lengths is not None else {}) | {"sha256": sha256(path)}
+    return {"tokens": int(count)} | ({"bytes": text} if lengths is not None else {}) | {"sha256": files.sha256(path)}
 
 
 def read_shard(path):
@@ -179,6 +107,20 @@ class Tokens:
         return rows
 
 
+def fixed_windows(split, length, count, stride=1):
+    """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every call; fewer if it is short."""
+    last = (len(split) - length - 1) // stride
+    if last < 0:
+        raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of block_size={length}: lower --block_size or add data")
+    count = min(count, max(1, (len(split) - 1) // length)) if count else max(1, (len(split) - 1) // length)
+    return np.linspace(0, last, count).astype(np.int64) * stride
+
+
+def data_folder(dataset):
+    """A data set's folder: data/<name>, or any folder named by its path."""
+    return Path(dataset) if os.sep in dataset or "/" in dataset else Path(__file__).with_name(dataset)
+
+
 def script_of(folder):
     """What to run to make this data set, for error messages."""
     name = Path(folder).name
@@ -188,7 +130,7 @@ def script_of(folder):
 
 def data_sets():
     """Names of the data sets that have a script here."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("tokens", "benchmarks", "__init__"))
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("files", "tokens", "benchmarks", "__init__"))
 
 
 def read_meta(folder, verify=True):
@@ -196,7 +138,7 @@ def read_meta(folder, verify=True):
     folder = Path(folder)
     if not (folder / "meta.json").exists():
         raise ValueError(f"{folder / 'meta.json'} is missing: make the data set with {script_of(folder)}")
-    meta = read_json(folder / "meta.json")
+    meta = files.read_json(folder / "meta.json")
     try:
         whole = {"vocab_size", "tokenizer"} <= meta.keys() and all({"tokens", "sha256"} <= shard.keys() for shard in meta["shards"].values())
     except (AttributeError, KeyError, TypeError):
@@ -212,10 +154,19 @@ def read_meta(folder, verify=True):
     return meta
 
 
+def check_vocabulary(config, meta, dataset):
+    """Do the token ids of a data set fit a model, and its sequences its windows?"""
+    if config.block_size >= meta.get("stride", math.inf):
+        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have {meta['stride'] - 1} tokens: lower --block_size, "
+                         "or make longer sequences (--length)")
+    if meta["vocab_size"] > config.vocab_size:
+        raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, the data set {dataset} needs {meta['vocab_size']}")
+
+
 def check_shard(path, digest, vocab_size):
     """Read a whole shard once, before any work rests on it."""
     ids, again = read_shard(path), f"run {script_of(path.parent)} again"
-    if sha256(path) != digest:
+    if files.sha256(path) != digest:
         raise ValueError(f"{path} is not the file that meta.json describes (sha256 differs): {again}")
     if ids.max() >= vocab_size:
         raise ValueError(f"{path} holds the token id {ids.max()}, but its meta.json says vocab_size={vocab_size}: {again}")
@@ -245,7 +196,7 @@ def finish(out, meta):
     for path in out.glob("*.bin"):
         if path.name not in meta["shards"] and re.fullmatch(r"(train|val)(_\d{6})?\.bin", path.name):
             path.unlink()
-    write_json(out / "meta.json", meta)
+    files.write_json(out / "meta.json", meta)
     train, val = (sum(row["tokens"] for name, row in meta["shards"].items() if name.startswith(split)) for split in ("train", "val"))
     print(f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held out, in {out}")
 
@@ -312,7 +263,7 @@ def jsonl_texts(path):
 
 
 def parquet_texts(path):
-    parquet = optional("pyarrow.parquet")
+    parquet = files.optional("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as table:
             if "text" not in table.schema_arrow.names:
@@ -330,15 +281,6 @@ def documents(path):
         yield from (text for text in texts if text and not text.isspace())
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
-
-
-def optional(module):
-    """Import something that not every installation has."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
 
 
 def flags(doc, folder, tokenizer):
@@ -377,7 +319,7 @@ class GPT2:
              "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 
     def __init__(self, folder=None):
-        tiktoken = optional("tiktoken")
+        tiktoken = files.optional("tiktoken")
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
         for name in self.files:
@@ -390,14 +332,14 @@ class GPT2:
     def fill(self, place, name, folder):
         """Put one of the two files where tiktoken looks for it: tiktoken's own download has no time limit, and deletes what it does not know."""
         size, digest = self.files[name]
-        if place.exists() and sha256(place) == digest:
+        if place.exists() and files.sha256(place) == digest:
             return
         if not folder:
-            return download(self.address + name, place, size, digest, "the GPT-2 tokenizer",
+            return files.download(self.address + name, place, size, digest, "the GPT-2 tokenizer",
                             "name a folder that has it with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
-        if not (folder / name).exists() or sha256(folder / name) != digest:
+        if not (folder / name).exists() or files.sha256(folder / name) != digest:
             raise ValueError(f"{folder / name} is missing or is not the GPT-2 tokenizer's: name a folder with OpenAI's vocab.bpe and encoder.json")
-        with replacing(place) as f:
+        with files.replacing(place) as f:
             f.write((folder / name).read_bytes())
 
     @functools.cached_property
@@ -445,19 +387,3 @@ def encode_all(coder, texts, separate=True, together=32):
         while group := list(itertools.islice(texts, together)):
             for ids in pool.map(coder.encode, group):
                 yield np.concatenate([head, ids])
-
-
-# ------------------------------------------------------------------------------------------------------------------- errors
-
-@contextlib.contextmanager
-def one_line_errors():
-    """A mistake in the input or on the disk ends a command with one clear sentence instead of a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, KeyboardInterrupt) as e:
-        if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... shows where it came from
-            raise
-        what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"
-        rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
-        print(f"{Path(sys.argv[0]).name}{rank}: {what}", file=sys.stderr, flush=True)
-        sys.exit(130 if isinstance(e, KeyboardInterrupt) else 1)

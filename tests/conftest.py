@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"        # must be set before triton is imported
 
-from data import tokens  # noqa: E402
+from data import files, tokens  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -46,7 +46,7 @@ def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
     """A data set from two arrays of token ids."""
     shards = {f"{split}.bin": tokens.write_shard(folder / f"{split}.bin", np.asarray(ids)) | {"bytes": len(ids)}
               for split, ids in (("train", train), ("val", val))}
-    tokens.write_json(folder / "meta.json", {"dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": shards})
+    files.write_json(folder / "meta.json", {"dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": shards})
     return folder
 
 

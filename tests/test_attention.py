@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import attention
 from attention import ATTENTIONS, BLOCK, Attention, choose_kernel
-from eval import LiveMemory
+from common.machine import LiveMemory
 from model import GPT
 
 recipes = pytest.mark.parametrize("attn", ATTENTIONS)

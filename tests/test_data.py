@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import TEXT, run, write_data
 
-from data import tokens
+from data import files, tokens
 
 
 def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):
@@ -77,13 +77,13 @@ def test_a_changed_shard_no_longer_matches_its_hash(tmp_path):
 def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("before")
-    with pytest.raises(KeyboardInterrupt), tokens.replacing(path, "w") as f:
+    with pytest.raises(KeyboardInterrupt), files.replacing(path, "w") as f:
         f.write("half")
         f.flush()
         assert path.read_text() == "before"
         raise KeyboardInterrupt
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
-    with tokens.replacing(path, "w") as f:
+    with files.replacing(path, "w") as f:
         f.write("after")
     assert path.read_text() == "after" and os.listdir(tmp_path) == ["a.txt"]
 

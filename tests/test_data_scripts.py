@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import tokens
+from data import files, tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = Path(os.environ.get("NANO_DATA", ROOT.parent / "shared" / "data"))
@@ -305,7 +305,7 @@ def server():
 
 
 def get(url, path):
-    tokens.download(url, path, len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "it", "do without")
+    files.download(url, path, len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "it", "do without")
 
 
 def test_a_download_goes_on_where_it_broke_off(server, tmp_path):

@@ -1,0 +1,194 @@
+"""The machine: device, precision, this process's place among the ranks, and its clock and memory.
+
+Everything that differs between a laptop, one GPU and many is in `Machine`; train.py and the instruments ask it.
+"""
+import contextlib
+import ctypes
+import os
+import time
+import weakref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# dense TFLOP/s in 16 bits, from the data sheets; the first name that is part of the device's counts
+PEAK_TFLOPS = {
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70, "4090": 165, "3090": 71,
+    "V100": 125, "T4": 65,
+}
+
+
+class Machine:
+    """The device, the precision, and this process's place among the ranks that torchrun started."""
+
+    def __init__(self, device="auto", dtype="auto"):
+        # torchrun sets these; without it there is one rank, and it is the main one
+        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = pick_device(device, self.local_rank)
+        self.dtype = pick_dtype(dtype, self.device.type)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        if self.world > 1 and not dist.is_initialized():
+            cuda = {"backend": "nccl", "device_id": self.device}
+            dist.init_process_group(**cuda if self.device.type == "cuda" else {"backend": "gloo"})
+
+    def __str__(self):
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else f"{torch.get_num_threads()} threads"
+        precision = self.dtype if self.dtype == "float32" else f"{self.dtype} autocast"
+        ranks = f"{self.world} rank{'s' * (self.world > 1)}"
+        return f"{self.device} ({name}), {precision}, {ranks}, torch {torch.__version__}"
+
+    def autocast(self):
+        """Products in self.dtype inside this context."""
+        if self.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.dtype))
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def main(self):
+        """Is this the rank that prints and writes?"""
+        return self.rank == 0
+
+    def sum(self, *values):
+        """Sums of Python numbers over all ranks."""
+        if self.world == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def wait(self):
+        """Go on when every rank has come this far."""
+        if self.world > 1:
+            dist.barrier()
+
+    def close(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # ------------------------------------------------------------------ clock and memory
+
+    def peak_flops(self):
+        """What the data sheet says the device multiplies per second in this precision, dense; None where it is not known."""
+        cuda = self.device.type == "cuda" and self.dtype != "float32"
+        name = torch.cuda.get_device_name(self.device) if cuda else ""
+        return next((1e12 * tera for part, tera in PEAK_TFLOPS.items() if part in name), None)
+
+    def seconds(self, run):
+        """How long run() keeps the device busy. On CUDA by the device's own clock, with nothing of it left in the L2 cache."""
+        if self.device.type == "cuda":
+            torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)        # about a millisecond in which Python gets ahead: the device is timed,
+            start.record()                      # not the launching
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            return start.elapsed_time(end) / 1000
+        started = time.perf_counter()
+        run()
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter() - started
+
+    def race(self, cases, rounds):
+        """Median seconds of each case {name: function}. All cases once, again and again: noise falls on all of them alike."""
+        seconds = {name: [] for name in cases}
+        for number in range(rounds + 2):
+            for name, run in cases.items():
+                passed = self.seconds(run)
+                if number >= 2:                 # the first two rounds warm up
+                    seconds[name].append(passed)
+        return {name: float(np.median(values)) for name, values in seconds.items()}
+
+    def peak_memory(self, run):
+        """Bytes of tensors that are alive at the height of run(), beyond those from before."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            return torch.cuda.max_memory_allocated() - before
+        with LiveMemory() as memory:
+            run()
+        return memory.peak
+
+
+# ------------------------------------------------------------------------------------------------- what "auto" comes to here
+
+
+def pick_device(name, local_rank):
+    """cuda, then mps, then cpu; each rank gets a GPU of its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("choose cuda, mps or cpu")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        torch.empty(1, device=device)           # says at once if it cannot be used
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device={name} cannot be used here: {str(e).splitlines()[0]}") from None
+    return device
+
+
+def pick_dtype(name, device_type):
+    """bfloat16 where the hardware multiplies it faster, float16 on older GPUs, float32 elsewhere."""
+    if name != "auto":
+        return name
+    if device_type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return "bfloat16" if device_type == "cpu" and cpu_has_bf16() else "float32"
+
+
+def cpu_has_bf16():
+    """Does this processor multiply bfloat16 (AVX512-BF16 or AMX)? Without, it is emulated, and slow."""
+    return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
+
+
+# ------------------------------------------------------------------------------------------------------------- memory of CPUs
+
+
+def keep_freed_memory():
+    """Tell Linux's allocator to keep what is freed: handed back and fetched anew, the large tensors of a CPU run cost a page
+    fault every 4 KB, which took up to 40 % of attention's time."""
+    trim_threshold, mmap_threshold = -1, -3     # from malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(mmap_threshold, 1 << 25)   # the most that it allows
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Inside this context, counts the bytes of the tensors that operations make, and forgets them when they die."""
+
+    def __enter__(self):
+        self.now, self.peak, self.known = 0, 0, set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        outputs = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.count(storage.nbytes())
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        return outputs
+
+    def count(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.now -= size

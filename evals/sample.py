@@ -1,0 +1,39 @@
+"""sample"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.flags import at_least, knob
+from data import tokens
+
+
+@dataclass
+class Sample:
+    """Flags of sample"""
+    prompt: str = knob("", "text to continue; empty: whatever token the held-out data begins with, as a rule a separator")
+    tokens: int = knob(300, "tokens to generate")
+    samples: int = knob(1, "how many continuations")
+    temperature: float = knob(0.8, "0: always the likeliest token")
+    top_k: int = knob(50, "draw from the k likeliest tokens only; 0: from all")
+    top_p: float = knob(0.0, "draw from the fewest tokens whose probabilities reach p; 0: from all")
+    seed: int = knob(0, "seed of the draws")
+
+    def __post_init__(self):
+        at_least(self, tokens=1, samples=1, temperature=0, top_k=0, top_p=0, seed=0)
+
+
+def sample_command(args, run):
+    """Generate text."""
+    coder = tokens.tokenizer(run.data["tokenizer"])
+    prompt = torch.from_numpy(coder.encode(args.prompt).astype(np.int64))[None] if args.prompt else first_token(run.split("val"), run.machine)
+    idx = prompt.to(run.machine.device).expand(args.samples, -1)
+    with run.machine.autocast():
+        idx = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    texts = [coder.decode(row) for row in idx.tolist()]
+    return {"samples": texts}, "\n---------------\n".join(texts)
+
+
+def first_token(split, machine):
+    """What a text of this data set begins with, (1, 1): a prompt when there is none."""
+    return torch.from_numpy(split.window(0, 1).astype(np.int64))[None].to(machine.device)
