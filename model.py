@@ -78,7 +78,7 @@ class GPTConfig:
             value, choices = getattr(self, field.name), field.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        for name, least in (dict.fromkeys(SIZES, 1) | attention.NUMBERS).items():
+        for name, least in (dict.fromkeys(SIZES, 1) | {name: n.default for name, n in attention.NUMBERS.items()}).items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.n_embd % self.n_head:
@@ -155,26 +155,28 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight           # one tensor for reading tokens and for predicting them
         if self.ahead:                          # When Attention Sink Emerges, table 4
             self.sink_token = nn.Parameter(torch.zeros(config.n_embd))
-            self.sink_token.init_std = 0.02
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer). A parameter with an
-        init_std of its own is drawn from N(0, init_std).
+        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer). Attention layers say
+        what else is drawn, with which standard deviation (init_std).
 
         Each tensor draws from a generator of its own, seeded by its name: two recipes share the initial values of what they share.
         """
+        std = {}
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj") else 0.02
-                if not (name == "lm_head" and self.config.tied):
-                    module.weight.normal_(0.0, getattr(module.weight, "init_std", std), generator=own_generator(seed, name))
+                std[f"{name}.weight"] = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj") else 0.02
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
-            for key, p in module.named_parameters(recurse=False):
-                if key != "weight" and getattr(p, "init_std", None) is not None:
-                    p.normal_(0.0, p.init_std, generator=own_generator(seed, f"{name}.{key}"))
+        for layer, block in enumerate(self.transformer.h):
+            std |= {f"transformer.h.{layer}.attn.{name}": value for name, value in block.attn.init_std.items()}
+        for name, p in self.named_parameters():
+            if name in std:
+                p.normal_(0.0, std[name], generator=own_generator(seed, name.removesuffix(".weight")))
+        if self.ahead:
+            self.sink_token.normal_(0.0, 0.02, generator=own_generator(seed, ".sink_token"))
 
     def forward(self, idx, targets=None, cache=None):
         """idx, targets (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by earlier calls."""
