@@ -819,7 +819,8 @@ GATES = {                                       # layer, o (B, heads, R, E), x (
 
 AXES = {                                        # axis: its values, the default first
     "rule": RULES, "pos": POSITIONS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES,
-    "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES, "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES,
+    "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES,
+    "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES,
 }
 
 
@@ -1057,8 +1058,8 @@ class Attention(nn.Module):
         --attn_args=learn_<name>=0 keeps fixed."""
         if isinstance(start, Normal):
             self.init_std[name] = start.std
-            if not start.shape:                 # a weight of a module that was added before
-                return
+            if not start.shape:                 # a weight of a module that was added just before
+                return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
             start = torch.randn(start.shape) * start.std
         if isinstance(start, nn.Module):
             self.add_module(name, start)
@@ -1232,11 +1233,11 @@ class Attention(nn.Module):
 
     # ------------------------------------------------------------------ for looking at
 
-    def weights_of(self, q, k, x, table=None):
+    def weights_of(self, q, k, x, table=None, sight=None):
         """What multiplies the values: (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first; of a
         differential recipe, the difference. Gates, norms and corrections of the output are no part of it. Costs O(R
         T) memory, which weight_blocks does not."""
-        return torch.cat(list(self.weight_blocks(q, k, x, table)), 2)
+        return torch.cat(list(self.weight_blocks(q, k, x, table, sight)), 2)
 
     def views_of(self, q, k, x, table=None):
         """The weights of the two views of a differential recipe, before the second is multiplied by lambda and
@@ -1244,18 +1245,19 @@ class Attention(nn.Module):
         w = torch.cat(list(self.view_blocks(q, k, table)), 2)
         return w[:, 0::2], w[:, 1::2]
 
-    def weight_blocks(self, q, k, x, table=None):
+    def weight_blocks(self, q, k, x, table=None, sight=None):
         """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
         R, T = q.shape[2], k.shape[2]
-        for (rows, _), w in zip(row_blocks(R, T, q.device), self.view_blocks(q, k, table), strict=True):
-            mix = self.mix(x[:, rows])
-            yield w if mix is None else w[:, 0::2] - mix * w[:, 1::2]
+        for (rows, _), w in zip(row_blocks(R, T, q.device), self.view_blocks(q, k, table, sight), strict=True):
+            if self.choices["diff"].does:
+                w = w[:, 0::2] - self.mix(x[:, rows]) * w[:, 1::2]
+            yield w
 
-    def view_blocks(self, q, k, table=None):
+    def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, block by block, as the block loop makes them, whichever code computes the
         output."""
         q, k, t, n = self.prepare(q, k)
-        R, T, sight, distance = q.shape[2], k.shape[2], self.sight, as_distance(table) or Distance()
+        R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
         for rows, i in row_blocks(R, T, q.device):
             qb, kb, _, tb = cut(sight, rows, q, k, k, t)
             scaled = for_products(qb) * sight.scale

@@ -12,6 +12,7 @@ from common.machine import LiveMemory
 from model import GPT
 
 recipes = pytest.mark.parametrize("attn", ATTENTIONS)
+exhaustive = pytest.mark.exhaustive
 OFFSETS = ("", "tau_init=0", "tau_init=0,per_length=0", "per_length=block", "learn_tau=0")     # elastic's forms
 
 
@@ -324,6 +325,38 @@ def test_elastic_with_tau_zero_is_softmax():
 
 
 @pytest.mark.parametrize("R", [9, 1, 4])
+@pytest.mark.parametrize("W", [None, 1, 5, 9, 30])
+@pytest.mark.parametrize("tail, slope", [(True, False), (False, True), (True, True)])
+def test_a_distance_is_a_table_a_tail_and_a_slope(R, W, tail, slope):
+    """Against each entry by itself; in the weights, and with gradients, through recomputed blocks as through kept ones."""
+    H, T = 4, 9
+    table = None if W is None else torch.randn(H, W, dtype=torch.float64)
+    distance = attention.Distance(table, *(torch.randn(H, dtype=torch.float64) if there else None for there in (tail, slope)))
+    found = distance.bias(R, T)
+    for h, r, j in torch.cartesian_prod(torch.arange(H), torch.arange(R), torch.arange(T)).tolist():
+        apart = T - R + r - j
+        if apart >= 0:
+            near = table is not None and apart < W
+            expected = table[h, apart] if near else distance.tail[h] if tail else 0.0
+            assert found[h, r, j] == expected + (distance.slope[h] * apart if slope else 0.0)
+
+
+def test_every_part_of_a_distance_learns(monkeypatch):
+    module = layer("elastic", kernel="torch")
+    qkvx = inputs(module, 3 * BLOCK)
+    parts = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 20), (4,), (4,))]
+    above = torch.randn(2, 4, 3 * BLOCK, 8, dtype=torch.float64)
+
+    def gradients():
+        return torch.autograd.grad(module.attend(*qkvx, attention.Distance(*parts)), parts, above)
+
+    recomputed = gradients()
+    monkeypatch.setattr(attention.Recomputed, "apply", attention.run_blocks)                            # that keep their blocks
+    assert_all_close(recomputed, gradients(), rtol=1e-9, atol=1e-9)
+    assert all(g.abs().max() > 0 for g in recomputed)
+
+
+@pytest.mark.parametrize("R", [9, 1, 4])
 @pytest.mark.parametrize("W", [1, 5, 9, 30])
 def test_a_distance_table_is_added_to_the_scores(R, W):
     module = layer("elastic")
@@ -331,8 +364,8 @@ def test_a_distance_table_is_added_to_the_scores(R, W):
     table = torch.randn(4, W, dtype=torch.float64)
     distance = torch.arange(9 - R, 9)[:, None] - torch.arange(9)
     bias = torch.where((distance >= 0) & (distance < W), table[:, distance.clamp(0, W - 1)], 0.0)
-    assert torch.equal(attention.distance_bias(table, R, 9), bias)
-    s = q @ k.mT * module.scale + bias
+    assert torch.equal(attention.Distance(table).bias(R, 9), bias)
+    s = q @ k.mT * module.sight.scale + bias
     p = s.masked_fill(distance < 0, -math.inf).softmax(-1)
     n = torch.arange(9 - R, 9)[:, None] + 1
     expected = (p - module.tau[:, None, None] / n).clamp(min=0).masked_fill(distance < 0, 0)
@@ -345,7 +378,7 @@ def test_a_sink_is_the_textbook_denominator_in_values_and_gradients(attn):
     module = layer(attn)
     q, k, v, x = (a.requires_grad_() for a in inputs(module, 23))
     c = module.sink_logit[:, None, None] if attn == "sink" else torch.zeros(4, 1, 1, dtype=torch.float64)
-    s = (q @ k.mT * module.scale).masked_fill(torch.ones(23, 23).triu(1).bool(), -math.inf)
+    s = (q @ k.mT * module.sight.scale).masked_fill(torch.ones(23, 23).triu(1).bool(), -math.inf)
     textbook = (s.exp() / (c.exp() + s.exp().sum(-1, keepdim=True))) @ v
     extra = torch.cat([c.expand(2, 4, 23, 1), s], -1).softmax(-1) @ F.pad(v, (0, 0, 1, 0))
     above = torch.randn(2, 4, 23, 8, dtype=torch.float64)
@@ -372,11 +405,11 @@ def test_a_sink_is_refused_where_it_means_nothing():
 def test_a_hidden_first_key_is_seen_by_itself_only():
     module = layer("softmax")
     q, k, v, x = inputs(module, 9)
-    module.hide = 0
-    w = module.weights_of(q, k, x)
+    sight = module.sight._replace(hidden=0)
+    w = module.weights_of(q, k, x, sight=sight)
     assert (w[:, :, 1:, 0] == 0).all() and (w[:, :, 0, 0] == 1).all()
     torch.testing.assert_close(w[:, :, 1:, 1:], layer("softmax").weights_of(q[:, :, 1:], k[:, :, 1:], x[:, 1:]), rtol=0, atol=1e-12)
-    torch.testing.assert_close(module.attend(q, k, v, x), w @ v, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.attend(q, k, v, x, sight=sight), w @ v, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------- equal to one another
@@ -424,7 +457,7 @@ def test_ssmax_at_sigma_one_over_log_n_is_softmax_in_that_row():
 def test_softpick_of_positive_scores_is_a_normalised_sum():
     module = fresh("softpick")
     q, k, _, x = (a.abs() + 0.1 for a in inputs(module, 15))
-    e = ((q @ k.mT * module.scale).exp() - 1).tril()
+    e = ((q @ k.mT * module.sight.scale).exp() - 1).tril()
     torch.testing.assert_close(module.weights_of(q, k, x), e / e.sum(-1, keepdim=True), rtol=1e-6, atol=0)
 
 
@@ -518,7 +551,7 @@ def test_entmax_sums_to_one_in_long_even_and_tied_rows(alpha):
     s = torch.randn(1, 4, 5, 3000, generator=torch.Generator().manual_seed(0))
     s[:, :, 0], s[:, :, 1], s[:, :, 2, :7], s[:, :, 3] = 0.0, 1e4, 9.0, 1e3 * s[:, :, 3]
     t = module.rule.row_input(module, torch.ones(5))
-    w = module.rule.weights(s, torch.ones(5, 3000, dtype=torch.bool), t)
+    w = module.rule.does(s, torch.ones(5, 3000, dtype=torch.bool), t)
     torch.testing.assert_close(w.sum(-1), torch.ones(1, 4, 5), rtol=0, atol=3000 * torch.finfo(torch.float32).eps)
     assert (w[:, :, :2] > 0).all() and w[:, :, 2, :7].std(-1).max() < 1e-6
     assert alpha == "1.05" or (w[:, :, 3] == 0).float().mean() > 0.9
@@ -638,11 +671,11 @@ def test_a_window_sees_only_its_keys_and_its_cache_keeps_no_more():
 
 def test_every_second_layer_has_the_window():
     config = tiny_config(attn="gpt_oss", n_layer=4, window=5)
-    assert [Attention(config, i).window for i in range(4)] == [5, 0, 5, 0]
+    assert [Attention(config, i).sight.window for i in range(4)] == [5, 0, 5, 0]
 
 
 def test_lengths_count_what_a_row_sees():
-    view = attention.View(window=5, first=2)
+    view = attention.Sight(window=5, first=2)
     i, j = torch.arange(12), torch.arange(12)
     assert torch.equal(attention.visible(i[:, None], j, view).sum(1).float(), attention.visible_count(i, view))
 
@@ -738,7 +771,7 @@ def test_blocks_equal_one_dense_block(attn, T, monkeypatch):
 
 
 @recipes
-@pytest.mark.parametrize("n_kv_head", [4, 2])
+@pytest.mark.parametrize("n_kv_head", [4, pytest.param(2, marks=exhaustive)])
 def test_gradients_equal_finite_differences(attn, n_kv_head):
     module = layer(attn, n_kv_head=n_kv_head, n_embd=12)
     qkvx = [a[:1].requires_grad_() for a in inputs(module, 7)]
@@ -846,7 +879,12 @@ def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
         choose_kernel(tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda")
 
 
-@recipes
+# one recipe for each way in which the layer calls a kernel: plain, with the statistic, twice as wide, half as many heads,
+# with a table, a threshold in row sums, two views in one pass, a row sum to divide by, features
+CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear")
+
+
+@pytest.mark.parametrize("attn", [pytest.param(a, marks=() if a in CALLS else exhaustive) for a in ATTENTIONS])
 def test_the_kernel_equals_the_block_loop_in_output_and_all_gradients(attn):
     """The whole layer through Triton (its interpreter, without a GPU) against PyTorch, scalars and tables included."""
     if not attention.kernels.AVAILABLE:
