@@ -36,7 +36,8 @@ UNSEEN = -1e30                                  # added to a score it leaves not
 def softmax(s, seen, t=None):
     """w_ij = exp(s_ij) / sum_k exp(s_ik): a row must spend exactly 1. With nothing to look for it pays into a sink.
 
-    No learned scalars. The row statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1.
+    No learned scalars. The row statistic is the log-sum-exp.
+    Source: Vaswani et al. 2017, eq. 1.
     """
     return torch.softmax(s + ~seen * UNSEEN, -1)
 
@@ -60,17 +61,17 @@ def elastic(s, seen, t):
     """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1, an even one nothing.
 
     What would be parked on a sink falls below the threshold and is cut off. Exact zeros, not renormalised; for tau >=
-    0 the row sum lies in [0, 1]. Learned: tau (H,), 1 at the start, so that an even row is off. n_i counts from 1:
-    row i of the paper sees i keys. Source: Lazy Attention, eq. 5 and table 2. The author's public code stores -tau
-    and adds it, from -1, -0.5 or -1.01 on, and gives it a hundred times the learning rate (here --head_lr=100).
+    0 the row sum lies in [0, 1].
+    Learned: tau (H,), 1 at the start, so that an even row is off. n_i counts from 1: row i of the paper sees i keys.
+    Source: Lazy Attention, eq. 5 and table 2. The author's public code stores -tau and adds it, from -1, -0.5 or
+    -1.01 on, and gives it a hundred times the learning rate (here --head_lr=100).
     """
     return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)         # a negative tau would lift what is not seen
 
 
 
 def elastic_threshold(layer, n):
-    """t_i = tau_h / n_i; without `per_length` tau_h alone, and with per_length=block tau_h / block_size on every
-    row."""
+    """t_i = tau_h / n_i; with per_length=0 tau_h alone, with per_length=block tau_h / block_size on every row."""
     if layer.args["per_length"] == "block":
         n = torch.full_like(n, layer.config.block_size)
     elif not layer.args["per_length"]:
@@ -100,9 +101,11 @@ def entmax(s, seen, t=None, power=2.0):
 
 @torch.no_grad()
 def entmax_threshold(z, power):
-    """The r (.., 1) at which sum_j relu(z_j - r)^power = 1, for rows z whose maximum is 0. Newton's method on the
-    norm of relu(z - r), which is convex in r: r rises from -1, where one weight alone is 1, and never passes the
-    solution."""
+    """The r (.., 1) at which sum_j relu(z_j - r)^power = 1, for rows z whose maximum is 0.
+
+    Newton's method on the norm of relu(z - r), which is convex in r: r rises from -1, where the largest weight alone is
+    1, and never passes the solution.
+    """
     r = torch.full_like(z[..., :1], -1.0)
     for _ in range(60):                         # five to ten do as a rule
         x = F.relu(z - r)
@@ -116,8 +119,7 @@ def entmax_threshold(z, power):
 
 
 def entmax_row_input(layer, n):
-    """1 / (alpha_h - 1) where alpha is learned. Where it is a constant, it is the rule's power and there is no row
-    input."""
+    """t = 1 / (alpha_h - 1) where alpha is learned. A constant one is the rule's power, and there is no row input."""
     if layer.args["alpha"] == "learned":
         theta = layer.theta.clamp(min=-4.6)     # alpha from 1.01 on
         return (1 + torch.exp(-theta))[:, None, None].expand(-1, len(n), 1)
@@ -128,7 +130,8 @@ def sparsemax(s, seen, t=None, power=1.0):
     """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha 2, its sparsest
     form.
 
-    No learned scalars. The sink stays, for the sum is still 1. Source: Martins & Astudillo 2016, eq. 1.
+    No learned scalars. The sink stays, for the sum is still 1.
+    Source: Martins & Astudillo 2016, eq. 1.
     """
     return entmax(s, seen, None, power)
 
@@ -138,10 +141,10 @@ def lssar(s, seen, t, power=15.0):
 
     t_i = o_i / n_i, with o_i = 1, but 0 where a row sees up to three keys. What lies below an even row's share is
     cut, and the power sharpens what is left. Rows still sum to 1 (only an even one is empty), so a sink may remain.
-    No learned scalars: the recipe puts q and k to unit length, and the score is log(d) log(n_i) q.k. Source: Gao &
-    Spratling 2501.13428, eq. 4 and 5. Paper [2]'s table 1 says that LSSAR has no exact zeros: with this threshold it
-    has. For float32 x is divided by its row's maximum, for x^15 leaves its range, and x within rounding of 0 is 0. A
-    reimplementation adds 1e-8 to the last sum; that would empty nearly even rows, so it is left out.
+    No learned scalars: the recipe puts q and k to unit length, and the score is log(d) log(n_i) q.k.
+    Source: Gao & Spratling 2501.13428, eq. 4 and 5. Paper [2]'s table 1 says that LSSAR has no exact zeros: with this
+    threshold it has. For float32 x is divided by its row's maximum, for x^15 leaves its range, and x within rounding
+    of 0 is 0. A reimplementation adds 1e-8 to the last sum; that would empty nearly even rows, so it is left out.
     """
     phi = F.softplus(s, threshold=40).masked_fill(~seen, 0.0)
     a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)        # where all scores are far below 0, phi itself is 0
@@ -185,9 +188,11 @@ def tra(s, seen, t, power=2.0):
 
     Of unit q and k of width d that have nothing to do with each other, at beta 1 at most kappa keys a row pass on
     average, however long the context (at d 64 and n 1024 really 0.05, so most rows start empty). Exact zeros, no sum,
-    no sink. Learned: beta (H,), 1 at the start, one for both views of TDA. Source: Threshold Differential Attention,
-    eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a constant and lacks the norm on the
-    output, which gives the few small weights a scale. Here the logarithm is at least 0, for kappa above n.
+    no sink.
+    Learned: beta (H,), 1 at the start, one for both views of TDA.
+    Source: Threshold Differential Attention, eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a
+    constant and lacks the norm on the output, which gives the few small weights a scale. Here the logarithm is at
+    least 0, for kappa above n.
     """
     return F.relu(s - t).masked_fill(~seen, 0.0) ** power
 
@@ -203,7 +208,8 @@ def sigmoid(s, seen, t):
     """w_ij = sigmoid(s_ij - t_i): each key is judged alone, so nothing has to be spent and there is no sink.
 
     No learned scalars: t is log(block_size) (`length_bias`), so that a row's sum is near 1 at the start; without it,
-    0. Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink
+    0.
+    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink
     Emerges, table 6.
     """
     return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
@@ -217,7 +223,8 @@ def sigmoid_threshold(layer, n):
 def elu(s, seen, t=None):
     """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, without a normaliser, without a sink.
 
-    No learned scalars. Source: When Attention Sink Emerges, table 6.
+    No learned scalars.
+    Source: When Attention Sink Emerges, table 6.
     """
     return torch.where(s > 0, 1 + s, s.clamp(max=0).exp()).masked_fill(~seen, 0.0)
 
@@ -225,8 +232,8 @@ def elu(s, seen, t=None):
 def identity(s, seen, t=None):
     """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear attention. No sink.
 
-    No learned scalars. Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k: Katharopoulos et al.
-    2020.
+    No learned scalars.
+    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k: Katharopoulos et al. 2020.
     """
     return s.masked_fill(~seen, 0.0)
 
@@ -501,10 +508,10 @@ def asentmax_scale(layer, n):
     """ASEntmax: the score times 1 + beta_h log(n_i + 1)^gamma_h, which a head may learn to let grow or shrink with n.
 
     Learned: scale_beta (H,), at first evenly spread over the heads from 0.1 to 1 (the released code draws it there),
-    and scale_gamma (H,), at first 0, so that length comes in as it learns (there N(0, 0.1)). Source: the asentmax
-    repository, sparse_gemma.py. A simplification: the form recommended there has beta = softplus(x W) and gamma = 2
-    tanh(x W') for each token, and scales only the heads without positions, where the other half of the heads carries
-    ALiBi.
+    and scale_gamma (H,), at first 0, so that length comes in as it learns (there N(0, 0.1)).
+    Source: the asentmax repository, sparse_gemma.py. A simplification: the form recommended there has beta =
+    softplus(x W) and gamma = 2 tanh(x W') for each token, and scales only the heads without positions, where the
+    other half of the heads carries ALiBi.
     """
     return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[:, None] ** layer.scale_gamma[:, None, None]
 
@@ -546,7 +553,7 @@ def over_max1(r, n):
     return r.abs().clamp(min=1.0)
 
 
-def is_normalized(config, args):
+def normalizes_itself(config, args):
     if RULES[config.rule].normalizes:
         free = ", ".join(name for name, rule in RULES.items() if not rule.normalizes)
         return (f"--normalize={config.normalize} goes with rules that have no normaliser of their own ({free}): "
@@ -556,7 +563,7 @@ def is_normalized(config, args):
 def sum_may_be_zero(config, args):
     if config.rule == "identity" and config.feature != "elu":
         return "--normalize=sum divides by sums that weights of either sign may bring to 0: use --normalize=max1"
-    return is_normalized(config, args)
+    return normalizes_itself(config, args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -568,8 +575,8 @@ class Normalizer(Choice):
 NORMALIZERS = {
     "none": Normalizer(),
     "sum": Normalizer(over_sum, refuse=sum_may_be_zero, sums=True),
-    "length": Normalizer(over_length, refuse=is_normalized),
-    "max1": Normalizer(over_max1, refuse=is_normalized, sums=True),
+    "length": Normalizer(over_length, refuse=normalizes_itself),
+    "max1": Normalizer(over_max1, refuse=normalizes_itself, sums=True),
 }
 
 
@@ -596,8 +603,7 @@ def sink_key(layer):
 
 
 def sink_key_and_value(layer):
-    """v* N(0, 0.02), or of the fixed length `value_norm`, along the first axis or all of them (`value_even`; its
-    table 5)."""
+    """v* is N(0, 0.02), or fixed: of norm `value_norm`, along the first axis or (`value_even`) all; its table 5."""
     heads, width = layer.shapes["v"]
     if layer.args["value_norm"] == "learned":
         return sink_key(layer) | {"sink_value": Normal(0.02, (heads, width))}
@@ -653,8 +659,8 @@ def lambda_logit(layer):
 
 
 def lambda_of_head(layer, x):
-    """sigmoid(lambda_logit_h), 0.5 at first, for the TDA paper prints no value. Its code clamps lambda to [0, 1],
-    where it gets no gradient."""
+    """sigmoid(lambda_logit_h), 0.5 at first. Threshold Differential Attention prints no initial value, and its code
+    clamps lambda to [0, 1], where it gets no gradient."""
     return torch.sigmoid(layer.lambda_logit)[:, None, None]
 
 
@@ -680,7 +686,8 @@ def lambda_of_token(layer, x):
 
 
 def shrunk(layer, o):
-    """o (1 - lambda_init), after the norm on the output. Source: Ye et al. 2410.05258, eq. 4."""
+    """o (1 - lambda_init), after the norm on the output.
+    Source: Ye et al. 2410.05258, eq. 4."""
     return o * (1 - lambda_at_depth(layer.layer))
 
 
@@ -692,9 +699,10 @@ def needs_pairs(config, args):
 
 @dataclasses.dataclass(frozen=True)
 class Difference(Choice):
-    """Does layer, x -> lambda, broadcastable to (B, output heads, R, 1): o = o_a - lambda o_b. What both views park
-    on a sink cancels. `heads` counts what the projections make, in terms of H query heads, K key heads and their
-    width D."""
+    """Does layer, x -> lambda, broadcastable to (B, output heads, R, 1): o = o_a - lambda o_b.
+
+    What both views park on a sink cancels. `heads` takes n_head H, n_kv_head K and the width D of a query.
+    """
     heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
     own_keys: bool = False                      # each view has its own of a pair of key heads
     after: Callable | None = None               # layer, o -> o, what follows the norm on the output
@@ -718,8 +726,7 @@ DIFFERENCES = {
 
 
 def plus_value(layer, o):
-    """o + v*, a learned constant N(0, 0.02) for each head. V biases, When Attention Sink Emerges, table 4: the sink
-    stays."""
+    """o + v*, a learned constant N(0, 0.02) for each head: V biases. When Attention Sink Emerges, table 4."""
     return o + layer.value_bias[:, None]
 
 
@@ -797,8 +804,8 @@ OUT_NORMS = {                                   # layer, o (B, heads, R, E) -> o
 def gated(layer, o, x):
     """o sigmoid(W x), x the layer's input: a closed gate spends nothing, so no sink is needed. Gates start at 1/2.
 
-    One gate per head, or one per element of its output. Source: Qiu et al. 2505.06708; The Attention Sink as Native
-    MoE, eq. 3.
+    One gate per head, or one per element of its output.
+    Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
     """
     return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
 
@@ -887,8 +894,7 @@ def visible_count(i, sight):
 
 
 def grouped(a, b):
-    """Matrix product a @ b (B, H, R, .) where b may have fewer heads: the rows of a group of heads share one head of
-    b."""
+    """Matrix product a @ b (B, H, R, .) where b may have fewer heads: a group of heads shares one head of b."""
     B, H, R, _ = a.shape
     with torch.autocast(a.device.type, enabled=False):                  # a and b have the precision they should have
         return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
@@ -928,8 +934,7 @@ def output_block(rule, sight, need_r, dropout, q, k, v, t, *distance, i):
 
 
 def row_blocks(R, T, device):
-    """The last R of T rows, BLOCK at a time: yields which of the R they are (a slice) and their positions among the
-    T."""
+    """The last R of T rows, BLOCK at a time: yields which of the R they are (a slice), and their positions."""
     for start in range(0, R, BLOCK):
         rows = slice(start, min(start + BLOCK, R))
         yield rows, torch.arange(T - R + rows.start, T - R + rows.stop, device=device)
@@ -969,7 +974,8 @@ class Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *arriving):
         inputs = ctx.saved_tensors
-        sums = [None if x is None else torch.zeros_like(x, dtype=wide(x[..., :0]).dtype) for x in inputs]
+        sums = [None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                for x in inputs]
         with torch.random.fork_rng(devices=ctx.device_rng[0]):
             torch.set_rng_state(ctx.rng)        # dropout falls as it did
             set_device_states(*ctx.device_rng)
@@ -987,8 +993,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
-    """Attention of all rows, block by block: output (B, H, R, E) and, if asked for, the row statistic (B, H, R, 1),
-    or None.
+    """Attention of all rows, block by block: output (B, H, R, E), and the statistic (B, H, R, 1) if asked for, or None.
 
     Up to two blocks are kept for the backward pass; more are computed again.
     """
@@ -1096,8 +1101,7 @@ class Attention(nn.Module):
         return does(self) if does else None
 
     def still_seen(self, x):
-        """Of cached keys or values (B, H, T, .), those that the next token sees: the first keys and the window, less
-        its own."""
+        """Of cached keys or values (B, H, T, .), what the next token sees: the first and the window less itself."""
         first, recent = self.sight.first, self.sight.window - 1
         if not self.sight.window or x.shape[2] <= first + recent:
             return x
@@ -1226,8 +1230,7 @@ class Attention(nn.Module):
         return o * share
 
     def mix(self, x):
-        """lambda, how much of the second view is subtracted, broadcastable to (B, heads, R, 1); None: there is one
-        view."""
+        """lambda, the share of the second view that is subtracted, broadcastable to (B, heads, R, 1), or None."""
         does = self.choices["diff"].does
         return does(self, x) if does else None
 
@@ -1240,8 +1243,7 @@ class Attention(nn.Module):
         return torch.cat(list(self.weight_blocks(q, k, x, table, sight)), 2)
 
     def views_of(self, q, k, x, table=None):
-        """The weights of the two views of a differential recipe, before the second is multiplied by lambda and
-        subtracted."""
+        """The weights of both views of a differential recipe, the second not yet multiplied by lambda."""
         w = torch.cat(list(self.view_blocks(q, k, table)), 2)
         return w[:, 0::2], w[:, 1::2]
 
@@ -1254,8 +1256,7 @@ class Attention(nn.Module):
             yield w
 
     def view_blocks(self, q, k, table=None, sight=None):
-        """The weights of every score head, block by block, as the block loop makes them, whichever code computes the
-        output."""
+        """The weights of every score head, a block of rows at a time, as the block loop makes them."""
         q, k, t, n = self.prepare(q, k)
         R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
         for rows, i in row_blocks(R, T, q.device):

@@ -15,9 +15,10 @@ import math
 # ------------------------------------------------------------------------------------------------------ from knobs to flags
 
 
-def knob(default, meaning, choices=None):
-    """A dataclass field that is also a flag: its default, what -h says about it, and its valid values if they are few."""
-    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices})
+def knob(default, meaning, choices=None, positional=False):
+    """A dataclass field that is also a flag: its default, what -h says about it, and its valid values if they are few.
+    positional: a word by itself, without --name."""
+    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices, "positional": positional})
 
 
 def add_flags(parser, *groups):

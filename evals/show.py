@@ -1,0 +1,153 @@
+"""A recipe on one page: its choices, the rule in PyTorch, the same rule in Triton, what it learns, and where it all stands.
+
+    python eval.py show elastic                     the page
+    python eval.py show elastic --diff=softmax      the same beside another recipe: + is elastic's alone, - is softmax's
+
+The page is put together from the code itself, so it cannot be out of date. It is the index of the tutorial: read a formula,
+its PyTorch line and its Triton line under each other, then open the files at the lines it names.
+"""
+import difflib
+import inspect
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.nn as nn
+
+import attention
+import kernels
+from common.flags import knob
+from model import GPTConfig
+
+SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
+
+
+@dataclass
+class Flags:
+    """Flags of show"""
+    recipe: str = knob("elastic", "the recipe", tuple(attention.ATTENTIONS), positional=True)
+    diff: str = knob("", "another recipe: mark what differs from it", ("", *attention.ATTENTIONS))
+    json: bool = knob(False, "print JSON instead of a page")
+
+
+def command(args, run=None):
+    """A recipe as one page: axes, PyTorch, Triton, what it learns, where it stands."""
+    page = Page(args.recipe)
+    if not args.diff:
+        return page.numbers(), str(page)
+    marked = difflib.ndiff(str(Page(args.diff)).splitlines(), str(page).splitlines())
+    return page.numbers(), "\n".join(line.rstrip() for line in marked if not line.startswith("?"))
+
+
+class Page:
+    """One recipe, built as a layer of a small model, and the code that it is made of."""
+
+    def __init__(self, name):
+        self.name, self.config = name, GPTConfig(attn=name, **SIZES)
+        self.layer = attention.Attention(self.config, 0)
+        # {axis: value} of what is not the default, the rule and the positions always
+        self.axes = {axis: getattr(self.config, axis) for axis in attention.DEFAULTS}
+        self.chosen = {axis: value for axis, value in self.axes.items()
+                       if axis in ("rule", "pos") or value != attention.DEFAULTS[axis]}
+
+    def __str__(self):
+        return "\n".join([
+            f"{self.name}    {recipe_place(self.name)}",
+            *section("its choices", self.choices()),
+            *section("in PyTorch", *(source(f) for f in self.pytorch())),
+            *section("in Triton", *self.triton()),
+            *section("what a layer learns", self.learned())])
+
+    def numbers(self):
+        return {"recipe": self.name, "where": recipe_place(self.name), "axes": self.axes, "args": self.layer.args,
+                "learns": {name: list(p.shape) for name, p in self.layer.named_parameters()},
+                "pytorch": {f.__name__: place(f) for f in self.pytorch()},
+                "triton": {f.__name__: place(f) for _, f in self.triton_functions()}}
+
+    def choices(self):
+        """A line for each axis that is not at its default: the value and what it does."""
+        lines = [f"{axis:12} {value!s:10} {self.meaning(axis)}".rstrip() for axis, value in self.chosen.items()]
+        if self.layer.args:
+            lines.append(f"{'attn_args':12} " + ",".join(f"{key}={value}" for key, value in self.layer.args.items()))
+        rest = ", ".join(f"{axis} {value}" for axis, value in self.axes.items() if axis not in self.chosen)
+        return "\n".join([*lines, *textwrap.wrap(f"as usual: {rest}", 110, subsequent_indent="  ")])
+
+    def meaning(self, axis):
+        """The first sentence of the docstring of what a choice does."""
+        choice = self.layer.choices.get(axis)
+        does = getattr(choice, "does", None)
+        text = inspect.getdoc(getattr(does, "func", does)) or "" if does else ""
+        return re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
+
+    def pytorch(self):
+        """The functions of every choice: what comes before the rule, the rule, what comes after, in the order of a pass."""
+        found = []
+        for axis in ("qk_norm", "feature", "scale", "pos", "rule", "normalize", "sink", "diff", "value_bias", "dex",
+                     "out_norm", "gate"):
+            choice = attention.AXES[axis][self.axes[axis]]
+            parts = (getattr(choice, name, None) for name in ("row_input", "does", "value", "after"))
+            found += [part for part in parts if part]
+        if self.config.window:
+            found.append(attention.visible)
+        return list(dict.fromkeys(found))
+
+    def triton_functions(self):
+        """(role, function) of the kernel's rule, those of the call before it first."""
+        names = [name for name in (self.layer.rule.counted_in, self.config.rule) if name]
+        for name in names:
+            rule = kernels.RULES.get(name)
+            for role, part in zip(getattr(rule, "_fields", ()), rule or (), strict=True):
+                function = getattr(part, "fn", part)                    # below triton.jit
+                if inspect.isfunction(function):
+                    yield f"{name}, {role}", function
+
+    def triton(self):
+        pairs = list(self.triton_functions())
+        if not pairs:
+            return ["this rule has no kernel: the block loop computes it everywhere"]
+        return [source(function, role) for role, function in pairs]
+
+    def learned(self):
+        """Names, shapes and initial values of what a layer learns beside its projections."""
+        lines = []
+        for name, p in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
+            if name.startswith(("c_attn", "c_proj")):
+                continue
+            kept = "" if isinstance(p, nn.Parameter) else ", kept and not learned"
+            lines.append(f"{name:18} {str(tuple(p.shape)):14} {self.start(name, p)}{kept}")
+        sizes = f"(with {self.config.n_head} heads of width {self.layer.width} and block_size {self.config.block_size})"
+        return "\n".join([*(lines or ["nothing beside its projections"]), sizes])
+
+    def start(self, name, p):
+        std = self.layer.init_std.get(name)
+        if std is None and isinstance(getattr(self.layer, name.removesuffix(".weight"), None), nn.Linear):
+            std = 0.02                          # every linear layer's, see GPT.init_weights
+        if std is not None:
+            return f"N(0, {std:.3g}) at first" if std else "0 at first"
+        low, high = p.min().item(), p.max().item()
+        return f"{low:.4g} at first" if low == high else f"{low:.4g} to {high:.4g} at first"
+
+
+def section(title, *parts):
+    return ["", f"---- {title} " + "-" * (100 - len(title)), *"\n\n".join(parts).splitlines()]
+
+
+def source(function, title=None):
+    """A function's place and text."""
+    head = f"# {place(function)}" + (f"    ({title})" if title else "")
+    return head + "\n" + textwrap.dedent(inspect.getsource(getattr(function, "fn", function))).rstrip()
+
+
+def place(function):
+    """attention.py:59"""
+    lines, number = inspect.getsourcelines(function)
+    return f"{Path(inspect.getsourcefile(function)).name}:{number}"
+
+
+def recipe_place(name):
+    """Where a recipe's row stands in attention.py."""
+    lines = Path(attention.__file__).read_text(encoding="utf-8").splitlines()
+    table = lines.index("ATTENTIONS = {")
+    row = next(n for n, line in enumerate(lines[table:], table + 1) if line.strip().startswith(f'"{name}":'))
+    return f"attention.py:{row}    {lines[row - 1].strip()}"
