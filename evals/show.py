@@ -1,10 +1,11 @@
-"""A recipe on one page: its choices, the rule in PyTorch, the same rule in Triton, what it learns, and where it all stands.
+"""A recipe on one page: its choices, the rule in PyTorch, the same rule in Triton, what it learns, and where it all
+stands.
 
     python eval.py show elastic                     the page
     python eval.py show elastic --diff=softmax      the same beside another recipe: + is elastic's alone, - is softmax's
 
-The page is put together from the code itself, so it cannot be out of date. It is the index of the tutorial: read a formula,
-its PyTorch line and its Triton line under each other, then open the files at the lines it names.
+The page is put together from the code itself, so it cannot be out of date. It is the index of the tutorial: read a
+formula, its PyTorch line and its Triton line under each other, then open the files at the lines it names.
 """
 import difflib
 import inspect
@@ -20,6 +21,7 @@ import kernels
 from common.flags import knob
 from model import GPTConfig
 
+WIDTH = 110
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
 
 
@@ -67,11 +69,12 @@ class Page:
 
     def choices(self):
         """A line for each axis that is not at its default: the value and what it does."""
-        lines = [f"{axis:12} {value!s:10} {self.meaning(axis)}".rstrip() for axis, value in self.chosen.items()]
+        lines = [textwrap.fill(f"{axis:12} {value!s:10} {self.meaning(axis)}", WIDTH, subsequent_indent=" " * 24).rstrip()
+                 for axis, value in self.chosen.items()]
         if self.layer.args:
             lines.append(f"{'attn_args':12} " + ",".join(f"{key}={value}" for key, value in self.layer.args.items()))
         rest = ", ".join(f"{axis} {value}" for axis, value in self.axes.items() if axis not in self.chosen)
-        return "\n".join([*lines, *textwrap.wrap(f"as usual: {rest}", 110, subsequent_indent="  ")])
+        return "\n".join([*lines, textwrap.fill(f"{'as usual':12} {rest}", WIDTH, subsequent_indent=" " * 13)])
 
     def meaning(self, axis):
         """The first sentence of the docstring of what a choice does."""
@@ -81,7 +84,8 @@ class Page:
         return re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
 
     def pytorch(self):
-        """The functions of every choice: what comes before the rule, the rule, what comes after, in the order of a pass."""
+        """The functions of every choice: what comes before the rule, the rule, what comes after, in the order of a
+        pass."""
         found = []
         for axis in ("qk_norm", "feature", "scale", "pos", "rule", "normalize", "sink", "diff", "value_bias", "dex",
                      "out_norm", "gate"):
@@ -130,7 +134,7 @@ class Page:
 
 
 def section(title, *parts):
-    return ["", f"---- {title} " + "-" * (100 - len(title)), *"\n\n".join(parts).splitlines()]
+    return ["", f"---- {title} " + "-" * (WIDTH - 6 - len(title)), *"\n\n".join(parts).splitlines()]
 
 
 def source(function, title=None):

@@ -1,0 +1,63 @@
+"""The house as the README draws it: who imports whom."""
+import ast
+import re
+
+from conftest import ROOT
+
+ROOMS = {"eval": "eval.py", "train": "train.py", "model": "model.py", "attention": "attention.py", "kernels": "kernels.py"}
+FOLDERS = ("evals", "common", "data")
+
+
+def drawn():
+    """The arrows of the README's diagram, {(from, to)}."""
+    diagram = re.search(r"```mermaid\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", diagram, re.M)
+    return {(room, re.match(r"\w+", to)[0]) for room, targets in arrows for to in targets.split(" & ")}
+
+
+def imported(path):
+    """Our own modules that a file imports, as dotted names: data.files, model, ..."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def imports():
+    """{module: the modules of this repository that it imports}; evals.probe is a module, and so is model."""
+    files = {name: ROOT / file for name, file in ROOMS.items()}
+    files |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
+    return {module: {name for wanted in imported(path) for name in files if f"{wanted}.".startswith(f"{name}.")}
+            for module, path in files.items()}
+
+
+def room(module):
+    return module.split(".")[0]
+
+
+def test_the_diagram_shows_the_imports_that_there_are():
+    real = {(room(a), room(b)) for a, targets in imports().items() for b in targets if room(a) != room(b)}
+    assert drawn() == real
+
+
+def test_there_are_no_circles():
+    """Of modules, not only of rooms."""
+    left = imports()
+    while left:
+        free = [module for module, targets in left.items() if not targets & left.keys()]
+        assert free, f"these import each other: {sorted(left)}"
+        left = {module: targets for module, targets in left.items() if module not in free}
+
+
+def test_arrows_that_must_not_be():
+    """Nothing imports train or eval, common knows only data.files, and triton is known to kernels.py alone."""
+    everything = imports()
+    assert not any(targets & {"train", "eval"} for targets in everything.values())
+    for module, targets in everything.items():
+        if room(module) == "common":
+            assert {target for target in targets if room(target) != "common"} <= {"data.files"}, module
+        if room(module) == "data":
+            assert all(room(target) == "data" for target in targets), module
+    files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).glob("*.py")]
+    assert [path.name for path in files if any(room(name) == "triton" for name in imported(path))] == ["kernels.py"]
