@@ -41,7 +41,7 @@ def main(argv):
         parser.error(f"the first word must be a command: {', '.join(COMMANDS)}{found}")
     name, of_a_run = argv[0], argv[0] in OF_A_RUN
     flags, command = COMMANDS[name]
-    parser = Parser(prog=f"eval.py {name}", description=" ".join(command.__doc__.split()))
+    parser = Parser(prog=f"eval.py {name}", description=" ".join(command.__doc__.split()))     # as one line
     add_flags(parser, flags, *((Common, Overrides) if of_a_run else ()))
     parsed = parser.parse_args(argv[1:])
     if of_a_run and not parsed.out_dir:
@@ -50,6 +50,7 @@ def main(argv):
         args = flags(**given_flags(parsed, flags))
     except ValueError as e:
         parser.error(str(e))
+    # the flags are in order; from here on what can be wrong is a run, its data or the disk
     with files.one_line_errors():
         run = OpenedRun(Common(**given_flags(parsed, Common)), given_flags(parsed, Overrides)) if of_a_run else None
         numbers, text = command(args, run)

@@ -69,7 +69,7 @@ class OpenedRun:
 def load_run(out_dir, device, overrides=None):
     """A run's model on a device, in eval mode, and its meta.json."""
     meta, path = read_run(out_dir)
-    model = GPT(model_config(meta["knobs"], overrides or {}))
+    model = GPT(model_config(meta["knobs"], overrides or {}))   # its choice of kernel is made anew, for this machine
     load_weights(model, read_checkpoint(path)["model"], path)
     return model.to(device).eval(), meta
 
@@ -128,6 +128,6 @@ def table(rows, header):
 
 
 def save_numbers(path, numbers):
-    """Write them as JSON, for an --out that may be empty: then nothing is written."""
+    """Write them as JSON, unless --out is empty."""
     if path:
         files.write_json(path, numbers)

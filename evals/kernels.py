@@ -1,7 +1,7 @@
 """speed --kernels: the fused kernels alone, without a model, against torch's own.
 
-What is compared is TFLOP/s by the products that each rule needs, so that one that needs more is not called slow for it,
-and plain speed against our softmax.
+Two figures for each: TFLOP/s, which counts the products that the rule needs, so it says how well the kernel uses the
+device; and the speed against our softmax, which says what the rule costs.
 """
 import dataclasses
 import math
@@ -18,11 +18,11 @@ from evals.instrument import save_numbers, table, whole_numbers
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio")
 RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}     # torch's names of its fused softmaxes
 
-# how many products of a T x T and a T x width matrix each needs, forward and backward, with every pass over the keys
+# products of a T x T and a T x width matrix that each needs: (forward, backward); of tda a view, for two are one pass
 PRODUCTS = {
     "softmax": (2, 5), "elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "lssar": (2, 5), "softpick": (2, 5),
     "relu": (2, 5), "tra": (2, 5), "tda": (1.5, 4), "sigmoid": (2, 5), "elu": (2, 5), "identity": (2, 5),
-}                                               # tda: a view, of two in one pass
+}
 
 
 def command(args, run):
@@ -45,9 +45,8 @@ def command(args, run):
 
 
 def with_sizes(args, machine):
-    """The sizes that were not given: large on a GPU. On a CPU the kernels run in Triton's interpreter, if at all: for
-    looking, not for timing. What a GPU did is kept."""
-    gpu = machine.device.type == "cuda"
+    """The flags with every size in them: what was not given is large on a GPU, and its figures are saved."""
+    gpu = machine.device.type == "cuda"         # on a CPU they run in Triton's interpreter: for looking, not timing
     defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
         "lengths": "64,128", "tokens": 128, "n_embd": 128}
     if gpu:
@@ -80,7 +79,7 @@ def torch_cases(q, k, v):
 
 
 def our_cases(q, k, v):
-    """Our kernels, in the same form, each with the row inputs (T,) that it has in a layer at its initial values."""
+    """Our kernels, in the same form. Row inputs (T,) are of the size that they have in a layer."""
     n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
     row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
                   "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
@@ -97,7 +96,7 @@ def our_cases(q, k, v):
 def time_kernels(T, width, args, machine):
     """Time every case at one size, forward and backward apart. Returns {name: {"forward", "backward": TFLOP/s,
     "forward_ratio", "backward_ratio": speed against our softmax}}, or of what does not run {name: {"missing": why}}."""
-    batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)
+    batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # as much work at every length and width
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
     cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
@@ -106,7 +105,7 @@ def time_kernels(T, width, args, machine):
         try:
             o = attend()                        # its graph is kept, so that backward can be timed alone
             backward[name] = partial(torch.autograd.grad, o, (q, k, v), do[:, :o.shape[1]], retain_graph=True)
-            backward[name]()
+            backward[name]()                    # tda's output has half of the heads, hence the cut of do
         except Exception as e:                  # a backend that this device or this build of torch does not have:
             if name in PRODUCTS:                # errors of many kinds; but ours must run
                 raise

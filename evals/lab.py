@@ -77,7 +77,7 @@ def command(args, run):
 def train_all(names, seeds, args):
     """Train every recipe with every seed, one seed after another. Returns {name: [meta.json of each seed]}."""
     metas = {name: [] for name in names}
-    for seed in seeds:
+    for seed in seeds:                          # so that a lab that is cut short has all recipes of its first seeds
         for name in metas:
             attn, more = ("window", ["--window=1"]) if name == BLIND else (name, flags_in_lab(name))
             folder = Path(args.out_dir) / f"{name}-{seed}"
@@ -102,8 +102,9 @@ def train_one(attn, seed, folder, more):
     """Train in a process of its own, unless the folder holds a finished run of these flags. Returns its meta.json."""
     flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
     done = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
-    if "report" not in done or done["flags"] != flags:
+    if "report" not in done or done["flags"] != flags:      # new, cut short, or of another lab
         print(f"training {folder.name}", file=sys.stderr, flush=True)
+        # a process each: nothing that one leaves behind, not even in memory, reaches the next
         process = subprocess.run([sys.executable, ROOT / "train.py", *flags], capture_output=True, text=True)
         if process.returncode:
             raise ValueError(f"train.py {' '.join(flags)} failed: {process.stderr.strip().splitlines()[-1]}")
@@ -123,7 +124,7 @@ def lab_figures(model, split, data_meta, machine, count=256):
     zero, and when no later row may see its key (with row counts n as they were).
     """
     T = model.config.block_size
-    starts = tokens.fixed_windows(split, T, count, data_meta["stride"])
+    starts = tokens.fixed_windows(split, T, count, data_meta["stride"])     # each begins a sequence
     rows = read_windows(split, starts, T + 1, model, machine)           # (N, T + 1)
     bayes, trigger = true_process(rows, data_meta)
     late = torch.arange(T, device=rows.device) >= FIRST_ROW
@@ -135,6 +136,7 @@ def lab_figures(model, split, data_meta, machine, count=256):
             probes[kind][layer].see(module, *inputs, counted=counted)
         return attend(*inputs)
 
+    # the same sequences three times: as they are, and with one thing taken away from the first token
     as_is, zero, hide = (losses_with(change, model, rows, machine) for change in (watched, zeroed, hidden))
     excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
     idle, copy, everything = (mean_of(probes[kind]) for kind in kinds)
@@ -158,6 +160,7 @@ def true_process(rows, data_meta):
     before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # of the first query: no symbol
     trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
     bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)   # (ids, symbols)
+    # after a trigger whatever stood before it is certain, unless that was no symbol; elsewhere the bigram row decides
     p = torch.where(trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)])
     p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0        # the fixed token's place is known
     return -p.log(), trigger
@@ -178,7 +181,7 @@ def zeroed(attend, layer, module, q, k, v, *more):
 
 def hidden(attend, layer, module, *inputs):
     """Attention whose first token is seen by itself alone."""
-    module.hide = module.ahead
+    module.hide = module.ahead                  # the position of a key that no other row may see
     output = attend(*inputs)
     module.hide = -1
     return output
@@ -202,7 +205,7 @@ def draw(path, runs):
     import matplotlib
     matplotlib.use("Agg")                       # draws without a screen
     from matplotlib import pyplot as plt
-    names = list(runs)[::-1]                    # matplotlib counts from the bottom
+    names = list(runs)[::-1]                    # bars are counted from the bottom
     figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
     for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
         draw_panel(ax, [[figures[key] for figures in runs[name]] for name in names], low, high)

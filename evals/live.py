@@ -72,7 +72,7 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
     """How much faster a layer's attention is, both ways, if its kernel skips dead tiles; None: no kernel runs here."""
     if attention.choose_kernel(module.config, q.device.type) != "triton":
         return None
-    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # so that backward goes no farther than these
 
     def call(skip):
         module.skip = skip
@@ -80,6 +80,7 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
             module.attend(*leaves, x, table).float().square().mean().backward()
         module.skip = True
 
+    # the same kernel twice in turn: only the skipping differs, and the output does not
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)
     return seconds[False] / seconds[True]
 

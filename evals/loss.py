@@ -38,7 +38,7 @@ def mean_loss(model, split, machine, count, batch_size, stride=1):
     starts = tokens.fixed_windows(split, T, count, stride)[machine.rank::machine.world]
     for i in range(0, len(starts), batch_size):
         rows = read_windows(split, starts[i:i + batch_size], T + 1, model, machine)         # (B, T + 1)
-        with machine.autocast():
+        with machine.autocast():                # a mean of B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
         seen += len(rows)
     model.train(training)

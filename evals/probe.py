@@ -127,7 +127,7 @@ class Probe:
         s = self.sums
         mean = {name: s[name] / s["rows"] for name in ("sink", "uniform", "share", "row_mass", "extra", "empty_rows")}
         return mean | {
-            "times_uniform": s["share"] / s["uniform"],         # a ratio of sums: rows with few keys weigh no more
+            "times_uniform": s["share"] / s["uniform"],         # not a mean of ratios: late rows would decide it
             "density": mean["row_mass"] - mean["sink"],
             "sparsity": s["zeros"] / s["pairs"],
             "sink_eps": s["sink_eps"] / s["sequences"],

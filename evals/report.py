@@ -18,7 +18,7 @@ def report(model, machine, dataset, windows, batch_size):
     stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, stride) for name, split in splits.items()}
-    if not machine.main:
+    if not machine.main:                        # what follows is not shared: one rank does it
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
     print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
@@ -28,6 +28,7 @@ def report(model, machine, dataset, windows, batch_size):
     else:
         found = first_look(model, splits["val"], machine, stride)
         coder = tokens.tokenizer(data_meta["tokenizer"])
+        # what `eval.py sample` begins with, too: the same prompt, knobs and seed, in float32
         ids = model.generate(first_token(splits["val"], machine), 240, temperature=0.8, top_k=50, seed=0)
         print(coder.decode(ids[0].tolist()))
     return losses | found

@@ -54,7 +54,8 @@ def command(args, run):
     if args.live:
         return live.command(args, open_run(args))
     machine, cases = Machine(args.device, args.dtype), cases_of(recipe_names(args.attn))
-    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None     # Windows has none
+    # how busy the machine was before, since a reader of the figures cannot know; Windows does not say
+    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     speeds = {T: compare(cases, T, args, machine) for T in whole_numbers(args.lengths or "256,1024")}
     memory = memory_of(cases, whole_numbers(args.memory) if args.memory else [], args, machine)
     numbers = {"machine": str(machine), "load_average": load, "lengths": speeds, "memory_mb": memory}
@@ -64,6 +65,7 @@ def command(args, run):
 
 
 def open_run(args):
+    """The run that --live looks at."""
     if not args.out_dir:
         raise ValueError("--live looks at a trained run, never at random numbers: name it with --out_dir=out/...")
     return OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
@@ -71,11 +73,13 @@ def open_run(args):
 
 def cases_of(names):
     """{name: (recipe, kernel)}: softmax in two ways, as what all others are compared with, then the others."""
+    # torch's own fused kernel, and the block loop that other recipes go through where they have no kernel
     softmax = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
     return softmax | {name: (name, "auto") for name in names if name != "softmax"}
 
 
 def make_model(case, T, args, machine):
+    """A model of one case for sequences of T bytes."""
     attn, kernel = case
     config = GPTConfig(
         attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head,
@@ -87,18 +91,19 @@ def make_model(case, T, args, machine):
 
 
 def sequences(T, args):
-    """How many sequences of T tokens a step takes, so that a step has as many tokens at every length."""
+    """How many sequences of T tokens a step takes: at every length it has the same number of tokens."""
     return max(1, (args.tokens or 2048) // T)
 
 
 def compare(cases, T, args, machine):
-    """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: of training steps the
-    tokens per second, and the speed against the first case; of attention alone this speed, forward and both ways."""
+    """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens per second of
+    training, then speeds against the first case, of a training step and of attention alone, forward and both ways."""
     models, batch = {name: make_model(case, T, args, machine) for name, case in cases.items()}, sequences(T, args)
 
     def race(start, *more):
         return machine.race({name: start(model, machine, batch, *more) for name, model in models.items()}, args.repeats)
 
+    # all cases of one kind race together; what one kind costs says little about another
     seconds = {"step": race(training_step), "forward": race(attention_call, False), "both": race(attention_call)}
     first = next(iter(cases))
     return {name: {"tokens_per_s": batch * T / seconds["step"][name]} | {
@@ -106,7 +111,7 @@ def compare(cases, T, args, machine):
 
 
 def training_step(model, machine, batch):
-    """A function that takes one training step."""
+    """A function that takes one training step, always on the same random sequences: time does not depend on them."""
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
     rows = torch.randint(model.config.vocab_size, (batch, model.config.block_size + 1), device=machine.device)
 
@@ -115,7 +120,7 @@ def training_step(model, machine, batch):
             loss = model(rows[:, :-1], rows[:, 1:])[1]
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)   # as train.py does: gradients take no memory between steps
 
     return take_step
 
@@ -129,13 +134,13 @@ def attention_call(model, machine, batch, backward=True):
         return torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
 
     q, k, v = (draw(*shape) for shape in module.shapes.values())
-    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)
+    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # gates are computed from it
     with machine.autocast(), torch.no_grad():
         do = torch.randn_like(module.attend(q, k, v, x))        # the gradient that arrives on the output
 
     def attend():
         with machine.autocast(), torch.set_grad_enabled(backward):
-            o = module.attend(q, k, v, x, getattr(module, "table", None))
+            o = module.attend(q, k, v, x, getattr(module, "table", None))       # with the learned distance bias, if any
         if backward:
             o.backward(do)
 
@@ -147,6 +152,7 @@ def memory_of(cases, lengths, args, machine):
     memory = {name: {} for name in cases}
     for name, case in cases.items():
         for T in lengths:
+            # a model for each length, made before the count begins: only what the call itself takes is counted
             used = machine.peak_memory(attention_call(make_model(case, T, args, machine), machine, 1))
             memory[name][T] = round(used / 2**20, 3)
     return memory
