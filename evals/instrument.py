@@ -1,8 +1,22 @@
-"""instrument"""
+"""What every instrument is given: the flags they share, an opened run, a way into its attention, and text.
+
+An instrument is one file here, with
+
+    a dataclass of flags      what -h lists under the class's name; see common/flags.py
+    command(args, run)        args: that dataclass, filled from the command line. Returns (numbers, text): the same
+                              result as a dict for JSON and as a table for people. Its docstring heads -h.
+
+One that looks at a trained run gets it as an OpenedRun. One that trains or builds its own models gets None.
+
+To add one: write evals/NAME.py, give it a row in one of eval.py's two tables, and check it in tests/test_NAME.py. For a
+model's losses or attention on held-out text, begin with a copy of evals/loss.py.
+"""
 import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 import attention
 from common.flags import fields_of, knob, with_recipe
@@ -11,86 +25,109 @@ from common.runs import load_weights, read_checkpoint, read_run
 from data import files, tokens
 from model import GPT, GPTConfig
 
+# ------------------------------------------------------------------------------------------------------ opening a run
+
 
 @dataclass
 class Common:
     """Flags of every command that looks at a run"""
     out_dir: str = knob("", "the run to look at")
-    dataset: str = knob("", "data set to look at it on: a name in data/ or a folder's path; empty: the one it was trained on")
+    dataset: str = knob("", "data set to look at it on: a name in data/ or a folder's path; "
+                            "empty: the one it was trained on")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
     dtype: str = knob("float32", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
     json: bool = knob(False, "print JSON instead of a table")
 
 
-OVERRIDES = dataclasses.make_dataclass("Overrides", [  # the choices of a run that can be looked at otherwise
+# a run can be looked at otherwise than it was trained: these fields of GPTConfig are flags here too, with its meanings
+Overrides = dataclasses.make_dataclass("Overrides", [
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
     if f.name in ("attn", "attn_args", "kernel", *attention.DEFAULTS)])
-OVERRIDES.__doc__ = "Overrides of the run's own choices"
+Overrides.__doc__ = "Overrides of the run's own choices"
 
 
-class Loaded:
-    """A run as the commands see it: its model on this machine, and the data to look at it on."""
+class OpenedRun:
+    """A trained run as an instrument sees it: its model on this machine, and the data to look at it on.
 
-    def __init__(self, common, given):
+    common: a Common; overrides: {config field: value}, in place of the run's own. Raises ValueError where the weights
+    or the data do not fit the model.
+    """
+
+    def __init__(self, common, overrides):
         self.machine = Machine(common.device, common.dtype)
-        self.model, meta = load_run(common.out_dir, self.machine.device, given)
-        self.folder = tokens.data_folder(common.dataset or meta["knobs"]["dataset"])
-        self.data = tokens.read_meta(self.folder)
-        self.stride = self.data.get("stride", 1)
-        tokens.check_vocabulary(self.model.config, self.data, self.folder)
+        self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides)
+        self.folder = tokens.data_folder(common.dataset or self.meta["knobs"]["dataset"])
+        self.data_meta = tokens.read_meta(self.folder)
+        self.stride = self.data_meta.get("stride", 1)   # windows begin at multiples of it: where sequences begin
+        tokens.check_vocabulary(self.model.config, self.data_meta, self.folder)
 
     def split(self, name):
+        """The tokens of "train" or "val"."""
         return tokens.Tokens(self.folder, name)
 
 
-def load_run(out_dir, device, given=None):
-    """A run's model on a device, in eval mode, and its meta.json. `given` holds config fields that override the run's own."""
+def load_run(out_dir, device, overrides=None):
+    """A run's model on a device, in eval mode, and its meta.json."""
     meta, path = read_run(out_dir)
-    model = GPT(model_config(meta["knobs"], given or {}))
+    model = GPT(model_config(meta["knobs"], overrides or {}))   # its choice of kernel is made anew, for this machine
     load_weights(model, read_checkpoint(path)["model"], path)
     return model.to(device).eval(), meta
 
 
 def model_config(stored, given):
-    """A GPTConfig from stored knobs and the flags given now: flag, then the recipe of a given --attn, then what is stored."""
+    """The GPTConfig of a run's stored knobs, with the flags given now, and the recipe of a given --attn, over them."""
     return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, attention.DEFAULTS)))
+
+
+# ----------------------------------------------------------------------------------------------------- looking inside
+
+
+def read_windows(split, starts, length, model, machine):
+    """The `length` tokens from each of these starts on, (len(starts), length) int64, on the machine's device."""
+    return torch.from_numpy(split.windows(starts, length, model.config.vocab_size)).to(machine.device)
 
 
 @contextlib.contextmanager
 def instead(model, look):
-    """Inside this context every attention layer of a forward pass calls look(attend, layer, module, q, k, v, x, table) in place of
-    its own attend(q, k, v, x, table): to watch what goes in, or to change it."""
+    """Inside this context every attention layer calls look(attend, layer, module, q, k, v, x, table) in place of its
+    own attend(q, k, v, x, table): to watch what goes in, or to change it. `layer` counts the blocks from 0, `module` is
+    the block's attention."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):
-        module.attend = partial(look, module.attend, layer, module)
+        module.attend = partial(look, module.attend, layer, module)     # hides the method of this name
     try:
         yield
     finally:
         for module in modules:
-            del module.attend
+            del module.attend                   # and the method is there again
 
 
-def table(rows, header):
-    """Right-aligned columns as text."""
-    cells = [header] + [[c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+# --------------------------------------------------------------------------------------------- lists, tables and JSON
 
 
-def numbers(text):
+def whole_numbers(text):
+    """The list in "256,1024"."""
     if not text or not all(number.isdigit() for number in text.split(",")):
         raise ValueError(f"{text!r} must be whole numbers separated by commas")
     return [int(number) for number in text.split(",")]
 
 
 def recipe_names(text):
-    """The recipes in "all" or in a list with commas. Raises ValueError on one that does not exist."""
+    """The list in "softmax,elastic", or every recipe for "all". Raises ValueError on one that does not exist."""
     names = list(attention.ATTENTIONS) if text == "all" else text.split(",")
     for name in names:
         attention.recipe(name)
     return names
 
 
-def save_result(args, result):
-    if args.out:
-        files.write_json(args.out, result)
+def table(rows, header):
+    """Right-aligned columns as text. A cell is a string, a number, or None for what is not known."""
+    cells = [header] + [[c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+
+
+def save_numbers(path, numbers):
+    """Write them as JSON, unless --out is empty."""
+    if path:
+        files.write_json(path, numbers)

@@ -1,94 +1,122 @@
-"""kernels"""
+"""speed --kernels: the fused kernels alone, without a model, against torch's own.
+
+Two figures for each: TFLOP/s, which counts the products that the rule needs, so it says how well the kernel uses the
+device; and the speed against our softmax, which says what the rule costs.
+"""
+import dataclasses
 import math
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 import kernels
 from common.machine import Machine
-from evals.instrument import numbers, save_result, table
+from common.runs import ROOT
+from evals.instrument import save_numbers, table, whole_numbers
 
-HERE = Path(__file__).parents[1]
+COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio")
+RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}     # torch's names of its fused softmaxes
+
+# products of a T x T and a T x width matrix that each needs: (forward, backward); of tda a view, for two are one pass
+PRODUCTS = {
+    "softmax": (2, 5), "elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "lssar": (2, 5), "softpick": (2, 5),
+    "relu": (2, 5), "tra": (2, 5), "tda": (1.5, 4), "sigmoid": (2, 5), "elu": (2, 5), "identity": (2, 5),
+}
 
 
-def kernels_command(args):
+def command(args, run):
     """The fused kernels alone, forward and backward apart, against torch's, interleaved in one process."""
     machine = Machine(args.device, args.dtype)
-    gpu = machine.device.type == "cuda"         # on a CPU the kernels run in Triton's interpreter, if at all: for looking, not for timing
-    args.lengths, args.tokens, args.n_embd = (given or (large if gpu else small) for given, large, small in (
-        (args.lengths, "1024,4096,16384", "64,128"), (args.tokens, 16384, 128), (args.n_embd, 2048, 128)))
-    if gpu and not args.out:
-        args.out = str(HERE / "results" / f"speed-{torch.cuda.get_device_name().split()[-1].lower()}.json")
-    result = {"machine": str(machine), "triton": kernels.triton.__version__ if kernels.AVAILABLE else None, "tokens": args.tokens, "sizes": {}}
-    text, columns = [], ("forward", "backward", "forward_ratio", "backward_ratio")
-    for width in numbers(args.widths):
-        for T in numbers(args.lengths):
-            rows = result["sizes"][f"width {width}, T {T}"] = time_kernels(T, width, args, machine)
-            text.append(f"width {width}, T={T}: TFLOP/s by the products each needs, and speed against our softmax\n" + table(
-                [[name, *(f"{row[c]:.2f}" if c in row else "-" for c in columns)] for name, row in rows.items()], ["", *columns]))
+    args = with_sizes(args, machine)
+    sizes = {(width, T): time_kernels(T, width, args, machine)
+             for width in whole_numbers(args.widths) for T in whole_numbers(args.lengths)}
+    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
+    numbers = {"machine": str(machine), "triton": triton, "tokens": args.tokens,
+               "sizes": {f"width {width}, T {T}": rows for (width, T), rows in sizes.items()}}
+    save_numbers(args.out, numbers)
+    text = [f"{machine}, triton {triton}", *(kernels_table(*size, rows) for size, rows in sizes.items())]
     if not kernels.AVAILABLE:
-        text.append("our kernels did not run: they need triton and a CUDA GPU (or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
-    text += [f"{name} is missing: {row['missing']}" for name, row in rows.items() if "missing" in row]
-    save_result(args, result)
-    return result, f"{machine}, triton {result['triton']}\n\n" + "\n\n".join(text)
+        text.append("our kernels did not run: they need triton and a CUDA GPU "
+                    "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
+    *_, last = sizes.values()                   # what is missing at one size is missing at all
+    text += [f"{name} is missing: {row['missing']}" for name, row in last.items() if "missing" in row]
+    return numbers, "\n\n".join(text)
 
 
-PRODUCTS = {"softmax": (2, 5), "elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "lssar": (2, 5), "softpick": (2, 5), "relu": (2, 5),
-            "tra": (2, 5), "tda": (1.5, 4), "sigmoid": (2, 5), "elu": (2, 5), "identity": (2, 5)}  # tda: a view, of two in one pass
+def with_sizes(args, machine):
+    """The flags with every size in them: what was not given is large on a GPU, and its figures are saved."""
+    gpu = machine.device.type == "cuda"         # on a CPU they run in Triton's interpreter: for looking, not timing
+    defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
+        "lengths": "64,128", "tokens": 128, "n_embd": 128}
+    if gpu:
+        defaults["out"] = str(ROOT / "results" / f"speed-{torch.cuda.get_device_name().split()[-1].lower()}.json")
+    return dataclasses.replace(args, **{name: getattr(args, name) or default for name, default in defaults.items()})
 
 
-RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}
+def kernels_table(width, T, rows):
+    return f"width {width}, T={T}: TFLOP/s by the products each needs, and speed against our softmax\n" + table(
+        [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)] for name, row in rows.items()],
+        ["", *COLUMNS])
 
 
-def fused_cases(q, k, v):
-    """{name: (function of nothing giving the output, products forward, products backward)}: torch's fused softmaxes, then our kernels."""
-    T, scale, cases = q.shape[2], q.shape[-1] ** -0.5, {}
+# --------------------------------------------------------------------------------------------------- what is compared
 
-    def torch_softmax(backend):
-        with torch.nn.attention.sdpa_kernel(backend):
+
+def torch_cases(q, k, v):
+    """torch's fused softmaxes: {name: (a function that returns the output, products forward, products backward)}."""
+    def sdpa(backend):
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    for name, backend in RIVALS.items():
-        cases[name] = partial(torch_softmax, getattr(torch.nn.attention.SDPBackend, backend)), 2, 5
+    cases = {name: (partial(sdpa, backend), *PRODUCTS["softmax"]) for name, backend in RIVALS.items()}
     if q.is_cuda:                               # on a CPU FlexAttention has no backward
         from torch.nn.attention import flex_attention as flex
+        T = q.shape[2]
         mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
-        compiled = torch.compile(flex.flex_attention)
-        cases["flex"] = (lambda: compiled(q, k, v, block_mask=mask)), 2, 5
-    if kernels.AVAILABLE:
-        n = torch.arange(1, T + 1, device=q.device).float()
-        row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
-                      "sigmoid": torch.full_like(n, math.log(T))}
-        for rule in (name for name in PRODUCTS if name in kernels.RULES):
-            cases[rule] = partial(lambda rule: kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=scale)[0], rule), *PRODUCTS[rule]
-        if q.shape[1] % 2 == 0:                 # half of the heads are second views, of the same values
-            two_views = partial(kernels.attend, "tra", q, k, v[:, 0::2], row_inputs["tra"], scale=scale, mix=q.new_tensor(0.5))
-            cases["tda"] = (lambda: two_views()[0]), *PRODUCTS["tda"]
+        cases["flex"] = partial(torch.compile(flex.flex_attention), q, k, v, block_mask=mask), *PRODUCTS["softmax"]
+    return cases
+
+
+def our_cases(q, k, v):
+    """Our kernels, in the same form. Row inputs (T,) are of the size that they have in a layer."""
+    n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
+    row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
+                  "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
+
+    def attend(rule, v=v, **mix):               # without the row statistic, which comes second
+        return kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
+
+    cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.RULES}
+    if q.shape[1] % 2 == 0:                     # half of the heads are second views, of the same values
+        cases["tda"] = partial(attend, "tra", v[:, 0::2], mix=q.new_tensor(0.5)), *PRODUCTS["tda"]
     return cases
 
 
 def time_kernels(T, width, args, machine):
-    """{name: {"forward": TFLOP/s, "backward": TFLOP/s, "forward_ratio": speed against our softmax, "backward_ratio": ...}} at one size."""
-    batch, heads, low = max(1, args.tokens // T), max(1, args.n_embd // width), getattr(torch, machine.dtype)
-    q, k, v, do = (torch.randn(batch, heads, T, width, device=machine.device, dtype=low, requires_grad=True) for _ in range(4))
-    cases, outputs, missing = fused_cases(q, k, v), {}, {}
-    for name, (run, *_) in cases.items():
+    """Time every case at one size, forward and backward apart. Returns {name: {"forward", "backward": TFLOP/s,
+    "forward_ratio", "backward_ratio": speed against our softmax}}, or of what does not run {name: {"missing": why}}."""
+    batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # as much work at every length and width
+    like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
+    q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
+    cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
+    backward, rows = {}, {}
+    for name, (attend, *_) in cases.items():
         try:
-            outputs[name] = run()
-            torch.autograd.grad(outputs[name], (q, k, v), do[:, :outputs[name].shape[1]], retain_graph=True)
-        except Exception as e:                  # a backend that this device or this build of torch does not have: errors of many kinds
-            if name in PRODUCTS:
+            o = attend()                        # its graph is kept, so that backward can be timed alone
+            backward[name] = partial(torch.autograd.grad, o, (q, k, v), do[:, :o.shape[1]], retain_graph=True)
+            backward[name]()                    # tda's output has half of the heads, hence the cut of do
+        except Exception as e:                  # a backend that this device or this build of torch does not have:
+            if name in PRODUCTS:                # errors of many kinds; but ours must run
                 raise
-            missing[name] = str(e).splitlines()[0]
-    cases = {name: case for name, case in cases.items() if name not in missing}
-    backward = {name: partial(torch.autograd.grad, outputs[name], (q, k, v), do[:, :outputs[name].shape[1]], retain_graph=True) for name in cases}
-    seconds = {"forward": machine.race({name: run for name, (run, *_) in cases.items()}, args.repeats),
+            backward.pop(name, None)
+            rows[name] = {"missing": str(e).splitlines()[0]}
+    seconds = {"forward": machine.race({name: cases[name][0] for name in backward}, args.repeats),
                "backward": machine.race(backward, args.repeats)}
-    base, rows = "softmax" if "softmax" in cases else next(iter(cases)), {name: {"missing": why} for name, why in missing.items()}
-    for name, (_, *products) in cases.items():
-        flops = {way: count * batch * heads * T * T * width for way, count in zip(seconds, products, strict=True)}     # 2 each, halved: causal
-        rows[name] = {way: flops[way] / seconds[way][name] / 1e12 for way in seconds}
-        rows[name] |= {f"{way}_ratio": seconds[way][base] / seconds[way][name] for way in seconds}
+    base = "softmax" if "softmax" in backward else next(iter(backward))
+    for name in backward:
+        # a product is 2 T T width operations for each head, of which causality needs half
+        operations = {way: n * batch * heads * T * T * width for way, n in zip(seconds, cases[name][1:], strict=True)}
+        rows[name] = {way: operations[way] / times[name] / 1e12 for way, times in seconds.items()}
+        rows[name] |= {f"{way}_ratio": times[base] / times[name] for way, times in seconds.items()}
     return rows

@@ -1,4 +1,11 @@
-"""lab"""
+"""The sink lab: what every recipe does with rows that need no attention, on a task whose best possible loss is known.
+
+The data is data/backcopy.py's: after a trigger symbol the symbol before it is repeated, everywhere else a bigram table
+decides. So queries at triggers (*copy* rows) have something to find, and all others (*idle* rows) have nothing to do.
+
+The command starts train.py once for each recipe and seed. train.py ends by taking the figures of its own run (through
+evals/report.py) and writes them to meta.json. The command collects them in a table, a JSON file and a picture.
+"""
 import dataclasses
 import subprocess
 import sys
@@ -11,11 +18,27 @@ from torch.nn import functional as F
 
 import attention
 from common.flags import knob
+from common.runs import ROOT
 from data import files, tokens
-from evals.instrument import instead, numbers, recipe_names, table
+from evals.instrument import instead, read_windows, recipe_names, table, whole_numbers
 from evals.probe import Probe, mean_of
 
-HERE = Path(__file__).parents[1]
+FIRST_ROW = 8                                   # rows before it count as neither idle nor copy: they see few keys
+BLIND = "blind"                                 # softmax whose rows see themselves alone: how far no attention gets
+
+COLUMNS = {                                     # of the table: the figure behind each
+    "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle",
+    "sink copy": "sink_copy", "share": "share_idle", "x uniform": "times_uniform_idle", "mass": "row_mass_idle",
+    "extra": "extra_idle", "zeros": "sparsity", "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio",
+    "zero": "zero_cost", "hide": "hide_cost",
+}
+
+PANELS = {                                      # of the picture: the figure, its title, both ends of its axis
+    "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
+    "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
+    "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5),
+    "excess_copy": ("excess loss on copy rows (nats)", 0, None),
+}
 
 
 @dataclass
@@ -24,149 +47,185 @@ class Lab:
     attn: str = knob("all", "recipes, separated by commas")
     seeds: str = knob("0,1,2", "seeds, separated by commas")
     out_dir: str = knob("out/lab", "where the runs go, a folder each; those that are there are not trained again")
-    results: str = knob("", "where the table and the picture go: this name with .json and .png; empty: results/lab, or out_dir/lab of a part")
+    results: str = knob("", "where the table and the picture go: this name with .json and .png; "
+                            "empty: results/lab, or out_dir/lab of a part")
     train_args: str = knob("", "more flags for train.py, separated by spaces")
     json: bool = knob(False, "print JSON instead of a table")
 
 
-def lab_command(args):
-    """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by side."""
-    recipes = recipe_names(args.attn)
-    whole = set(recipes) == set(attention.ATTENTIONS) and not args.train_args and len(numbers(args.seeds)) >= 3
-    place = args.results or (HERE / "results" / "lab" if whole else f"{args.out_dir}/lab")
-    runs = {name: [] for name in [*recipes, BLIND]}
-    for seed in numbers(args.seeds):
-        for name in runs:
-            attn, more = (name, lab_flags(name)) if name != BLIND else ("window", ["--window=1"])
-            runs[name].append(train_in_lab(attn, seed, Path(args.out_dir) / f"{name}-{seed}", [*more, *args.train_args.split()]))
-    figures = {name: [{key: run[key] for key in ("parameters", "seconds")} | run["report"] for run in group] for name, group in runs.items()}
-    first = runs[recipes[0]][0]
-    result = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"], "runs": figures}
-    files.write_json(f"{place}.json", result)
-    lab_picture(f"{place}.png", figures)
-    rows = []
-    for name, group in figures.items():
-        mean = {key: np.mean([run[key] for run in group]) for key in group[0]}
-        rows.append([name, *(f"{mean[key]:.3f}" for key in LAB_TABLE.values()), f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
-    return result, table(rows, ["recipe", *LAB_TABLE, "parameters", "s"]) + f"\n\nmeans over seeds {args.seeds}; all figures in {place}.json"
+def command(args, run):
+    """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by
+    side."""
+    recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds)
+    metas = train_all([*recipes, BLIND], seeds, args)
+    runs = {name: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
+            for name, group in metas.items()}
+    first = metas[recipes[0]][0]
+    about = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"]}
+    numbers = about | {"runs": runs}
+    # only a whole lab may take the place of the results that the repository comes with
+    whole = set(recipes) == set(attention.ATTENTIONS) and not args.train_args and len(seeds) >= 3
+    place = args.results or (ROOT / "results" / "lab" if whole else f"{args.out_dir}/lab")
+    files.write_json(f"{place}.json", numbers)
+    draw(f"{place}.png", runs)
+    return numbers, f"{mean_table(runs)}\n\nmeans over seeds {args.seeds}; all figures in {place}.json"
 
 
-FIRST_ROW = 8                                   # rows before it do not count as idle or copy rows
+# --------------------------------------------------------------------------------------- training, a process for each
 
 
-def true_process(rows, meta):
-    """Of sequences (N, T+1) of data/backcopy.py: each target's loss under the process that made it, and which queries are triggers, (N, T)."""
-    x, y = rows[:, :-1], rows[:, 1:]
-    before = F.pad(x[:, :-1], (1, 0), value=meta["symbols"])            # of the first query: no symbol
-    trigger = torch.isin(x, torch.tensor(meta["triggers"], device=x.device))
-    bigrams = torch.tensor(meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)
-    p = torch.where(trigger & (before < meta["symbols"]), (y == before).float(), bigrams[x, y.clamp(max=meta["symbols"] - 1)])
-    p[:, torch.arange(1, y.shape[1] + 1) == meta["fixed_at"]] = 1.0     # the fixed token's place is known
-    return -p.log(), trigger
+def train_all(names, seeds, args):
+    """Train every recipe with every seed, one seed after another. Returns {name: [meta.json of each seed]}."""
+    metas = {name: [] for name in names}
+    for seed in seeds:                          # so that a lab that is cut short has all recipes of its first seeds
+        for name in metas:
+            attn, more = ("window", ["--window=1"]) if name == BLIND else (name, flags_in_lab(name))
+            folder = Path(args.out_dir) / f"{name}-{seed}"
+            metas[name].append(train_one(attn, seed, folder, [*more, *args.train_args.split()]))
+    return metas
 
 
-@torch.no_grad()
-def lab(model, split, meta, machine, count=256):
-    """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
-
-    Losses are in excess of the true process's, so 0 is perfect. *Copy* rows are queries at triggers, *idle* rows all others, both from
-    position 8. zero_cost and hide_cost are what the loss gains when the first token's value is set to zero, and when no later row may
-    see its key (with row counts n as they were).
-    """
-    rows = split.windows(tokens.fixed_windows(split, model.config.block_size, count, meta["stride"]), model.config.block_size + 1, model.config.vocab_size)
-    rows = torch.from_numpy(rows).to(machine.device)
-    bayes, trigger = true_process(rows, meta)
-    late = torch.arange(trigger.shape[1], device=rows.device) >= FIRST_ROW
-    counted = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}
-    probes = {name: [Probe() for _ in model.transformer.h] for name in counted}
-
-    def look(attend, layer, module, *inputs):
-        for name, mask in counted.items():
-            probes[name][layer].see(module, *inputs, counted=mask)
-        return attend(*inputs)
-
-    def zeroed(attend, layer, module, q, k, v, *more):
-        first = torch.arange(v.shape[2], device=v.device)[:, None] == module.ahead
-        return attend(q, k, v.masked_fill(first, 0.0), *more)
-
-    def hidden(attend, layer, module, *inputs):
-        module.hide = module.ahead
-        output = attend(*inputs)
-        module.hide = -1
-        return output
-
-    loss = {}
-    for name, change in (("as_is", look), ("zero", zeroed), ("hide", hidden)):
-        with instead(model, change), machine.autocast():
-            logits = model(rows[:, :-1])[0]
-        loss[name] = F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
-    excess = loss["as_is"] - bayes
-    idle, copy, everything = (mean_of(probes[name]) for name in ("idle", "copy", "all"))
-    return {
-        **{f"excess_{of}": excess[counted[rows]].mean().item() for of, rows in (("loss", "all"), ("copy", "copy"), ("idle", "idle"))},
-        "sink_idle": idle["sink"], "sink_copy": copy["sink"], "row_mass_idle": idle["row_mass"], "share_idle": idle["share"],
-        "value_norm_ratio": idle["value_norm_ratio"],
-        "zero_cost": (loss["zero"] - loss["as_is"]).mean().item(), "hide_cost": (loss["hide"] - loss["as_is"]).mean().item(),
-        "share_copy": copy["share"], "times_uniform_idle": idle["times_uniform"], "times_uniform_copy": copy["times_uniform"],
-        "row_mass_copy": copy["row_mass"], "extra_idle": idle["extra"], "extra_copy": copy["extra"],
-        "sparsity": everything["sparsity"], "empty_rows": everything["empty_rows"],
-    }
+def flags_in_lab(name):
+    """What a recipe needs to mean anything in the lab."""
+    axes = attention.recipe(name)
+    flags = []
+    if "window" in axes:                        # shorter than the lab's 64 tokens
+        flags.append("--window=16")
+    if axes.get("diff") == "v1":                # it pairs heads, and the lab has one
+        flags.append("--n_head=2")
+    if axes["rule"] == "tra":                   # a threshold that some keys pass at first: at its beta of 1 hardly any
+        flags.append("--attn_args=beta_init=0.1")       # does, and what gets no gradient learns nothing
+    return flags
 
 
-BLIND = "blind"                                 # the same model whose rows see themselves alone: what can be had without attention
-
-
-def lab_flags(attn):
-    """What a recipe needs to mean anything in the lab: a window shorter than its 64 tokens, a second head where heads are paired, and a
-    threshold that some keys pass at first, for with tra's beta of 1 hardly any does, and what gets no gradient learns nothing."""
-    axes = attention.recipe(attn)
-    return (["--window=16"] * ("window" in axes) + ["--n_head=2"] * (axes.get("diff") == "v1")
-            + ["--attn_args=beta_init=0.1"] * (axes["rule"] == "tra"))
-
-
-def train_in_lab(attn, seed, folder, more):
-    """Train one recipe in the lab, in a process of its own, unless its folder holds the result already. Returns its meta.json."""
+def train_one(attn, seed, folder, more):
+    """Train in a process of its own, unless the folder holds a finished run of these flags. Returns its meta.json."""
     flags = ["--preset=lab", f"--attn={attn}", f"--seed={seed}", f"--out_dir={folder}", *more]
     done = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
-    if "report" not in done or done["flags"] != flags:
+    if "report" not in done or done["flags"] != flags:      # new, cut short, or of another lab
         print(f"training {folder.name}", file=sys.stderr, flush=True)
-        process = subprocess.run([sys.executable, HERE / "train.py", *flags], capture_output=True, text=True)
+        # a process each: nothing that one leaves behind, not even in memory, reaches the next
+        process = subprocess.run([sys.executable, ROOT / "train.py", *flags], capture_output=True, text=True)
         if process.returncode:
             raise ValueError(f"train.py {' '.join(flags)} failed: {process.stderr.strip().splitlines()[-1]}")
         done = files.read_json(folder / "meta.json")
     return done
 
 
-LAB_TABLE = {                                   # column: the figure behind it
-    "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle", "sink copy": "sink_copy",
-    "share": "share_idle", "x uniform": "times_uniform_idle", "mass": "row_mass_idle", "extra": "extra_idle", "zeros": "sparsity",
-    "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "hide": "hide_cost",
-}
+# --------------------------------------------------------------------------------------------- the figures of one run
 
 
-def lab_picture(path, runs):
+@torch.no_grad()
+def lab_figures(model, split, data_meta, machine, count=256):
+    """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
+
+    Losses are in excess of the true process's, so 0 is perfect. *Copy* rows are queries at triggers, *idle* rows all
+    others, both from position 8. zero_cost and hide_cost are what the loss gains when the first token's value is set to
+    zero, and when no later row may see its key (with row counts n as they were).
+    """
+    T = model.config.block_size
+    starts = tokens.fixed_windows(split, T, count, data_meta["stride"])     # each begins a sequence
+    rows = read_windows(split, starts, T + 1, model, machine)           # (N, T + 1)
+    bayes, trigger = true_process(rows, data_meta)
+    late = torch.arange(T, device=rows.device) >= FIRST_ROW
+    kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # of queries, (N, T)
+    probes = {kind: [Probe() for _ in model.transformer.h] for kind in kinds}
+
+    def watched(attend, layer, module, *inputs):
+        for kind, counted in kinds.items():
+            probes[kind][layer].see(module, *inputs, counted=counted)
+        return attend(*inputs)
+
+    # the same sequences three times: as they are, and with one thing taken away from the first token
+    as_is, zero, hide = (losses_with(change, model, rows, machine) for change in (watched, zeroed, hidden))
+    excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
+    idle, copy, everything = (mean_of(probes[kind]) for kind in kinds)
+    return {
+        "excess_loss": excess["all"], "excess_copy": excess["copy"], "excess_idle": excess["idle"],
+        "sink_idle": idle["sink"], "sink_copy": copy["sink"],
+        "row_mass_idle": idle["row_mass"], "share_idle": idle["share"], "value_norm_ratio": idle["value_norm_ratio"],
+        "zero_cost": (zero - as_is).mean().item(), "hide_cost": (hide - as_is).mean().item(),
+        "share_copy": copy["share"],
+        "times_uniform_idle": idle["times_uniform"], "times_uniform_copy": copy["times_uniform"],
+        "row_mass_copy": copy["row_mass"], "extra_idle": idle["extra"], "extra_copy": copy["extra"],
+        "sparsity": everything["sparsity"], "empty_rows": everything["empty_rows"],
+    }
+
+
+def true_process(rows, data_meta):
+    """Of sequences (N, T + 1): the loss of each target under the process that drew it, (N, T), and which queries are
+    triggers, (N, T)."""
+    x, y = rows[:, :-1], rows[:, 1:]
+    symbols = data_meta["symbols"]              # ids from here on, BOS and the fixed token, are never copied
+    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # of the first query: no symbol
+    trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
+    bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)   # (ids, symbols)
+    # after a trigger whatever stood before it is certain, unless that was no symbol; elsewhere the bigram row decides
+    p = torch.where(trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)])
+    p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0        # the fixed token's place is known
+    return -p.log(), trigger
+
+
+def losses_with(change, model, rows, machine):
+    """Each target's loss, (N, T), with `change` in place of every layer's attention."""
+    with instead(model, change), machine.autocast():
+        logits = model(rows[:, :-1])[0]
+    return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+def zeroed(attend, layer, module, q, k, v, *more):
+    """Attention whose first token has the value 0."""
+    first = torch.arange(v.shape[2], device=v.device)[:, None] == module.ahead
+    return attend(q, k, v.masked_fill(first, 0.0), *more)
+
+
+def hidden(attend, layer, module, *inputs):
+    """Attention whose first token is seen by itself alone."""
+    module.hide = module.ahead                  # the position of a key that no other row may see
+    output = attend(*inputs)
+    module.hide = -1
+    return output
+
+
+# --------------------------------------------------------------------------------------------- the table, the picture
+
+
+def mean_table(runs):
+    """A row for each recipe: means over its seeds."""
+    rows = []
+    for name, group in runs.items():
+        mean = {key: np.mean([figures[key] for figures in group]) for key in group[0]}
+        cells = [f"{mean[key]:.3f}" for key in COLUMNS.values()]
+        rows.append([name, *cells, f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
+    return table(rows, ["recipe", *COLUMNS, "parameters", "s"])
+
+
+def draw(path, runs):
     """Four figures of every recipe side by side: a bar for the mean over seeds, a dot for each seed."""
     import matplotlib
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")                       # draws without a screen
     from matplotlib import pyplot as plt
-    panels = {"sink_idle": ("weight on the first token, idle rows", 0, 1.05), "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
-              "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5), "excess_copy": ("excess loss on copy rows (nats)", 0, None)}
-    names = list(runs)[::-1]
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
-    for ax, (key, (title, low, high)) in zip(axes, panels.items(), strict=True):
-        values = [[run[key] for run in runs[name]] for name in names]
-        ax.barh(range(len(names)), [np.mean(v) for v in values], color="#9ecae1")
-        ax.set_xlim(low, high)
-        for y, v in enumerate(values):
-            ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
-            if high and np.mean(v) > high:      # rules without a normaliser may spend anything
-                ax.text(high, y, f"{np.mean(v):.3g} ", ha="right", va="center", fontsize=8)
+    names = list(runs)[::-1]                    # bars are counted from the bottom
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
+    for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
+        draw_panel(ax, [[figures[key] for figures in runs[name]] for name in names], low, high)
         ax.set_title(title, fontsize=9)
         ax.set_ylim(-0.7, len(names) - 0.3)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(names)), names)
-    figure.supxlabel("a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)
+    figure.supxlabel(
+        "a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)
     figure.tight_layout(w_pad=2)
     with files.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)
     plt.close(figure)
+
+
+def draw_panel(ax, values, low, high):
+    """values: for each recipe, the figure of every seed; low, high: ends of the axis, None: as far as the bars go."""
+    ax.barh(range(len(values)), [np.mean(v) for v in values], color="#9ecae1")
+    ax.set_xlim(low, high)
+    for y, v in enumerate(values):
+        ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
+        if high and np.mean(v) > high:          # rules without a normaliser may spend anything
+            ax.text(high, y, f"{np.mean(v):.3g} ", ha="right", va="center", fontsize=8)

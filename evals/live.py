@@ -1,4 +1,9 @@
-"""live"""
+"""speed --live: what the zeros of a trained run are worth.
+
+A fused kernel works on tiles of rows and keys, and skips a tile without any weight, a dead one. So zeros that stand
+together save time, and zeros that are scattered save none. This counts the live tiles, and times the kernels with and
+without skipping. It needs a trained run: where the zeros are is something that a model learns.
+"""
 from functools import partial
 
 import torch
@@ -6,60 +11,68 @@ from torch.nn import functional as F
 
 import attention
 from data import tokens
-from evals.instrument import Common, Loaded, instead, numbers, save_result, table
-
+from evals.instrument import instead, read_windows, save_numbers, table, whole_numbers
 
 LIVE_TILE = (attention.BLOCK, 64)               # rows and keys of a tile, as the kernels have them at widths up to 128
 
 
-def live_command(args):
-    """Of a trained run, on its held-out data: the share of tiles that hold any weight, and the gain of visiting only those."""
-    if not args.out_dir:
-        raise ValueError("--live looks at a trained run, never at random numbers: name it with --out_dir=out/...")
-    run = Loaded(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
-    result, text = {"machine": str(run.machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": {}}, []
-    for T in numbers(args.lengths or str(run.model.config.block_size)):
-        layers = []
-
-        def look(attend, layer, module, *inputs, layers=layers):
-            layers.append((module, [part.clone() if part is not None else None for part in inputs]))
-            return attend(*inputs)
-
-        rows = run.split("val").windows(tokens.fixed_windows(run.split("val"), T, 4, run.stride), T, run.model.config.vocab_size)
-        with instead(run.model, look), run.machine.autocast(), torch.no_grad():
-            run.model(torch.from_numpy(rows).to(run.machine.device))
-        found = [live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, run.machine, args.repeats, *inputs)} for module, inputs in layers]
-        result["lengths"][T] = found
-        lines = {str(layer): counts for layer, counts in enumerate(found)}
-        lines["all"] = {name: sum(counts[name] for counts in found) for name in ("tiles", "live_tiles", "pairs", "live_pairs")} | {"gain": None}
-        text.append(f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
-            [[name, f["live_tiles"] / f["tiles"], f["live_pairs"] / f["pairs"], f["gain"]] for name, f in lines.items()],
-            ["layer", "live tiles", "live pairs", "speed"]))
-    if found[0]["gain"] is None:
+def command(args, run):
+    """Of a trained run, on its held-out data: the share of tiles that hold any weight, and the gain of visiting only
+    those."""
+    lengths = whole_numbers(args.lengths or str(run.model.config.block_size))
+    found = {T: look_at_layers(run, T, args.repeats) for T in lengths}
+    numbers = {"machine": str(run.machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": found}
+    text = [f"{run.machine}; {args.out_dir}", *(live_table(T, layers) for T, layers in found.items())]
+    if not any(layers[0]["gain"] for layers in found.values()):
         text.append("no speed: the fused kernels, which skip dead tiles, do not run here")
-    save_result(args, result)
-    run.machine.close()
-    return result, f"{run.machine}; {args.out_dir}\n\n" + "\n\n".join(text)
+    save_numbers(args.out, numbers)
+    return numbers, "\n\n".join(text)
+
+
+def look_at_layers(run, T, repeats):
+    """Of every layer at one length, what live_tiles counts and what skipping gains: [{"tiles", ..., "gain"}]."""
+    return [live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, run.machine, repeats, *inputs)}
+            for module, inputs in inputs_of_layers(run, T)]
+
+
+@torch.no_grad()
+def inputs_of_layers(run, T):
+    """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, [q, k, v, x, table])]."""
+    layers, split = [], run.split("val")
+
+    def keep(attend, layer, module, *inputs):   # copies: a layer may write on what it was given
+        layers.append((module, [part.clone() if part is not None else None for part in inputs]))
+        return attend(*inputs)
+
+    idx = read_windows(split, tokens.fixed_windows(split, T, 4, run.stride), T, run.model, run.machine)     # (4, T)
+    with instead(run.model, keep), run.machine.autocast():
+        run.model(idx)
+    return layers
 
 
 @torch.no_grad()
 def live_tiles(module, q, k, v, x, table=None):
-    """Counts of one layer's tiles and pairs, {"tiles", "live_tiles", "pairs", "live_pairs"}: those in sight, and those with any weight."""
+    """How many tiles and pairs of one layer are in sight, and how many of these hold any weight:
+    {"tiles", "live_tiles", "pairs", "live_pairs"}, over all sequences and score heads."""
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
-    for (_, i), w in zip(attention.row_blocks(q.shape[2], k.shape[2], q.device), module.score_blocks(q, k, table), strict=True):
-        w = w[..., -k.shape[2]:]                # without an extra key's column
-        seen = attention.visible(i[:, None], torch.arange(k.shape[2], device=q.device), module.view).expand_as(w)
+    T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
+    blocks = module.score_blocks(q, k, table)   # one block of rows is one row of tiles
+    for (_, i), w in zip(attention.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
+        w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
+        seen = attention.visible(i[:, None], keys, module.view).expand_as(w)
         for name, cells in (("", seen), ("live_", w != 0)):
+            # (B, H, rows, tiles, keys of a tile); the last tile is filled up with keys that nobody sees
+            tiles = F.pad(cells, (0, -T % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1]))
             counts[f"{name}pairs"] += cells.sum().item()
-            counts[f"{name}tiles"] += F.pad(cells, (0, -k.shape[2] % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1])).any(-1).any(2).sum().item()
+            counts[f"{name}tiles"] += tiles.any(-1).any(2).sum().item()
     return counts
 
 
 def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
-    """How much faster this layer's attention is, both ways, if its kernel skips dead tiles; None where no kernel runs here."""
+    """How much faster a layer's attention is, both ways, if its kernel skips dead tiles; None: no kernel runs here."""
     if attention.choose_kernel(module.config, q.device.type) != "triton":
         return None
-    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # so that backward goes no farther than these
 
     def call(skip):
         module.skip = skip
@@ -67,5 +80,17 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
             module.attend(*leaves, x, table).float().square().mean().backward()
         module.skip = True
 
+    # the same kernel twice in turn: only the skipping differs, and the output does not
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)
     return seconds[False] / seconds[True]
+
+
+def live_table(T, layers):
+    """A row for each layer, and the sums over all of them."""
+    lines = {str(layer): counts for layer, counts in enumerate(layers)}
+    sums = {name: sum(counts[name] for counts in layers) for name in layers[0] if name != "gain"}
+    lines["all"] = sums | {"gain": None}        # it is timed for each layer
+    return f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
+        [[name, line["live_tiles"] / line["tiles"], line["live_pairs"] / line["pairs"], line["gain"]]
+         for name, line in lines.items()],
+        ["layer", "live tiles", "live pairs", "speed"])

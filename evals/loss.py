@@ -1,13 +1,12 @@
-"""loss"""
+"""The loss of a run on fixed windows: the same tokens at every call, so that two runs can be compared."""
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from common.flags import at_least, knob
 from data import tokens
-from evals.instrument import table
+from evals.instrument import read_windows, table
 
 
 @dataclass
@@ -21,31 +20,33 @@ class Loss:
         at_least(self, windows=0, batch_size=1)
 
 
-def loss_command(args, run):
+def command(args, run):
     """Mean loss of a split on fixed windows."""
     loss = mean_loss(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
-    bpb = bits_per_byte(loss, run.data, args.split)
-    return {"split": args.split, "loss": loss, "bits_per_byte": bpb}, table([[args.split, loss, bpb]], ["split", "loss", "bits per byte"])
+    bpb = bits_per_byte(loss, run.data_meta, args.split)
+    numbers = {"split": args.split, "loss": loss, "bits_per_byte": bpb}
+    return numbers, table([[args.split, loss, bpb]], ["split", "loss", "bits per byte"])
 
 
 @torch.no_grad()
 def mean_loss(model, split, machine, count, batch_size, stride=1):
     """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit; the ranks share them."""
-    training, config = model.training, model.config
-    model.eval()
+    training, T = model.training, model.config.block_size
+    model.eval()                                # no dropout; train.py calls this between two steps
     total, seen = 0.0, 0
-    starts = tokens.fixed_windows(split, config.block_size, count, stride)[machine.rank::machine.world]
-    for batch in np.split(starts, range(batch_size, len(starts), batch_size)) if len(starts) else []:
-        rows = torch.from_numpy(split.windows(batch, config.block_size + 1, config.vocab_size)).to(machine.device)
-        with machine.autocast():
-            total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(batch)
-        seen += len(batch)
+    # rank r of w takes windows r, r + w, ...: it may have one less than another rank, or none at all
+    starts = tokens.fixed_windows(split, T, count, stride)[machine.rank::machine.world]
+    for i in range(0, len(starts), batch_size):
+        rows = read_windows(split, starts[i:i + batch_size], T + 1, model, machine)         # (B, T + 1)
+        with machine.autocast():                # a mean of B windows; the last batch may have fewer
+            total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
+        seen += len(rows)
     model.train(training)
     total, seen = machine.sum(total, seen)
     return total / seen
 
 
-def bits_per_byte(loss, meta, split):
-    """Loss in nats per token as bits per byte of text, which compares across tokenizers; None where the tokens are no text."""
-    ratio = tokens.bytes_per_token(meta, split)
+def bits_per_byte(loss, data_meta, split):
+    """Nats per token as bits per byte of text, which compares across tokenizers; None where the tokens are no text."""
+    ratio = tokens.bytes_per_token(data_meta, split)
     return loss / math.log(2) / ratio if ratio else None

@@ -1,31 +1,42 @@
-"""report"""
+"""What train.py prints at the end of a run: the instruments' first words about it."""
 from data import tokens
 from evals.instrument import table
-from evals.lab import lab
+from evals.lab import lab_figures
 from evals.loss import bits_per_byte, mean_loss
 from evals.probe import probe
 from evals.sample import first_token
 
 
 def report(model, machine, dataset, windows, batch_size):
-    """What train.py prints at the end of a run: the losses, a first look at the attention, and a sample; in the sink lab, its figures.
-    Returns the figures as {name: value}."""
+    """Print the losses, then a first look at the attention and a sample, or in the sink lab its figures.
+
+    Returns all figures as {name: value}. Every rank must call this, for the ranks share the windows of the losses; only
+    the main one prints, and the others get {}.
+    """
     folder = tokens.data_folder(dataset)
-    meta = tokens.read_meta(folder, verify=False)
-    stride = meta.get("stride", 1)
+    data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
+    stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, stride) for name, split in splits.items()}
-    if not machine.main:
+    if not machine.main:                        # what follows is not shared: one rank does it
         return {}
-    print(table([[name, loss, bits_per_byte(loss, meta, name)] for name, loss in losses.items()], ["split", "loss", "bits per byte"]) + "\n")
-    if "triggers" in meta:
-        found = lab(model, splits["val"], meta, machine)
+    rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
+    print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
+    if "triggers" in data_meta:                 # only the sink lab's sequences have them
+        found = lab_figures(model, splits["val"], data_meta, machine)
         print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
-        return losses | found
-    seen = probe(model, splits["val"], machine, 16, 4, stride)["mean"]
-    print(f"sink ratio {seen['sink']:.4f} (an even spread puts {seen['uniform']:.4f} on the first token), "
-          f"density {seen['density']:.4f}, sparsity {seen['sparsity']:.4f}\n")
-    coder = tokens.tokenizer(meta["tokenizer"])
-    prompt = first_token(splits["val"], machine)
-    print(coder.decode(model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)[0].tolist()))
-    return losses | seen
+    else:
+        found = first_look(model, splits["val"], machine, stride)
+        coder = tokens.tokenizer(data_meta["tokenizer"])
+        # what `eval.py sample` begins with, too: the same prompt, knobs and seed, in float32
+        ids = model.generate(first_token(splits["val"], machine), 240, temperature=0.8, top_k=50, seed=0)
+        print(coder.decode(ids[0].tolist()))
+    return losses | found
+
+
+def first_look(model, split, machine, stride):
+    """Print where the attention goes on 16 windows. Returns the means over layers and heads, {measure: value}."""
+    mean = probe(model, split, machine, 16, 4, stride)["mean"]
+    print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
+          f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}\n")
+    return mean

@@ -1,4 +1,4 @@
-"""sample"""
+"""Text from a run: continuations of a prompt."""
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,8 @@ from data import tokens
 @dataclass
 class Sample:
     """Flags of sample"""
-    prompt: str = knob("", "text to continue; empty: whatever token the held-out data begins with, as a rule a separator")
+    prompt: str = knob("", "text to continue; empty: whatever token the held-out data begins with, "
+                           "as a rule a separator")
     tokens: int = knob(300, "tokens to generate")
     samples: int = knob(1, "how many continuations")
     temperature: float = knob(0.8, "0: always the likeliest token")
@@ -23,17 +24,23 @@ class Sample:
         at_least(self, tokens=1, samples=1, temperature=0, top_k=0, top_p=0, seed=0)
 
 
-def sample_command(args, run):
+def command(args, run):
     """Generate text."""
-    coder = tokens.tokenizer(run.data["tokenizer"])
-    prompt = torch.from_numpy(coder.encode(args.prompt).astype(np.int64))[None] if args.prompt else first_token(run.split("val"), run.machine)
-    idx = prompt.to(run.machine.device).expand(args.samples, -1)
-    with run.machine.autocast():
-        idx = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
-    texts = [coder.decode(row) for row in idx.tolist()]
+    coder = tokens.tokenizer(run.data_meta["tokenizer"])
+    machine = run.machine
+    prompt = as_ids(coder.encode(args.prompt), machine) if args.prompt else first_token(run.split("val"), machine)
+    idx = prompt.expand(args.samples, -1)       # (samples, T): each row draws its own tokens
+    with machine.autocast():
+        ids = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    texts = [coder.decode(row) for row in ids.tolist()]
     return {"samples": texts}, "\n---------------\n".join(texts)
 
 
 def first_token(split, machine):
     """What a text of this data set begins with, (1, 1): a prompt when there is none."""
-    return torch.from_numpy(split.window(0, 1).astype(np.int64))[None].to(machine.device)
+    return as_ids(split.window(0, 1), machine)
+
+
+def as_ids(array, machine):
+    """Token ids (T,) as a batch of one, (1, T) int64, on the machine's device."""
+    return torch.from_numpy(array.astype(np.int64))[None].to(machine.device)

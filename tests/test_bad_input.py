@@ -35,11 +35,6 @@ def train_fails(kept, data, capsys):
     return call
 
 
-@pytest.fixture
-def eval_fails(capsys):
-    return lambda *args: complain(eval_script.main, capsys, *args)
-
-
 # ---------------------------------------------------------------------------------------------------------------------- flags
 
 @pytest.mark.parametrize("flag, says", [
@@ -76,19 +71,6 @@ def test_a_size_that_cannot_be_is_named(flag, train_fails):
     (("--init_from=no/such/run",), "no/such/run"), (("--init_from=resume", "--out_dir=no/such/run"), "no/such/run")])
 def test_what_cannot_be_done_says_what_can(flags, says, train_fails):
     assert_says(says, train_fails(*flags)[1])
-
-
-@pytest.mark.parametrize("args, says", [
-    ((), "loss, probe, sample"), (("nonsense",), "loss, probe, sample"), (("loss",), "--out_dir"), (("loss", "--out_dir=no/such/run"), "no/such/run"),
-    (("loss", "--nonsense=1"), "valid flags"), (("probe", "--out_dir=x", "--batch_size=0"), "batch_size"),
-    (("loss", "--out_dir=x", "--windows=-1"), "windows"), (("probe", "--out_dir=x", "--attn=nonsense"), "elastic")])
-def test_eval_names_its_commands_and_flags(args, says, eval_fails):
-    assert_says(says, eval_fails(*args)[1])
-
-
-@pytest.mark.parametrize("flag", ["--tokens=0", "--samples=0", "--temperature=-1", "--top_k=-1", "--top_p=-1"])
-def test_sample_refuses_impossible_numbers(flag, kept, eval_fails):
-    assert flag.split("=")[0] in eval_fails("sample", f"--out_dir={kept}", flag)[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------- data
@@ -132,11 +114,6 @@ def test_damaged_data_is_refused_before_any_work(damage, data, tmp_path, train_f
     do, says = DAMAGE[damage]
     do(folder)
     assert_says(says, train_fails(f"--dataset={folder}")[1])
-
-
-def test_eval_refuses_data_with_more_ids_than_the_model(kept, tmp_path, eval_fails):
-    folder = write_data(tmp_path / "big", WORDS, WORDS, vocab_size=50257)
-    assert_says("257.*50257", eval_fails("loss", f"--out_dir={kept}", f"--dataset={folder}")[1])
 
 
 def test_resuming_on_changed_data_is_refused(kept, data, tmp_path, train_fails):
@@ -209,12 +186,6 @@ def test_a_broken_run_is_refused_and_left_alone(broken, how, elastic_run, tmp_pa
     assert_says(says, complain(main, capsys, *args)[1])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert not (tmp_path / "new" / "ckpt.pt").exists()
-
-
-def test_eval_says_that_there_is_no_checkpoint_yet(elastic_run, tmp_path, eval_fails):
-    folder = shutil.copytree(elastic_run, tmp_path / "young")
-    (folder / "ckpt.pt").unlink()
-    assert_says("ckpt.pt.*no checkpoint yet", eval_fails("probe", f"--out_dir={folder}")[1])
 
 
 def test_a_context_longer_than_learned_positions_is_refused(data, tmp_path, capsys):

@@ -1,0 +1,63 @@
+"""The sink lab's data: sequences follow their own tables, a seed decides, impossible tasks are refused in one line."""
+import numpy as np
+import pytest
+from conftest import meta, run
+
+from data import tokens
+
+
+def make(folder, *flags):
+    """A small data set of the task in this folder."""
+    run("data/backcopy.py", f"--out_dir={folder}", "--sequences=3000", "--val_sequences=300", *flags)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("task") / "backcopy")
+
+
+def sequences(folder, split="train"):
+    """(N, length + 1) ids."""
+    return np.array(tokens.read_shard(folder / f"{split}.bin")).astype(np.int64).reshape(-1, meta(folder)["stride"])
+
+
+def test_sequences_begin_with_bos_and_hold_symbols(task):
+    x = sequences(task)
+    assert (x[:, 0] == 64).all() and x[:, 1:].max() < 64 and x.shape == (3000, 65)
+    assert len(set(meta(task)["triggers"])) == 5
+
+
+def test_triggers_copy_and_all_else_follows_the_table(task):
+    x, about = sequences(task), meta(task)
+    table, triggers = np.array(about["bigrams"]), about["triggers"]
+    assert table.shape == (66, 64) and np.allclose(table.sum(1), 1)
+    copies = np.isin(x[:, 1:-1], triggers) & (x[:, :-2] < 64)
+    assert copies.mean() > 0.03 and (x[:, 2:][copies] == x[:, :-2][copies]).all()
+    drawn = np.concatenate([x[:, 1], x[:, 2:][~copies]]), np.concatenate([x[:, 0], x[:, 1:-1][~copies]])
+    counts = np.zeros((66, 64))
+    np.add.at(counts, (drawn[1], drawn[0]), 1)
+    seen = counts.sum(1) > 0
+    expected = table[seen] * counts[seen].sum(1, keepdims=True)
+    spread = np.sqrt(expected * (1 - table[seen]))
+    large = expected > 20                       # there the counts are nearly normal: 4.5 standard errors for thousands
+    assert large.sum() > 500 and (np.abs(counts[seen] - expected)[large] < 4.5 * spread[large]).all()
+
+
+def test_the_seed_decides(tmp_path):
+    a, b, c = (make(tmp_path / name, f"--seed={seed}", "--sequences=20", "--val_sequences=20")
+               for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert meta(a)["shards"] == meta(b)["shards"]
+    assert (sequences(a) != sequences(c)).any() and (sequences(a) != sequences(a, "val")).any()
+
+
+def test_other_lengths_no_bos_and_a_fixed_token(tmp_path):
+    folder = make(tmp_path / "x", "--length=20", "--no_bos", "--fixed_at=4", "--sequences=50")
+    x = sequences(folder)
+    assert x.shape == (50, 21) and (x[:, 4] == 65).all() and np.delete(x, 4, 1).max() < 64 and len(set(x[:, 0])) > 10
+
+
+@pytest.mark.parametrize("flags", [("--fixed_at=99",), ("--length=0",), ("--sequences=0",)])
+def test_impossible_tasks_are_refused_in_one_line(flags, tmp_path):
+    done = run("data/backcopy.py", f"--out_dir={tmp_path / 'x'}", *flags, ok=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and flags[0].split("=")[0] in done.stderr

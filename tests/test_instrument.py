@@ -1,0 +1,110 @@
+"""What every instrument is given: an opened run and its overrides, a way into the attention, lists and tables."""
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import complain, tiny_config, train, write_data
+
+import eval as eval_script
+from evals.instrument import instead, recipe_names, table, whole_numbers
+from model import GPT
+
+
+@pytest.fixture
+def loss(elastic_run, capsys):
+    """The loss of a run (the finished one, or another) on 4 windows, as `eval.py loss` prints it with these flags."""
+    def call(*flags, out_dir=elastic_run):
+        eval_script.main(["loss", f"--out_dir={out_dir}", "--json", "--device=cpu", "--windows=4", *flags])
+        return json.loads(capsys.readouterr().out)["loss"]
+    return call
+
+
+# ------------------------------------------------------------------------------------------------------ opening a run
+
+
+def test_a_run_is_named_by_its_folder_or_its_checkpoint(loss, elastic_run):
+    assert loss(out_dir=elastic_run / "ckpt.pt") == loss()
+
+
+def test_axes_may_be_overridden_where_the_parameters_allow(loss, elastic_run, capsys):
+    as_it_is = loss()
+    assert loss("--pos=none") != as_it_is
+    assert loss("--kernel=torch") == pytest.approx(as_it_is, abs=1e-6)
+    assert loss("--window=3") != loss("--window=16")
+    assert loss("--window=16") == pytest.approx(as_it_is, abs=1e-6)
+    for flag, says in (("--attn=softmax", "tau"), ("--pos=learned", "wpe"), ("--kernel=sdpa", "sdpa")):
+        assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={elastic_run}", flag)[1]
+
+
+def test_streaming_on_a_softmax_checkpoint(tmp_path, data, loss, capsys):
+    """A model trained on all keys, read with a window and first keys: no parameter differs, and text goes on past the
+    window."""
+    train(tmp_path, data, "--attn=softmax")
+    streaming, wide = ("--attn=streaming", "--window=4", "--first=1"), ("--attn=window", "--window=16")
+    for flags in ((), streaming, wide):
+        eval_script.main(["sample", f"--out_dir={tmp_path}", "--json", "--device=cpu", "--tokens=40",
+                          "--prompt=the quick", *flags])
+        assert len(json.loads(capsys.readouterr().out)["samples"][0]) >= 40
+    found = [loss("--windows=5", *flags, out_dir=tmp_path) for flags in ((), wide, streaming)]
+    assert found[0] == pytest.approx(found[1], abs=1e-5) and found[2] != found[0]
+
+
+def test_data_with_more_ids_than_the_model_is_refused(elastic_run, tmp_path, capsys):
+    before = {path.name: path.read_bytes() for path in elastic_run.iterdir()}
+    folder = write_data(tmp_path / "big", [1] * 100, [1] * 100, vocab_size=50257)
+    err = complain(eval_script.main, capsys, "loss", f"--out_dir={elastic_run}", f"--dataset={folder}")[1]
+    assert err.index("257") < err.index("50257")
+    assert {path.name: path.read_bytes() for path in elastic_run.iterdir()} == before
+
+
+def test_a_run_without_a_checkpoint_yet_is_refused(elastic_run, tmp_path, capsys):
+    folder = shutil.copytree(elastic_run, tmp_path / "young")
+    (folder / "ckpt.pt").unlink()
+    err = complain(eval_script.main, capsys, "probe", f"--out_dir={folder}")[1]
+    assert err.index("ckpt.pt") < err.index("no checkpoint yet")
+
+
+# ----------------------------------------------------------------------------------------------------- looking inside
+
+
+def test_watching_leaves_the_model_as_it_was():
+    gpt, idx = GPT(tiny_config(vocab_size=257)), torch.zeros(1, 4, dtype=torch.long)
+    before = gpt(idx)[0]
+    with instead(gpt, lambda attend, layer, module, *inputs: attend(*inputs)):
+        assert torch.equal(gpt(idx)[0], before)
+    assert all("attend" not in vars(block.attn) for block in gpt.transformer.h)
+
+
+def test_every_layer_is_watched_in_its_order_and_can_be_changed():
+    gpt, idx, seen = GPT(tiny_config(n_layer=3)), torch.zeros(2, 5, dtype=torch.long), []
+
+    def double(attend, layer, module, q, k, v, x, table):
+        seen.append((layer, module is gpt.transformer.h[layer].attn, v.shape))
+        return 2 * attend(q, k, v, x, table)
+
+    before = gpt(idx)[0]
+    with pytest.raises(KeyError), instead(gpt, double):
+        assert not torch.equal(gpt(idx)[0], before)
+        raise KeyError                          # whatever happens inside, the model is as it was
+    assert seen == [(layer, True, (2, 2, 5, 8)) for layer in range(3)] and torch.equal(gpt(idx)[0], before)
+
+
+# --------------------------------------------------------------------------------------------------- lists and tables
+
+
+def test_lists_are_read_from_text():
+    assert whole_numbers("256,1024") == [256, 1024] and recipe_names("softmax,elastic") == ["softmax", "elastic"]
+    assert "lazy" in recipe_names("all")
+    for wrong in ("", "long", "1,", "-1", "1.5"):
+        with pytest.raises(ValueError, match="whole numbers"):
+            whole_numbers(wrong)
+    with pytest.raises(ValueError, match="nonsense"):
+        recipe_names("softmax,nonsense")
+
+
+def test_tables_align_to_the_right():
+    assert table([["val", 1.5, None], ["a", -10.25, "x"]], ["", "loss", "note"]) == (
+        "         loss  note\n"
+        "val    1.5000     -\n"
+        "  a  -10.2500     x")

@@ -1,0 +1,51 @@
+"""speed --live: which tiles of a trained run hold any weight, and what skipping the others gains."""
+import json
+
+import pytest
+import torch
+from conftest import tiny_config
+
+import eval as eval_script
+import kernels
+from attention import Attention
+from common.machine import Machine
+from evals.live import gain_of_skipping, live_tiles
+
+
+def test_live_tiles_of_a_trained_run_are_counted(elastic_run, capsys, tmp_path):
+    eval_script.main(["speed", "--live", "--json", "--device=cpu", "--dtype=float32", f"--out_dir={elastic_run}",
+                      "--lengths=16,150", f"--out={tmp_path / 'live.json'}"])
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "live.json").read_text()) == found and found["tile"] == [128, 64]
+    for T in (16, 150):
+        layer, = found["lengths"][str(T)]
+        assert 0 < layer["live_pairs"] < layer["pairs"] == 4 * 2 * T * (T + 1) // 2
+        assert layer["live_tiles"] <= layer["tiles"]
+    assert found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)       # rows 0..127 see two tiles, 128..149 three
+
+
+def test_its_table_is_for_people(elastic_run, capsys):
+    eval_script.main(["speed", "--live", "--device=cpu", f"--out_dir={elastic_run}"])
+    said = capsys.readouterr().out
+    assert str(elastic_run) in said
+    assert all(words in said for words in ("T=16: tiles of 128 rows and 64 keys", "live pairs", "all"))
+    assert "no speed: the fused kernels" in said or torch.cuda.is_available()
+
+
+def test_live_tiles_are_those_that_hold_a_weight():
+    """Keys 0..63 only are looked at: one tile of three, or of two, in each block of rows."""
+    module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
+    q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)
+    k[:, :, :64] = 1
+    found = live_tiles(module, q, k, k, torch.zeros(1, 150, 8))
+    assert found == {"tiles": 5, "live_tiles": 2, "pairs": 150 * 151 // 2, "live_pairs": 64 * 65 // 2 + 86 * 64}
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs the kernels, if only in Triton's interpreter")
+def test_what_skipping_gains_is_timed_where_a_kernel_runs():
+    machine = Machine("cuda" if torch.cuda.is_available() else "cpu", "float32")
+    for kernel, timed in (("triton", True), ("torch", False)):
+        module = Attention(tiny_config(attn="relu", n_head=1, n_embd=16, kernel=kernel), 0).to(machine.device)
+        q, k, v = (torch.randn(1, 1, 70, 16, device=machine.device) for _ in range(3))
+        gain = gain_of_skipping(module, machine, 1, q, k, v, torch.zeros(1, 70, 16, device=machine.device))
+        assert (gain is not None) == timed and (not timed or gain > 0) and module.skip

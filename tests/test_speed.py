@@ -1,0 +1,82 @@
+"""The speed instrument: training steps, memory, and the fused kernels alone."""
+import json
+
+import pytest
+
+import eval as eval_script
+from attention import ATTENTIONS, recipe
+from common.machine import Machine
+from evals import kernels as kernel_speed
+from evals.speed import Speed, memory_of
+
+SOFTMAXES = {"softmax (sdpa)", "softmax (torch)"}
+EVERY_RULE = {recipe(name)["rule"]: name for name in ATTENTIONS}        # one recipe for each
+BY_DEFAULT = {*EVERY_RULE.values(), "softmax", "kv_bias", "streaming", "diff2", "dex", "lazy"}
+
+
+@pytest.fixture
+def speed(capsys):
+    def call(*flags):
+        eval_script.main(["speed", "--json", "--device=cpu", "--dtype=float32", "--repeats=1", *flags])
+        return json.loads(capsys.readouterr().out)
+    return call
+
+
+@pytest.mark.parametrize("model", [
+    ("--n_layer=1", "--n_embd=16", "--tokens=32", "--lengths=16,32"),
+    pytest.param(("--tokens=64", "--lengths=32,64"), marks=pytest.mark.exhaustive)])
+def test_it_times_every_recipe_and_saves_what_it_prints(model, speed, tmp_path):
+    found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", *model)
+    assert all(set(rows) == SOFTMAXES | set(ATTENTIONS) - {"softmax"} for rows in found["lengths"].values())
+    assert all(row[name] > 0 for rows in found["lengths"].values() for row in rows.values()
+               for name in ("tokens_per_s", "step", "forward", "both"))
+    assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
+    assert json.loads((tmp_path / "speed.json").read_text()) == found
+
+
+def test_its_tables_are_for_people(capsys):
+    eval_script.main(["speed", "--attn=elastic", "--device=cpu", "--repeats=1", "--tokens=32", "--n_layer=1",
+                      "--n_embd=16", "--lengths=16", "--memory=32,64"])
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("cpu", "T=16, 2 sequences", "tokens/s", "(MB)", "T=64"))
+    assert said.count("elastic") == said.count("softmax (sdpa)") == 2
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.exhaustive) for name in ATTENTIONS])
+def test_memory_grows_linearly_with_the_length(name):
+    args, machine = Speed(n_layer=1, n_head=2, n_embd=16), Machine("cpu", "float32")
+    memory = memory_of({name: (name, "auto")}, [512, 1024, 2048], args, machine)[name]
+    assert 0 < memory[2048] < 2.2 * memory[1024] < 2.2 * 2.2 * memory[512]
+
+
+def test_memory_is_measured_by_the_command(speed):
+    flags = ("--n_layer=1", "--n_embd=16", "--tokens=16", "--lengths=16", "--memory=512,1024,2048")
+    found = speed("--attn=elastic", *flags)
+    for name in (*SOFTMAXES, "elastic"):
+        row = found["memory_mb"][name]
+        assert row["2048"] < 2.2 * row["1024"] < 2.2 * 2.2 * row["512"], name
+
+
+# -------------------------------------------------------------------------------------------------- the kernels alone
+
+
+def check_kernels(found):
+    rows = found["sizes"]["width 16, T 17"]
+    assert "missing" in rows["sdpa cudnn"] and rows["sdpa flash"]["forward"] > 0
+    assert found["triton"] is None or set(kernel_speed.PRODUCTS) <= set(rows)
+
+
+def test_the_kernels_are_timed_and_what_is_missing_is_said(speed, monkeypatch):
+    few = {name: kernel_speed.PRODUCTS[name] for name in ("softmax", "elastic", "tda")}
+    monkeypatch.setattr(kernel_speed, "PRODUCTS", few)
+    check_kernels(speed("--kernels", "--widths=16", "--n_embd=32", "--lengths=17", "--tokens=17"))
+
+
+@pytest.mark.exhaustive
+def test_every_kernel_is_timed(speed):
+    check_kernels(speed("--kernels", "--widths=16", "--n_embd=32", "--lengths=17", "--tokens=64"))
+
+
+def test_every_rule_has_its_count_of_products():
+    assert set(kernel_speed.PRODUCTS) == {*EVERY_RULE, "tda"}
