@@ -18,7 +18,7 @@ import sys
 
 from common.flags import Parser, add_flags, given_flags
 from data import files
-from evals import lab, loss, probe, sample, speed
+from evals import lab, loss, probe, sample, show, speed
 from evals.instrument import Common, OpenedRun, Overrides
 
 OF_A_RUN = {                                    # these look at a trained run, which is opened for them
@@ -29,6 +29,7 @@ OF_A_RUN = {                                    # these look at a trained run, w
 OF_THEIR_OWN = {                                # these train or build their models themselves, and get None as the run
     "lab": (lab.Lab, lab.command),
     "speed": (speed.Speed, speed.command),
+    "show": (show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN              # {name: (dataclass of its flags, command(args, run))}
 

@@ -181,10 +181,7 @@ def zeroed(attend, layer, module, q, k, v, *more):
 
 def hidden(attend, layer, module, *inputs):
     """Attention whose first token is seen by itself alone."""
-    module.hide = module.ahead                  # the position of a key that no other row may see
-    output = attend(*inputs)
-    module.hide = -1
-    return output
+    return attend(*inputs, sight=module.sight._replace(hidden=module.ahead))
 
 
 # --------------------------------------------------------------------------------------------- the table, the picture

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import attention
 from data import tokens
@@ -37,11 +38,11 @@ def look_at_layers(run, T, repeats):
 
 @torch.no_grad()
 def inputs_of_layers(run, T):
-    """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, [q, k, v, x, table])]."""
+    """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, (q, k, v, x, table))]."""
     layers, split = [], run.split("val")
 
     def keep(attend, layer, module, *inputs):   # copies: a layer may write on what it was given
-        layers.append((module, [part.clone() if part is not None else None for part in inputs]))
+        layers.append((module, tree_map_only(torch.Tensor, torch.clone, inputs)))
         return attend(*inputs)
 
     idx = read_windows(split, tokens.fixed_windows(split, T, 4, run.stride), T, run.model, run.machine)     # (4, T)
@@ -56,10 +57,10 @@ def live_tiles(module, q, k, v, x, table=None):
     {"tiles", "live_tiles", "pairs", "live_pairs"}, over all sequences and score heads."""
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
-    blocks = module.score_blocks(q, k, table)   # one block of rows is one row of tiles
+    blocks = module.view_blocks(q, k, table)    # one block of rows is one row of tiles
     for (_, i), w in zip(attention.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
         w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
-        seen = attention.visible(i[:, None], keys, module.view).expand_as(w)
+        seen = attention.visible(i[:, None], keys, module.sight).expand_as(w)
         for name, cells in (("", seen), ("live_", w != 0)):
             # (B, H, rows, tiles, keys of a tile); the last tile is filled up with keys that nobody sees
             tiles = F.pad(cells, (0, -T % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1]))
@@ -75,10 +76,9 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # so that backward goes no farther than these
 
     def call(skip):
-        module.skip = skip
+        sight = module.sight._replace(skip_dead=skip)
         with machine.autocast():
-            module.attend(*leaves, x, table).float().square().mean().backward()
-        module.skip = True
+            module.attend(*leaves, x, table, sight).float().square().mean().backward()
 
     # the same kernel twice in turn: only the skipping differs, and the output does not
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)

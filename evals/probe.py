@@ -98,7 +98,7 @@ class Probe:
                 w = w[:, :, module.ahead:]      # column, the first, is an extra key's
             i = torch.arange(start, start + w.shape[2], device=w.device)        # positions of these rows
             here = counted[:, None, i].expand(w.shape[:3])
-            n = attention.visible_count(i, module.view)
+            n = attention.visible_count(i, module.sight)
             share = self.see_rows(here, w, n, module.has_extra_key or module.ahead)
             early = early + share[:, :, i < self.EPS_ROWS].sum(-1)
             start += w.shape[2]

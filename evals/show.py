@@ -26,7 +26,7 @@ SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_siz
 
 
 @dataclass
-class Flags:
+class Show:
     """Flags of show"""
     recipe: str = knob("elastic", "the recipe", tuple(attention.ATTENTIONS), positional=True)
     diff: str = knob("", "another recipe: mark what differs from it", ("", *attention.ATTENTIONS))

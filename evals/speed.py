@@ -140,7 +140,7 @@ def attention_call(model, machine, batch, backward=True):
 
     def attend():
         with machine.autocast(), torch.set_grad_enabled(backward):
-            o = module.attend(q, k, v, x, getattr(module, "table", None))       # with the learned distance bias, if any
+            o = module.attend(q, k, v, x, module.distance())
         if backward:
             o.backward(do)
 

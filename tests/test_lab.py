@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import eval as eval_script
 import train as train_script
-from attention import ATTENTIONS, RULES, View, block_loop, block_weights
+from attention import ATTENTIONS, RULES, Distance, Sight, block_loop, weigh_block
 from common.machine import Machine
 from data import tokens
 from evals import lab
@@ -35,7 +35,7 @@ def task(tmp_path_factory):
 
 class HandMade:
     """Stands in for an attention layer: its weights are given, and it hands the values on."""
-    hide, ahead, view = -1, 0, View()
+    ahead, sight = 0, Sight()
 
     def __init__(self, weights, extra):
         self.weights, self.has_extra_key = weights, extra
@@ -43,7 +43,7 @@ class HandMade:
     def weight_blocks(self, q, k, x, table):
         return self.weights(q.shape[2]).split(50, 2)
 
-    def attend(self, q, k, v, x, table):
+    def attend(self, q, k, v, x, table, sight=None):
         return v
 
 
@@ -280,8 +280,8 @@ def test_in_the_committed_results_every_recipe_learns_what_no_bigram_table_can()
 def test_one_row_of_the_block_loop_is_the_block_loop():
     """The lab's instruments rest on weight_blocks showing what attend uses."""
     q, k, v = (torch.randn(1, 1, 300, 8, dtype=torch.float64) for _ in range(3))
-    o, r = block_loop(RULES["softmax"], q, k, v, None, View(0.5), need_r=True)
-    last_row = q[:, :, -1:] * 0.5, k, None, None, torch.tensor([299])
-    w, last = block_weights(RULES["softmax"], View(0.5), *last_row, need_r=True)
+    o, r = block_loop(RULES["softmax"], q, k, v, None, Sight(0.5), need_r=True)
+    last_row = q[:, :, -1:] * 0.5, k, None, Distance(), torch.tensor([299])
+    w, last = weigh_block(RULES["softmax"], Sight(0.5), *last_row, need_r=True)
     torch.testing.assert_close(o[:, :, -1:], w @ v)
     torch.testing.assert_close(r[:, :, -1:], last)

@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_config
 
 import eval as eval_script
-from attention import ATTENTIONS, View, visible
+from attention import ATTENTIONS, Sight, visible
 from common.machine import Machine
 from data import tokens
 from evals.instrument import instead
@@ -23,7 +23,7 @@ def measure(*sequences, block=None):
         w = torch.as_tensor(w, dtype=torch.float32)[None, None]
         anything = torch.ones(1, 1, w.shape[2], 4)
         module = SimpleNamespace(weight_blocks=lambda q, k, x, table, w=w: w.split(block or w.shape[2], 2),
-                                 has_extra_key=False, ahead=0, view=View())
+                                 has_extra_key=False, ahead=0, sight=Sight())
         shown.see(module, anything, anything, anything, None)
     return {name: value.item() for name, value in shown.result().items()}
 
@@ -103,7 +103,7 @@ def test_probe_of_a_model_equals_its_weights(attn, fox):
 
     def look(attend, layer, module, q, k, v, x, table):
         i = torch.arange(200)
-        whole.append((module.weights_of(q, k, x, table)[:, :, -200:, -200:], visible(i[:, None], i, module.view)))
+        whole.append((module.weights_of(q, k, x, table)[:, :, -200:, -200:], visible(i[:, None], i, module.sight)))
         return attend(q, k, v, x, table)
 
     with instead(gpt, look), torch.no_grad():
