@@ -174,7 +174,7 @@ def test_zero_and_hide_cost_what_the_first_value_and_key_are_worth(task):
 
     def by_hand(change):
         def attend(q, k, v, x, table=None):
-            s = (q @ k.mT * attn.scale).masked_fill(torch.ones(64, 64).triu(1).bool(), -math.inf)
+            s = (q @ k.mT * attn.sight.scale).masked_fill(torch.ones(64, 64).triu(1).bool(), -math.inf)
             if change == "zero":
                 v = torch.cat([0 * v[:, :, :1], v[:, :, 1:]], 2)
             if change == "hide":
