@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import attention
 from common.flags import knob
 
-# ----------------------------------------------------------------------------------------------------------- the layers
+# --------------------------------------------------------------------------------------------------------- the layers
 
 
 def make_norm(config):
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# ------------------------------------------------------------------------------------------------------------ the model
+# ---------------------------------------------------------------------------------------------------------- the model
 
 
 def axis(name, meaning):
@@ -252,7 +252,7 @@ class GPT(nn.Module):
             if hasattr(block.attn, "progress"):
                 block.attn.progress.fill_(progress)                     # a buffer: the checkpoint keeps it
 
-    # ------------------------------------------------------------------------------------------------------ generation
+    # ----------------------------------------------------------------------------------------------------- generation
 
     def new_cache(self):
         """An empty key-value cache for forward(idx, cache=...): one dict per layer."""
@@ -308,7 +308,7 @@ def own_generator(seed, name):
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
-# ----------------------------------------------------------------------------------------------- what cannot be a model
+# --------------------------------------------------------------------------------------------- what cannot be a model
 
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range")         # at least 1
 

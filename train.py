@@ -36,7 +36,7 @@ from model import GPT, GPTConfig
 
 HERE = Path(__file__).parent
 
-# ---------------------------------------------------------------------------------------------------------------- knobs
+# -------------------------------------------------------------------------------------------------------------- knobs
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Train:
             raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
 
 
-# -------------------------------------------------------------------------------------------------------------- presets
+# ------------------------------------------------------------------------------------------------------------ presets
 
 PRESETS = {
     "tiny": {
@@ -132,7 +132,7 @@ PRESETS = {
         "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
 }
 
-# -------------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------------------------ batches
 
 
 class Batches:
@@ -176,7 +176,7 @@ class Batches:
         return micro_batches
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------------------------- training
 
 
 def learning_rate(step, knobs):
@@ -288,7 +288,7 @@ def train(knobs, config, machine, data, stored, flags):
                                      f"{run.last_good()}. {CALMER}")
                 meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
 
-            # the row goes before the checkpoint: a run that is killed between them never knows more than its log
+            # the row goes before the checkpoint: wherever the run is killed, no checkpoint knows more than the log
             if record:
                 run.log(**row)
             if evaluate or stop:
@@ -312,7 +312,7 @@ def train(knobs, config, machine, data, stored, flags):
     return True
 
 
-# ------------------------------------------------------------------------------------------------------ around the loop
+# ---------------------------------------------------------------------------------------------------- around the loop
 
 
 def take_weights(model, path, run):
@@ -365,7 +365,7 @@ class StopSignal:
         self.asked = self.asked or time.monotonic()
 
 
-# ---------------------------------------------------------------------------------------------------- what a run prints
+# -------------------------------------------------------------------------------------------------- what a run prints
 
 
 def introduce(knobs, model, machine, batches, kernel, first):
@@ -415,7 +415,7 @@ def say_what_next(knobs, config, meta, waited, flags):
           f"       python train.py {other}    the same with another attention")
 
 
-# ----------------------------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------------------------- the command line
 
 
 def main(argv):
