@@ -32,7 +32,8 @@ class Run:
 
     def __init__(self, folder, machine):
         self.folder, self.main = Path(folder), machine.main
-        self.checkpoint, self.meta_json, self.log_csv = (self.folder / name for name in ("ckpt.pt", "meta.json", "log.csv"))
+        self.checkpoint = self.folder / "ckpt.pt"
+        self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.saved = None                       # the step of the last checkpoint, None before the first
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
 

@@ -318,7 +318,7 @@ def test_a_download_goes_on_where_it_broke_off(server, tmp_path):
 
 
 def test_a_silent_server_is_not_waited_for(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "TIMEOUT", 0.5)
+    monkeypatch.setattr(files, "TIMEOUT", 0.5)
     with pytest.raises(ValueError, match="could not be fetched .*timed out.*do without"):
         get(server.url + "/stuck", tmp_path / "file")
     assert not (tmp_path / "file").exists()
