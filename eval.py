@@ -8,6 +8,7 @@
     speed     time every recipe's training step and attention on this machine; these last two need no --out_dir.
               With --kernels, the fused kernels against torch's own; with --live (and --out_dir), what the zeros of a
               trained run are worth
+    show      a recipe on one page: its choices, PyTorch, Triton, and where they stand (python eval.py show elastic)
 
 The model is rebuilt from the run's meta.json alone; --attn and the flags of its axes override it where the parameters
 allow. Definitions of the measures: sinks as in Gu et al. 2410.10781 (Sink_1^eps) and Lazy Attention 2601.00919,

@@ -1,7 +1,8 @@
-"""The GPT around the attention: embeddings, norms, blocks, MLP, and generation with a cache. One file, in the spirit of nanoGPT.
+"""The GPT around the attention, in the spirit of nanoGPT: norm, MLP, block, the whole model, generation with a cache.
 
-What happens between the queries, keys and values and the output of a head is in attention.py; here it is only `Attention(config, layer)`.
-References: GPT-2 (Radford et al. 2019) and nanoGPT for the architecture and its names; LLaMA for RMSNorm, SwiGLU and RoPE.
+What happens between the queries, keys and values and the output of a head is in attention.py; here it is only
+`Attention(config, layer)`. References: GPT-2 (Radford et al. 2019) and nanoGPT for the architecture and its names;
+LLaMA (Touvron et al. 2023) for RMSNorm, SwiGLU and RoPE.
 
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
@@ -17,7 +18,58 @@ from torch.nn import functional as F
 import attention
 from common.flags import knob
 
-# ---------------------------------------------------------------------------------------------------------------------- knobs
+# --------------------------------------------------------------------------------------------------------- the layers
+
+
+def make_norm(config):
+    """RMSNorm leaves the mean alone and has no bias; LayerNorm subtracts the mean first."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=1e-5)
+    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+
+
+class MLP(nn.Module):
+    """Two linear layers with an activation between them, for each token by itself: (B, T, C) to (B, T, C)."""
+    ACTIVATIONS = {
+        "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu2": lambda x: F.relu(x).square()}
+
+    def __init__(self, config):
+        super().__init__()
+        gated = config.mlp == "swiglu"
+        # swiglu has three matrices where the others have two, so 8/3 C in place of 4 C costs as many parameters
+        hidden = config.n_inner or (-(-8 * config.n_embd // 96) * 32 if gated else 4 * config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.activation = F.silu if gated else self.ACTIVATIONS[config.mlp]
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        if self.c_gate is None:
+            x = self.activation(self.c_fc(x))                           # (B, T, 4 C)
+        else:
+            x = self.activation(self.c_gate(x)) * self.c_fc(x)          # (B, T, 8/3 C): SwiGLU, Shazeer 2020
+        return self.dropout(self.c_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, where tokens look at each other, then the MLP, where each is by itself. Both add to the stream x."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = attention.Attention(config, layer)                  # the layer's number decides on its window
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cache=None):
+        # norms stand inside the branches: the stream itself runs unchanged from the embedding to the head
+        x = x + self.attn(self.ln_1(x), cache)                          # (B, T, C)
+        return x + self.mlp(self.ln_2(x))
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
 
 
 def axis(name, meaning):
@@ -25,12 +77,11 @@ def axis(name, meaning):
     return knob(None, meaning, attention.AXES.get(name))
 
 
-SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range")
-
-
 @dataclass
 class GPTConfig:
-    """Sizes and choices of one model. Axes left None are filled in from the recipe `attn`. Raises ValueError on what cannot be built."""
+    """Sizes and choices of one model. Axes left None are filled in from the recipe `attn`.
+
+    Raises ValueError on what cannot be built."""
     block_size: int = knob(1024, "context length T in tokens")
     vocab_size: int = knob(50304, "number of token ids V; 0 in train.py: what the data set says")
     n_layer: int = knob(12, "number of blocks")
@@ -45,126 +96,86 @@ class GPTConfig:
     tied: bool = knob(True, "the head shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
     bias_range: int = knob(512, "distances that a learned distance bias covers; beyond it is 0")
-    attn: str = knob("softmax", "attention recipe: the axes below it sets, a flag of their own overrides", tuple(attention.ATTENTIONS))
+    # the attention: a recipe, its constants, who computes it
+    attn: str = knob(
+        "softmax", "attention recipe: the axes below it sets, a flag of their own overrides",
+        tuple(attention.ATTENTIONS))
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
-    kernel: str = knob("auto", "who computes attention: the block loop (torch), Triton (while decoding, the loop), or torch's own softmax (sdpa)",
-                       ("auto", "torch", "triton", "sdpa"))
+    kernel: str = knob(
+        "auto", "who computes attention: the block loop (torch), Triton (while decoding, the loop), or torch's own "
+        "softmax (sdpa)", ("auto", "torch", "triton", "sdpa"))
+    # the axes of attention.py, one by one
     rule: str | None = axis("rule", "from scores to weights")
-    pos: str | None = axis("pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
+    pos: str | None = axis(
+        "pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
     qk_norm: str | None = axis("qk_norm", "queries and keys to unit length, or to unit mean square")
-    feature: str | None = axis("feature", "what is done to queries and keys before they meet: elu + 1, or a small MLP")
-    scale: str | None = axis("scale", "what multiplies q.k: 1/sqrt(d), 1, or that times a factor that grows with log n (SSMax, ASEntmax)")
-    normalize: str | None = axis("normalize", "what a row of a rule without a normaliser is divided by: 1, its sum, its length, max(|sum|, 1)")
-    sink: str | None = axis("sink", "an extra key: of score 0 (one), a learned score (logit), a learned key, key and value, or a learned token")
-    diff: str | None = axis("diff", "a second view, which is subtracted: of shared values, or as Differential Transformer's first and second version")
+    feature: str | None = axis(
+        "feature", "what is done to queries and keys before they meet: elu + 1, or a small MLP")
+    scale: str | None = axis(
+        "scale", "what multiplies q.k: 1/sqrt(d), 1, or that times a factor that grows with log n (SSMax, ASEntmax)")
+    normalize: str | None = axis(
+        "normalize", "what a row of a rule without a normaliser is divided by: 1, its sum, its length, max(|sum|, 1)")
+    sink: str | None = axis(
+        "sink", "an extra key: of score 0 (one), a learned score (logit), a learned key, key and value, or a learned "
+        "token")
+    diff: str | None = axis(
+        "diff", "a second view, which is subtracted: of shared values, or as Differential Transformer's first and "
+        "second version")
     value_bias: str | None = axis("value_bias", "a learned vector added to each head's output")
     dex: str | None = axis("dex", "Dex's learned correction of each head's output")
-    out_norm: str | None = axis("out_norm", "RMSNorm on the output of each head, of all heads together, or that with ReLA's gate")
-    gate: str | None = axis("gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
+    out_norm: str | None = axis(
+        "out_norm", "RMSNorm on the output of each head, of all heads together, or that with ReLA's gate")
+    gate: str | None = axis(
+        "gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
     window: int | None = axis("window", "keys that a row sees, itself included; 0: all before it")
     window_every: int | None = axis("window_every", "N: the window is in layers 0, N, 2N, ...")
     first: int | None = axis("first", "first keys that stay visible beyond the window, as in StreamingLLM")
 
     def __post_init__(self):
-        chosen = attention.recipe(self.attn)    # flag before recipe before default: train.py has put presets in already
+        # a flag beats the recipe, the recipe beats the default; presets came in before (common/flags.py)
+        recipe = attention.recipe(self.attn)
         for name, default in attention.DEFAULTS.items():
             if getattr(self, name) is None:
-                setattr(self, name, chosen.get(name, default))
+                setattr(self, name, recipe.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
-        self.check()
-
-    def check(self):
-        for field in dataclasses.fields(self):
-            value, choices = getattr(self, field.name), field.metadata["choices"]
-            if choices and value not in choices:
-                raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        for name, least in (dict.fromkeys(SIZES, 1) | {name: n.default for name, n in attention.NUMBERS.items()}).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
-        if self.n_inner < 0:
-            raise ValueError(f"n_inner={self.n_inner} must not be negative")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        if not 0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base={self.rope_base} must be a positive number")
-        attention.check_axes(self)
-
-
-# ---------------------------------------------------------------------------------------------------------------------- model
-
-def make_norm(config):
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=1e-5)
-    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
-
-
-class MLP(nn.Module):
-    ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu2": lambda x: F.relu(x).square()}
-
-    def __init__(self, config):
-        super().__init__()
-        gated = config.mlp == "swiglu"
-        inner = config.n_inner or (-(-8 * config.n_embd // 96) * 32 if gated else 4 * config.n_embd)
-        self.c_fc = nn.Linear(config.n_embd, inner, bias=config.bias)
-        self.c_gate = nn.Linear(config.n_embd, inner, bias=config.bias) if gated else None
-        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
-        self.activation = F.silu if gated else self.ACTIVATIONS[config.mlp]
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x):
-        if self.c_gate is None:
-            hidden = self.activation(self.c_fc(x))
-        else:
-            hidden = self.activation(self.c_gate(x)) * self.c_fc(x)     # SwiGLU, Shazeer 2020
-        return self.dropout(self.c_proj(hidden))
-
-
-class Block(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.ln_1 = make_norm(config)
-        self.attn = attention.Attention(config, layer)
-        self.ln_2 = make_norm(config)
-        self.mlp = MLP(config)
-
-    def forward(self, x, past=None):
-        x = x + self.attn(self.ln_1(x), past)
-        return x + self.mlp(self.ln_2(x))
+        check(self)
 
 
 class GPT(nn.Module):
-    """model(idx) gives logits (B, T, V) and None; model(idx, targets) also the mean loss in nats. `seed` fixes the initial weights."""
+    """The whole model: model(idx) gives logits (B, T, V) and None, model(idx, targets) also the mean loss in nats.
+
+    `seed` fixes the initial weights, whatever else has drawn random numbers before."""
 
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        self.ahead = int(config.sink == "token")                        # a learned token that goes ahead of every sequence
+        self.ahead = int(config.sink == "token")                        # 1: a learned token precedes each sequence
+        embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        if config.pos == "learned":                                     # other positions are the attention's business
+            embeddings["wpe"] = nn.Embedding(self.ahead + config.block_size, config.n_embd)
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            **({"wpe": nn.Embedding(self.ahead + config.block_size, config.n_embd)} if config.pos == "learned" else {}),
+            **embeddings,
             "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             "ln_f": make_norm(config),
         })
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
-            self.lm_head.weight = self.transformer.wte.weight           # one tensor for reading tokens and for predicting them
-        if self.ahead:                          # When Attention Sink Emerges, table 4
+            self.lm_head.weight = self.transformer.wte.weight           # one matrix both reads tokens and predicts them
+        if self.ahead:                                                  # When Attention Sink Emerges, table 4
             self.sink_token = nn.Parameter(torch.zeros(config.n_embd))
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer). Attention layers say
-        what else is drawn, with which standard deviation (init_std).
+        """GPT-2's initial values: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer), so
+        that 2 n_layer branches together add to the stream what one would. Each attention layer says in its init_std
+        what else is drawn.
 
-        Each tensor draws from a generator of its own, seeded by its name: two recipes share the initial values of what they share.
+        Each tensor draws from a generator of its own, seeded by its name: two recipes share the initial values of what
+        they share.
         """
-        std = {}
+        std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 std[f"{name}.weight"] = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj") else 0.02
@@ -172,64 +183,77 @@ class GPT(nn.Module):
                     module.bias.zero_()
         for layer, block in enumerate(self.transformer.h):
             std |= {f"transformer.h.{layer}.attn.{name}": value for name, value in block.attn.init_std.items()}
-        for name, p in self.named_parameters():
+        for name, p in self.named_parameters():                         # a tied head is met once, as wte
             if name in std:
                 p.normal_(0.0, std[name], generator=own_generator(seed, name.removesuffix(".weight")))
         if self.ahead:
             self.sink_token.normal_(0.0, 0.02, generator=own_generator(seed, ".sink_token"))
 
     def forward(self, idx, targets=None, cache=None):
-        """idx, targets (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by earlier calls."""
-        past = 0 if cache is None or not cache[0] else cache[0]["tokens"]                  # tokens that the cache has seen
-        ahead = self.ahead if past == 0 else 0
-        if "wpe" in self.transformer and past + ahead + idx.shape[1] > self.transformer.wpe.num_embeddings:
-            raise ValueError(f"{past + idx.shape[1]} tokens, but --pos=learned knows only its block_size={self.config.block_size} positions")
-        x = self.transformer.wte(idx)           # (B, T, C)
+        """idx, targets: (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by the
+        earlier calls that idx goes on from. Raises ValueError where learned positions run out."""
+        past = 0 if cache is None else cache[0].get("tokens", 0)        # tokens that the cache has seen
+        ahead = self.ahead if past == 0 else 0                          # the sink token stands in the cache already
+
+        # embeddings: what each token is, and for learned positions also where it stands
+        x = self.transformer.wte(idx)                                   # (B, T, C)
         if ahead:
-            x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)
+            x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)                # (B, 1+T, C)
         if "wpe" in self.transformer:
-            x = x + self.transformer.wpe(torch.arange(past, past + x.shape[1], device=idx.device))
+            end = past + x.shape[1]
+            if end > self.transformer.wpe.num_embeddings:
+                raise ValueError(f"{end - ahead} tokens, but --pos=learned knows only its "
+                                 f"block_size={self.config.block_size} positions")
+            x = x + self.transformer.wpe(torch.arange(past, end, device=idx.device))
         x = self.transformer.drop(x)
+
         for layer, block in enumerate(self.transformer.h):
             x = block(x, None if cache is None else cache[layer])
-        x = x[:, ahead:]
-        logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-        return logits, loss
+
+        # nobody predicts the sink token; the loss is taken in float32, whatever the products were in
+        logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
     def num_params(self, embeddings=True):
-        """Parameters, tied ones counted once. Without `embeddings`, position and untied token tables are left out, as scaling laws count."""
+        """Parameters, tied ones counted once. Without `embeddings`, position and untied token tables are left out, as
+        scaling laws count: looking up a row costs no multiplication, but a tied table multiplies in the head."""
         count = sum(p.numel() for p in self.parameters())
         tables = [self.transformer.wpe] if "wpe" in self.transformer else []
         tables += [] if self.config.tied else [self.transformer.wte]
-        return count if embeddings else count - sum(t.weight.numel() for t in tables)
+        return count if embeddings else count - sum(table.weight.numel() for table in tables)
 
     def flops_per_token(self):
-        """Floating-point operations of training on one token, forward and backward, as PaLM's appendix B counts them: 6 N + 12 L C T."""
-        return 6 * self.num_params(embeddings=False) + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+        """Floating-point operations of training on one token, forward and backward, as PaLM's appendix B counts them:
+        6 N + 12 L C T."""
+        c = self.config
+        return 6 * self.num_params(embeddings=False) + 12 * c.n_layer * c.n_embd * c.block_size
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
-        """AdamW, fused where the device has it. Only matrices and embeddings decay; what attention learns outside its linear
-        layers (tau and its kin) does not, and its learning rate is head_lr times the others'."""
+        """AdamW, fused where the device has it. Only matrices and embeddings decay; what attention learns outside its
+        linear layers (tau and its kin) does not, and its learning rate is head_lr times the others'."""
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
+            plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
             for name, p in module.named_parameters(recurse=False):
-                if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)):
-                    groups["decay" if name == "weight" and p.dim() > 1 else "no_decay"].append(p)
-                else:
-                    groups["head"].append(p)
-        groups = [{"params": list(dict.fromkeys(params)),               # a tied weight is met twice
-                   "weight_decay": weight_decay if kind == "decay" else 0.0,
-                   "lr_scale": head_lr if kind == "head" else 1.0} for kind, params in groups.items() if params]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=self.lm_head.weight.device.type in ("cuda", "cpu", "mps"))
+                matrix = name == "weight" and p.dim() > 1
+                groups["head" if not plain else "decay" if matrix else "no_decay"].append(p)
+        groups = [{
+            "params": list(dict.fromkeys(params)),                      # a tied weight is met twice
+            "weight_decay": weight_decay if kind == "decay" else 0.0,   # not on biases and norms, as in nanoGPT
+            "lr_scale": head_lr if kind == "head" else 1.0,             # train.py multiplies the learning rate by it
+        } for kind, params in groups.items() if params]
+        fused = self.lm_head.weight.device.type in ("cuda", "cpu", "mps")               # one kernel for all parameters
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
     def set_progress(self, progress):
         """Tell the layers that change during training (Dex) how much of it is over, 0 to 1."""
         for block in self.transformer.h:
             if hasattr(block.attn, "progress"):
-                block.attn.progress.fill_(progress)
+                block.attn.progress.fill_(progress)                     # a buffer: the checkpoint keeps it
 
-    # ------------------------------------------------------------------------------------------------------------- generation
+    # ----------------------------------------------------------------------------------------------------- generation
 
     def new_cache(self):
         """An empty key-value cache for forward(idx, cache=...): one dict per layer."""
@@ -237,41 +261,77 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, use_cache=True):
-        """Continue idx (B, T) by max_new_tokens, one at a time. temperature 0 takes the likeliest token; top_k and top_p keep only
-        the k likeliest, or the fewest whose probabilities sum to p. With relative positions the context grows without limit;
-        absolute ones end at block_size, beyond which each step reads the last block_size tokens again."""
+        """Continue idx (B, T) by max_new_tokens, one at a time: (B, T + max_new_tokens).
+
+        temperature 0 takes the likeliest token; top_k and top_p keep only the k likeliest, or the fewest whose
+        probabilities sum to p. With relative positions the context grows without limit; absolute ones end at
+        block_size, beyond which each step reads the last block_size tokens again. Raises ValueError on an empty prompt
+        or an id that the model does not know.
+        """
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
         training = self.training
         self.eval()
         dice = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         limit = self.config.block_size if "wpe" in self.transformer else math.inf
+        # some recipes cannot be decoded step by step, and read everything again for each token
         cache = self.new_cache() if use_cache and all(block.attn.cached for block in self.transformer.h) else None
         for _ in range(max_new_tokens):
-            if idx.shape[1] > limit:            # absolute positions have run out: slide the window, which moves every token's position
-                context, cache = idx[:, -limit:], None
-            else:
-                context = idx[:, -1:] if cache and cache[0] else idx    # the cache knows all but the newest token
-            logits = self(context, cache=cache)[0][:, -1].float()
+            context = idx
+            if idx.shape[1] > limit:            # absolute positions have run out: the window slides, and every token
+                context, cache = idx[:, -limit:], None                  # gets another position, so the cache is void
+            elif cache and cache[0]:
+                context = idx[:, -1:]           # the cache knows all but the newest token
+            logits = self(context, cache=cache)[0][:, -1].float()       # (B, V): only the last position predicts
             idx = torch.cat([idx, pick(logits, temperature, top_k, top_p, dice)], 1)
         self.train(training)
         return idx
 
 
 def pick(logits, temperature, top_k, top_p, dice):
-    """Draw one token id (B, 1) from logits (B, V)."""
+    """Draw one token id (B, 1) from logits (B, V). dice: a generator, None for torch's own."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:                                   # ties with the k-th stay, too
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+    logits = logits / temperature               # below 1 sharpens, above 1 flattens
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]                # (B, 1): ties with it stay, too
+        logits = logits.masked_fill(logits < least, -math.inf)
     probs = F.softmax(logits, -1)
-    if top_p:
+    if top_p:                                   # the likeliest always stays: nothing is before it
         ordered, order = probs.sort(-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p                  # those before it reach p already; the likeliest always stays
-        probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
-    return torch.multinomial(probs, 1, generator=dice)
+        beyond = ordered.cumsum(-1) - ordered >= top_p                  # those before it reach p already
+        probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)               # back to the order of ids
+    return torch.multinomial(probs, 1, generator=dice)                  # it normalises what is left by itself
 
 
 def own_generator(seed, name):
+    """Random numbers for one tensor, the same whatever other tensors the model has."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
+# --------------------------------------------------------------------------------------------- what cannot be a model
+
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range")         # at least 1
+
+
+def check(config):
+    """Raise ValueError on a config of which no model can be built, naming the field and what is valid."""
+    for field in dataclasses.fields(config):
+        value, choices = getattr(config, field.name), field.metadata["choices"]
+        if choices and value not in choices:
+            raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
+    least_of = dict.fromkeys(SIZES, 1) | {name: number.default for name, number in attention.NUMBERS.items()}
+    for name, least in least_of.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
+    if config.n_embd % config.n_head:
+        raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}")
+    if config.n_inner < 0:
+        raise ValueError(f"n_inner={config.n_inner} must not be negative")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout={config.dropout} must lie in [0, 1)")
+    if not 0 < config.rope_base < math.inf:
+        raise ValueError(f"rope_base={config.rope_base} must be a positive number")
+    attention.check_axes(config)

@@ -5,10 +5,11 @@
     python train.py --attn=elastic --init_from=resume      go on where a stopped or killed run was last saved
 
 A flag given here beats the recipe (--attn), which beats the preset (--preset), which beats the defaults below.
-A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) and log.csv.
-With -h every knob, its meaning and its default in brackets (the default preset, tiny, changes some; see the presets at the end).
+A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) \
+and log.csv.
+With -h every knob, its meaning and its default in brackets (the default preset, tiny, changes some; see the presets \
+at the end).
 """
-import contextlib
 import math
 import signal
 import subprocess
@@ -25,30 +26,34 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import attention
-from data import files, tokens
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, shown, with_recipe
 from common.machine import Machine
 from common.runs import Run, describe, load_weights, read_checkpoint, read_run
+from data import files, tokens
 from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig
 
 HERE = Path(__file__).parent
 
-# --------------------------------------------------------------------------------------------------------------------- knobs
+# -------------------------------------------------------------------------------------------------------------- knobs
+
 
 @dataclass
 class Train:
     """How to train"""
     # what to train, and where it goes
-    preset: str = knob("tiny", "a named set of values for the other knobs", ("tiny", "lab", "gpt2", "paper1", "paper2", "paper5"))
+    preset: str = knob(
+        "tiny", "a named set of values for the other knobs", ("tiny", "lab", "gpt2", "paper1", "paper2", "paper5"))
     dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote")
     out_dir: str = knob("", "where the run goes; empty: out/<dataset>-<attn>")
-    init_from: str = knob("scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
+    init_from: str = knob(
+        "scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
     # how much
     max_iters: int = knob(1000, "optimizer steps")
     batch_size: int = knob(16, "sequences per forward pass on one device, at most")
-    gradient_accumulation_steps: int = knob(1, "a step sees batch_size times this many sequences, shared out over all ranks")
+    gradient_accumulation_steps: int = knob(
+        1, "a step sees batch_size times this many sequences, shared out over all ranks")
     # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
     head_lr: float = knob(1.0, "factor on it for what attention learns outside linear layers (tau and its kin)")
@@ -67,128 +72,86 @@ class Train:
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
-    dtype: str = knob("auto", "precision of the products; auto: bfloat16 where it is fast", ("auto", "float32", "bfloat16", "float16"))
+    dtype: str = knob(
+        "auto", "precision of the products; auto: bfloat16 where it is fast",
+        ("auto", "float32", "bfloat16", "float16"))
     compile: bool = knob(False, "torch.compile the model")
 
     def __post_init__(self):
-        at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1, log_interval=1,
-                 head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0)
+        at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
+                 log_interval=1, head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0)
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
-            raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, the first above 0")
+            raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
+                             "the first above 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
 
 
+# ------------------------------------------------------------------------------------------------------------ presets
+
 PRESETS = {
     "tiny": {
         "about": "a byte model of 0.8M parameters: minutes on two CPU cores",
-        "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000, "learning_rate": 2e-3},
+        "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000,
+        "learning_rate": 2e-3},
     "lab": {
         "about": "the sink lab: a sink grows in one layer with one head, in well under a minute",
-        "dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64, "pos": "learned", "norm": "layernorm",
-        "mlp": "relu", "bias": True, "bias_range": 64, "tied": False, "batch_size": 48, "max_iters": 800, "warmup_iters": 100,
-        "learning_rate": 1e-2, "beta2": 0.999, "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
+        "dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64,
+        "pos": "learned", "norm": "layernorm", "mlp": "relu", "bias": True, "bias_range": 64, "tied": False,
+        "batch_size": 48, "max_iters": 800, "warmup_iters": 100, "learning_rate": 1e-2, "beta2": 0.999,
+        "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
     "gpt2": {
-        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu where nanoGPT has OpenWebText",
-        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "learned",
-        "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True, "batch_size": 16, "gradient_accumulation_steps": 32,
-        "max_iters": 19_000, "learning_rate": 6e-4, "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
+        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu where nanoGPT "
+                 "has OpenWebText",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
+        "pos": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True,
+        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 6e-4,
+        "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
     "paper1": {
-        "about": "Lazy Attention, appendix C.2: 340M on 15B tokens. There the Llama 2 tokenizer (32k ids), here GPT-2's, so 360M; the "
-                 "number of heads and the width of the MLP are not printed and follow DeltaNet's 340M",
-        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096, "vocab_size": 50304,
-        "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True, "batch_size": 8, "gradient_accumulation_steps": 16,
-        "max_iters": 28_610, "learning_rate": 4e-4, "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+        "about": "Lazy Attention, appendix C.2: 340M on 15B tokens. There the Llama 2 tokenizer (32k ids), here "
+                 "GPT-2's, so 360M; the number of heads and the width of the MLP are not printed and follow DeltaNet's "
+                 "340M",
+        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
+        "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "learning_rate": 4e-4,
+        "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
     "paper2": {
-        "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and a head of its own, same tokenizer and data; "
-                 "there 190,730 steps, here one pass over the data; the peak learning rate is not printed",
-        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "pos": "rope",
-        "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 32,
-        "max_iters": 19_000, "learning_rate": 1e-3, "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
+        "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and a head of its own, same "
+                 "tokenizer and data; there 190,730 steps, here one pass over the data; the peak learning rate is not "
+                 "printed",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
+        "pos": "rope", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 1e-3,
+        "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
     "paper5": {
-        "about": "When Attention Sink Emerges: LLaMA blocks of 59M beside their embeddings, 20k steps. There the Pile with its own "
-                 "tokenizer, here FineWeb-Edu with GPT-2's; the batch follows from 5B tokens in 20k steps",
-        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048, "vocab_size": 50304,
-        "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False, "batch_size": 16, "gradient_accumulation_steps": 8,
-        "max_iters": 20_000, "learning_rate": 4e-4, "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
+        "about": "When Attention Sink Emerges: LLaMA blocks of 59M beside their embeddings, 20k steps. There the Pile "
+                 "with its own tokenizer, here FineWeb-Edu with GPT-2's; the batch follows from 5B tokens in 20k steps",
+        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "learning_rate": 4e-4,
+        "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
 }
 
-MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}  # on resume
-
-
-def about_preset(name):
-    """A preset as -h shows it."""
-    about, *flags = PRESETS[name].items()
-    lines = textwrap.wrap(about[1], 140) + textwrap.wrap(" ".join(f"--{knob}={shown(value)}" for knob, value in flags), 140, break_on_hyphens=False)
-    return f"  {name}\n" + textwrap.indent("\n".join(lines), "      ")
-
-
-def about_recipe(name):
-    axes = attention.ATTENTIONS[name]
-    return f"  {name:18}" + " ".join(f"--{axis}={value}" for axis, value in axes.items() if axis != "args") + "".join(
-        f" --attn_args={key}={shown(value)}" for key, value in axes.get("args", {}).items())
-
-
-def settle_knobs(args):
-    """All knobs of this run from the flags given, as one dict, and the meta.json of the run to resume or None."""
-    given = given_flags(args, Train, GPTConfig)
-    if given.get("init_from") == "resume":
-        return resume_knobs(given)
-    base = dict(PRESETS[given.get("preset", Train.preset)])
-    if given.get("init_from", "scratch") != "scratch":                  # weights of another run: its model, unless a flag says otherwise
-        given["init_from"] = str(read_run(given["init_from"])[1])
-        knobs = read_run(given["init_from"])[0]["knobs"]
-        base |= fields_of(GPTConfig, knobs) | {"dataset": knobs["dataset"]}
-    return with_recipe(base, given, attention.ATTENTIONS, attention.DEFAULTS), None
-
-
-def resume_knobs(given):
-    """The run's own knobs; flags may only repeat them, or change what MAY_CHANGE allows."""
-    preset = PRESETS[given.get("preset", Train.preset)]
-    named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | preset | given
-    out_dir = given.get("out_dir") or default_out_dir(named["dataset"], named["attn"])
-    meta, _ = read_run(out_dir)
-    stored = meta["knobs"]
-    for name, value in given.items():
-        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0 asked the run to decide, and it has
-        if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
-            raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with {name}={value}: "
-                             "leave the flag away, or start a new run with another --out_dir")
-    return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
-
-
-def default_out_dir(dataset, attn):
-    return f"out/{Path(dataset).name}-{attn}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------- data
-
-OFFLINE = ("stdlib", "backcopy")                         # data sets that train.py makes by itself, because they need no network
-
-
-def prepare_data(dataset, machine):
-    """Make a data set that needs no network, if it is not there yet; one rank of each machine does it while the others wait."""
-    if dataset in OFFLINE and machine.local_rank == 0 and not (tokens.data_folder(dataset) / "meta.json").exists():
-        if subprocess.run([sys.executable, HERE / "data" / f"{dataset}.py"]).returncode:
-            raise ValueError(f"data/{dataset}.py failed: see the line above")
-    machine.wait()
+# ------------------------------------------------------------------------------------------------------------ batches
 
 
 class Batches:
-    """Training batches as a pure function of (seed, step, sample): resuming needs no state, and every split of the step's samples
-    over ranks and micro-steps reads the same tokens."""
+    """Training batches as a pure function of (seed, step, sample): resuming needs no state, and every split of the
+    step's samples over ranks and micro-steps reads the same tokens."""
 
     def __init__(self, split, config, knobs, machine, stride):
         self.split, self.config, self.knobs, self.machine, self.stride = split, config, knobs, machine, stride
-        self.thread, self.ahead, self.waited = ThreadPoolExecutor(1), {}, 0.0   # waited: seconds that steps spent on their batches
-        self.choices = (len(split) - config.block_size - 1) // stride + 1
+        self.thread, self.ahead = ThreadPoolExecutor(1), {}             # ahead: the next step's batches, by its number
+        self.waited = 0.0                                               # seconds that steps spent on their batches
+        self.choices = (len(split) - config.block_size - 1) // stride + 1               # places for a window to begin
         if self.choices < 1:
-            raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of block_size={config.block_size}: "
-                             "lower --block_size or add data")
-        self.total = knobs.batch_size * knobs.gradient_accumulation_steps
+            raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
+                             f"block_size={config.block_size}: lower --block_size or add data")
+        self.total = knobs.batch_size * knobs.gradient_accumulation_steps               # sequences a step, of all ranks
         if self.total % machine.world:
-            raise ValueError(f"{self.total} sequences a step (batch_size {knobs.batch_size} x gradient_accumulation_steps "
-                             f"{knobs.gradient_accumulation_steps}) cannot be shared by {machine.world} ranks: make it a multiple of {machine.world}")
+            raise ValueError(f"{self.total} sequences a step (batch_size {knobs.batch_size} x "
+                             f"gradient_accumulation_steps {knobs.gradient_accumulation_steps}) cannot be shared by "
+                             f"{machine.world} ranks: make it a multiple of {machine.world}")
 
     def read(self, step):
         """This rank's micro-batches of a step: pairs of inputs and targets, (at most batch_size, T) each."""
@@ -200,7 +163,7 @@ class Batches:
             if self.machine.device.type == "cuda":
                 rows = rows.pin_memory()        # so that the copy to the GPU runs beside its work
             rows = rows.to(self.machine.device, non_blocking=True)
-            micro_batches.append((rows[:, :-1], rows[:, 1:]))
+            micro_batches.append((rows[:, :-1], rows[:, 1:]))           # the target of each token is the next one
         return micro_batches
 
     def __call__(self, step):
@@ -213,75 +176,182 @@ class Batches:
         return micro_batches
 
 
-# ------------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------------------------- training
+
 
 def learning_rate(step, knobs):
     """Of step 1, 2, ...: linear warm-up, then cosine from learning_rate to min_lr at lr_decay_iters, then min_lr."""
-    end, low = knobs.lr_decay_iters or knobs.max_iters, knobs.min_lr if knobs.min_lr >= 0 else knobs.learning_rate / 10
     if step <= knobs.warmup_iters:
         return knobs.learning_rate * step / knobs.warmup_iters
     if not knobs.decay_lr:
         return knobs.learning_rate
-    done = min(1.0, (step - knobs.warmup_iters) / max(1, end - knobs.warmup_iters))
+    end = knobs.lr_decay_iters or knobs.max_iters
+    low = knobs.min_lr if knobs.min_lr >= 0 else knobs.learning_rate / 10
+    done = min(1.0, (step - knobs.warmup_iters) / max(1, end - knobs.warmup_iters))     # of the decay, 0 to 1
     return low + (knobs.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-class Trainer:
-    """One optimizer step at a time."""
+def train(knobs, config, machine, data, stored, flags):
+    """One run, from the data to the report. Returns False if it was asked to stop before its last step.
 
-    def __init__(self, model, knobs, machine, batches):
-        self.model, self.knobs, self.machine, self.batches = model, knobs, machine, batches
-        self.optimizer = model.configure_optimizers(knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
-        self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
-        self.running = torch.compile(model) if knobs.compile else model
-        if machine.world > 1:
-            self.running = DistributedDataParallel(self.running)
+    data: meta.json of the data set. stored: meta.json of the run to resume, or None. flags: the command line as given.
+    """
+    kernel = attention.choose_kernel(config, machine.device.type)
 
-    def step(self, step, stop):
-        """One update. Returns its loss, the norm of its gradient and whether any rank was asked to stop."""
-        # the learning rate of this step; per-head scalars have a factor of their own
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.knobs) * group["lr_scale"]
-        self.model.set_progress(step / self.knobs.max_iters)
-        # forward and backward of each micro-batch: gradients add up, each weighted by its share of this rank's sequences
-        micro_batches = self.batches(step)
-        size, total = sum(len(x) for x, _ in micro_batches), 0.0
-        for micro, (x, y) in enumerate(micro_batches):
-            if self.model.config.dropout:       # a number of its own for every (seed, step, rank, micro-step)
-                torch.manual_seed(np.random.SeedSequence([self.knobs.seed, step, self.machine.rank, micro]).generate_state(1)[0].item())
-            last = micro == len(micro_batches) - 1                      # ranks average their gradients once, after the last
-            with contextlib.nullcontext() if last or self.machine.world == 1 else self.running.no_sync():
-                with self.machine.autocast():
-                    loss = self.running(x, y)[1] * (len(x) / size)
-                self.scaler.scale(loss).backward()
-            total = total + loss.detach()
-        # every rank must know the mean loss and whether to stop, so that all of them stop at the same step
-        total, stop = self.machine.sum(total.item(), float(stop))
-        norm = self.clip()
-        if self.sound(total, norm):
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total / self.machine.world, norm, stop > 0
+    # the data: batches to train on, and a split to evaluate on, which must hold one window at least
+    folder, stride = tokens.data_folder(knobs.dataset), data.get("stride", 1)
+    batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
+    val = tokens.Tokens(folder, "val")
+    tokens.fixed_windows(val, config.block_size, 1, stride)             # better found now than at the first evaluation
 
-    def sound(self, loss, norm):
-        """Are these numbers finite? With float16 an infinite gradient is the scaler's business: it skips the step."""
-        return math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+    # the model, with fresh weights or another run's
+    run, model = Run(knobs.out_dir, machine), GPT(config, knobs.seed)
+    if knobs.init_from != "scratch" and not (stored and run.checkpoint.exists()):
+        take_weights(model, knobs.init_from, run)
+    model.to(machine.device)
 
-    def clip(self):
-        self.scaler.unscale_(self.optimizer)
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.knobs.grad_clip or math.inf).item()
+    # AdamW, and a scaler that keeps float16's small gradients from becoming 0; with other precisions it does nothing
+    betas = (knobs.beta1, knobs.beta2)
+    optimizer = model.configure_optimizers(knobs.weight_decay, knobs.learning_rate, betas, knobs.head_lr)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
+
+    # where an earlier part of this run left off: 0, or the step of its last checkpoint
+    meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
+    first = resume(run, stored, meta, model, optimizer, scaler) if stored else 0
+
+    # what the loop calls is the model compiled and shared by the ranks; what it evaluates and saves is the model itself
+    running = torch.compile(model) if knobs.compile else model
+    if machine.world > 1:
+        running = DistributedDataParallel(running)
+    introduce(knobs, model, machine, batches, kernel, first)
+
+    # nothing on the disk has been touched until here
+    run.begin(meta, first if stored else None)
+    machine.wait()
+
+    step, began = first, time.perf_counter()
+    since, started = first, began               # of the last row in the log: its step, and when it was written
+    with StopSignal() as signals, progress_bar(knobs, machine, first) as bar:
+        for step in range(first + 1, knobs.max_iters + 1):
+            # the learning rate of this step, times each group's own factor
+            lr = learning_rate(step, knobs)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            model.set_progress(step / knobs.max_iters)
+
+            # forward and backward of each micro-batch, weighted by its share of this rank's sequences: the gradients
+            # add up to that of one big batch, which would not fit into memory
+            micro_batches, loss = batches(step), 0.0
+            size = sum(len(x) for x, _ in micro_batches)
+            for micro, (x, y) in enumerate(micro_batches):
+                if config.dropout:              # no state to save: these four numbers decide what is dropped
+                    seed_dropout(knobs.seed, step, machine.rank, micro)
+                if machine.world > 1:           # ranks average their gradients once, after the last micro-batch
+                    running.require_backward_grad_sync = micro == len(micro_batches) - 1
+                with machine.autocast():
+                    share = running(x, y)[1] * (len(x) / size)
+                scaler.scale(share).backward()
+                loss = loss + share.detach()    # still on the device: Python goes on without waiting for it
+
+            # every rank learns the mean loss and whether any was asked to stop: all of them stop after the same step
+            loss, stop = machine.sum(loss.item(), float(signals.asked is not None))
+            loss, stop = loss / machine.world, stop > 0
+
+            # the gradient, clipped: a batch that is unlike the others must not throw the weights far away
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf).item()
+
+            # the step. What is not finite ends the run before it touches the weights; but with float16 an infinite
+            # gradient is the scaler's business: it leaves the step out and scales less from then on
+            if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled())):
+                raise ValueError(f"the loss is {loss} and the gradient norm {norm} at step {step}: stopped before this "
+                                 f"step touched the weights; {run.last_good()}. {CALMER}")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            bar.update()
+
+            # what this step is due for: every evaluation is also a row of the log
+            evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
+            record = evaluate or step % knobs.log_interval == 0
+            if record or stop:
+                row = {"step": step, "train_loss": loss, "lr": lr, "grad_norm": norm}
+                row |= pace(model, machine, (time.perf_counter() - started) / (step - since), batches.total)
+                show_on(bar, row)
+
+            # the evaluation, always on the same windows
+            if evaluate:
+                windows = knobs.eval_iters * knobs.batch_size
+                row["val_loss"] = mean_loss(model, val, machine, windows, knobs.batch_size, stride)
+                if not math.isfinite(row["val_loss"]):
+                    raise ValueError(f"the validation loss is {row['val_loss']} after step {step}: stopped; "
+                                     f"{run.last_good()}. {CALMER}")
+                meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
+
+            # the row goes before the checkpoint: wherever the run is killed, no checkpoint knows more than the log
+            if record:
+                run.log(**row)
+            if evaluate or stop:
+                run.save(meta, model, optimizer, scaler, step)
+            if record:                          # the clock of the next row begins after the evaluation
+                since, started = step, time.perf_counter()
+            if stop:
+                break
+
+    if step < knobs.max_iters:
+        if machine.main:
+            print(f"\nstopped and saved at step {step}; "
+                  f"go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
+        return False
+    meta["seconds"] = round(time.perf_counter() - began, 1)
+    meta["seconds_waiting_for_data"] = round(batches.waited, 3)
+    meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
+    run.finish(meta)
+    if machine.main:
+        say_what_next(knobs, config, meta, batches.waited, flags)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- around the loop
+
+
+def take_weights(model, path, run):
+    """Begin with the weights of another run, whose folder must not be the one that this run writes."""
+    if run.checkpoint.resolve() == Path(path).resolve():
+        raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
+    load_weights(model, read_checkpoint(path)["model"], path)
+
+
+def resume(run, stored, meta, model, optimizer, scaler):
+    """Load a run's last checkpoint; returns its step. A run killed before its first one starts again at step 0."""
+    if stored.get("data_hash") != meta["data_hash"]:
+        raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: "
+                         "make it as it was, or start a new run")
+    if not run.checkpoint.exists():
+        return 0
+    checkpoint = read_checkpoint(run.checkpoint)
+    load_weights(model, checkpoint["model"], run.checkpoint)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scaler.load_state_dict(checkpoint.get("scaler", {}))
+    run.saved, meta["losses"] = checkpoint["step"], stored["losses"]
+    return run.saved
+
+
+def seed_dropout(*numbers):
+    """Dropout draws from torch's own generator: seed it with one number made of these."""
+    torch.manual_seed(np.random.SeedSequence(numbers).generate_state(1)[0].item())
 
 
 CALMER = "Start again with a lower --learning_rate or more --warmup_iters"
 
 
 class StopSignal:
-    """Inside this context Ctrl-C and SIGTERM ask the loop to save and stop after the step at hand. One more, later, ends it at once."""
-    PATIENCE = 3                                # seconds: torchrun passes on the signal that its children have got already
+    """Inside this context Ctrl-C and SIGTERM ask the loop to save and stop after the step at hand. One more, later,
+    ends it at once."""
+    PATIENCE = 3                                # seconds: torchrun repeats a signal that its children have got already
 
     def __enter__(self):
-        self.asked = None
+        self.asked = None                       # when it was asked to stop
         self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -295,135 +365,144 @@ class StopSignal:
         self.asked = self.asked or time.monotonic()
 
 
-def train(knobs, model, machine, run, meta, trainer, val, first):
-    """The loop: steps first+1 .. max_iters. Returns the step it ended with, which is below max_iters if it was asked to stop."""
-    tokens_per_step, stride = trainer.batches.total * model.config.block_size, trainer.batches.stride
-    bar = tqdm(total=knobs.max_iters, initial=first, disable=not machine.main, unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
-    started, since, peak = time.perf_counter(), first, machine.peak_flops()
-    with bar, StopSignal() as signals:
-        for step in range(first + 1, knobs.max_iters + 1):
-            # one update; a loss or gradient that is not finite ends the run before it touches the weights
-            loss, norm, stop = trainer.step(step, signals.asked is not None)
-            if not trainer.sound(loss, norm):
-                raise ValueError(f"the loss is {loss} and the gradient norm {norm} at step {step}: stopped before this step touched the weights; "
-                                 f"{run.last_good()}. {CALMER}")
-            bar.update()
-            # what this step is due for: a look at the validation loss (and a checkpoint), a row in the log
-            look, record = step % knobs.eval_interval == 0 or step == knobs.max_iters, step % knobs.log_interval == 0
-            if look or record or stop:
-                ms = 1000 * (time.perf_counter() - started) / (step - since)
-                row = {"step": step, "train_loss": loss, "lr": learning_rate(step, knobs), "grad_norm": norm, "ms": round(ms, 2),
-                       "tokens_per_s": round(1000 * tokens_per_step / ms)}
-                if peak:
-                    row["mfu"] = round(model.flops_per_token() * row["tokens_per_s"] / (peak * machine.world), 4)
-                mfu = f", mfu {row['mfu']:.1%}" if peak else ""
-                bar.set_postfix_str(f"loss {loss:.4f}, {row['tokens_per_s']:,} tokens/s{mfu}", refresh=False)
-            if look:
-                row["val_loss"] = mean_loss(model, val, machine, knobs.eval_iters * knobs.batch_size, knobs.batch_size, stride)
-                if not math.isfinite(row["val_loss"]):
-                    raise ValueError(f"the validation loss is {row['val_loss']} after step {step}: stopped; {run.last_good()}. {CALMER}")
-                meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
-            if look or record:                  # the row goes first: a checkpoint never knows more than the log
-                run.log(**row)
-            if look or stop:
-                run.save(meta, model, trainer.optimizer, trainer.scaler, step)
-            if look or record:
-                started, since = time.perf_counter(), step
-            if stop:
-                break
-    return step
+# -------------------------------------------------------------------------------------------------- what a run prints
 
 
-# ---------------------------------------------------------------------------------------------------------------------- main
+def introduce(knobs, model, machine, batches, kernel, first):
+    """The first lines of a run: what is trained, where, on what."""
+    if not machine.main:
+        return
+    config = model.config
+    chosen = {name: getattr(config, name) for name in attention.DEFAULTS}
+    axes = [f"{name} {value}" for name, value in chosen.items()         # the rule, the positions, what is not as usual
+            if name in ("rule", "pos") or value != attention.DEFAULTS[name]]
+    print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
+          f"({', '.join(axes)}), computed by {kernel}\n"
+          f"machine: {machine}\n"
+          f"data: {knobs.dataset}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a step, "
+          f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
+
+
+def progress_bar(knobs, machine, first):
+    """A bar on the main rank; none where no step is left to do."""
+    return tqdm(total=knobs.max_iters, initial=first, disable=not machine.main or first >= knobs.max_iters, unit="step",
+                mininterval=0.5 if sys.stderr.isatty() else 10)
+
+
+def pace(model, machine, seconds, sequences):
+    """The log's columns on speed, from the seconds and the sequences of a step. mfu: how much of the device's peak it
+    reached, where the peak is known."""
+    tokens_per_s = round(sequences * model.config.block_size / seconds)
+    columns, peak = {"ms": round(1000 * seconds, 2), "tokens_per_s": tokens_per_s}, machine.peak_flops()
+    if peak:
+        columns["mfu"] = round(model.flops_per_token() * tokens_per_s / (peak * machine.world), 4)
+    return columns
+
+
+def show_on(bar, row):
+    mfu = f", mfu {row['mfu']:.1%}" if "mfu" in row else ""
+    bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {row['tokens_per_s']:,} tokens/s{mfu}", refresh=False)
+
+
+def say_what_next(knobs, config, meta, waited, flags):
+    """The last lines of a run: how long it took, and commands to go on with."""
+    kept = [flag for flag in flags if flag.startswith("--") and "=" in flag
+            and not flag.startswith(("--attn", "--out_dir", "--init_from"))]
+    other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])
+    print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
+    print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
+          f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
+          f"       python train.py {other}    the same with another attention")
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
 
 def main(argv):
-    lists = ["presets:", *map(about_preset, PRESETS), "\nrecipes:", *map(about_recipe, attention.ATTENTIONS)]
-    parser = Parser(prog="train.py", description=__doc__, epilog="\n".join(lists))
+    about = ["presets:", *map(about_preset, PRESETS), "\nrecipes:", *map(about_recipe, attention.ATTENTIONS)]
+    parser = Parser(prog="train.py", description=__doc__, epilog="\n".join(about))
     add_flags(parser, Train, GPTConfig)
     try:
         # what can be wrong with the flags alone is found before anything else starts
-        wanted, resumed = settle_knobs(parser.parse_args(argv))
-        knobs, vocab_size = Train(**fields_of(Train, wanted)), wanted.get("vocab_size", 0)
-        config = GPTConfig(**fields_of(GPTConfig, wanted) | {"vocab_size": vocab_size or 1})           # 0: the data set says it, below
+        settled, stored = settle_knobs(parser.parse_args(argv))
+        knobs, vocab_size = Train(**fields_of(Train, settled)), settled.get("vocab_size", 0)
+        config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})           # 0: see below
         if not tokens.data_folder(knobs.dataset).exists() and knobs.dataset not in tokens.data_sets():
-            raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, or name a folder by its path")
+            raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, "
+                             "or name a folder by its path")
     except ValueError as e:
         parser.error(str(e))
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
         prepare_data(knobs.dataset, machine)
         data = tokens.read_meta(tokens.data_folder(knobs.dataset), verify=machine.main)
-        config.vocab_size = vocab_size or data["vocab_size"]
+        config.vocab_size = vocab_size or data["vocab_size"]            # 0: what the data set says
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(knobs.dataset, config.attn)
-        finished = run_training(knobs, config, machine, data, resumed, argv)
+        finished = train(knobs, config, machine, data, stored, argv)
         machine.close()
     sys.exit(0 if finished else 130)
 
 
-def chosen_axes(config):
-    """The rule, the positions, and what else is not as usual."""
-    chosen = {name: getattr(config, name) for name in attention.DEFAULTS}
-    return ", ".join(f"{name} {value}" for name, value in chosen.items() if name in ("rule", "pos") or value != attention.DEFAULTS[name])
+OFFLINE = ("stdlib", "backcopy")                # data sets that need no network, so that train.py makes them by itself
 
 
-def run_training(knobs, config, machine, data, resumed, flags):
-    """Set up, train, report. Returns False if the run was asked to stop early."""
-    kernel = attention.choose_kernel(config, machine.device.type)
-    folder, stride = tokens.data_folder(knobs.dataset), data.get("stride", 1)
-    batches, val = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride), tokens.Tokens(folder, "val")
-    tokens.fixed_windows(val, config.block_size, 1, stride)                    # too short a split is better found now than at the first evaluation
-    # the model, with fresh weights or another run's; a resumed run that has saved before takes its own, below
-    model = GPT(config, knobs.seed)
-    run = Run(knobs.out_dir, machine)
-    if knobs.init_from != "scratch" and not (resumed and run.checkpoint.exists()):
-        if run.checkpoint.resolve() == Path(knobs.init_from).resolve():
-            raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
-        load_weights(model, read_checkpoint(knobs.init_from)["model"], knobs.init_from)
-    # the optimizer, and where an earlier part of this run left off
-    trainer = Trainer(model.to(machine.device), knobs, machine, batches)
-    meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
-    first = resume(run, resumed, meta, model, trainer) if resumed else 0
-    if machine.main:
-        print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
-              f"({chosen_axes(config)}), computed by {kernel}\n"
-              f"machine: {machine}\n"
-              f"data: {knobs.dataset}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a step, "
-              f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
-    # nothing on the disk has been touched until here
-    run.begin(meta, first if resumed else None)
+def prepare_data(dataset, machine):
+    """Make an OFFLINE data set if it is not there yet; one rank of each machine does it while the others wait."""
+    if dataset in OFFLINE and machine.local_rank == 0 and not (tokens.data_folder(dataset) / "meta.json").exists():
+        if subprocess.run([sys.executable, HERE / "data" / f"{dataset}.py"]).returncode:
+            raise ValueError(f"data/{dataset}.py failed: see the line above")
     machine.wait()
-    began = time.perf_counter()
-    last = train(knobs, model, machine, run, meta, trainer, val, first) if first < knobs.max_iters else knobs.max_iters
-    if last < knobs.max_iters:
-        if machine.main:
-            print(f"\nstopped and saved at step {last}; go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
-        return False
-    meta["seconds"], meta["seconds_waiting_for_data"] = round(time.perf_counter() - began, 1), round(batches.waited, 3)
-    meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
-    run.finish(meta)
-    if machine.main:
-        print(f"\ntrained for {meta['seconds']} s, of which {batches.waited:.2f} s were spent waiting for data")
-        kept = [flag for flag in flags if flag.startswith("--") and "=" in flag and not flag.startswith(("--attn", "--out_dir", "--init_from"))]
-        other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])
-        print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
-              f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
-              f"       python train.py {other}    the same with another attention")
-    return True
 
 
-def resume(run, stored, meta, model, trainer):
-    """Load a run's last checkpoint; returns its step. A run killed before its first checkpoint starts again at step 0."""
-    if stored.get("data_hash") != meta["data_hash"]:
-        raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: make it as it was, or start a new run")
-    if not (run.checkpoint).exists():
-        return 0
-    checkpoint = read_checkpoint(run.checkpoint)
-    load_weights(model, checkpoint["model"], run.checkpoint)
-    trainer.optimizer.load_state_dict(checkpoint["optimizer"])
-    trainer.scaler.load_state_dict(checkpoint.get("scaler", {}))
-    run.saved, meta["losses"] = checkpoint["step"], stored["losses"]
-    return run.saved
+def settle_knobs(args):
+    """All knobs of this run from the flags given, as one dict, and the meta.json of the run to resume or None."""
+    given = given_flags(args, Train, GPTConfig)
+    if given.get("init_from") == "resume":
+        return resume_knobs(given)
+    base = dict(PRESETS[given.get("preset", Train.preset)])
+    if given.get("init_from", "scratch") != "scratch":                  # another run's model, but for what flags say
+        meta, checkpoint = read_run(given["init_from"])
+        given["init_from"] = str(checkpoint)
+        base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
+    return with_recipe(base, given, attention.ATTENTIONS, attention.DEFAULTS), None
+
+
+# what may be another on resume: the folder's path, how it is computed, how long it goes on, how often it is looked at
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}
+
+
+def resume_knobs(given):
+    """The run's own knobs; flags may only repeat them, or change what MAY_CHANGE allows."""
+    preset = PRESETS[given.get("preset", Train.preset)]
+    named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | preset | given
+    out_dir = given.get("out_dir") or default_out_dir(named["dataset"], named["attn"])
+    meta, _ = read_run(out_dir)
+    stored = meta["knobs"]
+    for name, value in given.items():
+        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0 asked the run to decide, and it has
+        if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
+            raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
+                             f"{name}={value}: leave the flag away, or start a new run with another --out_dir")
+    return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
+
+
+def default_out_dir(dataset, attn):
+    return f"out/{Path(dataset).name}-{attn}"
+
+
+def about_preset(name):
+    """A preset as -h shows it."""
+    about, *flags = PRESETS[name].items()
+    flags = " ".join(f"--{knob}={shown(value)}" for knob, value in flags)
+    lines = textwrap.wrap(about[1], 140) + textwrap.wrap(flags, 140, break_on_hyphens=False)
+    return f"  {name}\n" + textwrap.indent("\n".join(lines), "      ")
+
+
+def about_recipe(name):
+    axes = attention.ATTENTIONS[name]
+    return f"  {name:18}" + " ".join(f"--{axis}={value}" for axis, value in axes.items() if axis != "args") + "".join(
+        f" --attn_args={key}={shown(value)}" for key, value in axes.get("args", {}).items())
 
 
 if __name__ == "__main__":

@@ -1,44 +1,51 @@
 """Flags made from dataclasses, and which of several values for a knob counts.
 
-A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4 both work, -h lists every
-knob with its meaning, and a wrong flag or value is one line that names the valid ones.
+A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4 both work, -h lists
+every knob with its meaning, and a wrong flag or value is one line that names the valid ones.
 
-Which value counts: a flag beats the recipe (--attn), the recipe beats the preset or the stored run, that beats the default.
-The first three are put together by `with_recipe`, the default comes from the dataclass.
+Which value counts: a flag beats the recipe (--attn), the recipe beats the preset or the stored run, that beats the
+default. The first three are put together by `with_recipe`, the default comes from the dataclass.
 """
 import argparse
 import dataclasses
 import difflib
 import inspect
 import math
+from functools import partial
 
-# ------------------------------------------------------------------------------------------------------ from knobs to flags
+# ------------------------------------------------------------------------------------------------ from knobs to flags
 
 
 def knob(default, meaning, choices=None, positional=False):
-    """A dataclass field that is also a flag: its default, what -h says about it, and its valid values if they are few.
-    positional: a word by itself, without --name."""
+    """A dataclass field that is also a flag: its default, what -h says about it, its valid values if they are few.
+    positional: it is given as a word by itself."""
     return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices, "positional": positional})
 
 
 def add_flags(parser, *groups):
-    """Add a flag for every knob of these dataclasses. It is None until given, so that presets and recipes can come in between."""
+    """Add a flag for every knob of these dataclasses. It is None until given, so that presets and recipes can come in
+    between."""
     for group in groups:
-        section = parser.add_argument_group(group.__name__, (inspect.getdoc(group) or "").split(". ")[0])
+        title = (inspect.getdoc(group) or "").split(". ")[0]            # the first sentence
+        section = parser.add_argument_group(group.__name__, title)
         types = inspect.get_annotations(group, eval_str=True)
         for field in dataclasses.fields(group):
-            choices, kind = field.metadata["choices"], types[field.name]
+            kind = types[field.name]
             kind = {int | None: int, str | None: str}.get(kind, kind)   # an axis: None lets the recipe decide
-            switch = {"type": as_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
-            section.add_argument(
-                f"--{field.name}", default=None, choices=choices, **switch,
-                metavar=None if choices else {int: "N", float: "X", bool: "0|1"}.get(kind, "S"),
-                help=field.metadata["help"].replace("%", "%%") + (
-                    "" if field.default in (None, "") else f" ({shown(field.default)})"))
+            reads = {"type": as_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
+            name = f"--{field.name}"
+            if field.metadata["positional"]:
+                name, reads = field.name, {"nargs": "?"}                # left out, it has its default
+            choices, default = field.metadata["choices"], field.default
+            metavar = None if choices else {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
+            meaning = field.metadata["help"].replace("%", "%%")         # argparse would read % as its own
+            meaning += "" if default in (None, "") else f" ({shown(default)})"
+            section.add_argument(name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
 
 
-def shown(default):
-    return int(default) if isinstance(default, bool) else default
+def shown(value):
+    """A value as it is written on the command line: 0 and 1 for False and True."""
+    return int(value) if isinstance(value, bool) else value
 
 
 def as_bool(text):
@@ -52,9 +59,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line that says what would have been right."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", **kwargs,
-                         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-                             prog, max_help_position=36, width=150))
+        wide = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=150)
+        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", formatter_class=wide, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)
@@ -69,12 +75,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-# ------------------------------------------------------------------------------------------------------- which value counts
+# ------------------------------------------------------------------------------------------------- which value counts
 
 
 def given_flags(args, *groups):
     """The knobs of these dataclasses that were set on the command line, as {name: value}."""
-    return {name: value for group in groups for name, value in fields_of(group, vars(args)).items() if value is not None}
+    return {name: value for group in groups
+            for name, value in fields_of(group, vars(args)).items() if value is not None}
 
 
 def fields_of(group, values):
@@ -86,8 +93,9 @@ def fields_of(group, values):
 def with_recipe(base, given, recipes, axes):
     """All knobs: `given` flags over the recipe of a given --attn over `base`, a preset or the knobs of a stored run.
 
-    A stored run knows every axis by value. So where --attn is given, the values that its old recipe had set are forgotten,
-    its constants too; what the user had chosen beside that recipe stays. recipes: {name: {axis: value}}; axes: their names.
+    A stored run knows every axis by value. So where --attn is given, the values that its old recipe had set are
+    forgotten, its constants too; what the user had chosen beside that recipe stays.
+    recipes: {name: {axis: value}}; axes: their names.
     """
     if "attn" in given:
         before = recipes.get(base.get("attn"), {})

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 # dense TFLOP/s in 16 bits, from the data sheets; the first name that is part of the device's counts
 PEAK_TFLOPS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70, "4090": 165, "3090": 71,
-    "V100": 125, "T4": 65,
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70, "4090": 165,
+    "3090": 71, "V100": 125, "T4": 65,
 }
 
 
@@ -35,8 +35,8 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
-            cuda = {"backend": "nccl", "device_id": self.device}
-            dist.init_process_group(**cuda if self.device.type == "cuda" else {"backend": "gloo"})
+            nccl = {"backend": "nccl", "device_id": self.device}
+            dist.init_process_group(**(nccl if self.device.type == "cuda" else {"backend": "gloo"}))
 
     def __str__(self):
         cuda = self.device.type == "cuda"
@@ -51,7 +51,7 @@ class Machine:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.dtype))
 
-    # ------------------------------------------------------------------ ranks
+    # ---------------------------------------------------------------------------------------------------------- ranks
 
     @property
     def main(self):
@@ -75,21 +75,23 @@ class Machine:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # ------------------------------------------------------------------ clock and memory
+    # ----------------------------------------------------------------------------------------------- clock and memory
 
     def peak_flops(self):
-        """What the data sheet says the device multiplies per second in this precision, dense; None where it is not known."""
+        """FLOP/s of dense products in this precision, as the device's data sheet has it; None where it is not known."""
         cuda = self.device.type == "cuda" and self.dtype != "float32"
         name = torch.cuda.get_device_name(self.device) if cuda else ""
         return next((1e12 * tera for part, tera in PEAK_TFLOPS.items() if part in name), None)
 
     def seconds(self, run):
-        """How long run() keeps the device busy. On CUDA by the device's own clock, with nothing of it left in the L2 cache."""
+        """How long run() keeps the device busy. On CUDA by the device's own clock, with nothing of it left in the L2
+        cache."""
         if self.device.type == "cuda":
             torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)        # about a millisecond in which Python gets ahead: the device is timed,
-            start.record()                      # not the launching
+            # about a millisecond in which Python gets ahead: the device is timed, not the launching
+            torch.cuda._sleep(2_000_000)
+            start.record()
             run()
             end.record()
             torch.cuda.synchronize()
@@ -101,7 +103,7 @@ class Machine:
         return time.perf_counter() - started
 
     def race(self, cases, rounds):
-        """Median seconds of each case {name: function}. All cases once, again and again: noise falls on all of them alike."""
+        """Median seconds of each case {name: function}. All cases once, again and again: noise falls on all alike."""
         seconds = {name: [] for name in cases}
         for number in range(rounds + 2):
             for name, run in cases.items():
@@ -122,7 +124,7 @@ class Machine:
         return memory.peak
 
 
-# ------------------------------------------------------------------------------------------------- what "auto" comes to here
+# ------------------------------------------------------------------------------------------ what "auto" comes to here
 
 
 def pick_device(name, local_rank):
@@ -155,12 +157,12 @@ def cpu_has_bf16():
     return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
 
 
-# ------------------------------------------------------------------------------------------------------------- memory of CPUs
+# ----------------------------------------------------------------------------------------------------- memory of CPUs
 
 
 def keep_freed_memory():
-    """Tell Linux's allocator to keep what is freed: handed back and fetched anew, the large tensors of a CPU run cost a page
-    fault every 4 KB, which took up to 40 % of attention's time."""
+    """Tell Linux's allocator to keep what is freed: handed back and fetched anew, the large tensors of a CPU run cost a
+    page fault every 4 KB, which took up to 40 % of attention's time."""
     trim_threshold, mmap_threshold = -1, -3     # from malloc.h
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -178,6 +180,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         outputs = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
+            # views share a storage, which counts once
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
                 storage = tensor.untyped_storage()
                 self.known.add(storage._cdata)

@@ -23,7 +23,7 @@ from data import files
 
 ROOT = Path(__file__).parent.parent
 
-# ------------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------------------------ writing
 
 
 class Run:
@@ -33,12 +33,13 @@ class Run:
     def __init__(self, folder, machine):
         self.folder, self.main = Path(folder), machine.main
         self.checkpoint = self.folder / "ckpt.pt"
+        self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.saved = None                       # the step of the last checkpoint, None before the first
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
 
     def begin(self, meta, step):
-        """Open the log. A new run (step None) moves an earlier one's files aside; a resumed one forgets the rows after its
-        checkpoint, for they will be written again."""
+        """Open the log. A new run (step None) moves an earlier one's files aside; a resumed one forgets the rows after
+        its checkpoint, for they will be written again."""
         if not self.main:
             return
         with self.writing(step or 0):
@@ -48,23 +49,24 @@ class Run:
             if step is None and self.checkpoint.exists():
                 self.move_aside()
             rows = self.rows_until(step) if step is not None else []
-            with files.replacing(self.folder / "log.csv", "w") as f:
+            with files.replacing(self.log_csv, "w") as f:
                 csv.writer(f, lineterminator="\n").writerows([self.columns, *rows])
-            files.write_json(self.folder / "meta.json", meta)
+            files.write_json(self.meta_json, meta)
 
     def move_aside(self):
+        """Move the earlier run to old/1, old/2, ..., its checkpoint last: until then it counts as not yet moved."""
         old = next(path for path in (self.folder / "old" / str(n) for n in itertools.count(1)) if not path.exists())
         old.mkdir(parents=True)
-        for name in ("log.csv", "meta.json", "ckpt.pt"):
-            if (self.folder / name).exists():
-                os.replace(self.folder / name, old / name)
+        for path in (self.log_csv, self.meta_json, self.checkpoint):
+            if path.exists():
+                os.replace(path, old / path.name)
         print(f"the earlier run in {self.folder} was moved to {old}")
 
     def rows_until(self, step):
         """The log's rows up to a step; a row that a kill cut short is none."""
-        if not (self.folder / "log.csv").exists():
+        if not self.log_csv.exists():
             return []
-        with open(self.folder / "log.csv", newline="") as f:
+        with open(self.log_csv, newline="") as f:
             whole = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdigit())
             return [row for row in whole if int(row[0]) <= step]
 
@@ -72,25 +74,27 @@ class Run:
         """Append a row; a column that is not given stays empty."""
         if self.main:
             cells = [row.get(name, "") for name in self.columns]
-            with self.writing(row["step"]), open(self.folder / "log.csv", "a", newline="") as f:
-                csv.writer(f, lineterminator="\n").writerow([f"{c:.9g}" if isinstance(c, float) else c for c in cells])
+            cells = [f"{c:.9g}" if isinstance(c, float) else c for c in cells]          # float32 comes back bit for bit
+            with self.writing(row["step"]), open(self.log_csv, "a", newline="") as f:
+                csv.writer(f, lineterminator="\n").writerow(cells)
 
     def save(self, meta, model, optimizer, scaler, step):
         """A checkpoint, then meta.json: a kill between the two leaves an older meta.json, which does no harm."""
         if not self.main:
             return
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step}
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                 "step": step}
         with self.writing(step):
             with files.replacing(self.checkpoint) as f:
                 torch.save(state, f)
             self.saved = step
-            files.write_json(self.folder / "meta.json", meta)
+            files.write_json(self.meta_json, meta)
 
     def finish(self, meta):
         """What is known only at the end."""
         if self.main:
             with self.writing(self.saved):
-                files.write_json(self.folder / "meta.json", meta)
+                files.write_json(self.meta_json, meta)
 
     @contextlib.contextmanager
     def writing(self, step):
@@ -99,15 +103,15 @@ class Run:
             yield
         except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
             raise OSError(
-                f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}. Free some "
-                "space there, or name another folder with --out_dir; --init_from=resume goes on") from None
+                f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}. Free "
+                "some space there, or name another folder with --out_dir; --init_from=resume goes on") from None
 
     def last_good(self):
         return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
 
 
 def describe(knobs, config, machine, parameters, data_hash, flags):
-    """meta.json of a run that begins. knobs, config: its two dataclasses of knobs; flags: the command line as it was given."""
+    """meta.json of a run that begins. knobs, config: its two dataclasses of knobs; flags: the command line as given."""
     return {
         "flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
         "parameters": parameters, "data_hash": data_hash,
@@ -126,7 +130,7 @@ def git(*args):
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-# ------------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def read_run(out_dir):
@@ -135,7 +139,8 @@ def read_run(out_dir):
     if out_dir.name == "ckpt.pt":
         out_dir = out_dir.parent
     if not (out_dir / "meta.json").exists():
-        raise ValueError(f"no run in {out_dir} (no meta.json there): train one with python train.py --out_dir={out_dir}")
+        raise ValueError(f"no run in {out_dir} (no meta.json there): "
+                         f"train one with python train.py --out_dir={out_dir}")
     meta = files.read_json(out_dir / "meta.json")
     if not isinstance(meta, dict) or "knobs" not in meta:
         raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs)")
@@ -143,12 +148,13 @@ def read_run(out_dir):
 
 
 def read_checkpoint(path, device="cpu"):
-    """The dict in a ckpt.pt: model, optimizer, step. Raises ValueError where the file is no checkpoint of this project."""
+    """The dict in a ckpt.pt: model, optimizer, step. Raises ValueError where the file is no checkpoint of this
+    project."""
     if not Path(path).exists():
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except Exception as e:                      # RuntimeError, UnpicklingError, EOFError or KeyError, as the damage has it
+    except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: as the damage is
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
     if not isinstance(checkpoint, dict) or not {"model", "optimizer", "step"} <= checkpoint.keys():
@@ -157,11 +163,11 @@ def read_checkpoint(path, device="cpu"):
 
 
 def load_weights(model, state, path):
-    """Copy a checkpoint's weights into a model; a mismatch is an error that names the first tensor that does not fit."""
+    """Copy a checkpoint's weights into a model. Raises ValueError that names the first tensor that does not fit."""
     own = model.state_dict()
     for name in [*own, *state]:
         if name not in own or name not in state or own[name].shape != state[name].shape:
             theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, own))
-            raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the model; "
-                             "give it the run's own --attn and axes, or ones with the same parameters")
+            raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
+                             "model; give it the run's own --attn and axes, or ones with the same parameters")
     model.load_state_dict(state)

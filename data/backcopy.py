@@ -1,21 +1,22 @@
-"""The sink lab's data: the Bigram-Backcopy task (Guo et al. 2410.13835, section 2), made from a seed, so its best possible loss is known.
+"""The sink lab's data: the Bigram-Backcopy task (Guo et al. 2410.13835, section 2), made from a seed, so its best
+possible loss is known.
 
     python data/backcopy.py
 
-A sequence is BOS, then symbols 0..63. The next symbol is drawn from the bigram row of the current one (each row Dirichlet(0.1)),
-except after one of five trigger symbols: a trigger is followed by a copy of the symbol that stood before it. So a head has work to do
-on triggers only; on all other rows it must find a way to do nothing.
+A sequence is BOS, then symbols 0..63. The next symbol is drawn from the bigram row of the current one (each row
+Dirichlet(0.1)), except after one of five trigger symbols: a trigger is followed by a copy of the symbol that stood
+before it. So a head has work to do on triggers only; on all other rows it must find a way to do nothing.
 
 After BOS, and where the symbol before a trigger is BOS or the fixed token, the bigram row decides.
 """
-import sys
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
-from data import files, tokens  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from data import files, tokens
 
 SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
 BOS, FIXED = 64, 65                             # ids beside the symbols; both have bigram rows of their own
@@ -34,8 +35,9 @@ def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
     x[:, 0] = BOS if bos else rng.integers(0, SYMBOLS, count)
     for i in range(length + 1):
         if i > 0:
-            u = rng.random((count, 1)) * cumulative[x[:, i - 1], -1:]   # rounding may leave a row's sum a little below 1
-            x[:, i] = (cumulative[x[:, i - 1]] <= u).sum(1)
+            row = cumulative[x[:, i - 1]]                               # (count, 64), of the symbol before
+            u = rng.random((count, 1)) * row[:, -1:]                    # rounding may leave its sum a little below 1
+            x[:, i] = (row <= u).sum(1)
         if i > 1:
             copies = np.isin(x[:, i - 1], triggers) & (x[:, i - 2] < SYMBOLS)
             x[copies, i] = x[copies, i - 2]
@@ -53,21 +55,26 @@ def prepare(args):
     tokens.begin(args.out_dir)
     shards = {}
     for part, (split, count) in enumerate((("train", args.sequences), ("val", args.val_sequences)), 1):
-        x = draw_sequences(table, triggers, count, args.length, args.bos, args.fixed_at, np.random.default_rng([args.seed, part]))
+        rng = np.random.default_rng([args.seed, part])
+        x = draw_sequences(table, triggers, count, args.length, args.bos, args.fixed_at, rng)
         shards[f"{split}.bin"] = tokens.write_shard(args.out_dir / f"{split}.bin", x.reshape(-1))
     tokens.finish(args.out_dir, {
-        "dataset": "backcopy", "tokenizer": "numbers", "vocab_size": SYMBOLS + 2, "stride": args.length + 1, "seed": args.seed, "bos": args.bos,
-        "fixed_at": args.fixed_at, "symbols": SYMBOLS, "triggers": triggers.tolist(), "bigrams": table.tolist(), "shards": shards})
+        "dataset": "backcopy", "tokenizer": "numbers", "vocab_size": SYMBOLS + 2, "stride": args.length + 1,
+        "seed": args.seed, "bos": args.bos, "fixed_at": args.fixed_at, "symbols": SYMBOLS,
+        "triggers": triggers.tolist(), "bigrams": table.tolist(), "shards": shards})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
     parser.add_argument("--seed", type=int, default=0, help="of the table, the triggers and the sequences")
-    parser.add_argument("--length", type=int, default=64, help="symbols in a sequence; train with --block_size no larger")
+    parser.add_argument("--length", type=int, default=64,
+                        help="symbols in a sequence; train with --block_size no larger")
     parser.add_argument("--sequences", type=int, default=40_000)
     parser.add_argument("--val_sequences", type=int, default=2_000)
-    parser.add_argument("--no_bos", dest="bos", action="store_false", help="begin with a symbol drawn at random instead of BOS")
-    parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION", help="put one fixed token at this position of every sequence")
+    parser.add_argument("--no_bos", dest="bos", action="store_false",
+                        help="begin with a symbol drawn at random instead of BOS")
+    parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION",
+                        help="put one fixed token at this position of every sequence")
     with files.one_line_errors():
         prepare(parser.parse_args())

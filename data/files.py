@@ -1,6 +1,5 @@
-"""Files and the network: writing that never leaves half a file, downloads that go on where they stopped, errors in one line.
-
-The lowest room of the house: everything that touches the disk or the network goes through here, and it imports nothing of ours.
+"""Files and the network: writing that never leaves half a file, downloads that go on where they stopped, errors in one
+line. The lowest room of the house: it imports nothing of ours.
 """
 import contextlib
 import hashlib
@@ -12,9 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-TIMEOUT = 20                                    # seconds that a server may be silent
-
-# --------------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 @contextlib.contextmanager
@@ -22,12 +19,12 @@ def replacing(path, mode="wb"):
     """Write a file under a temporary name and rename it when all is written: a reader never meets half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # the same folder: renaming is one act there
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
             yield f
             f.flush()
-            os.fsync(f.fileno())
+            os.fsync(f.fileno())                # on the disk before it gets its name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -47,6 +44,7 @@ def read_json(path):
 
 
 def sha256(path):
+    """The hash of a file of any size, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while chunk := f.read(1 << 20):
@@ -54,22 +52,26 @@ def sha256(path):
     return digest.hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------------------------- downloads
+# ---------------------------------------------------------------------------------------------------------- downloads
+
+
+TIMEOUT = 20                                    # seconds that a server may be silent
 
 
 def fetch(url, part, have):
-    """Append what is missing to a partial download that has `have` bytes, or begin again where the server cannot do that."""
+    """Append what is missing to a partial download that has `have` bytes, or begin again where the server cannot do
+    that."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
         part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab" if answer.status == 206 else "wb") as f:
+        with open(part, "ab" if answer.status == 206 else "wb") as f:   # 206: it sends what was asked for, not all
             while chunk := answer.read(1 << 20):
                 f.write(chunk)
 
 
 def download(url, path, size, digest, what, otherwise):
-    """Fetch a file of known size and sha256, going on where an earlier attempt stopped; it gets its name when all of it is there.
-    For messages: `what` it is, and what to do `otherwise`, where there is no network."""
+    """Fetch a file of known size and sha256, going on where an earlier attempt stopped; it gets its name when all of it
+    is there. For messages: `what` it is, and what to do `otherwise`, where there is no network. Raises ValueError."""
     part = path.with_name(path.name + ".part")
     have = part.stat().st_size if part.exists() else 0
     print(f"fetching {url} ({size / 1e6:,.1f} MB{f', {have / 1e6:,.1f} of them are here' if have else ''})", flush=True)
@@ -77,17 +79,20 @@ def download(url, path, size, digest, what, otherwise):
         if have < size:
             fetch(url, part, have)
     except (OSError, http.client.HTTPException) as e:   # no network, an unknown address, silence, a broken connection
-        raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): run this again with network, or {otherwise}") from None
+        raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): "
+                         f"run this again with network, or {otherwise}") from None
     have = part.stat().st_size
     if have < size:
-        raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: run this again, it goes on from there, or {otherwise}")
+        raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: "
+                         f"run this again, it goes on from there, or {otherwise}")
     if have != size or sha256(part) != digest:
         part.unlink()
-        raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: run this again, or {otherwise}")
+        raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: "
+                         f"run this again, or {otherwise}")
     os.replace(part, path)
 
 
-# -------------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------------------- errors
 
 
 def optional(module):

@@ -1,24 +1,28 @@
-"""FineWeb-Edu, the 10-billion-token sample (sample-10BT): educational web pages, the data of the larger runs. GPT-2 byte pairs.
+"""FineWeb-Edu, the 10-billion-token sample (sample-10BT): educational web pages, the data of the larger runs, in GPT-2
+byte pairs.
 
-    python data/fineweb_edu.py                                  all: 28.5 GB to fetch, 20 GB of shards
-    python data/fineweb_edu.py --train_shards 10                1 billion tokens; call again with more to go on
-    python data/fineweb_edu.py --source FOLDER --out_dir data/mine     local .parquet, .jsonl, .txt (or .gz of the last two)
+    python data/fineweb_edu.py                              all: 28.5 GB to fetch, 20 GB of shards
+    python data/fineweb_edu.py --train_shards 10            1 billion tokens; call again with more to go on
+    python data/fineweb_edu.py --source FOLDER --out_dir data/mine
+                                                            local .parquet, .jsonl, .txt (or .gz of the last two)
 
-The separator goes before each document, and the documents one after another into shards of 100 M tokens, cut wherever a shard is full:
-val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
+The separator goes before each document, and the documents one after another into shards of 100 M tokens, cut wherever
+a shard is full: val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
 
-Stop it, or kill it, and start it again: progress.json says where in the source the next shard begins, so the files come out the same.
+Stop it, or kill it, and start it again: progress.json says where in the source the next shard begins, so the files come
+out the same.
 """
+import itertools
 import sys
 from pathlib import Path
-import itertools
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
-from data import files, tokens  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from data import files, tokens
 
-ADDRESS = "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/87f09149ef4734204d70ed1d046ddc9ca3f2b8f9/sample/10BT/"
+COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
+ADDRESS = f"https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/{COMMIT}/sample/10BT/"
 FILES = {  # bytes and sha256
     "000_00000.parquet": (2152819114, "b1ba7b2ce4cb5ea6ef42dca40263eabb85f37700d01693a68e9b30a31d78e871"),
     "001_00000.parquet": (2152222432, "3fcf2dc69cd52503986276d3d2d26a8c356d0f2ea28a0de4fdbda8cf87755693"),
@@ -38,25 +42,28 @@ FILES = {  # bytes and sha256
 
 
 def source_of(args):
-    """The source files, some perhaps still to be fetched, and a description by which a restart knows them: their names and sizes."""
+    """The source files, some perhaps still to be fetched, and a description by which a restart knows them: their names
+    and sizes."""
     if not args.source:
         return [args.out_dir / "source" / name for name in FILES], [[name, size] for name, (size, _) in FILES.items()]
     paths = tokens.source_files(args.source, (".parquet", ".jsonl", ".txt"))
-    return paths, [[path.name if path == args.source else path.relative_to(args.source).as_posix(), path.stat().st_size] for path in paths]
+    below = args.source if args.source.is_dir() else args.source.parent
+    return paths, [[path.relative_to(below).as_posix(), path.stat().st_size] for path in paths]
 
 
 class Stream:
-    """The tokens of all documents from a position on. The position (file, document, token) is all that a restart needs to know."""
+    """The tokens of all documents from a position on. The position (file, document, token) is all that a restart needs
+    to know."""
 
     def __init__(self, paths, coder, position):
-        self.position, self.rest = position, np.empty(0, np.uint16)     # rest: what is left of the document at this position
+        self.position, self.rest = position, np.empty(0, np.uint16)     # rest: what is left of this document
         self.documents = self.read(paths, coder, *position)
 
     def read(self, paths, coder, file, document, token):
         for i, path in enumerate(paths[file:], file):
             if not path.exists():
                 files.download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
-                                "name a folder of local files with --source")
+                               "name a folder of local files with --source")
             texts = itertools.islice(tokens.documents(path), document, None)
             for j, ids in enumerate(tokens.encode_all(coder, texts), document):
                 yield [i, j, token], ids[token:]
@@ -82,12 +89,13 @@ class Stream:
 
 
 def resume(out, plan):
-    """The state to go on from: of an unfinished data set, of a finished one (which may get more shards), or none yet."""
+    """The state to go on from: an unfinished data set's, a finished one's (which may get more shards), or none yet."""
     for path in (out / "progress.json", out / "meta.json"):
         if path.exists():
             state = files.read_json(path)
             if plan != {key: state.get(key) for key in plan}:
-                raise ValueError(f"{out} holds a data set from other sources or with other flags: delete it, or name another folder with --out_dir")
+                raise ValueError(f"{out} holds a data set from other sources or with other flags: "
+                                 "delete it, or name another folder with --out_dir")
             for name in state["shards"]:
                 tokens.read_shard(out / name)
             return state
@@ -97,19 +105,20 @@ def resume(out, plan):
 def prepare(args):
     if args.shard_tokens < 1 or args.train_shards < 0:
         raise ValueError("--shard_tokens must be at least 1 and --train_shards at least 0")
-    paths, files = source_of(args)
+    paths, described = source_of(args)
     if any(path.suffix == ".parquet" for path in paths):
-        files.optional("pyarrow.parquet")      # better missed now than after a long download
+        files.optional("pyarrow.parquet")       # better missed now than after a long download
     coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
     state = resume(args.out_dir, {"dataset": "fineweb_edu", "tokenizer": coder.name, "vocab_size": coder.vocab_size,
-                                  "shard_tokens": args.shard_tokens, "files": files})
+                                  "shard_tokens": args.shard_tokens, "files": described})
     write_shards(args, state, Stream(paths, coder, state["next"] or [len(paths), 0, 0]), coder)
     rows = list(state["shards"].values())
     if len(rows) < 2:
         (args.out_dir / "progress.json").unlink(missing_ok=True)
         (args.out_dir / "val_000000.bin").unlink(missing_ok=True)
-        raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first {args.shard_tokens:,} are for validation, "
-                         "so none are left to train on: lower --shard_tokens, or name a larger source")
+        raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first "
+                         f"{args.shard_tokens:,} are for validation, so none are left to train on: "
+                         "lower --shard_tokens, or name a larger source")
     if rows[-1]["tokens"] < args.shard_tokens:
         print(f"the last shard is partial, {rows[-1]['tokens']:,} of {args.shard_tokens:,} tokens: this is normal")
     tokens.finish(args.out_dir, state)
@@ -117,7 +126,8 @@ def prepare(args):
 
 
 def write_shards(args, state, stream, coder):
-    """Write what is missing. A shard first gets its name, then a row in progress.json: killed between the two, it is written again."""
+    """Write what is missing. A shard first gets its name, then a row in progress.json: killed between the two, it is
+    written again."""
     while not args.train_shards or len(state["shards"]) <= args.train_shards:
         if not stream.more():
             state["next"] = None
@@ -126,7 +136,8 @@ def write_shards(args, state, stream, coder):
         tokens.begin(args.out_dir)
         number = len(state["shards"])
         name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
-        row = state["shards"][name] = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder.lengths)
+        row = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder.lengths)
+        state["shards"][name] = row
         state["next"] = list(stream.position)
         print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
         files.write_json(args.out_dir / "progress.json", state)
@@ -134,7 +145,9 @@ def write_shards(args, state, stream, coder):
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "fineweb_edu", "gpt2")
-    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens a shard, and tokens held out (default: %(default)s)")
-    parser.add_argument("--train_shards", type=int, default=0, help="stop after so many; 0: at the end of the source (default: %(default)s)")
+    parser.add_argument("--shard_tokens", type=int, default=100_000_000,
+                        help="tokens a shard, and tokens held out (default: %(default)s)")
+    parser.add_argument("--train_shards", type=int, default=0,
+                        help="stop after so many; 0: at the end of the source (default: %(default)s)")
     with files.one_line_errors():
         prepare(parser.parse_args())

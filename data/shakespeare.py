@@ -3,15 +3,16 @@
     python data/shakespeare.py                      bytes, 257 symbols
     python data/shakespeare.py --tokenizer gpt2     GPT-2 byte pairs, 0.3 M tokens
 
-The first 90 % of the characters are to train on, the rest is held out, and each part is encoded by itself, without separators: the
-same tokens as nanoGPT's. The file is fetched once into the data set's folder; --source names a local copy (also .gz), or a folder with one.
+The first 90 % of the characters are to train on, the rest is held out, and each part is encoded by itself, without
+separators: the same tokens as nanoGPT's. The file is fetched once into the data set's folder; --source names a local
+copy (also .gz), or a folder with one.
 """
+import hashlib
 import sys
 from pathlib import Path
-import hashlib
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
-from data import files, tokens  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from data import files, tokens
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -44,7 +45,8 @@ def prepare(args):
     coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
     text = local_text(args.source) if args.source else fetched_text(args.out_dir)
     end = int(len(text) * 0.9)
-    tokens.write_data_set(args.out_dir, coder, {"train": [text[:end]], "val": [text[end:]]}, separate=False, dataset="shakespeare", source=URL)
+    splits = {"train": [text[:end]], "val": [text[end:]]}
+    tokens.write_data_set(args.out_dir, coder, splits, separate=False, dataset="shakespeare", source=URL)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
     python data/stdlib.py
 
-About 12 MB of source text under 257 symbols (256 bytes and a separator before each file). The files are read, never imported;
-tests are left out; about one file in twenty, chosen by a hash of its name, is held out for validation. The text differs a little
-between Python versions, so compare losses only on one machine.
+About 12 MB of source text under 257 symbols (256 bytes and a separator before each file). The files are read, never
+imported; tests are left out; about one file in twenty, chosen by a hash of its name, is held out for validation. The
+text differs a little between Python versions, so compare losses only on one machine.
 """
-import sys
 import argparse
 import platform
+import sys
 import sysconfig
 import zlib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
-from data import files, tokens  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from data import files, tokens
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -30,18 +30,22 @@ def held_out(name):
 
 
 def prepare(out, root):
-    files = modules(root)
-    parts = {"train": [p for name, p in files.items() if not held_out(name)], "val": [p for name, p in files.items() if held_out(name)]}
+    found = modules(root)
+    parts = {"train": [path for name, path in found.items() if not held_out(name)],
+             "val": [path for name, path in found.items() if held_out(name)]}
     if not all(parts.values()):
-        raise ValueError(f"{len(files)} Python files under {root} are too few to train on and to hold out: name another folder with --source")
-    texts = {split: (path.read_text(encoding="utf-8", errors="replace") for path in paths) for split, paths in parts.items()}
+        raise ValueError(f"{len(found)} Python files under {root} are too few to train on and to hold out: "
+                         "name another folder with --source")
+    texts = {split: (path.read_text(encoding="utf-8", errors="replace") for path in paths)
+             for split, paths in parts.items()}
     tokens.write_data_set(out, tokens.Bytes(), texts, dataset="stdlib", source=f"Python {platform.python_version()}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("stdlib"))
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of Python sources")
+    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]),
+                        help="folder of Python sources")
     args = parser.parse_args()
     with files.one_line_errors():
         prepare(args.out_dir, args.source)

@@ -1,27 +1,29 @@
 """A data set from any text of yours: a file, or a folder with files.
 
     python data/text.py --source notes.txt
-    python data/text.py --source books/ --val moby-dick --tokenizer gpt2 --name books        then: python train.py --dataset=books
+    python data/text.py --source books/ --val moby-dick --tokenizer gpt2 --name books
+    python train.py --dataset=books
 
-A .jsonl (or .parquet) holds a document in the "text" field of each row; any other file is one document if it is UTF-8; .gz of these
-is unpacked. In a folder, files that are empty or binary are passed over. A separator goes before each document.
+A .jsonl (or .parquet) holds a document in the "text" field of each row; any other file is one document if it is UTF-8;
+.gz of these is unpacked. In a folder, files that are empty or binary are passed over. A separator goes before each
+document.
 
-Held out for validation: the files that --val names, or else whole documents, chosen at random but always the same, up to --val_share
-of the bytes; of a single document, its end.
+Held out for validation: the files that --val names, or else whole documents, chosen at random but always the same, up
+to --val_share of the bytes; of a single document, its end.
 """
 import sys
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                  # so that `python data/NAME.py` finds the other rooms
-from data import files, tokens  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from data import files, tokens
 
 
 def measure(source):
     """The sizes in bytes of the documents of each file, and how many files of a folder hold no text."""
-    sizes, files = {}, tokens.source_files(source)
-    for path in files:
+    sizes, paths = {}, tokens.source_files(source)
+    for path in paths:
         try:
             sizes[path] = np.array([len(text.encode()) for text in tokens.documents(path)])
         except tokens.NotText:
@@ -29,16 +31,20 @@ def measure(source):
                 raise
     sizes = {path: found for path, found in sizes.items() if len(found)}
     if not sizes:
-        raise ValueError(f"--source={source} holds no readable text: name text files (UTF-8), .jsonl or .parquet with a \"text\" field")
-    return sizes, len(files) - len(sizes)
+        raise ValueError(f"--source={source} holds no readable text: name text files (UTF-8), .jsonl or .parquet with "
+                         'a "text" field')
+    return sizes, len(paths) - len(sizes)
 
 
 def named(sizes, names, source):
-    """Hold out the files of these names, given with or without folder and endings. One array of bool a file: which documents are held out."""
-    forms = {path: {path.name, path.name.split(".")[0], path.relative_to(source).as_posix(), str(path)} for path in sizes}
+    """Hold out the files of these names, given with or without folder and endings. Returns one array of bool a file:
+    which documents are held out."""
+    forms = {path: {path.name, path.name.split(".")[0], path.relative_to(source).as_posix(), str(path)}
+             for path in sizes}
     for name in names:
         if not any(name in form for form in forms.values()):
-            raise ValueError(f"--val {name}: no such file in {source}, choose from {', '.join(sorted(p.name for p in sizes)[:20])}")
+            known = ", ".join(sorted(path.name for path in sizes)[:20])
+            raise ValueError(f"--val {name}: no such file in {source}, choose from {known}")
     held = {path: np.full(len(sizes[path]), bool(form & set(names))) for path, form in forms.items()}
     if all(flags.all() for flags in held.values()):
         raise ValueError("--val holds out everything, so nothing is left to train on: name fewer files")
@@ -46,7 +52,8 @@ def named(sizes, names, source):
 
 
 def shared(sizes, share):
-    """Hold out documents in a fixed random order as long as they fit into the share; if not even the first fits, the shortest of all."""
+    """Hold out documents in a fixed random order as long as they fit into the share; if not even the first fits, the
+    shortest of all."""
     lengths = np.concatenate(list(sizes.values()))
     order = np.random.default_rng(0).permutation(len(lengths))
     held = np.zeros(len(lengths), bool)
@@ -68,7 +75,7 @@ def prepare(args):
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
     if args.name in ("", ".", "..") or "/" in args.name or "\\" in args.name:
         raise ValueError(f"--name={args.name} must be a plain name; --out_dir takes any folder")
-    if not args.out_dir and args.name in ["tokens", *tokens.data_sets()] and args.name != "text":
+    if not args.out_dir and args.name in [*tokens.NO_DATA_SET, *tokens.data_sets()] and args.name != "text":
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
     sizes, passed_over = measure(args.source)
@@ -77,21 +84,26 @@ def prepare(args):
         text = next(tokens.documents(next(iter(sizes))))
         end = int(len(text) * (1 - args.val_share))
         if not 0 < end < len(text):
-            raise ValueError(f"--source={args.source} holds {len(text)} characters, too few to hold out a share of {args.val_share}")
+            raise ValueError(f"--source={args.source} holds {len(text)} characters, too few to hold out a share of "
+                             f"{args.val_share}")
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)
         splits = {"train": chosen(held, False), "val": chosen(held, True)}
-    print(f"source: {count} documents in {len(sizes)} files of {args.source}; {passed_over} files without text passed over")
-    tokens.write_data_set(args.out_dir or Path(__file__).with_name(args.name), coder, splits, dataset=args.name, source=str(args.source))
+    print(f"source: {count} documents in {len(sizes)} files of {args.source}; "
+          f"{passed_over} files without text passed over")
+    out = args.out_dir or Path(__file__).with_name(args.name)
+    tokens.write_data_set(out, coder, splits, dataset=args.name, source=str(args.source))
 
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "text", "gpt2")
     parser.set_defaults(out_dir=None)
-    parser.add_argument("--name", default="text", help="name of the data set: it goes to data/NAME (default: %(default)s)")
+    parser.add_argument("--name", default="text",
+                        help="name of the data set: it goes to data/NAME (default: %(default)s)")
     parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
-    parser.add_argument("--val_share", type=float, default=0.1, help="share of the text to hold out (default: %(default)s)")
+    parser.add_argument("--val_share", type=float, default=0.1,
+                        help="share of the text to hold out (default: %(default)s)")
     args = parser.parse_args()
     if not args.source:
         parser.error("which text? give --source FILE or FOLDER")

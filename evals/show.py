@@ -69,7 +69,7 @@ class Page:
 
     def choices(self):
         """A line for each axis that is not at its default: the value and what it does."""
-        lines = [textwrap.fill(f"{axis:12} {value!s:10} {self.meaning(axis)}", WIDTH, subsequent_indent=" " * 24).rstrip()
+        lines = [textwrap.fill(f"{axis:12} {value!s:10} {self.meaning(axis)}", WIDTH, subsequent_indent=" " * 24)
                  for axis, value in self.chosen.items()]
         if self.layer.args:
             lines.append(f"{'attn_args':12} " + ",".join(f"{key}={value}" for key, value in self.layer.args.items()))

@@ -1,6 +1,8 @@
-"""What all tests share: a small data set, a way to start train.py and eval.py as real processes, and one trained run to look at."""
+"""What all tests share: a small data set, ways to start the scripts here or as real processes, one trained run."""
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +20,15 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"        # must be set before triton is imported
 
+import attention  # noqa: E402
 from data import files, tokens  # noqa: E402
+
+# ---------------------------------------------------------------------------------------------------- which tests run
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="also what .ci/run adds: every case of every recipe, kernel and choice")
+    parser.addoption("--all", action="store_true",
+                     help="also what .ci/run adds: every case of every recipe, kernel and choice")
 
 
 def pytest_configure(config):
@@ -37,24 +43,64 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
 
 
+# tests of many cases take these recipes, which have every rule and every axis among them; with --all they take all
+FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
+       "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
+       "elu_norm", "linear", "mlp_norm")
+
+
+def some_recipes(*names):
+    """All recipes as parameters of a test; those not named here run with --all only."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in attention.ATTENTIONS]
+
+
+RECIPES = some_recipes(*FEW)
+
+
+# ------------------------------------------------------------------------------------------------------------- the data
+
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
-TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8", "--eval_interval=4",
-        "--log_interval=1", "--eval_iters=1", "--warmup_iters=2", "--device=cpu", "--dtype=float32")
+WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the same as byte ids
 
 
 def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
     """A data set from two arrays of token ids."""
     shards = {f"{split}.bin": tokens.write_shard(folder / f"{split}.bin", np.asarray(ids)) | {"bytes": len(ids)}
               for split, ids in (("train", train), ("val", val))}
-    files.write_json(folder / "meta.json", {"dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": shards})
+    files.write_json(folder / "meta.json", {"dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size,
+                                            "shards": shards})
     return folder
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Half a sentence on repeat: 20,000 bytes to train on, 4,000 held out."""
-    ids = np.frombuffer((TEXT * 300).encode(), np.uint8)
-    return write_data(tmp_path_factory.mktemp("data") / "fox", ids[:20000], ids[20000:24000])
+    return write_data(tmp_path_factory.mktemp("data") / "fox", WORDS[:20000], WORDS[20000:24000])
+
+
+@pytest.fixture(scope="session")
+def backcopy(tmp_path_factory):
+    """A small data set of the sink lab."""
+    out = tmp_path_factory.mktemp("data") / "backcopy"
+    run("data/backcopy.py", f"--out_dir={out}", "--sequences=2000", "--val_sequences=200")
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- the scripts
+
+TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8",
+        "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--warmup_iters=2", "--device=cpu",
+        "--dtype=float32")
+
+
+def train_here(*flags):
+    """Train in this process: cheaper than a process of its own where that proves nothing more. A new run is as tiny as
+    can be; a flag given here beats the tiny values."""
+    import train
+    new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
+    with pytest.raises(SystemExit) as stop:
+        train.main([*new, *map(str, flags)])
+    assert stop.value.code == 0
 
 
 def command(*args, ranks=1):
@@ -71,8 +117,59 @@ def run(*args, ranks=1, ok=True, **kwargs):
 
 
 def train(out_dir, data, *flags, **kwargs):
-    """Train a tiny model on a data set; a flag given here beats the tiny values."""
+    """Train a tiny model on a data set, as a real process; a flag given here beats the tiny values."""
     return run("train.py", *TINY, f"--dataset={data}", f"--out_dir={out_dir}", *flags, **kwargs)
+
+
+def complain(main, capsys, *argv):
+    """Call a script's main in this process with arguments it must refuse: its exit code and the one line it says on
+    stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in argv])
+    err = capsys.readouterr().err
+    assert stop.value.code not in (0, None) and isinstance(stop.value.code, int)
+    assert err.endswith("\n") and err.count("\n") == 1, err
+    assert "Traceback" not in err
+    return stop.value.code, err
+
+
+def assert_says(pattern, line):
+    assert re.search(pattern, line), line
+
+
+# ------------------------------------------------------------------------------------------------------------ the runs
+
+FILES = ("ckpt.pt", "log.csv", "meta.json")
+
+
+@pytest.fixture(scope="session")
+def elastic_run(tmp_path_factory, data):
+    """A finished run of 8 steps with --attn=elastic, for tests that only look."""
+    out = tmp_path_factory.mktemp("elastic_run")
+    train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=elastic", "--dropout=0.1")
+    return out
+
+
+@pytest.fixture
+def copy(elastic_run, tmp_path):
+    """A copy of the finished elastic run, to change."""
+    return shutil.copytree(elastic_run, tmp_path / "copy")
+
+
+@pytest.fixture
+def kept(elastic_run, tmp_path):
+    """A copy of the finished elastic run, whose three files must be the same after the test."""
+    folder = shutil.copytree(elastic_run, tmp_path / "kept")
+    yield folder
+    assert all((folder / name).read_bytes() == (elastic_run / name).read_bytes() for name in FILES)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(FILES)
+
+
+@pytest.fixture
+def train_fails(kept, data, capsys):
+    """Train into the folder of a finished run with bad input: (exit code, the line on stderr)."""
+    import train
+    return lambda *flags: complain(train.main, capsys, *TINY, f"--dataset={data}", f"--out_dir={kept}", *flags)
 
 
 def log_rows(out_dir):
@@ -98,26 +195,7 @@ def meta(out_dir):
     return json.loads((out_dir / "meta.json").read_text())
 
 
-@pytest.fixture(scope="session")
-def elastic_run(tmp_path_factory, data):
-    """A finished run of 8 steps with --attn=elastic, for tests that only look."""
-    out = tmp_path_factory.mktemp("elastic_run")
-    train(out, data, "--attn=elastic", "--dropout=0.1")
-    return out
-
-
 def tiny_config(**choices):
     """A GPTConfig of one small layer."""
     from model import GPTConfig
     return GPTConfig(**{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices)
-
-
-def complain(main, capsys, *argv):
-    """Call a script's main in this process with arguments it must refuse: its exit code and the one line it says on stderr."""
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in argv])
-    err = capsys.readouterr().err
-    assert stop.value.code not in (0, None) and isinstance(stop.value.code, int)
-    assert err.endswith("\n") and err.count("\n") == 1, err
-    assert "Traceback" not in err
-    return stop.value.code, err

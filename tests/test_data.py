@@ -1,125 +1,123 @@
-"""data/: shards on disk, windows over them, the standard library as a data set, tokenizers."""
+"""The data scripts as real processes on real files. What needs public files (Tiny Shakespeare, books, the GPT-2
+tokenizer) looks for them in the folder that NANO_DATA names, or in ../shared/data, and is skipped without them."""
+import functools
+import gzip
 import hashlib
 import json
 import json.decoder
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import sysconfig
+import time
 import unittest.case
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TEXT, run, write_data
+from conftest import ROOT, TEXT
 
-from data import files, tokens
+from data import tokens
 
+PUBLIC = Path(os.environ.get("NANO_DATA", ROOT.parent / "shared" / "data"))
+# a port where nobody listens
+NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+DOCUMENTS = [f"Document {i}: " + f"word{i % 7} é " * (i * 37 % 90) for i in range(300)]
 
-def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):
-    ids = np.array([0, 1, 256, 65535], np.uint16)
-    row = tokens.write_shard(tmp_path / "train.bin", ids)
-    raw = (tmp_path / "train.bin").read_bytes()
-    assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, 4] + [0] * 253
-    assert np.frombuffer(raw[1024:], "<u2").tolist() == ids.tolist() == tokens.read_shard(tmp_path / "train.bin").tolist()
-    assert row == {"tokens": 4, "sha256": hashlib.sha256(raw).hexdigest()}
+needs_public = pytest.mark.skipif(not (PUBLIC / "tokenizer").exists(), reason="needs public data: set NANO_DATA")
 
 
-def test_windows_run_over_the_borders_of_shards(tmp_path):
-    ids, cuts = np.arange(1000) % 300, (0, 7, 8, 500, 1000)
-    for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        tokens.write_shard(tmp_path / f"train_{i:06d}.bin", ids[a:b])
-    split = tokens.Tokens(tmp_path, "train")
-    assert len(split) == 1000
-    starts = [0, 3, 6, 7, 8, 490, 499, 500, 980]
-    rows = split.windows(starts, 20, 300)
-    assert rows.dtype == np.int64 and (rows == np.stack([ids[s:s + 20] for s in starts])).all()
-    assert (split.window(0, 1000) == ids).all()
+def argv(name, *flags):
+    return [sys.executable, str(ROOT / "data" / f"{name}.py"), *map(str, flags)]
 
 
-def test_ids_outside_the_vocabulary_say_where(tmp_path):
-    tokens.write_shard(tmp_path / "val.bin", np.array([1, 2, 3, 99, 4, 5]))
-    split = tokens.Tokens(tmp_path, "val")
-    assert split.windows([0], 3, 50).tolist() == [[1, 2, 3]]
-    with pytest.raises(ValueError, match="val.*99.*50"):
-        split.windows([0, 2], 3, 50)
+def script(name, *flags, ok=True, **env):
+    done = subprocess.run(argv(name, *flags), capture_output=True, text=True, timeout=60, env=os.environ | env)
+    assert not ok or done.returncode == 0, done.stderr
+    return done
 
 
-def header(*numbers, length=256):
-    return np.array(list(numbers) + [0] * (length - len(numbers)), "<i4").tobytes()
+def fails(name, *flags, **env):
+    """The one line that a script's failure prints."""
+    done = script(name, *flags, ok=False, **env)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
 
 
-@pytest.mark.parametrize("content, says", [
-    (b"", "wrong header"), (b"\0" * 5000, "wrong header"), (header(20240520, 7, 1) + b"ab", "wrong header"),
-    (header(20240520, 1, 9) + b"ab", "damaged"), (header(20240520, 1, 0), "no tokens"),
-    (header(20240520, 1, -1), "damaged"), (header(20240520, 1, 5, length=3), "damaged")])
-def test_a_file_that_is_no_shard_is_refused(content, says, tmp_path):
-    (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=f"train.bin.*{says}"):
-        tokens.Tokens(tmp_path, "train")
+def ids(folder, split):
+    data = tokens.Tokens(folder, split)
+    return np.array(data.window(0, len(data)))
 
 
-def test_meta_and_hash_follow_the_contents(data, tmp_path):
-    meta = tokens.read_meta(data)
-    assert (meta["vocab_size"], meta["tokenizer"]) == (257, "bytes") and meta["shards"]["val.bin"]["tokens"] == 4000
-    other = tokens.read_meta(write_data(tmp_path / "other", [1, 2], [3]))
-    assert tokens.data_hash(meta) == tokens.data_hash(tokens.read_meta(data)) != tokens.data_hash(other)
-    assert tokens.bytes_per_token(meta, "val") == 1.0
+def meta(folder):
+    """meta.json, checked against the files: each shard's hash, and nothing else in the folder."""
+    found = tokens.read_meta(folder)
+    assert {p.name for p in folder.iterdir()} == {"meta.json", *found["shards"]}
+    return found
 
 
-def test_a_changed_shard_no_longer_matches_its_hash(tmp_path):
-    folder = write_data(tmp_path, [1, 2, 3], [4, 5])
-    raw = bytearray((folder / "val.bin").read_bytes())
-    raw[-1] ^= 1
-    (folder / "val.bin").write_bytes(raw)
-    with pytest.raises(ValueError, match="val.bin.*sha256"):
-        tokens.read_meta(folder)
+def text_bytes(found):
+    return sum(row["bytes"] for row in found["shards"].values())
 
 
-def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("before")
-    with pytest.raises(KeyboardInterrupt), files.replacing(path, "w") as f:
-        f.write("half")
-        f.flush()
-        assert path.read_text() == "before"
-        raise KeyboardInterrupt
-    assert path.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
-    with files.replacing(path, "w") as f:
-        f.write("after")
-    assert path.read_text() == "after" and os.listdir(tmp_path) == ["a.txt"]
+def hashes(folder):
+    return {name: row["sha256"] for name, row in meta(folder)["shards"].items()}
 
 
-# --------------------------------------------------------------------------------------------------------- the standard library
+def byte_ids(texts):
+    return np.concatenate([[256, *text.encode()] for text in texts])
 
-@pytest.fixture(scope="module")
+
+def write(path, content):
+    """A file from text, bytes, or a list of documents (.jsonl); packed if its name says so."""
+    if isinstance(content, list):
+        content = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(content))
+    content = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------- stdlib
+
+@pytest.fixture(scope="session")
 def stdlib(tmp_path_factory):
     """The default data set, made by its script."""
     out = tmp_path_factory.mktemp("stdlib") / "stdlib"
-    run("data/stdlib.py", f"--out_dir={out}")
+    script("stdlib", "--out_dir", out)
     return out
 
 
 def documents(folder, split):
-    ids = tokens.Tokens(folder, split).window(0, len(tokens.Tokens(folder, split)))
-    return ["".join(map(chr, part[1:])) for part in np.split(ids, np.flatnonzero(ids == 256))[1:]]
+    """The documents of a data set of bytes, each byte as one character."""
+    found = ids(folder, split)
+    parts = np.split(found, np.flatnonzero(found == tokens.Bytes.separator))[1:]
+    return [part[1:].astype(np.uint8).tobytes().decode("latin-1") for part in parts]
 
 
+@pytest.mark.xdist_group("stdlib")
 def test_stdlib_is_self_consistent_and_large_enough(stdlib):
-    meta = tokens.read_meta(stdlib)
-    assert meta["vocab_size"] == 257 and meta["tokenizer"] == "bytes" and meta["shards"].keys() == {"train.bin", "val.bin"}
+    found = meta(stdlib)
+    assert found["vocab_size"] == 257 and found["tokenizer"] == "bytes"
+    assert found["shards"].keys() == {"train.bin", "val.bin"}
     for split in ("train", "val"):
-        shard, texts = meta["shards"][f"{split}.bin"], documents(stdlib, split)
+        shard, texts = found["shards"][f"{split}.bin"], documents(stdlib, split)
         assert shard["bytes"] == sum(map(len, texts)) == shard["tokens"] - len(texts)
-        assert 0.9 < tokens.bytes_per_token(meta, split) < 1
-    assert meta["shards"]["train.bin"]["tokens"] > 5e6 and meta["shards"]["val.bin"]["tokens"] > 1e5
+        assert 0.9 < tokens.bytes_per_token(found, split) < 1
+    assert found["shards"]["train.bin"]["tokens"] > 5e6 and found["shards"]["val.bin"]["tokens"] > 1e5
 
 
+@pytest.mark.xdist_group("stdlib")
 def test_stdlib_holds_whole_files_out_and_leaves_tests_alone(stdlib):
     train, val = set(documents(stdlib, "train")), set(documents(stdlib, "val"))
     for module in (json.decoder, unittest.case):
         text = Path(module.__file__).read_bytes().decode("latin-1")
         assert (text in train) + (text in val) == 1
     assert not {text for text in train & val if len(text) > 200}        # near-empty files may be alike
-    for path in (Path(sysconfig.get_paths()["stdlib"]) / "test").glob("test_[a-e]*.py"):         # some systems leave them out
+    tests = Path(sysconfig.get_paths()["stdlib"]) / "test"              # some systems leave them out
+    for path in tests.glob("test_[a-e]*.py"):
         assert path.read_bytes().decode("latin-1") not in train | val
 
 
@@ -132,11 +130,12 @@ def sources(folder, names):
 
 def test_stdlib_is_deterministic_and_skips_tests(tmp_path):
     names = [f"package/module_{i}.py" for i in range(80)]
-    skipped = ["test/a.py", "package/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py", "lib2to3/tests/data/e.py"]
+    skipped = ["test/a.py", "package/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py",
+               "lib2to3/tests/data/e.py"]
     made = []
     for place, order in (("a", names + skipped), ("b", skipped[::-1] + names[::-1])):
         folder = sources(tmp_path / place, order)
-        run("data/stdlib.py", f"--source={folder}", f"--out_dir={tmp_path / place / 'out'}")
+        script("stdlib", "--source", folder, "--out_dir", tmp_path / place / "out")
         made.append([(tmp_path / place / "out" / name).read_bytes() for name in ("train.bin", "val.bin", "meta.json")])
     assert made[0] == made[1]
     texts = [documents(tmp_path / "a" / "out", split) for split in ("train", "val")]
@@ -144,32 +143,287 @@ def test_stdlib_is_deterministic_and_skips_tests(tmp_path):
 
 
 def test_stdlib_of_no_sources_says_so(tmp_path):
-    done = run("data/stdlib.py", f"--source={tmp_path}", f"--out_dir={tmp_path / 'out'}", ok=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "--source" in done.stderr and not (tmp_path / "out").exists()
+    assert "--source" in fails("stdlib", "--source", tmp_path, "--out_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------------ tokenizers
+# --------------------------------------------------------------------------------------------------------------- text
 
-def test_bytes_round_trip_and_stay_within_their_vocabulary():
-    coder, text = tokens.tokenizer("bytes"), "naïve\n\t€ 漢字 😀\0"
-    ids = coder.encode(text)
-    assert ids.dtype == np.uint16 and ids.max() < coder.separator < coder.vocab_size
-    assert coder.decode(ids) == coder.decode(ids.tolist()) == text
-    assert coder.decode([256, 104, 105, 256]) == "hi" and coder.decode([255, 104]) == "\ufffdh" and len(coder.encode("")) == 0
-
-
-def test_numbers_round_trip_and_refuse_words():
-    coder = tokens.tokenizer("numbers")
-    assert coder.decode(coder.encode("3 0 65535")) == "3 0 65535"
-    for wrong in ("three", "1.5", "-1", "70000"):
-        with pytest.raises(ValueError, match="numbers"):
-            coder.encode(wrong)
+@pytest.fixture
+def library(tmp_path):
+    folder = tmp_path / "library"
+    write(folder / "a.txt", "Alpha.\r\n")
+    write(folder / "sub" / "b.md", "# Bravo é\n")
+    write(folder / "sub" / "c.txt.gz", "Charlie\n")
+    write(folder / "d.jsonl", ["delta", "", "echo"])
+    write(folder / "picture.png", b"\x89PNG\0\0")
+    write(folder / "latin1.txt", b"caf\xe9")
+    write(folder / "empty.txt", b"")
+    write(folder / ".hidden" / "h.txt", "hidden")
+    return folder
 
 
-def test_unknown_tokenizer_names_those_that_exist():
-    with pytest.raises(ValueError, match="bytes.*gpt2"):
-        tokens.tokenizer("nonsense")
+def test_a_folder_of_files(library, tmp_path):
+    done = script("text", "--source", library, "--tokenizer=bytes", "--val", "a", "sub/b.md",
+                  "--out_dir", tmp_path / "out")
+    assert "5 documents in 4 files" in done.stdout and "3 files without text" in done.stdout
+    found = meta(tmp_path / "out")
+    assert ids(tmp_path / "out", "val").tolist() == byte_ids(["Alpha.\r\n", "# Bravo é\n"]).tolist()
+    assert ids(tmp_path / "out", "train").tolist() == byte_ids(["delta", "echo", "Charlie\n"]).tolist()
+    assert (found["vocab_size"], found["tokenizer"]) == (257, "bytes")
+    assert found["shards"]["val.bin"] | {"sha256": ""} == {"tokens": 21, "bytes": 19, "sha256": ""}
+    assert tokens.bytes_per_token(found, "val") == 19 / 21
 
 
-def test_meta_is_plain_json(data):
-    assert json.loads((data / "meta.json").read_text())["dataset"] == "fox"
+def test_whole_documents_are_held_out(tmp_path):
+    source, out = write(tmp_path / "many.jsonl.gz", DOCUMENTS), tmp_path / "out"
+    script("text", "--source", source, "--tokenizer=bytes", "--val_share=0.2", "--out_dir", out)
+    train, val = (bytes(i if i < 256 else 0 for i in ids(out, split)).decode().split("\0")[1:]
+                  for split in ("train", "val"))
+    assert sorted(train + val) == sorted(DOCUMENTS) and train == [text for text in DOCUMENTS if text in set(train)]
+    assert 0.15 < sum(map(len, val)) / sum(map(len, DOCUMENTS)) <= 0.2
+    first = hashes(out)
+    script("text", "--source", source, "--tokenizer=bytes", "--val_share=0.2", "--out_dir", out)
+    assert hashes(out) == first
+
+
+@pytest.mark.parametrize("texts, expected", [
+    (["x" * 100 + "tail"], "ail"), (["long document", "brief", "another long one"], "brief")])
+def test_few_documents(tmp_path, texts, expected):
+    """Of one document the end is held out; of few, the shortest, where none fits into the share."""
+    script("text", "--source", write(tmp_path / "few.jsonl", texts), "--tokenizer=bytes", "--val_share=0.02",
+           "--out_dir", tmp_path / "out")
+    assert ids(tmp_path / "out", "val").tolist() == byte_ids([expected]).tolist()
+
+
+BAD = {
+    "empty.txt": (b"", "is empty"), "blank.txt": (b" \n", "is empty"),
+    "binary.bin": (b"\x7fELF\0\1", "not text"), "latin.txt": (b"caf\xe9", "not text"),
+    "cut.txt.gz": (gzip.compress(os.urandom(4096))[:900], "damaged"), "notgz.txt.gz": (b"plain", "damaged"),
+    "line.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2"), "field.jsonl": (b'{"body": "a"}\n', '"text"'),
+    "number.jsonl": (b'{"text": 3}\n', '"text"'),
+    "rows.jsonl": (b'{"text": ""}\n', "no readable text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(tmp_path, name):
+    content, said = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    assert said in fails("text", "--source", tmp_path / name, "--out_dir", tmp_path / "out", "--tokenizer=bytes")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_flags(tmp_path, library):
+    out = ("--out_dir", tmp_path / "out", "--tokenizer=bytes")
+    only_binary = write(tmp_path / "pictures" / "p.png", b"\0").parent
+    (tmp_path / "nothing").mkdir()
+    for flags, said in [
+            (("--source", tmp_path / "missing"), "does not exist"), (("--source", only_binary), "no readable text"),
+            (("--source", tmp_path / "nothing"), "no files"),
+            (("--source", library, "--val", "zulu"), "choose from a.txt"),
+            (("--source", library, "--val", "a", "b", "c", "d"), "nothing is left"),
+            (("--source", library, "--val_share=1"), "between"), (("--source", library, "--name=a/b"), "plain name"),
+            ((), "--source"), (("--source", library, "--tokenizer=llama"), "gpt2"),
+            (("--surce", library), "--surce"), (("--source", write(tmp_path / "one.txt", "x")), "too few")]:
+        assert said in fails("text", *out, *flags)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_data_set_survives_a_mistake_and_leaves_nothing_behind(library, tmp_path):
+    out = tmp_path / "out"
+    fineweb(write(tmp_path / "many.jsonl", DOCUMENTS), out, "--shard_tokens=20000")
+    first = hashes(out)
+    fails("text", "--source", tmp_path / "missing", "--tokenizer=bytes", "--out_dir", out)
+    assert hashes(out) == first
+    (out / ".train.bin.123.tmp").write_bytes(b"left by a killed run")
+    script("text", "--source", library, "--tokenizer=bytes", "--out_dir", out)
+    assert set(hashes(out)) == {"train.bin", "val.bin"}
+
+
+# -------------------------------------------------------------------------------------------------------- fineweb_edu
+
+@pytest.fixture
+def pages(tmp_path):
+    folder = tmp_path / "pages"
+    write(folder / "000.jsonl", DOCUMENTS[:100])
+    write(folder / "001.jsonl.gz", DOCUMENTS[100:200])
+    for i, text in enumerate(DOCUMENTS[200:205]):
+        write(folder / "002" / f"{i}.txt", text)
+    write(folder / "003.jsonl", DOCUMENTS[205:])
+    write(folder / "README.md", "not part of it")
+    return folder
+
+
+def fineweb(source, out, *flags, **kwargs):
+    return script("fineweb_edu", "--source", source, "--out_dir", out, "--tokenizer=bytes", *flags, **kwargs)
+
+
+def test_shards_are_the_stream_cut_into_pieces(pages, tmp_path):
+    stream, size = byte_ids(DOCUMENTS), 7001
+    done = fineweb(pages, tmp_path / "out", f"--shard_tokens={size}")
+    names = list(meta(tmp_path / "out")["shards"])
+    assert names == ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(-(-len(stream) // size) - 1))]
+    assert (ids(tmp_path / "out", "val") == stream[:size]).all()
+    assert (ids(tmp_path / "out", "train") == stream[size:]).all()
+    assert "this is normal" in done.stdout
+    assert text_bytes(meta(tmp_path / "out")) == sum(len(text.encode()) for text in DOCUMENTS)
+
+
+def test_a_last_shard_that_is_full(tmp_path):
+    done = fineweb(write(tmp_path / "even.jsonl", ["x" * 99] * 30), tmp_path / "out", "--shard_tokens=1000")
+    assert len(hashes(tmp_path / "out")) == 3 and "normal" not in done.stdout
+
+
+def test_killed_and_restarted(tmp_path):
+    """kill -9, twice, in the middle: the same files as without, and finished shards are not touched again."""
+    for i in range(4):
+        write(tmp_path / "pages" / f"{i}.jsonl.gz", DOCUMENTS * 5)
+    whole, out, flags = tmp_path / "whole", tmp_path / "out", ("--shard_tokens=25013",)
+    fineweb(tmp_path / "pages", whole, *flags)
+    count, finished = len(hashes(whole)), {}
+    for share in (0.2, 0.6):
+        process = subprocess.Popen(argv("fineweb_edu", "--source", tmp_path / "pages", "--out_dir", out,
+                                        "--tokenizer=bytes", *flags), stdout=subprocess.DEVNULL)
+        while len(list(out.glob("*.bin"))) < share * count:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (out / "meta.json").exists()
+        listed = json.loads((out / "progress.json").read_text())["shards"]
+        assert share * count - 2 <= len(listed) < count
+        assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items())
+        finished = {name: (out / name).stat().st_mtime_ns for name in listed}
+        for name, row in listed.items():
+            assert hashlib.sha256((out / name).read_bytes()).hexdigest() == row["sha256"]
+    fineweb(tmp_path / "pages", out, *flags)
+    assert hashes(out) == hashes(whole)
+    assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items())
+
+
+def test_every_place_to_stop_at(pages, tmp_path):
+    """Stopping after each shard in turn and going on gives what one run gives."""
+    fineweb(pages, tmp_path / "whole", "--shard_tokens=30011")
+    for count in range(1, len(hashes(tmp_path / "whole"))):
+        fineweb(pages, tmp_path / "out", "--shard_tokens=30011", f"--train_shards={count}")
+        assert len(hashes(tmp_path / "out")) == count + 1
+    fineweb(pages, tmp_path / "out", "--shard_tokens=30011")
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+
+
+def test_fineweb_mistakes(pages, tmp_path):
+    out = tmp_path / "out"
+    call = functools.partial(fails, "fineweb_edu", "--tokenizer=bytes", "--out_dir", out)
+    assert "unknown source type" in call("--source", write(tmp_path / "t.csv", "a,b"))
+    assert "at least 1" in call("--source", pages, "--shard_tokens=0")
+    assert "lower --shard_tokens" in call("--source", pages)
+    assert "cannot be read as parquet" in call("--source", write(tmp_path / "x.parquet", b"PAR1")) or not has_pyarrow()
+    assert not out.exists() or not list(out.iterdir())
+    fineweb(pages, out, "--shard_tokens=9000")
+    first = hashes(out)
+    assert "other sources or with other flags" in call("--source", pages, "--shard_tokens=8000")
+    write(pages / "004.jsonl", ["one more"])
+    assert "other sources or with other flags" in call("--source", pages, "--shard_tokens=9000")
+    assert hashes(out) == first
+
+
+def has_pyarrow():
+    return subprocess.run([sys.executable, "-c", "import pyarrow.parquet"], capture_output=True).returncode == 0
+
+
+def test_parquet_without_its_reader(tmp_path):
+    write(tmp_path / "fake" / "pyarrow.py", "raise ImportError")
+    source = write(tmp_path / "pages.parquet", b"PAR1")
+    said = fails("fineweb_edu", "--source", source, "--out_dir", tmp_path / "out", "--tokenizer=bytes",
+                 PYTHONPATH=str(tmp_path / "fake"))
+    assert "pip install pyarrow" in said
+
+
+@pytest.mark.skipif(not has_pyarrow(), reason="needs pyarrow")
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    for name, rows in (("a", DOCUMENTS[:150]), ("b", DOCUMENTS[150:])):
+        table = pyarrow.table({"id": range(len(rows)), "text": rows})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=40)
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "c.parquet2")
+    fineweb(tmp_path, tmp_path / "out", "--shard_tokens=20000")
+    assert (np.concatenate([ids(tmp_path / "out", "val"), ids(tmp_path / "out", "train")]) == byte_ids(DOCUMENTS)).all()
+    os.rename(tmp_path / "c.parquet2", tmp_path / "c.parquet")
+    assert 'no column "text"' in fails("fineweb_edu", "--source", tmp_path / "c.parquet", "--out_dir", tmp_path / "c",
+                                       "--tokenizer=bytes")
+
+
+# -------------------------------------------------------------------------------------------- no network, other files
+
+def test_no_network(tmp_path):
+    began = time.time()
+    assert "name a local copy with --source" in fails("shakespeare", "--out_dir", tmp_path / "out", **NO_NETWORK)
+    source, env = write(tmp_path / "t.txt", "text"), NO_NETWORK | {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
+    said = fails("text", "--source", source, "--out_dir", tmp_path / "out", **env)
+    assert "the GPT-2 tokenizer could not be fetched" in said and "TIKTOKEN_CACHE_DIR" in said
+    said = fails("fineweb_edu", "--tokenizer=bytes", "--out_dir", tmp_path / "out", **NO_NETWORK)
+    assert "--source" in said or "pip install pyarrow" in said
+    assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists() and time.time() - began < 30
+
+
+def test_another_text_is_not_shakespeare(tmp_path):
+    for source in (write(tmp_path / "a" / "hamlet.txt", "To be"), tmp_path / "a"):
+        assert "not Tiny Shakespeare" in fails("shakespeare", "--source", source, "--out_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- public files
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """A copy: tiktoken deletes what it does not know."""
+    folder = tmp_path_factory.mktemp("bpe") / "cache"
+    return {"TIKTOKEN_CACHE_DIR": str(shutil.copytree(PUBLIC / "tokenizer" / "tiktoken_cache", folder))}
+
+
+@needs_public
+@pytest.mark.parametrize("tokenizer, counts", [("bytes", (1003854, 111540)), ("gpt2", (301966, 36059))])
+def test_shakespeare(tmp_path, cache, tokenizer, counts):
+    """As many tokens as nanoGPT's two ways to prepare it give."""
+    script("shakespeare", "--source", PUBLIC / "text", "--tokenizer", tokenizer, "--out_dir", tmp_path / "out", **cache)
+    assert (len(ids(tmp_path / "out", "train")), len(ids(tmp_path / "out", "val"))) == counts
+    assert text_bytes(meta(tmp_path / "out")) == 1115394
+
+
+@needs_public
+def test_gpt2_of_a_long_book(tmp_path, cache):
+    """A book is encoded in parts, and comes out as if it had not been; its bytes are counted right."""
+    import tiktoken
+    out, folder = tmp_path / "out", tmp_path / "books"
+    folder.mkdir()
+    for name in ("les-miserables.txt.gz", "moby-dick.txt.gz"):
+        shutil.copy(PUBLIC / "books" / name, folder)
+    script("text", "--source", folder, "--val", "moby-dick", "--out_dir", out, **cache)
+    text = gzip.open(folder / "les-miserables.txt.gz", "rt", encoding="utf-8-sig", newline="").read()
+    os.environ |= cache
+    assert ids(out, "train").tolist() == [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
+    assert meta(out)["shards"]["train.bin"]["bytes"] == len(text.encode())
+
+
+@needs_public
+def test_tokenizer_files(tmp_path):
+    """A folder with OpenAI's two files serves once, and from then on tiktoken's cache has them."""
+    source = write(tmp_path / "t.jsonl", ["Hello world", "Hello"])
+    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")} | NO_NETWORK
+    flags = ("--source", source, "--out_dir", tmp_path / "out")
+    assert "vocab.bpe" in fails("text", *flags, "--tokenizer_files", tmp_path, **env)
+    script("text", *flags, "--tokenizer_files", PUBLIC / "tokenizer", **env)
+    script("text", *flags, **env)
+    assert ids(tmp_path / "out", "train").tolist() == [50256, 15496, 995]
+
+
+@needs_public
+def test_fineweb_with_gpt2(pages, tmp_path, cache):
+    script("fineweb_edu", "--source", pages, "--shard_tokens=9000", "--out_dir", tmp_path / "out", **cache)
+    found = meta(tmp_path / "out")
+    assert (found["vocab_size"], ids(tmp_path / "out", "val")[0]) == (50257, 50256)
+    stream = np.concatenate([ids(tmp_path / "out", split) for split in ("val", "train")])
+    assert (stream == 50256).sum() == len(DOCUMENTS)
+    assert text_bytes(found) == sum(len(text.encode()) for text in DOCUMENTS)

@@ -4,7 +4,7 @@ import re
 
 from conftest import ROOT
 
-ROOMS = {"eval": "eval.py", "train": "train.py", "model": "model.py", "attention": "attention.py", "kernels": "kernels.py"}
+ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
 FOLDERS = ("evals", "common", "data")
 
 

@@ -1,23 +1,24 @@
-"""model.py: the architecture against torch.nn, generation against plain forward passes, initial weights and optimizer groups."""
+"""model.py: the architecture against torch.nn, initial weights, optimizer groups, generation against forward passes."""
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import tiny_config
+from conftest import RECIPES, some_recipes, tiny_config
 
 import attention
 from attention import ATTENTIONS
+from data import tokens
 from model import GPT, GPTConfig
 
-recipes = pytest.mark.parametrize("attn", ATTENTIONS)
+recipes = pytest.mark.parametrize("attn", RECIPES)
 positions = pytest.mark.parametrize("pos", attention.AXES["pos"])
-AXIS_VALUES = [(axis, value) for axis, values in attention.AXES.items() for value in values] + [("window", 5), ("window_every", 2), ("first", 2)]
 
 
 def model(seed=1, spread=4.0, **choices):
-    """A GPT in eval mode with matrices `spread` times their initial size, so that logits differ enough to be compared."""
+    """A GPT in eval mode with matrices `spread` times their initial size, so that logits differ enough."""
     gpt = GPT(tiny_config(**{"n_layer": 2} | choices), seed).eval()
     with torch.no_grad():
         for p in gpt.parameters():
@@ -29,28 +30,29 @@ def some_tokens(T, B=2, seed=0):
     return torch.randint(31, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-# ------------------------------------------------------------------------------------------------------------ the architecture
+# --------------------------------------------------------------------------------------------------- the architecture
 
 class Reference(nn.Module):
-    """nanoGPT's architecture from torch.nn's own transformer layers: learned positions, LayerNorm, gelu, biases, tied head."""
+    """nanoGPT's architecture from torch.nn's own layers: learned positions, LayerNorm, gelu, biases, tied head."""
 
     def __init__(self, c):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
-        self.h = nn.ModuleList(nn.TransformerEncoderLayer(c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True)
-                               for _ in range(c.n_layer))
+        self.h = nn.ModuleList(nn.TransformerEncoderLayer(
+            c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
 
     def forward(self, idx):
         x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]
         for block in self.h:
-            x = block(x, src_mask=nn.Transformer.generate_square_subsequent_mask(idx.shape[1]), is_causal=True)
+            mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
+            x = block(x, src_mask=mask, is_causal=True)
         return self.ln_f(x) @ self.wte.weight.T
 
     def copy(self, gpt):
         """Take over the weights of a GPT under torch.nn's names."""
-        names = {"attn.c_attn.": "self_attn.in_proj_", "attn.c_proj": "self_attn.out_proj", "mlp.c_fc": "linear1", "mlp.c_proj": "linear2",
-                 "ln_1": "norm1", "ln_2": "norm2", "transformer.": ""}
+        names = {"attn.c_attn.": "self_attn.in_proj_", "attn.c_proj": "self_attn.out_proj", "mlp.c_fc": "linear1",
+                 "mlp.c_proj": "linear2", "ln_1": "norm1", "ln_2": "norm2", "transformer.": ""}
         state = {}
         for name, value in gpt.state_dict().items():
             for ours, theirs in names.items():
@@ -78,6 +80,31 @@ def test_logits_loss_and_gradients_equal_torch_nn(kernel):
     torch.testing.assert_close(gpt.transformer.wte.weight.grad, reference.wte.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_fifty_steps_have_the_losses_of_nanogpts_architecture(data):
+    gpt = GPT(tiny_config(n_layer=2, n_embd=32, block_size=32, vocab_size=257, attn="softmax", pos="learned",
+                          norm="layernorm", mlp="gelu", bias=True))
+    reference = Reference(gpt.config).copy(gpt).train()
+    groups = [{"params": [p for p in reference.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
+              for matrix in (True, False)]
+    other = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    own, found, expected = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), [], []
+    split = tokens.Tokens(data, "train")
+
+    def reference_loss(x, y):
+        return nn.functional.cross_entropy(reference(x).flatten(0, 1), y.flatten())
+
+    for step in range(50):
+        rows = torch.from_numpy(split.windows(np.random.default_rng(step).integers(0, 19_000, 4), 33, 257))
+        for loss_of, optimizer, into in ((lambda x, y: gpt(x, y)[1], own, found), (reference_loss, other, expected)):
+            loss = loss_of(rows[:, :-1], rows[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            into.append(loss.item())
+    assert expected[-1] < expected[0] - 1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
 def test_targets_of_minus_one_do_not_count():
     gpt, idx, targets = model(), some_tokens(8), some_tokens(8, seed=1)
     targets[:, 3:] = -1
@@ -86,7 +113,8 @@ def test_targets_of_minus_one_do_not_count():
 
 def test_rope_scores_depend_on_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
-    scores = [(attention.rotate(q, 100.0, place + 5) * attention.rotate(k, 100.0, place)).sum() for place in torch.tensor([[0], [3], [40]])]
+    scores = [(attention.rotate(q, 100.0, place + 5) * attention.rotate(k, 100.0, place)).sum()
+              for place in torch.tensor([[0], [3], [40]])]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=0, atol=1e-5)
 
 
@@ -97,14 +125,20 @@ def test_rope_turns_half_split_pairs():
     torch.testing.assert_close(turned, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("attn, axis, value", [(a, *av) for a in ATTENTIONS for av in [
-    *AXIS_VALUES, ("norm", "rmsnorm"), ("mlp", "relu"), ("mlp", "gelu_tanh"), ("mlp", "swiglu"), ("mlp", "relu2"), ("tied", False),
-    ("bias", True), ("n_kv_head", 1), ("n_inner", 24), ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18)]])
+CHOICES = [(axis, value) for axis, values in attention.AXES.items() for value in values] + [
+    ("window", 5), ("window_every", 2), ("first", 2), ("norm", "rmsnorm"), ("mlp", "relu"), ("mlp", "gelu_tanh"),
+    ("mlp", "swiglu"), ("mlp", "relu2"), ("tied", False), ("bias", True), ("n_kv_head", 1), ("n_inner", 24),
+    ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18)]
+
+
+@pytest.mark.parametrize("axis, value", CHOICES)
+@pytest.mark.parametrize("attn", some_recipes("softmax", "elastic", "diff_rela"))
 def test_every_choice_trains_every_parameter(attn, axis, value):
     try:
         gpt = GPT(tiny_config(attn=attn, **{axis: value}))
     except ValueError as e:                     # some axes do not go together, and say why
-        assert re.search("goes with rule|give --window|give --first|both be even|elu . 1 would mix up|--normalize=max1", str(e))
+        assert re.search("goes with rule|give --window|give --first|both be even|elu . 1 would mix up|--normalize=max1",
+                         str(e))
         return
     optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
     idx = some_tokens(17)
@@ -117,7 +151,7 @@ def test_every_choice_trains_every_parameter(attn, axis, value):
 
 def test_parameter_counts():
     C, V, T = 16, 31, 16
-    block = 12 * C * C + 9 * C + 4 * C                                  # matrices; biases of c_attn, c_proj, c_fc, c_proj; two norms
+    block = 12 * C * C + 9 * C + 4 * C          # matrices; biases of c_attn, c_proj, c_fc, c_proj; two norms
     gpt = GPT(tiny_config(n_layer=2, pos="learned", bias=True))
     assert gpt.num_params() == 2 * block + V * C + T * C + 2 * C
     assert gpt.num_params(embeddings=False) == gpt.num_params() - T * C
@@ -126,9 +160,10 @@ def test_parameter_counts():
 
 
 @pytest.mark.parametrize("bad", [
-    {"n_embd": 15}, {"n_kv_head": 3, "n_head": 4}, {"block_size": 0}, {"n_layer": -1}, {"n_head": 0}, {"n_embd": 0}, {"vocab_size": -5},
-    {"n_inner": -1}, {"n_kv_head": -1}, {"dropout": 1.0}, {"dropout": -0.1}, {"rope_base": 0.0}, {"norm": "batchnorm"}, {"mlp": "tanh"},
-    {"kernel": "cuda"}, {"pos": "nonsense"}, {"rule": "nonsense"}, {"attn": "nonsense"}, {"attn_args": "nonsense=1"}])
+    {"n_embd": 15}, {"n_kv_head": 3, "n_head": 4}, {"block_size": 0}, {"n_layer": -1}, {"n_head": 0}, {"n_embd": 0},
+    {"vocab_size": -5}, {"n_inner": -1}, {"n_kv_head": -1}, {"dropout": 1.0}, {"dropout": -0.1}, {"rope_base": 0.0},
+    {"norm": "batchnorm"}, {"mlp": "tanh"}, {"kernel": "cuda"}, {"pos": "nonsense"}, {"rule": "nonsense"},
+    {"attn": "nonsense"}, {"attn_args": "nonsense=1"}])
 def test_a_config_that_cannot_be_names_its_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         tiny_config(**bad)
@@ -139,7 +174,7 @@ def test_a_sequence_too_long_for_learned_positions_says_so():
         model(pos="learned")(some_tokens(17))
 
 
-# --------------------------------------------------------------------------------------------------- initial weights, optimizer
+# ----------------------------------------------------------------------------------------- initial weights, optimizer
 
 def test_initial_weights_ignore_the_global_generator_and_follow_the_seed():
     states = []
@@ -152,7 +187,8 @@ def test_initial_weights_ignore_the_global_generator_and_follow_the_seed():
 
 @recipes
 def test_recipes_share_the_initial_values_of_what_they_share(attn):
-    one, other = GPT(tiny_config(attn=attn)).state_dict(), GPT(tiny_config(attn="softmax", pos="learned", n_layer=1)).state_dict()
+    one = GPT(tiny_config(attn=attn)).state_dict()
+    other = GPT(tiny_config(attn="softmax", pos="learned", n_layer=1)).state_dict()
     same = [name for name in one if name in other and one[name].shape == other[name].shape]
     assert len(same) > 5 and all(torch.equal(one[name], other[name]) for name in same)
 
@@ -182,7 +218,7 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(at
     assert ("transformer.h.0.attn.tau" in found) == (ATTENTIONS[attn]["rule"] == "elastic")
 
 
-# ---------------------------------------------------------------------------------------------------------------- generation
+# --------------------------------------------------------------------------------------------------------- generation
 
 @recipes
 @positions
@@ -193,7 +229,8 @@ def test_cached_logits_equal_uncached_ones(attn, pos):
     idx = some_tokens(16 if pos == "learned" else 40)                   # relative positions: past block_size
     cache = gpt.new_cache()
     with torch.no_grad():
-        steps = [gpt(idx[:, a:b], cache=cache)[0] for a, b in [(0, 5), (5, 8), *((t, t + 1) for t in range(8, idx.shape[1]))]]
+        pieces = [(0, 5), (5, 8), *((t, t + 1) for t in range(8, idx.shape[1]))]
+        steps = [gpt(idx[:, a:b], cache=cache)[0] for a, b in pieces]
         torch.testing.assert_close(torch.cat(steps, 1), gpt(idx)[0], rtol=0, atol=1e-5)
 
 
@@ -220,7 +257,8 @@ def test_seed_decides_the_draws_and_leaves_the_global_generator_alone():
 
 
 def draws(temperature=1.0, top_k=None, top_p=None):
-    """The tokens that come first in 400 continuations of one prompt, and the logits they were drawn from, likeliest first."""
+    """The tokens that come first in 400 continuations of one prompt, and the logits they were drawn from, likeliest
+    first."""
     gpt, idx = model(spread=12.0), some_tokens(6, B=1)
     found = gpt.generate(idx.expand(400, -1), 1, temperature, top_k, top_p, seed=0)[:, -1]
     logits, order = gpt(idx)[0][0, -1].sort(descending=True)

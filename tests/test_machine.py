@@ -1,0 +1,22 @@
+"""common/machine.py: peaks by name, and what counts as memory."""
+import torch
+
+from common.machine import LiveMemory, Machine
+
+
+def test_peaks_are_known_by_name_and_only_for_16_bits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    machine = Machine("cpu", "float32")
+    assert machine.peak_flops() is None
+    machine.device, machine.dtype = torch.device("cuda"), "bfloat16"
+    assert machine.peak_flops() == 756e12
+
+
+def test_live_memory_counts_a_storage_once_and_forgets_the_dead():
+    with LiveMemory() as memory:
+        kept = torch.zeros(1000)                # 4,000 bytes
+        assert memory.now == 4000 and kept.view(10, 100).t().shape == (100, 10) and memory.now == 4000
+        other = kept + 1
+        assert memory.now == 8000
+        del other
+        assert (memory.now, memory.peak) == (4000, 8000)
