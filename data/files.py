@@ -109,6 +109,10 @@ def one_line_errors():
     """A mistake in the input or on the disk ends a command with one clear sentence instead of a traceback."""
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:                     # whoever read the output has read enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to flush
+        sys.exit(1)
     except (ValueError, OSError, KeyboardInterrupt) as e:
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... shows where it came from
             raise

@@ -1,0 +1,88 @@
+"""eval.py show: every page is the code itself, at the places that it names."""
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, complain, run
+
+import attention
+import eval as eval_script
+import kernels
+from evals.show import Page
+
+
+def shown(capsys, *argv):
+    eval_script.main(["show", *argv])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("attn", attention.ATTENTIONS)
+def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
+    page, found = shown(capsys, attn), json.loads(shown(capsys, attn, "--json"))
+    rule = attention.ATTENTIONS[attn]["rule"]
+    body = inspect.getsource(getattr(attention, rule)).rstrip()
+    assert body in page
+    weigh = kernels.RULES[rule].weigh
+    assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in page
+    # a place is the line at which the function begins: at its def, or at the decorator just above
+    for name, place in (found["pytorch"] | found["triton"]).items():
+        file, line = place.split(":")
+        lines = (ROOT / file).read_text().splitlines()
+        assert place in page and any(f"def {name}(" in text for text in lines[int(line) - 1:int(line) + 1]), place
+    file, line = found["where"].split()[0].split(":")
+    assert f'"{attn}": {{' in (ROOT / file).read_text().splitlines()[int(line) - 1]
+
+
+@pytest.mark.parametrize("attn", attention.ATTENTIONS)
+def test_a_page_names_every_choice_and_all_that_is_learned(attn):
+    page = Page(attn)
+    text = str(page)
+    for axis, value in attention.ATTENTIONS[attn].items():
+        assert axis == "args" or re.search(rf"^{axis} +{re.escape(str(value))}( |$)", text, re.M)
+    for name, p in page.layer.named_parameters():
+        if not name.startswith(("c_attn", "c_proj")):
+            assert re.search(rf"^{re.escape(name)} +{re.escape(str(tuple(p.shape)))}", text, re.M)
+
+
+def test_what_comes_before_and_after_the_rule_is_there():
+    """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
+    found = list(Page("tda").numbers()["pytorch"])
+    assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "head_norm"]
+    assert "softplus_weigh" in Page("lssar").numbers()["triton"]        # its threshold counts in another rule's row sums
+    assert "visible" in Page("streaming").numbers()["pytorch"]
+
+
+def test_initial_values_are_told(capsys):
+    assert re.search(r"^tau +\(4,\) +1 at first$", shown(capsys, "elastic"), re.M)
+    assert re.search(r"^sink_key +\(4, 32\) +N\(0, 0.02\) at first$", shown(capsys, "k_bias"), re.M)
+    assert re.search(r"^sigma +\(4,\) .*kept and not learned$", shown(capsys, "lssar"), re.M)
+    assert "nothing beside its projections" in shown(capsys, "softmax")
+
+
+def test_the_difference_marks_the_lines_of_each(capsys):
+    lines = shown(capsys, "elastic", "--diff=softmax").splitlines()
+    assert any(line.startswith("+ def elastic(") for line in lines)
+    assert any(line.startswith("- def softmax(") for line in lines)
+    assert any(line.startswith("  def log_sum_exp(") for line in lines)                # they share the statistic
+    mine = [line[2:] for line in lines if not line.startswith("-")]
+    assert mine == shown(capsys, "elastic").splitlines()
+
+
+def test_what_does_not_exist_is_one_line(capsys):
+    assert "elastic" in complain(eval_script.main, capsys, "show", "nonsense")[1]
+    assert "elastic" in complain(eval_script.main, capsys, "show", "--diff=nonsense")[1]
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    """python eval.py show elastic | head -1"""
+    done = subprocess.run(f"{sys.executable} {ROOT / 'eval.py'} show elastic | head -1", shell=True, capture_output=True,
+                          text=True)
+    assert done.stdout.startswith("elastic") and done.stderr == ""
+
+
+@pytest.mark.exhaustive
+def test_a_real_process_shows_a_page():
+    assert "relu(p_ij - t_i)" in run("eval.py", "show", "elastic").stdout
