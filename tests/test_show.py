@@ -51,7 +51,8 @@ def test_what_comes_before_and_after_the_rule_is_there():
     """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
     found = list(Page("tda").numbers()["pytorch"])
     assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "head_norm"]
-    assert "softplus_weigh" in Page("lssar").numbers()["triton"]        # its threshold counts in another rule's row sums
+    # its threshold counts in another rule's row sums
+    assert "softplus_weigh" in Page("lssar").numbers()["triton"]
     assert "visible" in Page("streaming").numbers()["pytorch"]
 
 
@@ -78,7 +79,8 @@ def test_what_does_not_exist_is_one_line(capsys):
 
 def test_a_reader_that_stops_reading_is_no_error():
     """python eval.py show elastic | head -1"""
-    done = subprocess.run(f"{sys.executable} {ROOT / 'eval.py'} show elastic | head -1", shell=True, capture_output=True,
+    done = subprocess.run(f"{sys.executable} {ROOT / 'eval.py'} show elastic | head -1", shell=True,
+                          capture_output=True,
                           text=True)
     assert done.stdout.startswith("elastic") and done.stderr == ""
 
