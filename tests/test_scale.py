@@ -53,7 +53,7 @@ def test_live_tiles_of_a_trained_run_are_counted(elastic_run, capsys, tmp_path):
         layer, = found["lengths"][str(T)]
         assert 0 < layer["live_pairs"] < layer["pairs"] == 4 * 2 * T * (T + 1) // 2
         assert layer["live_tiles"] <= layer["tiles"]
-    assert found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)       # rows 0..127 see two tiles of keys, others three
+    assert found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)       # rows 0..127 see two tiles of keys, 128.. three
 
 
 def test_live_tiles_are_those_that_hold_a_weight():
