@@ -293,7 +293,7 @@ def train(knobs, config, machine, data, stored, flags):
             # the row goes before the checkpoint: wherever the run is killed, no checkpoint knows more than the log
             if record:
                 run.log(**row)
-            if evaluate or stop:                # nothing is lost if the run goes on later (--init_from=resume)
+            if evaluate or stop:                # what --init_from=resume goes on from
                 run.save(meta, model, optimizer, scaler, step)
             if record:                          # the clock of the next row begins after the evaluation
                 since, started = step, time.perf_counter()
