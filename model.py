@@ -22,8 +22,8 @@ from common.flags import knob
 
 
 def make_norm(config):
-    """RMSNorm leaves the mean alone and has no bias; LayerNorm subtracts the mean first."""
-    if config.norm == "rmsnorm":
+    """What keeps the numbers of each token in bounds: (B, T, C) to (B, T, C)."""
+    if config.norm == "rmsnorm":                # to unit mean square: no mean is subtracted, no bias added
         return nn.RMSNorm(config.n_embd, eps=1e-5)
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
@@ -31,17 +31,20 @@ def make_norm(config):
 class MLP(nn.Module):
     """Two linear layers with an activation between them, for each token by itself: (B, T, C) to (B, T, C)."""
     ACTIVATIONS = {
-        "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-        "relu2": lambda x: F.relu(x).square()}
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),           # GPT-2's
+        "relu2": lambda x: F.relu(x).square(),                          # Primer, So et al. 2021
+    }
 
     def __init__(self, config):
         super().__init__()
         gated = config.mlp == "swiglu"
         # swiglu has three matrices where the others have two, so 8/3 C in place of 4 C costs as many parameters
         hidden = config.n_inner or (-(-8 * config.n_embd // 96) * 32 if gated else 4 * config.n_embd)
-        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)  # widens
         self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)                # back to the stream's width
         self.activation = F.silu if gated else self.ACTIVATIONS[config.mlp]
         self.dropout = nn.Dropout(config.dropout)
 
@@ -66,7 +69,8 @@ class Block(nn.Module):
     def forward(self, x, cache=None):
         # norms stand inside the branches: the stream itself runs unchanged from the embedding to the head
         x = x + self.attn(self.ln_1(x), cache)                          # (B, T, C)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x))                                  # (B, T, C)
+        return x
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -82,6 +86,7 @@ class GPTConfig:
     """Sizes and choices of one model. Axes left None are filled in from the recipe `attn`.
 
     Raises ValueError on what cannot be built."""
+    # the sizes
     block_size: int = knob(1024, "context length T in tokens")
     vocab_size: int = knob(50304, "number of token ids V; 0 in train.py: what the data set says")
     n_layer: int = knob(12, "number of blocks")
@@ -89,6 +94,7 @@ class GPTConfig:
     n_kv_head: int = knob(0, "key and value heads, each shared by a group of heads; 0: n_head")
     n_embd: int = knob(768, "width C of the residual stream")
     n_inner: int = knob(0, "hidden width of the MLP; 0: 4 C (swiglu: 8/3 C, rounded up to a multiple of 32)")
+    # what stands around the attention
     dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
     norm: str = knob("layernorm", "normalisation before each branch and before the head", ("layernorm", "rmsnorm"))
@@ -150,18 +156,18 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.ahead = int(config.sink == "token")                        # 1: a learned token precedes each sequence
-        embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
-        if config.pos == "learned":                                     # other positions are the attention's business
+        embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}            # (V, C): a vector for each id
+        if config.pos == "learned":             # and one for each place; other positions are the attention's business
             embeddings["wpe"] = nn.Embedding(self.ahead + config.block_size, config.n_embd)
-        self.transformer = nn.ModuleDict({
+        self.transformer = nn.ModuleDict({      # GPT-2's names, which stand in every checkpoint
             **embeddings,
             "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-            "ln_f": make_norm(config),
+            "ln_f": make_norm(config),          # the stream has grown with every block
         })
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tied:
-            self.lm_head.weight = self.transformer.wte.weight           # one matrix both reads tokens and predicts them
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)          # (V, C): a score for each
+        if config.tied:                         # one matrix both reads tokens and predicts them
+            self.lm_head.weight = self.transformer.wte.weight
         if self.ahead:                                                  # When Attention Sink Emerges, table 4
             self.sink_token = nn.Parameter(torch.zeros(config.n_embd))
         self.init_weights(seed)
@@ -178,7 +184,8 @@ class GPT(nn.Module):
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                std[f"{name}.weight"] = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj") else 0.02
+                ends_a_branch = name.endswith("c_proj")
+                std[f"{name}.weight"] = 0.02 / math.sqrt(2 * self.config.n_layer) if ends_a_branch else 0.02
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
         for layer, block in enumerate(self.transformer.h):
@@ -207,6 +214,7 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe(torch.arange(past, end, device=idx.device))
         x = self.transformer.drop(x)
 
+        # the blocks, one after another; each keeps its keys and values in a cache of its own
         for layer, block in enumerate(self.transformer.h):
             x = block(x, None if cache is None else cache[layer])
 
@@ -218,8 +226,9 @@ class GPT(nn.Module):
 
     def num_params(self, embeddings=True):
         """Parameters, tied ones counted once. Without `embeddings`, position and untied token tables are left out, as
-        scaling laws count: looking up a row costs no multiplication, but a tied table multiplies in the head."""
+        scaling laws count; a tied table stays, for it multiplies in the head."""
         count = sum(p.numel() for p in self.parameters())
+        # looked up, not multiplied with
         tables = [self.transformer.wpe] if "wpe" in self.transformer else []
         tables += [] if self.config.tied else [self.transformer.wte]
         return count if embeddings else count - sum(table.weight.numel() for table in tables)
@@ -233,6 +242,7 @@ class GPT(nn.Module):
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW, fused where the device has it. Only matrices and embeddings decay; what attention learns outside its
         linear layers (tau and its kin) does not, and its learning rate is head_lr times the others'."""
+        # linear layers, embeddings and norms are plain; what stands in no such module is attention's own
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
             plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
@@ -271,17 +281,19 @@ class GPT(nn.Module):
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
         training = self.training
-        self.eval()
+        self.eval()                             # no dropout here; the mode comes back below
         dice = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         limit = self.config.block_size if "wpe" in self.transformer else math.inf
         # some recipes cannot be decoded step by step, and read everything again for each token
         cache = self.new_cache() if use_cache and all(block.attn.cached for block in self.transformer.h) else None
         for _ in range(max_new_tokens):
-            context = idx
-            if idx.shape[1] > limit:            # absolute positions have run out: the window slides, and every token
-                context, cache = idx[:, -limit:], None                  # gets another position, so the cache is void
+            if idx.shape[1] > limit:
+                # absolute positions have run out: the window slides, which moves every token, so the cache is void
+                context, cache = idx[:, -limit:], None
             elif cache and cache[0]:
                 context = idx[:, -1:]           # the cache knows all but the newest token
+            else:
+                context = idx                   # the whole prompt at once
             logits = self(context, cache=cache)[0][:, -1].float()       # (B, V): only the last position predicts
             idx = torch.cat([idx, pick(logits, temperature, top_k, top_p, dice)], 1)
         self.train(training)

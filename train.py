@@ -181,10 +181,12 @@ class Batches:
 
 def learning_rate(step, knobs):
     """Of step 1, 2, ...: linear warm-up, then cosine from learning_rate to min_lr at lr_decay_iters, then min_lr."""
+    # AdamW's averages know little at first, so the first steps are small
     if step <= knobs.warmup_iters:
         return knobs.learning_rate * step / knobs.warmup_iters
     if not knobs.decay_lr:
         return knobs.learning_rate
+    # half a cosine, from 1 to 0: it falls slowly at both ends
     end = knobs.lr_decay_iters or knobs.max_iters
     low = knobs.min_lr if knobs.min_lr >= 0 else knobs.learning_rate / 10
     done = min(1.0, (step - knobs.warmup_iters) / max(1, end - knobs.warmup_iters))     # of the decay, 0 to 1
@@ -211,8 +213,8 @@ def train(knobs, config, machine, data, stored, flags):
     model.to(machine.device)
 
     # AdamW, and a scaler that keeps float16's small gradients from becoming 0; with other precisions it does nothing
-    betas = (knobs.beta1, knobs.beta2)
-    optimizer = model.configure_optimizers(knobs.weight_decay, knobs.learning_rate, betas, knobs.head_lr)
+    optimizer = model.configure_optimizers(
+        knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
 
     # where an earlier part of this run left off: 0, or the step of its last checkpoint
@@ -227,7 +229,7 @@ def train(knobs, config, machine, data, stored, flags):
 
     # nothing on the disk has been touched until here
     run.begin(meta, first if stored else None)
-    machine.wait()
+    machine.wait()                              # the main rank writes, the others begin with it
 
     step, began = first, time.perf_counter()
     since, started = first, began               # of the last row in the log: its step, and when it was written
@@ -237,7 +239,7 @@ def train(knobs, config, machine, data, stored, flags):
             lr = learning_rate(step, knobs)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
-            model.set_progress(step / knobs.max_iters)
+            model.set_progress(step / knobs.max_iters)                  # some layers change over the training (Dex)
 
             # forward and backward of each micro-batch, weighted by its share of this rank's sequences: the gradients
             # add up to that of one big batch, which would not fit into memory
@@ -248,7 +250,7 @@ def train(knobs, config, machine, data, stored, flags):
                     seed_dropout(knobs.seed, step, machine.rank, micro)
                 if machine.world > 1:           # ranks average their gradients once, after the last micro-batch
                     running.require_backward_grad_sync = micro == len(micro_batches) - 1
-                with machine.autocast():
+                with machine.autocast():        # products in 16 bits where they are fast, sums in float32
                     share = running(x, y)[1] * (len(x) / size)
                 scaler.scale(share).backward()
                 loss = loss + share.detach()    # still on the device: Python goes on without waiting for it
@@ -258,7 +260,7 @@ def train(knobs, config, machine, data, stored, flags):
             loss, stop = loss / machine.world, stop > 0
 
             # the gradient, clipped: a batch that is unlike the others must not throw the weights far away
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)          # so that the norm is the gradient's own
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf).item()
 
             # the step. What is not finite ends the run before it touches the weights; but with float16 an infinite
@@ -268,7 +270,7 @@ def train(knobs, config, machine, data, stored, flags):
                                  f"step touched the weights; {run.last_good()}. {CALMER}")
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)                       # its memory is free for the next forward pass
             bar.update()
 
             # what this step is due for: every evaluation is also a row of the log
@@ -279,7 +281,7 @@ def train(knobs, config, machine, data, stored, flags):
                 row |= pace(model, machine, (time.perf_counter() - started) / (step - since), batches.total)
                 show_on(bar, row)
 
-            # the evaluation, always on the same windows
+            # the evaluation, always on the same windows: two losses differ by their models alone
             if evaluate:
                 windows = knobs.eval_iters * knobs.batch_size
                 row["val_loss"] = mean_loss(model, val, machine, windows, knobs.batch_size, stride)
@@ -291,18 +293,21 @@ def train(knobs, config, machine, data, stored, flags):
             # the row goes before the checkpoint: wherever the run is killed, no checkpoint knows more than the log
             if record:
                 run.log(**row)
-            if evaluate or stop:
+            if evaluate or stop:                # what --init_from=resume goes on from
                 run.save(meta, model, optimizer, scaler, step)
             if record:                          # the clock of the next row begins after the evaluation
                 since, started = step, time.perf_counter()
             if stop:
                 break
 
+    # asked to stop: the report waits for the run that goes on from here
     if step < knobs.max_iters:
         if machine.main:
             print(f"\nstopped and saved at step {step}; "
                   f"go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
         return False
+
+    # the end: how long it took, and a first look at what was learned
     meta["seconds"] = round(time.perf_counter() - began, 1)
     meta["seconds_waiting_for_data"] = round(batches.waited, 3)
     meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
