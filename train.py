@@ -243,21 +243,21 @@ def train(knobs, config, machine, data, stored, flags):
 
             # forward and backward of each micro-batch, weighted by its share of this rank's sequences: the gradients
             # add up to that of one big batch, which would not fit into memory
-            micro_batches, loss = batches(step), 0.0
-            size = sum(len(x) for x, _ in micro_batches)
+            micro_batches, own_loss = batches(step), 0.0
+            sequences = sum(len(x) for x, _ in micro_batches)
             for micro, (x, y) in enumerate(micro_batches):
                 if config.dropout:              # no state to save: these four numbers decide what is dropped
                     seed_dropout(knobs.seed, step, machine.rank, micro)
                 if machine.world > 1:           # ranks average their gradients once, after the last micro-batch
                     running.require_backward_grad_sync = micro == len(micro_batches) - 1
                 with machine.autocast():        # products in 16 bits where they are fast, sums in float32
-                    share = running(x, y)[1] * (len(x) / size)
-                scaler.scale(share).backward()
-                loss = loss + share.detach()    # still on the device: Python goes on without waiting for it
+                    loss = running(x, y)[1] * (len(x) / sequences)
+                scaler.scale(loss).backward()
+                own_loss = own_loss + loss.detach()                     # on the device: Python does not wait for it
 
             # every rank learns the mean loss and whether any was asked to stop: all of them stop after the same step
-            loss, stop = machine.sum(loss.item(), float(signals.asked is not None))
-            loss, stop = loss / machine.world, stop > 0
+            total, asked = machine.sum(own_loss.item(), float(signals.asked is not None))
+            train_loss, stop = total / machine.world, asked > 0
 
             # the gradient, clipped: a batch that is unlike the others must not throw the weights far away
             scaler.unscale_(optimizer)          # so that the norm is the gradient's own
@@ -265,9 +265,9 @@ def train(knobs, config, machine, data, stored, flags):
 
             # the step. What is not finite ends the run before it touches the weights; but with float16 an infinite
             # gradient is the scaler's business: it leaves the step out and scales less from then on
-            if not (math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled())):
-                raise ValueError(f"the loss is {loss} and the gradient norm {norm} at step {step}: stopped before this "
-                                 f"step touched the weights; {run.last_good()}. {CALMER}")
+            if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
+                raise ValueError(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: stopped "
+                                 f"before this step touched the weights; {run.last_good()}. {CALMER}")
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)                       # its memory is free for the next forward pass
@@ -277,7 +277,7 @@ def train(knobs, config, machine, data, stored, flags):
             evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
             record = evaluate or step % knobs.log_interval == 0
             if record or stop:
-                row = {"step": step, "train_loss": loss, "lr": lr, "grad_norm": norm}
+                row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm}
                 row |= pace(model, machine, (time.perf_counter() - started) / (step - since), batches.total)
                 show_on(bar, row)
 
@@ -288,7 +288,7 @@ def train(knobs, config, machine, data, stored, flags):
                 if not math.isfinite(row["val_loss"]):
                     raise ValueError(f"the validation loss is {row['val_loss']} after step {step}: stopped; "
                                      f"{run.last_good()}. {CALMER}")
-                meta["losses"] = {"step": step, "train": loss, "val": row["val_loss"]}
+                meta["losses"] = {"step": step, "train": train_loss, "val": row["val_loss"]}
 
             # the row goes before the checkpoint: wherever the run is killed, no checkpoint knows more than the log
             if record:
