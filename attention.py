@@ -397,13 +397,36 @@ class Distance(NamedTuple):
         return F.pad(by_distance.flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
 
 
-def rotate(x, base, positions):
-    """RoPE (Su et al. 2021): turn the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by position * base^(-2c/D).
+def rope_frequencies(config, width, device):
+    """Radians per position of each pair of channels, (width // 2,): base^(-2c/width), changed as rope_scaling says."""
+    half = width // 2
+    frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    how, numbers = parse_rope_scaling(config.rope_scaling)
+    return ROPE_SCALINGS[how](frequency, *numbers)
 
-    positions (T,). Half-split pairing, as in GPT-NeoX and LLaMA. An odd last channel stays as it is.
+
+def llama3_frequencies(frequency, factor, low, high, original):
+    """LLaMA 3.1: waves that fit into the original context `high` times stay, those that do not even `low` times become
+    `factor` times longer, and in between it goes over smoothly."""
+    fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
+    kept = ((fits - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+ROPE_SCALINGS = {                               # frequencies, numbers -> frequencies
+    "": lambda frequency: frequency,
+    "linear": lambda frequency, factor: frequency / factor,             # position interpolation, Chen et al. 2023
+    "llama3": llama3_frequencies,
+}
+
+
+def rotate(x, frequency, positions):
+    """RoPE (Su et al. 2021): turn the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by position * frequency_c.
+
+    positions (T,), frequency (D // 2,). Half-split pairing, as in GPT-NeoX and LLaMA. An odd last channel stays as it
+    is.
     """
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = positions[:, None].float() * frequency
     cos, sin = angle.cos(), angle.sin()
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
@@ -453,10 +476,34 @@ def normed(layer, x, norm):
     return norm(wide(x).unflatten(-1, (-1, layer.width))).flatten(-2).to(x.dtype)
 
 
-QK_NORMS = {                                    # layer, x -> x: queries and keys, each by itself
-    "none": Choice(),
-    "l2": Choice(unit_length),
-    "rms": Choice(unit_square),
+def norm_of_heads(layer, norm, x):
+    """RMSNorm of each head with learned weights, (D,) for queries and (D,) for keys. Qwen3."""
+    return norm(wide(x)).to(x.dtype)
+
+
+def norm_of_layer(layer, norm, x):
+    """RMSNorm of all heads together with learned weights, (H D,) for queries and (Hk D,) for keys. OLMo 2."""
+    return split_heads(norm(wide(x).transpose(1, 2).flatten(2)), *x.shape[1::2]).to(x.dtype)
+
+
+def norms_of_qk(layer, q_width, k_width):
+    return {"q_norm": nn.RMSNorm(q_width, eps=layer.config.norm_eps),
+            "k_norm": nn.RMSNorm(k_width, eps=layer.config.norm_eps)}
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm(Choice):
+    """Does layer, x -> x after rotation: queries and keys, each by itself."""
+    projected: Callable | None = None           # layer, its learned norm, x -> x, which weights bind to before rotation
+
+
+QK_NORMS = {
+    "none": QKNorm(),
+    "l2": QKNorm(unit_length),
+    "rms": QKNorm(unit_square),
+    "head": QKNorm(projected=norm_of_heads, learns=lambda layer: norms_of_qk(layer, layer.width, layer.width)),
+    "all": QKNorm(projected=norm_of_layer, learns=lambda layer: norms_of_qk(
+        layer, layer.shapes["q"][0] * layer.width, layer.shapes["k"][0] * layer.width)),
 }
 
 
@@ -1040,12 +1087,13 @@ class Attention(nn.Module):
             self.power = self.rule.power(self.args)
             self.rule = dataclasses.replace(self.rule, does=partial(self.rule.does, power=self.power))
         # the projections
-        self.width = config.n_embd // config.n_head                     # of queries and keys
+        self.width = config.head_width                                  # of queries and keys
         heads = self.choices["diff"].heads(config.n_head, config.n_kv_head, self.width)
         self.shapes = dict(zip("qkv", heads, strict=True))
         value_width = self.shapes["v"][1]
         self.heads = config.n_head * self.width // value_width          # of the output
-        self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()), bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()),
+                                bias=config.bias or config.qkv_bias)
         self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         # who sees whom, and how scores are scaled
@@ -1085,6 +1133,8 @@ class Attention(nn.Module):
         sizes = [heads * width for heads, width in self.shapes.values()]
         parts = zip(self.c_attn(x).split(sizes, -1), self.shapes.values(), strict=True)
         q, k, v = (split_heads(part, *shape) for part, shape in parts)
+        if self.choices["qk_norm"].projected:
+            q, k = (self.choices["qk_norm"].projected(self, *pair) for pair in ((self.q_norm, q), (self.k_norm, k)))
         gone = 0                                # tokens that have left the cache
         if past is not None:                    # keys are kept unrotated: where some are forgotten, the others move up
             k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
@@ -1117,14 +1167,15 @@ class Attention(nn.Module):
         places behind the start, and scores the first keys from there. For that q and k become twice as wide: [q at i
         | q at end] against [k | 0] for recent keys and [0 | k] for the first ones.
         """
-        base, first, j = self.config.rope_base, self.sight.first, torch.arange(k.shape[2], device=k.device)
+        frequency = rope_frequencies(self.config, self.width, k.device)
+        first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
         j = j + gone * (j >= first)
         i, end = j[k.shape[2] - q.shape[2]:], first + self.sight.window - 1
-        turned, k = rotate(q, base, i), rotate(k, base, j)
+        turned, k = rotate(q, frequency, i), rotate(k, frequency, j)
         if not first or gone + k.shape[2] <= end + 1:
             return turned, k
         early = (j < first)[:, None]
-        return torch.cat([turned, rotate(q, base, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
+        return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
 
     def attend(self, q, k, v, x, table=None, sight=None):
         """From rotated queries and keys, values and the layer's input to each head's output (B, heads, R, E).
@@ -1284,6 +1335,7 @@ def chosen(config):
 def check_axes(config):
     """Raise ValueError, with the reason, on a combination of axes that means nothing."""
     args = constants(config)
+    parse_rope_scaling(config.rope_scaling)
     numbers = [number for name, number in NUMBERS.items() if getattr(config, name) != number.default]
     for choice in [*chosen(config).values(), *numbers]:
         if choice.refuse and (reason := choice.refuse(config, args)):
@@ -1329,6 +1381,20 @@ def parse_value(key, text, default):
     return value
 
 
+def parse_rope_scaling(text):
+    """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError naming the forms that there are."""
+    how, _, numbers = text.partition(":")
+    forms = {"linear": "linear:FACTOR", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL"}
+    try:
+        numbers = [float(number) for number in numbers.split(",")] if text else []
+    except ValueError:
+        numbers = [math.nan]
+    if how not in ROPE_SCALINGS or not all(0 < n < math.inf for n in numbers) or len(numbers) != {
+            "": 0, "linear": 1, "llama3": 4}[how]:
+        raise ValueError(f"--rope_scaling={text}: write {' or '.join(forms.values())}")
+    return how, numbers
+
+
 def choose_kernel(config, device):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or
     "torch" (the block loop).
@@ -1349,7 +1415,7 @@ def choose_kernel(config, device):
 
 def obstacles(config, device):
     """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
-    choices, width = chosen(config), config.n_embd // config.n_head
+    choices, width = chosen(config), config.head_width
     widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
     if config.first and choices["pos"].rotates:                         # q and k become twice as wide, see `rotated`
         widest = max(widest, 2 * width)

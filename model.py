@@ -24,8 +24,8 @@ from common.flags import knob
 def make_norm(config):
     """What keeps the numbers of each token in bounds: (B, T, C) to (B, T, C)."""
     if config.norm == "rmsnorm":                # to unit mean square: no mean is subtracted, no bias added
-        return nn.RMSNorm(config.n_embd, eps=1e-5)
-    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class MLP(nn.Module):
@@ -65,12 +65,15 @@ class Block(nn.Module):
         self.attn = attention.Attention(config, layer)                  # the layer's number decides on its window
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.norm_place = config.norm_place
 
     def forward(self, x, cache=None):
         # norms stand inside the branches: the stream itself runs unchanged from the embedding to the head
+        if self.norm_place == "out":            # of what a branch adds (OLMo 2)
+            x = x + self.ln_1(self.attn(x, cache))                      # (B, T, C)
+            return x + self.ln_2(self.mlp(x))                           # (B, T, C)
         x = x + self.attn(self.ln_1(x), cache)                          # (B, T, C)
-        x = x + self.mlp(self.ln_2(x))                                  # (B, T, C)
-        return x
+        return x + self.mlp(self.ln_2(x))                               # (B, T, C)
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -93,14 +96,20 @@ class GPTConfig:
     n_head: int = knob(12, "attention heads per block")
     n_kv_head: int = knob(0, "key and value heads, each shared by a group of heads; 0: n_head")
     n_embd: int = knob(768, "width C of the residual stream")
+    head_dim: int = knob(0, "width of each query and key; 0: n_embd / n_head")
     n_inner: int = knob(0, "hidden width of the MLP; 0: 4 C (swiglu: 8/3 C, rounded up to a multiple of 32)")
     # what stands around the attention
     dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
+    qkv_bias: bool = knob(False, "biases of queries, keys and values, also where there are no others")
     norm: str = knob("layernorm", "normalisation before each branch and before the head", ("layernorm", "rmsnorm"))
+    norm_place: str = knob("pre", "norms before each branch, or on what each branch adds (out)", ("pre", "out"))
+    norm_eps: float = knob(1e-5, "what a norm adds to the mean square")
     mlp: str = knob("gelu", "activation of the MLP", ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
     tied: bool = knob(True, "the head shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
+    rope_scaling: str = knob(
+        "", "longer waves for longer contexts: linear:FACTOR, or as LLaMA 3.1 llama3:FACTOR,LOW,HIGH,ORIGINAL")
     bias_range: int = knob(512, "distances that a learned distance bias covers; beyond it is 0")
     # the attention: a recipe, its constants, who computes it
     attn: str = knob(
@@ -114,7 +123,9 @@ class GPTConfig:
     rule: str | None = axis("rule", "from scores to weights")
     pos: str | None = axis(
         "pos", "positions: rotary, none, a learned embedding, a learned bias per head and distance, or rotary and bias")
-    qk_norm: str | None = axis("qk_norm", "queries and keys to unit length, or to unit mean square")
+    qk_norm: str | None = axis(
+        "qk_norm", "queries and keys to unit length, or to unit mean square; with learned weights, of each head or of "
+        "all together")
     feature: str | None = axis(
         "feature", "what is done to queries and keys before they meet: elu + 1, or a small MLP")
     scale: str | None = axis(
@@ -145,6 +156,11 @@ class GPTConfig:
                 setattr(self, name, recipe.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
         check(self)
+
+    @property
+    def head_width(self):
+        """Width D of each query and key."""
+        return self.head_dim or self.n_embd // self.n_head
 
 
 class GPT(nn.Module):
@@ -237,7 +253,7 @@ class GPT(nn.Module):
         """Floating-point operations of training on one token, forward and backward, as PaLM's appendix B counts them:
         6 N + 12 L C T."""
         c = self.config
-        return 6 * self.num_params(embeddings=False) + 12 * c.n_layer * c.n_embd * c.block_size
+        return 6 * self.num_params(embeddings=False) + 12 * c.n_layer * c.n_head * c.head_width * c.block_size
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW, fused where the device has it. Only matrices and embeddings decay; what attention learns outside its
@@ -336,7 +352,7 @@ def check(config):
     for name, least in least_of.items():
         if getattr(config, name) < least:
             raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
-    if config.n_embd % config.n_head:
+    if config.n_embd % config.n_head and not config.head_dim:
         raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}")
@@ -344,6 +360,10 @@ def check(config):
         raise ValueError(f"n_inner={config.n_inner} must not be negative")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} must lie in [0, 1)")
+    if config.head_dim < 0:
+        raise ValueError(f"head_dim={config.head_dim} must not be negative")
+    if not 0 < config.norm_eps < 1:
+        raise ValueError(f"norm_eps={config.norm_eps} must lie between 0 and 1")
     if not 0 < config.rope_base < math.inf:
         raise ValueError(f"rope_base={config.rope_base} must be a positive number")
     attention.check_axes(config)
