@@ -420,7 +420,7 @@ class Inputs(NamedTuple):
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
     far: Any                    # (H, 2) float32, or None: a constant from distance W on, a slope times any distance
-    mix: Any                   # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views of head h, times 1 and -mix
+    mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
     H: int
     GK: int
     GV: int
@@ -432,8 +432,7 @@ class Inputs(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head: its numbers, and where its matrices begin. These are 64-bit addresses; inside a head 32 bits are
-    enough."""
+    """One head: its numbers, and where its matrices begin (64-bit addresses; inside a head 32 bits are enough)."""
     batch: Any
     number: Any                 # 0 .. H-1
     out: Any                    # its number in the output: the same, or number // 2 where two views share one
@@ -502,9 +501,9 @@ def row_tiles(j, inputs, c: tl.constexpr):
 @triton.jit
 def walk(state, step: tl.constexpr, own, tiles, live, inputs, head, rule: tl.constexpr, c: tl.constexpr,
          size: tl.constexpr, LIVE: tl.constexpr):
-    """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do. LIVE:
-    only those in the list `live` (see listed()). Then the five bounds are places in the list, and all else stays as
-    it is."""
+    """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do.
+
+    LIVE: only for those in the list `live`, see listed(). Then the five bounds become places in that list."""
     kept, lo, a, b, hi = tiles
     if LIVE:
         kept, lo, a = live_before(live, kept, size), live_before(live, lo, size), live_before(live, a, size)
@@ -522,14 +521,13 @@ def walk(state, step: tl.constexpr, own, tiles, live, inputs, head, rule: tl.con
 
 @triton.jit
 def live_before(live, start, size: tl.constexpr):
-    """How many live tiles come before row or key `start`, times their size: where the first one from there on is
-    listed."""
+    """The place in the list from where on its tiles begin at `start` or later: so many come before, times the size."""
     return tl.load(live + tl.cdiv(start, size)) * size                          # ()
 
 
 @triton.jit
 def live_tile(live, place, inputs, size: tl.constexpr):
-    """Where the live tile begins that is listed at this place."""
+    """Where the live tile at this place of the list begins."""
     return tl.load(live + tl.cdiv(inputs.T, size) + 1 + place // size) * size   # ()
 
 
@@ -619,8 +617,8 @@ def second_view(inputs, head, i, c: tl.constexpr):
 
 @triton.jit
 def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Scores in the rule's unit, and which are seen. With i a column and j a row they are (BM, BN). With k for q, q
-    for k, and i a row and j a column they are (BN, BM)."""
+    """(BM, BN) scores in the rule's unit, and which of them are seen; i is a column, j a row. All may be transposed:
+    with k for q, q for k, i a row and j a column the result is (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (inputs.scale * rule.unit)
     seen = visible(i, j, inputs)
@@ -771,8 +769,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
-    """r in the rule's unit, t and delta of rows i. Those beyond T repeat the last row, which keeps every rule
-    finite."""
+    """r in the rule's unit, t and delta of rows i. Rows beyond T repeat the last one, so every rule stays finite."""
     r = tl.zeros((SIZE,), tl.float32)
     delta = tl.zeros((SIZE,), tl.float32)
     at = head.rows + tl.minimum(i, inputs.T - 1)
@@ -785,7 +782,7 @@ def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexp
 
 @triton.jit
 def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Weights, ds and the summands of dt of one tile. It may be transposed, see scores."""
+    """Weights, ds and the summands of dt of one tile, which may be transposed as in scores()."""
     s, seen = scores(q, k, i, j, inputs, head, rule, NEAR)
     w, _, _ = rule.weigh(lifted(s, t, rule), r, t, rule.power)
     ds, dt = rule.slope(s, r, t, rule.power, g, delta)
@@ -804,11 +801,11 @@ def live_list(Live, own, owns, inputs, size: tl.constexpr):
 
 @triton.jit
 def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - do . o).
+    """One tile of the sums of w and of w (g - do . o), whose ratio is what do . o lacks.
 
-    Where one weight of a row dominates, its g - delta cancels, and lssar divides the rest by a small x. do . o is too
-    rough for that: o and w carry r's rounding, w sums to 1 + 1e-5. What it lacks is the mean of g - do . o under these
-    very w."""
+    Where one weight of a row dominates, its g - delta should cancel, and lssar divides what is left by a small x. For
+    that do . o is too rough: r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. With delta as the mean of
+    the very g and under the very w that slope will see, they do cancel."""
     sum_w, sum_wg = state
     i, q, do, r, t, delta, _ = own
     j = start + tl.arange(0, c.BN)
@@ -868,8 +865,7 @@ def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
 
 @triton.jit
 def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Live, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of rows: dq, the gradients of t, tail, slope and mix, and delta, which the kernels after this one
-    read."""
+    """One tile of rows: dq, what it adds to the gradients of t, tail, slope and mix, and delta for later kernels."""
     # which rows are ours, and what they need
     tiles = tl.cdiv(inputs.T, c.BM)
     tile, head = my_tile(inputs, tiles)
@@ -935,8 +931,7 @@ def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
 
 @triton.jit
 def backward_keys(inputs, R, DO, Delta, DK, DV, Live, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of keys: dk and dv of a query head. Heads that share keys or values are summed outside, in a fixed
-    order."""
+    """One tile of keys: dk and dv of a query head. Heads that share keys are summed outside, always in one order."""
     # which keys are ours
     tiles = tl.cdiv(inputs.T, c.BN)
     tile, head = my_tile(inputs, tiles)
@@ -964,8 +959,8 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Live, rule: tl.constexpr, c: tl.
 @triton.jit
 def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
     """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same
-    places, so one program adds them up as they are, in registers. by_distance() sums what is left, one tile a
-    diagonal. Dead tiles are visited, too: a table covers the distances at which keys matter, so few are dead."""
+    places, so one program adds them up as they are. by_distance() sums what is left, one tile a diagonal. Dead tiles
+    are visited, too: a table covers the distances at which keys matter, so few are dead."""
     b, head = my_tile(inputs, diagonals, False)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
@@ -1025,12 +1020,12 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where it has none.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0.
-    The score is scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h] (i -
-    j). Row i sees key j if i - j < window (0: no limit) or j < first. row_sum: a rule that has no statistic returns
-    the sum of its weights. power: another one than the rule's own; entmax takes one of each row as t, too. skip: the
-    backward passes over tiles in which all weights are 0. mix: q has two heads for each of the output, whose weights
-    are those of the first minus mix times those of the second; Hv divides H/2, mix broadcasts to (B, H/2, T), and the
-    rule must have no statistic. All is differentiable but entmax's statistic."""
+    The score is scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h]
+    (i - j). Row i sees key j if i - j < window (0: no limit) or j < first. row_sum: a rule that has no statistic
+    returns the sum of its weights. power: another one than the rule's own; entmax takes one of each row as t, too.
+    skip: the backward passes over tiles in which all weights are 0. mix: q has two heads for each of the output,
+    whose weights are those of the first minus mix times those of the second; Hv divides H/2, mix broadcasts to (B,
+    H/2, T), and the rule must have no statistic. All is differentiable but entmax's statistic."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     rule = "alphamax" if rule == "entmax" and t is not None else rule
@@ -1337,14 +1332,15 @@ HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
     (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
     (80, 64, True): {"backward_rows": (64, 32, 8, 2), "backward_keys": (16, 128, 8, 2),
                      "backward_table": (32, 32, 4, 1)},
-    (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_rows": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
+    (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_rows": (64, 32, 8, 2),
+                       "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2)},
 }
 MIXED = {  # instead of all these, for two views at once: twice the scores and gradients (backward_table takes one view)
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
     (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},
-    (90, 128, True): {"forward": (128, 32, 8, 3), "backward_rows": (32, 32, 4, 2), "backward_keys": (32, 32, 8, 2)},
+    (90, 128, True): {"forward": (128, 32, 8, 3), "backward_rows": (32, 32, 4, 2), "backward_keys": (32, 32, 8, 1)},
     (90, 256, True): {"forward": (32, 32, 8, 2), "backward_rows": (16, 32, 8, 1), "backward_keys": (32, 16, 4, 1)},
     (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
     (80, 64, True): {"forward": (128, 32, 8, 3), "backward_rows": (64, 16, 8, 2), "backward_keys": (16, 64, 8, 2)},

@@ -139,7 +139,7 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
     def normal(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=g).to(DEVICE, dtype)
 
-    def heads(count, width):                                          # strided: as a fused projection leaves it, with gaps
+    def heads(count, width):                                          # strided: as a fused projection leaves it
         if not strided:
             return normal(B, count, T, width, dtype=dtype)
         return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
@@ -219,10 +219,14 @@ def compare(rule, dtype=torch.float32, inputs=None, **shape):
     # one eager error of a number that sums many terms is a matter of luck. What the terms' errors add up to is not
     sums = roots_of_squares(terms, x)
     lost = roots_of_squares({name: eager_terms[name] - term for name, term in terms.items()}, x)
-    nudged = exact
-    if rule == "lssar":                                               # x is a difference: it keeps the rounding of t
-        nudge = 1 + torch.finfo(torch.float32).eps
-        nudged, _ = dense_gradients(rule, x | {"t": x["t"].double() * nudge}, options, upstream, torch.float64)
+    # what no kernel of this design can keep, as a change of the exact inputs: o is rounded before delta = do . o - dr
+    # is taken of it; and lssar's x is a difference, in which the rounding of t remains
+    nudged, up = dict(x), list(upstream)
+    if "r" in exact and not row_sum:
+        up[1] = up[1] + (up[0].double() * (exact["o"].to(dtype) - exact["o"])).sum(-1)
+    if rule == "lssar":
+        nudged["t"] = x["t"].double() * (1 + torch.finfo(torch.float32).eps)
+    moved, _ = dense_gradients(rule, nudged, options, up, torch.float64)
     alone = T == 1 or options.get("window") == 1                      # one weight that is always 1 has no gradient
     failed = []
     for name, true in exact.items():
@@ -232,7 +236,7 @@ def compare(rule, dtype=torch.float32, inputs=None, **shape):
         length = x["q"].shape[3]**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
         floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length
         size = max(rms(true), 1) if alone else rms(true)
-        bound = 2 * (rms(eager[name] - true) + lost.get(name, 0) + rms(nudged[name] - true))
+        bound = 2 * (rms(eager[name] - true) + lost.get(name, 0) + rms(moved[name] - true))
         bound += floor * (size + sums.get(name, 0))
         error = rms(kernel[name] - true)
         print(f"{name:7s} kernel {error:.1e}  of size {error / max(rms(true), 1e-30):.1e}  "
@@ -608,8 +612,8 @@ def with_scores(rule, s, **more):
     return dict(q=q, k=k, v=torch.randn_like(q), **more)
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, scores", [by_default(scores in ("all below -100", "10^4 either way"), rule, scores)
+                                          for rule in RULES for scores in SCORES])
 def test_extreme_scores(rule, scores):
     """Outputs and gradients are finite, and rows without a positive score are 0 where weights have to be earned."""
     torch.manual_seed(0)
@@ -864,7 +868,7 @@ def table_rows(task, only=None):
     for name, c, warps, compiled in compile_rule(*task, only):
         ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
         registers, stack = registers_and_stack(compiled.asm["cubin"])
-        older = sm == 80 or D > 128 or rule.endswith(" mix")          # tiles too small for the newest matrix instructions
+        older = sm == 80 or D > 128 or rule.endswith(" mix")          # tiles too small for the newest instructions
         exps, matmuls = ptx.count("ex2.approx"), ptx.count("wgmma.mma_async") or ptx.count("mma.sync") * older
         # so many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the
         # statistic, or delta, has a pass of its own), and some for rows where the running maximum moves. More would
@@ -910,8 +914,8 @@ def choose(sm, D, busy, kernel, kind=""):
     rules = [rule for rule in rules if kind == "mix" or kernels.named(rule).heavy == (kind == "heavy")]
     own, other = ("BN", "BM") if kernel == "backward_keys" else ("BM", "BN")
     sides, usual = (128, 64, 32, 16), kernels.tile
-    tiles = sorted(((a, b) for a in sides for b in sides if a == b or kernel != "backward_table"),
-                   key=lambda sizes: (-sizes[0] * sizes[1], -sizes[0]))
+    tiles = [(a, b) for a in sides for b in sides if a * b <= 128 * 64 and (a == b or kernel != "backward_table")]
+    tiles = sorted(tiles, key=lambda sizes: (-sizes[0] * sizes[1], -sizes[0]))
     for a, b in tiles:
         for warps, stages in [(warps, stages) for warps in (8, 4, 2) if 16 * warps <= a for stages in (3, 2, 1)]:
             sizes = {own: a, other: b}
