@@ -801,17 +801,17 @@ def live_list(Live, own, owns, inputs, size: tl.constexpr):
 
 @triton.jit
 def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - do . o), whose ratio is what do . o lacks.
+    """One tile of the sums of w and of w (g - delta), whose ratio is what delta = do . o - dr lacks but for the dr.
 
-    Where one weight of a row dominates, its g - delta should cancel, and lssar divides what is left by a small x. For
-    that do . o is too rough: r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. With delta as the mean of
-    the very g and under the very w that slope will see, they do cancel."""
+    Where one weight of a row dominates, its g - do . o should cancel, and lssar divides what is left by a small x. For
+    that do . o is too rough: r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. The mean of the very g
+    that slope will see, under the very w, does cancel."""
     sum_w, sum_wg = state
     i, q, do, r, t, delta, _ = own
     j = start + tl.arange(0, c.BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
-    g = tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None]
+    g = tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None]        # g = do @ v.T - delta
+    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], inputs, head, rule, NEAR)
     w, _, _ = rule.weigh(lifted(s, t[:, None], rule), r[:, None], t[:, None], rule.power)
     if NEAR:
@@ -834,13 +834,13 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
 
 @triton.jit
 def add_to_rows(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """What one tile of keys adds to the gradients of a tile of rows."""
+    """What one tile of keys adds to the gradients of a tile of rows. k comes after v is used: fewer tiles at a time."""
     grads, gradsb, dmix = state
     i, q, do, r, t, delta, second = own
     j = start + tl.arange(0, c.BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     g = tl.dot(do, tl.trans(v), input_precision="ieee")                         # g = do @ v.T
+    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     i, j_row = i[:, None], j[None, :]
     grads, _ = add_to_view(grads, q, k, g, i, j_row, r, t, delta, inputs, head, rule, NEAR)
     if inputs.mix is not None:
@@ -879,15 +879,14 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Live, rule: t
     zero = tl.zeros((c.BM,), tl.float32)
 
     # delta = (do * U).sum(-1) - dr
-    delta = zero
+    delta = -dr
     if rule.settle is not None and not rule.plain_sum:                          # a plain sum has no share in ds but dr
         u = load(begin(U, head.batch, head.out), U.row, i, inputs.T, c.E, c.EP, True)                         # (BM, EP)
-        delta = tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
+        delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if rule.sum_delta:
         own = (i, q, do, r, t, delta, second)
         sum_w, sum_wg = walk((zero, zero), add_to_delta, own, keys, live, inputs, head, rule, c, c.BN, rule.skip)
-        delta += sum_wg / tl.maximum(sum_w, 1e-30)                              # an empty row sums to 0
-    delta -= dr
+        delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # (an empty row sums to 0)
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
@@ -967,14 +966,14 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
     for start in tl.range(b * c.BM, inputs.T, c.BM, num_stages=1):
         i = start + row
         j = i - b * c.BM
-        q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)            # (BM, DP)
-        k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)            # (BM, DP)
         v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)            # (BM, EP)
         do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                      # (BM, EP)
-        r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)        # (BM,) each
         g = tl.dot(do, tl.trans(v), input_precision="ieee")                     # g = do @ v.T
         if inputs.mix is not None:                                              # -mix for the second view
             g *= tl.where(head.number % 2 == 0, 1., -mix_of(inputs, head, i))[:, None]
+        q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)            # (BM, DP)
+        k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)            # (BM, DP)
+        r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)        # (BM,) each
         i = tl.where(i < inputs.T, i, -1)                                       # a row that does not exist sees no key
         r, t, delta = r[:, None], t[:, None], delta[:, None]
         _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, True)

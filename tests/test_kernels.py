@@ -219,11 +219,11 @@ def compare(rule, dtype=torch.float32, inputs=None, **shape):
     # one eager error of a number that sums many terms is a matter of luck. What the terms' errors add up to is not
     sums = roots_of_squares(terms, x)
     lost = roots_of_squares({name: eager_terms[name] - term for name, term in terms.items()}, x)
-    # what no kernel of this design can keep, as a change of the exact inputs: o is rounded before delta = do . o - dr
-    # is taken of it; and lssar's x is a difference, in which the rounding of t remains
+    # what no kernel of this design can keep, as a change of the exact inputs: delta = do . o - dr is taken of an o that
+    # is rounded, and made of rounded weights; and lssar's x is a difference, in which the rounding of t remains
     nudged, up = dict(x), list(upstream)
     if "r" in exact and not row_sum:
-        up[1] = up[1] + (up[0].double() * (exact["o"].to(dtype) - exact["o"])).sum(-1)
+        up[1] = up[1] + (up[0].double() * (eager["o"] - exact["o"])).sum(-1)
     if rule == "lssar":
         nudged["t"] = x["t"].double() * (1 + torch.finfo(torch.float32).eps)
     moved, _ = dense_gradients(rule, nudged, options, up, torch.float64)
