@@ -1,7 +1,10 @@
-"""kernels.py against an independent dense form in float64: in Triton's interpreter where there is no GPU, unchanged on one where there is.
+"""kernels.py against an independent dense form in float64: in Triton's interpreter where there is no GPU, else on it.
 
-Every comparison is measured against what plain PyTorch loses in the same dtype, and prints the ratio of the two errors. `python
-tests/test_kernels.py table` compiles the kernels for GPUs that need not be there and prints registers, shared memory and spills."""
+Every comparison is measured against what plain PyTorch loses in the same dtype, and prints the ratio of the two errors.
+These commands compile the kernels for GPUs that need not be there:
+    python tests/test_kernels.py table      every kernel of every rule, its registers, shared memory and spills
+    python tests/test_kernels.py choose 90 64 busy backward_keys [heavy | mix]
+        the largest tile of this kernel, on sm_90 at width 64 with a table and a window, that is clean for all rules"""
 
 import hashlib
 import math
@@ -19,7 +22,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = (sys.argv[1:] or ["table"])[0] if __name__ == "__main__" else None   # set where this file runs as a program, to compile
+COMMAND = (sys.argv[1:] or ["table"])[0] if __name__ == "__main__" else None   # set where this file runs as a program
 DEVICE = "cuda" if torch.cuda.is_available() and not COMMAND else "cpu"
 if DEVICE == "cpu" and not COMMAND:
     os.environ["TRITON_INTERPRET"] = "1"                              # before triton is imported
@@ -43,10 +46,11 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
-# ------------------------------------------------------------------------------------------------ the dense form
+# -------------------------------------------------------------------------------- the dense form
 
 def entmax(s, seen, p):
-    """Weights relu(s / p - r)^p that sum to 1: r by halving an interval, and its gradient by one more step, at the solution."""
+    """Weights relu(s / p - r)^p that sum to 1: r by halving an interval, and its gradient by one more step, at the
+    solution."""
     z = s / p
     lo = z.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True) - 1
     hi = lo + 1
@@ -81,7 +85,8 @@ def dense_weights(rule, s, seen, t, p):
         total = e.abs().sum(-1, keepdim=True) + 1e-8
         return torch.relu(e) / total, (m + total.log())[..., 0]
     w = {"softplus": torch.nn.functional.softplus, "relu": torch.relu, "tra": lambda s: torch.relu(s - t) ** p,
-         "sigmoid": lambda s: torch.sigmoid(s - t), "elu": lambda s: torch.nn.functional.elu(s) + 1, "identity": lambda s: s}[rule](s)
+         "sigmoid": lambda s: torch.sigmoid(s - t), "elu": lambda s: torch.nn.functional.elu(s) + 1,
+         "identity": lambda s: s}[rule](s)
     return w * seen, None
 
 
@@ -94,24 +99,27 @@ def difference(rule, mix, q, k, v, t, biases, **options):
     return one - mix.to(v.dtype).expand(one.shape[:3])[..., None] * two, None
 
 
-def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False, power=None, mix=None):
-    """What attend() should be: the T x T matrix in full, in the dtype of q (statistics at least in float32)."""
+def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, scale=1.0, window=0, first=0,
+          row_sum=False, power=None, mix=None):
+    """What attend() should be: the T x T matrix in full, in the dtype of q (statistics at least in float32). bias (H,
+    T, T) is added to the scores, too."""
     if mix is not None:
-        return difference(rule, mix, q, k, v, t, (table, tail, slope), scale=scale, window=window, first=first, power=power)
+        biases = (table, tail, slope, bias)
+        return difference(rule, mix, q, k, v, t, biases, scale=scale, window=window, first=first, power=power)
     wide = torch.promote_types(q.dtype, torch.float32)
     H, T = q.shape[1:3]
     k, v = k.repeat_interleave(H // k.shape[1], 1), v.repeat_interleave(H // v.shape[1], 1)
     distance = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
     s = (q @ k.mT).to(wide) * scale
-    bias = torch.zeros(H, T, T, dtype=wide, device=q.device)
+    far = torch.zeros(H, T, T, dtype=wide, device=q.device)
     if tail is not None:
-        bias = bias + tail.to(wide)[:, None, None]
+        far = far + tail.to(wide)[:, None, None]
     if table is not None:
         W = table.shape[1]
-        bias = torch.where(distance < W, table.to(wide)[:, distance.clamp(0, W - 1)], bias)
+        far = torch.where(distance < W, table.to(wide)[:, distance.clamp(0, W - 1)], far)
     if slope is not None:
-        bias = bias + slope.to(wide)[:, None, None] * distance
-    s = s + bias
+        far = far + slope.to(wide)[:, None, None] * distance
+    s = s + far if bias is None else s + far + bias
     seen = distance >= 0
     if window:
         seen = seen & ((distance < window) | (torch.arange(T, device=q.device) < first))
@@ -121,17 +129,17 @@ def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, w
     return w.to(v.dtype) @ v, w.sum(-1) if row_sum else r
 
 
-# ------------------------------------------------------------------------------------------------ drawing and comparing
+# -------------------------------------------------------------------------------- drawing and comparing
 
-def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False, strided=False, seed=0,
-         mix=None, **options):
+def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False,
+         strided=False, seed=0, mix=None, **options):
     """Random inputs of attend(), by name, and its options."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=g).to(DEVICE, dtype)
 
-    def heads(count, width):                                          # strided: as a fused projection leaves it, or with gaps inside
+    def heads(count, width):                                          # strided: as a fused projection leaves it
         if not strided:
             return normal(B, count, T, width, dtype=dtype)
         return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
@@ -160,102 +168,172 @@ def outputs_and_gradients(attend, rule, x, options, upstream, dtype=None):
     outputs = [part for part in attend(rule, **leaves, **options) if part is not None and part.requires_grad]
     torch.autograd.backward(outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)])
     grads = [part.grad for part in leaves.values()]
-    assert all(grad.shape == part.shape and grad.dtype == part.dtype for grad, part in zip(grads, leaves.values(), strict=True))
-    return dict(zip(["o", "r"], outputs, strict=False)) | {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
+    for grad, part in zip(grads, leaves.values(), strict=True):
+        assert grad.shape == part.shape and grad.dtype == part.dtype
+    grads = {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
+    return dict(zip(["o", "r"], outputs, strict=False)) | grads
 
 
 def rms(x):
     return x.double().pow(2).mean().sqrt().item()
 
 
+def dense_gradients(rule, x, options, upstream, dtype=None):
+    """Outputs and gradients of the dense form, and those of every term: t and mix spread over all rows, and the
+    scores."""
+    B, H, T, _ = x["q"].shape
+    few = {name: x[name] for name in ("t", "mix") if name in x}
+    spread = {name: part.expand(B, H // 2 if name == "mix" else H, T) for name, part in few.items()}
+    bias = torch.zeros(H, T, T, device=DEVICE)
+    grads = outputs_and_gradients(dense, rule, x | spread | {"bias": bias}, options, upstream, dtype)
+    terms = {"ds": grads.pop("dbias").double()} | {"d" + name: grads["d" + name].double() for name in few}
+    return grads | {"d" + name: grads["d" + name].sum_to_size(part.shape) for name, part in few.items()}, terms
+
+
+def roots_of_squares(terms, x):
+    """How large the sums of these terms would be if signs were random, (sum of squares)^1/2, for every input that is
+    one number for many rows or scores. Where terms cancel, this is what still rounds."""
+    ds, T, W = terms["ds"].tril(), x["q"].shape[2], x["table"].shape[1] if "table" in x else 0
+    distance = torch.arange(T, device=DEVICE)[:, None] - torch.arange(T, device=DEVICE)
+    squares = {"d" + name: terms["d" + name].pow(2).sum_to_size(x[name].shape) for name in ("t", "mix") if name in x}
+    squares |= {"dtail": (ds * (distance >= W)).pow(2).sum((1, 2)), "dslope": (ds * distance).pow(2).sum((1, 2))}
+    if W:
+        squares["dtable"] = torch.stack([ds.diagonal(-d, 1, 2).pow(2).sum(-1) for d in range(min(W, T))])
+    return {name: square.mean().sqrt().item() for name, square in squares.items()}
+
+
 def compare(rule, dtype=torch.float32, inputs=None, **shape):
-    """RMS(kernel - float64) <= c RMS(eager in the same dtype - float64) + what rounding costs, for outputs and every gradient."""
+    """RMS(kernel - float64) <= 2 RMS(eager in the same dtype - float64) + what rounding costs, for outputs and
+    gradients."""
     row_sum = shape.pop("row_sum", False) and rule + "_sum" in kernels.RULES
     x, options = draw(rule, dtype=dtype, row_sum=row_sum, **shape)
     x |= inputs or {}
-    H = x["q"].shape[1]
+    H, T = x["q"].shape[1:3]
     o = (x["q"].shape[0], H // 2 if "mix" in x else H, *x["v"].shape[2:])
     torch.manual_seed(1)
     upstream = [torch.randn(o, device=DEVICE).to(dtype), torch.randn(o[:3], device=DEVICE)]
     kernel = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
-    eager = outputs_and_gradients(dense, rule, x, options, upstream)
-    exact = outputs_and_gradients(dense, rule, x, options, upstream, torch.float64)
+    eager, eager_terms = dense_gradients(rule, x, options, upstream)
+    exact, terms = dense_gradients(rule, x, options, upstream, torch.float64)
     assert kernel.keys() == eager.keys() == exact.keys()
+    # one eager error of a number that sums many terms is a matter of luck. What the terms' errors add up to is not
+    sums = roots_of_squares(terms, x)
+    lost = roots_of_squares({name: eager_terms[name] - term for name, term in terms.items()}, x)
+    # what no kernel of this design can keep, as a change of the exact inputs: delta = do . o - dr is taken of an o that
+    # is rounded, and made of rounded weights; and lssar's x is a difference, in which the rounding of t remains
+    nudged, up = dict(x), list(upstream)
+    if "r" in exact and not row_sum:
+        up[1] = up[1] + (up[0].double() * (eager["o"] - exact["o"])).sum(-1)
+    if rule == "lssar":
+        nudged["t"] = x["t"].double() * (1 + torch.finfo(torch.float32).eps)
+    moved, _ = dense_gradients(rule, nudged, options, up, torch.float64)
+    alone = T == 1 or options.get("window") == 1                      # one weight that is always 1 has no gradient
     failed = []
     for name, true in exact.items():
-        # one rounding to the dtype and a float32 sum over the width, or over rows, too, for the few numbers that are one a head; of those
-        # the eager error is a matter of luck. Of t's gradient the part of o is rounded to the dtype; in lssar a power of 15 follows a
-        # difference of logarithms
-        few = true.numel() <= H
-        c, length = (8, o[2] * x["q"].shape[3]) if few else (8 if rule == "lssar" else 2, x["q"].shape[3])
-        rounded = dtype if few or name == "dt" else kernel[name].dtype
-        floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length**0.5
-        size = rms(true) if o[2] > 1 else max(1, rms(true))           # one weight that is always 1 has no gradient
-        error, bound = rms(kernel[name] - true), c * rms(eager[name] - true) + floor * size
-        print(f"{name:7s} kernel {error:.1e}  of size {error / max(rms(true), 1e-30):.1e}  of the bound {error / max(bound, 1e-30):.2f}")
-        if not error <= bound:                                        # nan fails
+        # one rounding to the dtype (also for t and mix, whose gradients meet an o or a g that is rounded to it) and a
+        # float32 sum over the width. lssar's weights are exponentials of a difference of logarithms as large as r
+        rounded = dtype if name in ("dt", "dmix") else kernel[name].dtype
+        length = x["q"].shape[3]**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
+        floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length
+        size = max(rms(true), 1) if alone else rms(true)
+        bound = 2 * (rms(eager[name] - true) + lost.get(name, 0) + rms(moved[name] - true))
+        bound += floor * (size + sums.get(name, 0))
+        error = rms(kernel[name] - true)
+        print(f"{name:7s} kernel {error:.1e}  of size {error / max(rms(true), 1e-30):.1e}  "
+              f"of the bound {error / max(bound, 1e-30):.2f}")
+        if not error <= bound < math.inf:                             # nan fails
             failed.append(name)
     assert not failed
 
 
-# ------------------------------------------------------------------------------------------------ outputs and gradients
+# -------------------------------------------------------------------------------- outputs and gradients
 
-RULES = ["softmax", "elastic", "entmax", "sparsemax", "softplus", "lssar", "softpick", "relu", "tra", "sigmoid", "elu", "identity"]
+RULES = ["softmax", "elastic", "entmax", "sparsemax", "softplus", "lssar", "softpick", "relu", "tra", "sigmoid", "elu",
+         "identity"]
 EVERYTHING = dict(W=21, tail=True, slope=True)
 CASES = {
     "one token": dict(T=1, D=16, B=2, W=4, row_sum=True),
-    "plain": dict(T=130, D=16, row_sum=True),
+    "plain": dict(T=70, D=16, row_sum=True),
     "odd, two batches, grouped": dict(T=45, D=40, B=2, H=4, Hk=2, Hv=1),
     "wide keys": dict(T=63, D=64, E=16, strided=True),
     "wide values": dict(T=45, D=24, E=64, H=4, Hk=1, Hv=4),
-    "table": dict(T=130, W=37),
+    "table": dict(T=70, W=37),
     "table beyond the input": dict(T=45, W=200),
     "tail and slope": dict(T=63, tail=True, slope=True),
     "tail alone": dict(T=33, tail=True),
-    "everything": dict(T=130, B=1, H=2, Hk=1, row_sum=True, **EVERYTHING),
-    "window": dict(T=130, window=40, row_sum=True),
+    "everything": dict(T=70, B=1, H=2, Hk=1, row_sum=True, **EVERYTHING),
+    "window": dict(T=70, window=40, row_sum=True),
     "window of one": dict(T=45, window=1),
-    "window, first keys, everything": dict(T=100, window=17, first=3, H=2, Hv=1, **EVERYTHING),
+    "window, first keys, everything": dict(T=70, window=17, first=3, H=2, Hv=1, **EVERYTHING),
     "window and many first keys": dict(T=70, window=9, first=40, W=60),
 }
 TELLING = ("one token", "odd, two batches, grouped", "wide keys", "everything", "window, first keys, everything")
+SHORT = ("one token", "wide keys", "window of one")
+exhaustive = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("case, rule", [(case, rule) for rule in RULES for case in CASES if rule in RULES[:2] or case in TELLING])
+def by_default(chosen, *values):
+    """A parameter's value (or values), which only --all runs unless it is one of the chosen."""
+    return pytest.param(*values, marks=() if chosen else exhaustive)
+
+
+@pytest.mark.parametrize("case, rule", [
+    by_default(case == "everything" or rule == "softmax" and case in SHORT, case, rule)
+    for rule in RULES for case in CASES if rule in RULES[:2] or case in TELLING])
 def test_float32(case, rule):
     compare(rule, **CASES[case])
 
 
-@pytest.mark.parametrize("power", [1, 1.5, 2, 3, 5])
-@pytest.mark.parametrize("rule", ["entmax", "lssar", "tra"])
+@pytest.mark.parametrize("rule, power", [by_default((rule, power) in (("tra", 1.5), ("lssar", 5)), rule, power)
+                                         for rule in ("entmax", "lssar", "tra") for power in (1, 1.5, 2, 3, 5)])
 def test_powers(rule, power):
     compare(rule, T=45, power=power, window=30, **EVERYTHING)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_power_for_every_row(dtype):
+@pytest.mark.parametrize("dtype, shape", [by_default((dtype, shape) == (torch.float32, (2, 1)), dtype, shape)
+                                          for dtype in DTYPES for shape in ((2, 1), (2, 1, 45))], ids=str)
+def test_a_power_for_every_row(dtype, shape):
     """entmax with a row input: the power may be learned."""
-    for shape in ((2, 1), (2, 1, 45)):
-        t = 1.2 + 3 * torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        compare("entmax", dtype, inputs={"t": t}, T=45, B=2, window=30, first=2, **EVERYTHING)
+    t = 1.2 + 3 * torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    compare("entmax", dtype, inputs={"t": t}, T=45, B=2, window=30, first=2, **EVERYTHING)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_low_precision(dtype, rule):
+    compare(rule, dtype, T=40, D=40, Hk=1, window=20, first=2, **EVERYTHING)
+
+
+@exhaustive
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_low_precision_of_wide_heads(dtype, rule):
     compare(rule, dtype, T=63, D=64, H=2, Hk=1, row_sum=True)
-    compare(rule, dtype, T=45, D=40, window=20, first=2, **EVERYTHING)
 
 
-def test_row_input_of_every_shape():
+@pytest.mark.parametrize("survivors", ["one", "two, of which one dominates"])
+def test_lssar_where_one_weight_dominates(survivors):
+    """g - delta cancels to nothing there, and is then divided by a small x: the kernel loses no more than autograd
+    does."""
+    x, options = draw("lssar", T=45, slope=True)
+    exact = {name: part.double() for name, part in x.items()}
+    distance = torch.arange(45, device=DEVICE)[:, None] - torch.arange(45, device=DEVICE)
+    s = exact["q"] @ exact["k"].mT * options["scale"] + exact["slope"][:, None, None] * distance
+    phi = torch.nn.functional.softplus(s).masked_fill(distance < 0, 0).topk(2).values
+    first, second = phi.unbind(-1)
+    x["t"] = (torch.maximum(second, 0.99 * first) if survivors == "one" else 1.3 * second - 0.3 * first).float()
+    compare("lssar", inputs=x, T=45, slope=True)
+
+
+SHAPES = [by_default(shape in ((), (1, 2, 17)), shape)
+          for shape in ((), (1,), (17,), (2, 1), (2, 1, 1), (1, 2, 17), (2, 2, 17))]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_row_input_of_every_shape(shape):
     """t broadcasts to (B, H, T), and its gradient comes back in its own shape."""
-    for shape in [(), (1,), (17,), (2, 1), (2, 1, 1), (1, 2, 17), (2, 2, 17)]:
-        x, options = draw("sigmoid", T=17, B=2)
-        x["t"] = torch.randn(shape, device=DEVICE)
-        upstream = [torch.randn_like(x["q"])]
-        kernel, exact = (outputs_and_gradients(form, "sigmoid", x, options, upstream, *dtype)["dt"]
-                         for form, dtype in ((kernels.attend, ()), (dense, (torch.float64,))))
-        assert rms(kernel - exact) <= 1e-5 * rms(exact)
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    compare("sigmoid", inputs={"t": t}, T=17, B=2)
 
 
 @pytest.mark.parametrize("rule", ["softmax", "sigmoid"])
@@ -268,16 +346,17 @@ def test_the_statistic_alone(rule):
     assert all(torch.equal(both["d" + name], alone["d" + name]) for name in x)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [by_default(rule == "elastic", rule) for rule in RULES])
 def test_two_runs_agree_bit_for_bit(rule):
-    x, options = draw(rule, T=70, H=2, Hk=1, Hv=1, window=50, first=2, **EVERYTHING)
+    x, options = draw(rule, T=50, H=2, Hk=1, Hv=1, window=30, first=2, **EVERYTHING)
     upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_sink_needs_no_kernel():
-    """An extra key with score c and value 0: o sigmoid(r - c), exact, with c's gradient, because r is differentiable."""
+    """An extra key with score c and value 0: o sigmoid(r - c), exact, with c's gradient, because r is
+    differentiable."""
     x, options = draw("softmax", T=45)
     c, upstream = torch.randn(2, 1, device=DEVICE), torch.randn_like(x["q"])
 
@@ -295,9 +374,9 @@ def test_a_sink_needs_no_kernel():
     assert all(rms(one[name] - two[name]) < 1e-6 * max(1, rms(two[name])) for name in two)
 
 
-# ------------------------------------------------------------------------------------------------ live tiles
+# -------------------------------------------------------------------------------- live tiles
 
-LIVE = ["elastic", "entmax", "sparsemax", "lssar", "softpick", "relu", "tra"]
+LIVE = [rule for rule in RULES if kernels.RULES[rule].skip]
 
 
 def clusters(T, H=1, dtype=torch.float32):
@@ -306,41 +385,48 @@ def clusters(T, H=1, dtype=torch.float32):
     centre = torch.zeros(4, 16)
     centre[:, :4] = 8 * (torch.eye(4) - 1 / 4)
     member = torch.arange(T) // 60 % 4
-    return {name: (centre[member] + 0.4 * torch.randn(1, heads, T, 16, generator=g)).to(DEVICE, dtype) for name, heads in (("q", H), ("k", 1))}
+    return {name: (centre[member] + 0.4 * torch.randn(1, heads, T, 16, generator=g)).to(DEVICE, dtype)
+            for name, heads in (("q", H), ("k", 1))}
 
 
-@pytest.mark.parametrize("options", [dict(T=170), dict(T=150, window=120, first=5, row_sum=True, **EVERYTHING)], ids=["plain", "busy"])
-@pytest.mark.parametrize("rule", LIVE)
+BUSY = dict(T=150, window=120, first=5, row_sum=True, **EVERYTHING)
+
+
+@pytest.mark.parametrize("rule, options", [
+    by_default((rule, kind) == ("tra", "busy"), rule, options)
+    for rule in LIVE for kind, options in (("plain", dict(T=170)), ("busy", BUSY))], ids=str)
 def test_skipping_dead_tiles_changes_nothing(rule, options):
-    """Where weights are 0, gradients need not be: against float64, and against the same kernels that visit every tile."""
+    """Where weights are 0, gradients need not be: against float64, and against the same kernels that visit every
+    tile."""
     inputs = clusters(options["T"])
     x, more = draw(rule, H=1, **options)
-    if rule == "lssar":                                               # a bias alone must not lift every score above the threshold
+    if rule == "lssar":                                               # a bias must not lift every score above it
         inputs["t"] = x["t"] + 3
     x |= inputs
     upstream = [torch.randn(*x["q"].shape[:3], 16, device=DEVICE), torch.randn(x["q"].shape[:3], device=DEVICE)]
     more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.RULES
-    if kernels.INTERPRETED:                                           # a GPU's tiles are too large for clusters as small as these
-        names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "row_sum", "power")
-        given = {"window": 0, "first": 0, "row_sum": False} | x | more
+    if kernels.INTERPRETED:                                           # a GPU's tiles are too large for these clusters
+        names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix")
+        given = {"window": 0, "first": 0} | x | more
         alive = kernels.run_forward(*kernels.prepare(rule, *map(given.get, names)), True, True)[3]
         assert 0.05 < alive.float().mean() < 0.55                     # 0.6 if no tile of the past were dead
-    with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream) for skip in (True, False))
+    with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream)
+                          for skip in (True, False))
     for name in without:
-        if kernels.RULES[rule].dead == "all":
-            assert torch.equal(with_skip[name], without[name]), name
-        else:
-            assert rms(with_skip[name] - without[name]) <= 1e-6 * rms(without[name]), name
+        assert torch.equal(with_skip[name], without[name]), name
     compare(rule, inputs=inputs, H=1, **options)
 
 
+@exhaustive
 def test_live_tiles_of_low_precision_and_powers():
-    compare("tra", torch.float16, inputs=clusters(203, dtype=torch.float16), T=203, H=1, power=3)
+    inputs = clusters(203, dtype=torch.float16)
+    compare("tra", torch.float16, inputs=inputs | {"k": inputs["k"] / 8}, T=203, H=1, power=3)
     compare("entmax", inputs=clusters(203) | {"t": torch.full((1, 203), 1.7, device=DEVICE)}, T=203, H=1)
 
 
 def test_maps_of_tiles():
-    """A map at other tile sizes holds every live entry, and the list names live tiles first, each part in ascending order."""
+    """A map at other tile sizes holds every live entry, and the list names live tiles first, each part in ascending
+    order."""
     T, g = 150, torch.Generator().manual_seed(0)
     for a, b in ((32, 16), (16, 64), (16, 16), (64, 16)):
         alive = (torch.rand(2, kernels.count(T, a), generator=g) > 0.6).to(torch.int8)
@@ -348,13 +434,13 @@ def test_maps_of_tiles():
         there = kernels.resized(alive, 1, T, a, b)
         assert there.shape[1] == kernels.count(T, b)
         assert all(there[n, m] == fine[n, m * b:(m + 1) * b].max() for n in range(2) for m in range(there.shape[1]))
-        for row, n in zip(kernels.list_live(there).tolist(), there.tolist(), strict=True):
+        for row, n in zip(kernels.listed(there).tolist(), there.tolist(), strict=True):
             before, order = row[:len(n) + 1], row[len(n) + 1:]
             assert before == [sum(n[:m]) for m in range(len(n) + 1)]
-            assert order == sorted(range(len(n)), key=lambda m: (not n[m], m))
+            assert order[:sum(n)] == [m for m in range(len(n)) if n[m]]
 
 
-@pytest.mark.parametrize("rule", ["entmax", "softpick"])
+@pytest.mark.parametrize("rule", ["elastic", by_default(False, "entmax"), by_default(False, "softpick")])
 def test_without_gradients_the_output_is_the_same(rule):
     """Nothing is saved for a backward that will not come."""
     x, options = draw(rule, T=70)
@@ -363,37 +449,42 @@ def test_without_gradients_the_output_is_the_same(rule):
     assert torch.equal(learned, plain)
 
 
-# ------------------------------------------------------------------------------------------------ two views at once
+# -------------------------------------------------------------------------------- two views at once
 
 VIEWS = {
     "one token": dict(T=1, B=2, mix=(1, 1)),
-    "plain": dict(T=130, mix=(1, 1)),
+    "plain": dict(T=70, mix=(1, 1)),
     "odd, two batches, grouped": dict(T=45, D=40, E=24, B=2, H=8, Hk=2, Hv=1, mix=(2, 4, 45)),
     "a key head for each view": dict(T=45, D=24, E=64, H=8, Hk=8, Hv=2, strided=True, mix=(4, 1)),
-    "everything": dict(T=100, H=4, Hk=2, mix=(), **EVERYTHING),
-    "window, first keys, everything": dict(T=100, window=17, first=3, H=4, Hv=1, mix=(1, 2, 100), **EVERYTHING),
+    "everything": dict(T=70, H=4, Hk=2, mix=(), **EVERYTHING),
+    "window, first keys, everything": dict(T=70, window=17, first=3, H=4, Hv=1, mix=(1, 2, 70), **EVERYTHING),
 }
+LAST = "window, first keys, everything"
+DEFAULT_VIEWS = [("tra", "one token"), ("tra", LAST), ("sigmoid", "a key head for each view")]
 
 
-@pytest.mark.parametrize("case", VIEWS)
-@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+@pytest.mark.parametrize("rule, case", [
+    by_default((rule, case) in DEFAULT_VIEWS, rule, case)
+    for rule in ("tra", "relu", "sigmoid", "softplus", "elu", "identity") for case in VIEWS
+    if rule in ("tra", "relu", "sigmoid") or case == LAST])
 def test_two_views(rule, case):
     compare(rule, **VIEWS[case])
 
 
-@pytest.mark.parametrize("rule", ["softplus", "elu", "identity"])
-def test_two_views_of_other_rules(rule):
-    compare(rule, **VIEWS["window, first keys, everything"])
-
-
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+@pytest.mark.parametrize("rule", [by_default(rule == "tra", rule) for rule in ("tra", "relu", "sigmoid")])
 def test_two_views_of_low_precision(rule, dtype):
-    compare(rule, dtype, T=63, D=64, H=4, Hk=1, Hv=1, mix=(2, 1))
     compare(rule, dtype, T=45, D=40, window=20, first=2, mix=(1, 1), **EVERYTHING)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (17,), (2, 1), (2, 1, 1), (1, 2, 17), (2, 2, 17)])
+@exhaustive
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+def test_two_views_of_low_precision_and_wide_heads(rule, dtype):
+    compare(rule, dtype, T=63, D=64, H=4, Hk=1, Hv=1, mix=(2, 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mix_of_every_shape(shape):
     compare("tra", T=17, B=2, H=4, power=3, mix=shape)
 
@@ -404,16 +495,18 @@ def clusters_of_two_views(T):
     return {name: torch.cat([one[name], two[name]], 1) for name in "qk"}
 
 
-@pytest.mark.parametrize("options", [dict(T=230), dict(T=230, window=200, first=5, **EVERYTHING)], ids=["plain", "busy"])
+@exhaustive
+@pytest.mark.parametrize("options", [dict(T=230), dict(T=230, window=200, first=5, **EVERYTHING)], ids=str)
 @pytest.mark.parametrize("rule", ["tra", "relu"])
 def test_skipping_dead_tiles_of_two_views_changes_nothing(rule, options):
     """A tile is visited if either view is alive there, and there are many in which neither is."""
     T, inputs = options["T"], clusters_of_two_views(options["T"])
     x, more = draw(rule, mix=(1, 1), **options)
-    inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}   # a bias must not lift every score above 0
+    inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}   # a bias must not lift every score
     upstream, x = [torch.randn_like(x["v"])], x | inputs
-    with mock.patch.object(kernels, "lists", side_effect=kernels.lists) as lists:
-        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream) for skip in (True, False))
+    with mock.patch.object(kernels, "live_lists", side_effect=kernels.live_lists) as lists:
+        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream)
+                              for skip in (True, False))
     alive = lists.call_args_list[0].args[0]
     if kernels.INTERPRETED:                                           # tiles of 32 x 16
         share = alive.float().sum() / (torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31).sum()
@@ -424,14 +517,15 @@ def test_skipping_dead_tiles_of_two_views_changes_nothing(rule, options):
 
 
 @pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
+@exhaustive
 def test_two_runs_of_two_views_agree_bit_for_bit(rule):
-    x, options = draw(rule, T=70, H=4, Hk=1, Hv=1, window=50, first=2, mix=(1, 2, 70), **EVERYTHING)
-    upstream = [torch.randn(1, 2, 70, 16, device=DEVICE)]
+    x, options = draw(rule, T=50, H=4, Hk=1, Hv=1, window=30, first=2, mix=(1, 2, 50), **EVERYTHING)
+    upstream = [torch.randn(1, 2, 50, 16, device=DEVICE)]
     one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-# ------------------------------------------------------------------------------------------------ addresses
+# -------------------------------------------------------------------------------- addresses
 
 def test_heads_may_lie_far_apart():
     """Batches and heads more than 2^31 elements apart, in a buffer of which only a few pages are ever touched."""
@@ -459,7 +553,7 @@ def test_a_head_must_fit_32_bit_offsets():
         kernels.attend("softmax", x["q"].half(), x["k"], x["v"].half())
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# -------------------------------------------------------------------------------- errors
 
 def wrong(message, rule="softmax", **changes):
     return pytest.param(rule, changes, message, id=message)
@@ -469,30 +563,22 @@ ZERO = torch.zeros
 MISTAKES = [
     wrong("choose one of", rule="softmox"),
     wrong("leave out row_sum", row_sum=True),
-    wrong("leave out power", power=2),
-    wrong("from 1 on", rule="tra", power=0.5),
-    wrong("from 1 on", rule="entmax", power="2"),
+    wrong("takes no power 2", power=2),
+    wrong("takes no power 0.5", rule="tra", power=0.5),
     wrong("leave out t", t=ZERO(8, device=DEVICE)),
-    wrong("plain numbers", scale=ZERO((), device=DEVICE)),
-    wrong("plain numbers", window=2.5),
-    wrong("four axes", q=ZERO(2, 8, 16, device=DEVICE)),
-    wrong("agree in batch and length", k=ZERO(1, 2, 9, 16, device=DEVICE)),
-    wrong("agree in batch and length", k=ZERO(1, 2, 8, 32, device=DEVICE)),
-    wrong("not be empty", v=ZERO(1, 2, 8, 0, device=DEVICE)),
-    wrong("must divide", k=ZERO(1, 3, 8, 16, device=DEVICE)),
-    wrong("width 256 at most", v=ZERO(1, 2, 8, 257, device=DEVICE)),
-    wrong("share one of float32", v=ZERO(1, 2, 8, 16, device=DEVICE, dtype=torch.float16)),
-    wrong("device of q", table=ZERO(2, 4, device="meta")),
-    wrong("must broadcast", rule="elastic", t=ZERO(7, device=DEVICE)),
-    wrong("table must be", table=ZERO(3, 4, device=DEVICE)),
-    wrong("one number a head", tail=ZERO(3, device=DEVICE)),
-    wrong("cannot be negative", window=-1),
     wrong("without a row statistic", mix=ZERO((), device=DEVICE)),
     wrong("without a row statistic", rule="relu", row_sum=True, mix=ZERO((), device=DEVICE)),
-    wrong("must be a tensor", rule="relu", mix=0.5),
-    wrong("pairs of views", rule="relu", mix=ZERO((), device=DEVICE), q=ZERO(1, 3, 8, 16, device=DEVICE)),
-    wrong("half of those of q", rule="relu", mix=ZERO((), device=DEVICE)),
-    wrong("mix must broadcast", rule="relu", mix=ZERO(2, 1, device=DEVICE), v=ZERO(1, 1, 8, 16, device=DEVICE)),
+    wrong("must agree", q=ZERO(2, 8, 16, device=DEVICE)),
+    wrong("must agree", k=ZERO(1, 2, 9, 16, device=DEVICE)),
+    wrong("must agree", k=ZERO(1, 2, 8, 32, device=DEVICE)),
+    wrong("must agree", k=ZERO(1, 3, 8, 16, device=DEVICE)),
+    wrong("must agree", v=ZERO(1, 2, 8, 0, device=DEVICE)),
+    wrong("must agree", rule="relu", mix=ZERO((), device=DEVICE), q=ZERO(1, 3, 8, 16, device=DEVICE)),
+    wrong("must agree", rule="relu", mix=ZERO((), device=DEVICE)),
+    wrong("heads of q", table=ZERO(3, 4, device=DEVICE)),
+    wrong("heads of q", tail=ZERO(3, device=DEVICE)),
+    wrong("width 256 at most", v=ZERO(1, 2, 8, 257, device=DEVICE)),
+    wrong("share one of float32", v=ZERO(1, 2, 8, 16, device=DEVICE, dtype=torch.float16)),
 ]
 
 
@@ -503,7 +589,7 @@ def test_mistakes_are_explained(rule, changes, message):
         kernels.attend(rule, **(x | changes))
 
 
-# ------------------------------------------------------------------------------------------------ numbers that break formulas
+# -------------------------------------------------------------------------------- numbers that break formulas
 
 SCORES = {                                                            # (T,) scores of the keys, the same in every row
     "all below -100": lambda T: -100 - torch.rand(T),
@@ -526,13 +612,13 @@ def with_scores(rule, s, **more):
     return dict(q=q, k=k, v=torch.randn_like(q), **more)
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, scores", [by_default(scores in ("all below -100", "10^4 either way"), rule, scores)
+                                          for rule in RULES for scores in SCORES])
 def test_extreme_scores(rule, scores):
     """Outputs and gradients are finite, and rows without a positive score are 0 where weights have to be earned."""
     torch.manual_seed(0)
     x = with_scores(rule, SCORES[scores](40))
-    x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.RULES[rule].rowin else {}
+    x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.RULES[rule].takes_t else {}
     upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     results = outputs_and_gradients(kernels.attend, rule, x, {}, upstream)
     assert all(part.isfinite().all() for part in results.values())
@@ -542,12 +628,14 @@ def test_extreme_scores(rule, scores):
         assert all(results[name].abs().max() == 0 for name in results if name not in ("r", "dq", "dk"))
 
 
-@pytest.mark.parametrize("rule, power", [("entmax", 10), ("entmax", 5), ("entmax", 2), ("entmax", 1.25), ("sparsemax", None)])
+@pytest.mark.parametrize("rule, power", [by_default(power == 2, rule, power) for rule, power in (
+    ("entmax", 10), ("entmax", 5), ("entmax", 2), ("entmax", 1.25), ("sparsemax", None))])
 def test_weights_of_entmax_sum_to_one(monkeypatch, rule, power):
     """Values of 1 give outputs of 1, and r solves its equation as well as a float32 can: in rows of up to 4096 keys."""
     torch.manual_seed(0)
     monkeypatch.setattr(kernels, "SMALL", ((512, 1024, 8, 1),) * 5)   # the interpreter is slow by the tile
-    for T, make in [(200, make) for make in SCORES.values()] + [(4096, SCORES["nearly uniform"]), (1000, lambda T: torch.rand(T).log())]:
+    long = [(4096, SCORES["nearly uniform"]), (1000, lambda T: torch.rand(T).log())]
+    for T, make in [(200, make) for make in SCORES.values()] + long:
         x = with_scores(rule, make(T))
         o, r = kernels.attend(rule, **x | {"v": torch.ones_like(x["v"])}, power=power)
         assert (o - 1).abs().max() < 5e-6                              # 4096 rounded numbers
@@ -559,6 +647,7 @@ def test_weights_of_entmax_sum_to_one(monkeypatch, rule, power):
         assert near[0] - 1e-5 <= 1 <= near[1] + 1e-5
 
 
+@exhaustive
 def test_lssar_in_long_rows(monkeypatch):
     """A weight of lssar may be a thousand times the mean: its 15th power overflows a float32."""
     monkeypatch.setattr(kernels, "SMALL", ((256, 256, 8, 1),) * 5)
@@ -570,16 +659,18 @@ def test_lssar_in_long_rows(monkeypatch):
     compare("lssar", T=1100, H=1)
 
 
-@pytest.mark.parametrize("D", [16, 32, 64])
+@pytest.mark.parametrize("D", [16, by_default(False, 32), by_default(False, 64)])
 def test_elastic_ties_at_tau_one_pass_no_gradient(D):
-    """The first row sees one key, so p = 1 = t: its output and its gradients are 0, whatever the rounding in any of the kernels."""
+    """The first row sees one key, so p = 1 = t: its output and its gradients are 0, whatever the rounding in any of
+    the kernels."""
     x, options = draw("elastic", B=16, T=2, D=D, W=2)
     x["t"] = 1 / torch.arange(1.0, 3.0, device=DEVICE)
     leaves = {name: part.detach().requires_grad_() for name, part in x.items()}
     o, _ = kernels.attend("elastic", **leaves, **options)
     assert o[:, :, 0].abs().max() < 1e-6
     o[:, :, 0].backward(torch.randn_like(o[:, :, 0]))
-    assert all(leaves[name].grad.abs().max() == 0 for name in ("q", "k", "t", "table")) and leaves["v"].grad.abs().max() < 1e-5
+    assert all(leaves[name].grad.abs().max() == 0 for name in ("q", "k", "t", "table"))
+    assert leaves["v"].grad.abs().max() < 1e-5
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes bfloat16 rightly")
@@ -611,7 +702,7 @@ else: raise AssertionError
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-# ------------------------------------------------------------------------------------------------ with the rest of PyTorch
+# -------------------------------------------------------------------------------- with the rest of PyTorch
 
 def test_autocast():
     """Inputs of several dtypes are cast to one; their gradients come back in their own."""
@@ -627,10 +718,11 @@ def test_autocast():
     assert all(torch.equal(one[name], two[name].to(one[name].dtype)) for name in one)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, by_default(False, True)])
 def test_activation_checkpointing(reentrant):
     def checkpointed(rule, **inputs):
-        return torch.utils.checkpoint.checkpoint(lambda *parts: kernels.attend(rule, *parts), *inputs.values(), use_reentrant=reentrant)
+        return torch.utils.checkpoint.checkpoint(lambda *parts: kernels.attend(rule, *parts), *inputs.values(),
+                                                 use_reentrant=reentrant)
 
     x, _ = draw("softmax", T=20)
     upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
@@ -644,7 +736,8 @@ def test_compile_traces_through_without_recompiling():
         return kernels.attend(rule, **x)
 
     torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager", dynamic=False)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=False)
     for step in range(3):
         x, options = draw("elastic", T=20, H=4, Hk=2, seed=step, **EVERYTHING)
         upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
@@ -654,26 +747,31 @@ def test_compile_traces_through_without_recompiling():
         assert all(rms(fused[name] - plain[name]) <= 1e-5 * rms(plain[name]) for name in plain)
 
 
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
 def test_operators_say_what_they_return():
     """Shapes, strides and dtypes that tracing is told are those that the kernels deliver."""
     x, options = draw("elastic", T=20, D=16, E=24)
     x["t"] = x["t"].expand(1, 2, 20)
-    inputs = ("elastic", *x.values(), None, None, None, options["scale"], 0, 0, True, True)
-    torch.library.opcheck(kernels.run_forward, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    call = ("elastic", *x.values(), None, None, None, options["scale"], 0, 0)
+    inputs = (*call, True, True)
+    torch.library.opcheck(kernels.run_forward, inputs, test_utils=CHECKS)
     o, r, u, alive = kernels.run_forward(*inputs)
-    grads = ("elastic", *x.values(), None, None, None, u, r, alive, o, r, options["scale"], 0, 0, False)
-    torch.library.opcheck(kernels.run_backward, grads, test_utils=("test_schema", "test_faketensor"))
+    grads = (*call, u, r, alive, o, r, False)
+    torch.library.opcheck(kernels.run_backward, grads, test_utils=CHECKS[:2])
 
 
 def test_operators_of_two_views_say_what_they_return():
     x, options = draw("tra", T=20, D=16, E=24, H=4, W=4, mix=(1, 2, 20))
     x["t"] = x["t"].expand(1, 4, 20)
     q, k, v, t, table, mix = x.values()
-    inputs = ("tra", q, k, v, t, table, None, mix, options["scale"], 0, 0, True, True)
-    torch.library.opcheck(kernels.run_forward, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    call = ("tra", q, k, v, t, table, None, mix, options["scale"], 0, 0)
+    inputs = (*call, True, True)
+    torch.library.opcheck(kernels.run_forward, inputs, test_utils=CHECKS)
     o, r, u, alive = kernels.run_forward(*inputs)
-    grads = ("tra", q, k, v, t, table, None, mix, o, r, alive, o, r, options["scale"], 0, 0, True)
-    torch.library.opcheck(kernels.run_backward, grads, test_utils=("test_schema", "test_faketensor"))
+    grads = (*call, o, r, alive, o, r, True)
+    torch.library.opcheck(kernels.run_backward, grads, test_utils=CHECKS[:2])
 
 
 def test_data_parallel(tmp_path):
@@ -687,7 +785,8 @@ def test_data_parallel(tmp_path):
             q, k, v = self.project(x).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
             return kernels.attend("softmax", q, k, v)[0]
 
-    torch.distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{tmp_path}/store",
+                                         rank=0, world_size=1)
     try:
         model, x = Model().to(DEVICE), torch.randn(2, 9, 16, device=DEVICE)
         model(x).square().sum().backward()
@@ -699,9 +798,9 @@ def test_data_parallel(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------ compiling without a GPU
-# Triton compiles for any GPU on any machine. So the host code runs as it is, on tensors of the CPU, with a driver that claims to be
-# the GPU in question and launches that only compile: what is checked is exactly what would run.
+# -------------------------------------------------------------------------------- compiling without a GPU
+# Triton compiles for any GPU on any machine. So the host code runs as it is, on tensors of the CPU, with a driver that
+# claims to be the GPU in question and launches that only compile: what is checked is exactly what would run.
 
 class Driver:
     """All that Triton asks a GPU of generation `sm` before it compiles."""
@@ -720,25 +819,29 @@ class Driver:
         return 0
 
 
-def compile_rule(sm, rule, D, dtype, busy, backward=True):
-    """The kernels that one call and its backward launch: name, sizes, warps, compiled. busy: with a table, a tail, a slope, a window
-    and first keys. A rule "tra mix": two views at once."""
+def compile_rule(sm, rule, D, dtype, busy, only=None):
+    """The kernels that one call and its backward launch, or one of them: name, sizes, warps, compiled. busy: with a
+    table, a tail, a slope, a window and first keys. A rule "tra mix": two views at once."""
     import triton
     compiled, run = [], triton.runtime.jit.JITFunction.run
 
     def compile_only(function, *args, grid, warmup, **options):
-        compiled.append((function.__name__, args[-1], options["num_warps"], run(function, *args, grid=grid, warmup=True, **options)))
+        if only in (None, function.__name__):
+            done = run(function, *args, grid=grid, warmup=True, **options)
+            compiled.append((function.__name__, args[-1], options["num_warps"], done))
 
     rule, _, mix = rule.partition(" ")
     q, k, v = (torch.empty(2, 1024, heads, D, dtype=dtype).transpose(1, 2) for heads in (4, 4, 2 if mix else 4))
     mix = torch.empty(2, 2, 1024) if mix else None
-    t = torch.empty(2, 4, 1024) if kernels.named(rule).rowin else None
+    t = torch.empty(2, 4, 1024) if kernels.named(rule).takes_t else None
     table, far, window, first = (torch.empty(4, 512), torch.empty(4, 2), 256, 4) if busy else (None, None, 0, 0)
     triton.runtime.driver.set_active(Driver(sm))
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only), mock.patch.object(kernels, "generation", lambda device: sm):
-        o, r, u, alive = kernels.run_forward(rule, q, k, v, t, table, far, mix, 0.125, window, first, True, True)
-        if backward:
-            kernels.run_backward(rule, q, k, v, t, table, far, mix, u if u.numel() else o, r, alive, o, r, 0.125, window, first, busy)
+    with (mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only),
+          mock.patch.object(kernels, "generation", lambda device: sm)):
+        call = (rule, q, k, v, t, table, far, mix, 0.125, window, first)
+        o, r, u, alive = kernels.run_forward(*call, True, True)
+        if only != "forward":
+            kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
     return compiled
 
 
@@ -753,51 +856,83 @@ def registers_and_stack(cubin):
     return (int(re.search(name + r":(\d+)", listing)[1]) for name in ("REG", "STACK"))
 
 
-EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0, sigmoid=1, elu=1, identity=0,
-                    alphamax=1, softplus_sum=1, sigmoid_sum=1, **{"tra mix": 0})   # those a score, for the rules that the table shows
+# exponentials a score, of the rules that the table shows
+EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0,
+                    sigmoid=1, elu=1, identity=0, alphamax=1, softplus_sum=1, sigmoid_sum=1, **{"tra mix": 0})
 
 
-def table_rows(task):
+def table_rows(task, only=None):
     """One line of the table for each kernel of a task, and what is wrong with it."""
     sm, rule, D, dtype, busy = task
     rows = []
-    for name, c, warps, compiled in compile_rule(*task):
+    for name, c, warps, compiled in compile_rule(*task, only):
         ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
         registers, stack = registers_and_stack(compiled.asm["cubin"])
-        older = sm == 80 or D > 128 or rule.endswith(" mix")          # smaller tiles than the newest matrix instructions take
+        older = sm == 80 or D > 128 or rule.endswith(" mix")          # tiles too small for the newest instructions
         exps, matmuls = ptx.count("ex2.approx"), ptx.count("wgmma.mma_async") or ptx.count("mma.sync") * older
-        # so many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the statistic has passes of
-        # its own, or dead tiles a code of theirs), and some for rows where the running maximum moves; more would mean that warps repeat
-        # each other's work
+        # so many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the
+        # statistic, or delta, has a pass of its own), and some for rows where the running maximum moves. More would
+        # mean that warps repeat each other's work
         about = kernels.named(rule.removesuffix(" mix"))
-        twice = about.passes if name == "forward" else about.dead == "values"
+        twice = about.passes if name == "forward" else name == "backward_rows" and about.sum_delta
         copies = 1 if name == "backward_table" else 4 if twice else 2
         scores = copies * c.BM.value * c.BN.value // (32 * warps)
         problem = [what for what, bad in (
             ("spills", stack > 0),
-            ("too much shared memory", shared > (232448 if sm == 90 else 101376)),                 # 99 KiB: also the GPUs after sm_80
+            ("too much shared memory", shared > (232448 if sm == 90 else 101376)),   # 99 KiB: GPUs after sm_80, too
             ("no tensor cores", dtype != torch.float32 and not matmuls),
-            ("wrong number of exponentials", not EXPONENTIALS[rule] * scores <= exps <= max(1, 2 * EXPONENTIALS[rule]) * scores + 16)) if bad]
+            ("wrong number of exponentials",
+             not EXPONENTIALS[rule] * scores <= exps <= max(1, 2 * EXPONENTIALS[rule]) * scores + 16)) if bad]
         tile = f"{c.BM.value}x{c.BN.value}, {warps} warps"
-        rows.append((f"sm_{sm} {str(dtype)[6:]:9s} {D:4d} {rule:12s}{'busy' if busy else 'plain':6s} {name:15s} {tile:17s} {registers:4d} registers"
-                     f" {shared:7d} B shared {stack:3d} B stack {matmuls:4d} matmuls {exps:4d} exponentials  {', '.join(problem)}", problem))
+        call = f"sm_{sm} {str(dtype)[6:]:9s} {D:4d} {rule:12s}{'busy' if busy else 'plain':6s}"
+        rows.append((f"{call} {name:15s} {tile:17s} {registers:4d} registers {shared:7d} B shared {stack:3d} B stack "
+                     f"{matmuls:4d} matmuls {exps:4d} exponentials  {', '.join(problem)}", problem))
     return rows
 
 
-def print_table(half=False):
-    """Every kernel x rule x width x GPU, in two processes; or every other one, as on the fields of one colour of a chess board."""
-    tasks = [(sm, rule, D, torch.bfloat16, busy) for sm in (80, 90) for D in (64, 128) for busy in (False, True)
-             for colour, rule in enumerate(EXPONENTIALS, sm // 10 + D // 64 + busy) if not half or colour % 2]
-    tasks += [(sm, "elastic", 256, torch.bfloat16, True) for sm in (80, 90)] + [(80, "elastic", 64, torch.float32, True)]
+ALL = [(sm, rule, D, torch.bfloat16, busy) for sm in (80, 90) for D in (64, 128) for busy in (False, True)
+       for rule in EXPONENTIALS]
+ALL += [(sm, "elastic", 256, torch.bfloat16, True) for sm in (80, 90)] + [(80, "elastic", 64, torch.float32, True)]
+# the nearest to spilling: full registers in most kernels, each with another table of tiles
+TIGHT = [(80, "lssar", 64, torch.bfloat16, True), (90, "elastic", 128, torch.bfloat16, True),
+         (80, "tra mix", 128, torch.bfloat16, True)]
+
+
+def print_table(tasks=ALL):
+    """Every kernel x rule x width x GPU, in two processes."""
     with multiprocessing.Pool(2) as pool:
         rows = sum(pool.map(table_rows, tasks, chunksize=1), [])
     print("\n".join(line for line, _ in rows))
     return sum(bool(problem) for _, problem in rows)
 
 
+def choose(sm, D, busy, kernel, kind=""):
+    """Try the tiles of a kernel, largest first (of the same size: the most rows in forward and backward_rows, the most
+    keys in backward_keys), and print the first that is clean for all plain rules, or heavy ones, or with two views
+    (mix)."""
+    rules = [rule for rule in EXPONENTIALS if rule.endswith(" mix") == (kind == "mix")]
+    rules = [rule for rule in rules if kind == "mix" or kernels.named(rule).heavy == (kind == "heavy")]
+    own, other = ("BN", "BM") if kernel == "backward_keys" else ("BM", "BN")
+    sides, usual = (128, 64, 32, 16), kernels.tile
+    tiles = [(a, b) for a in sides for b in sides if a * b <= 128 * 64 and (a == b or kernel != "backward_table")]
+    tiles = sorted(tiles, key=lambda sizes: (-sizes[0] * sizes[1], -sizes[0]))
+    for a, b in tiles:
+        for warps, stages in [(warps, stages) for warps in (8, 4, 2) if 16 * warps <= a for stages in (3, 2, 1)]:
+            sizes = {own: a, other: b}
+            tile = (sizes["BM"], sizes["BN"], warps, stages)
+            with mock.patch.object(kernels, "tile", lambda name, *about, tile=tile: tile if name == kernel else
+                                   usual(name, *about)):
+                problems = (problem for rule in rules for _, problem in
+                            table_rows((int(sm), rule, int(D), torch.bfloat16, busy == "busy"), kernel))
+                bad = next(filter(None, problems), None)
+            print(tile, ", ".join(bad) if bad else "clean", flush=True)
+            if not bad:
+                return
+
+
 def fingerprint():
     """A hash of the code that softmax's forward pass compiles to."""
-    (_, _, _, compiled), = compile_rule(90, "softmax", 64, torch.bfloat16, False, backward=False)
+    (_, _, _, compiled), = compile_rule(90, "softmax", 64, torch.bfloat16, False, "forward")
     print(hashlib.sha256(compiled.asm["ptx"].encode()).hexdigest())
 
 
@@ -806,22 +941,26 @@ def as_program(command, **environment):
     return subprocess.run([sys.executable, __file__, command], env=env, capture_output=True, text=True)
 
 
-def test_every_kernel_compiles_well():
+@pytest.mark.parametrize("command", ["tight", by_default(False, "table")])
+def test_kernels_compile_well(command):
     """No spills, shared memory that exists, tensor cores, and the exponentials that the design counts."""
-    done = as_program("half")
+    done = as_program(command)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
 
 
+@exhaustive
 def test_an_edited_rule_is_compiled_anew(tmp_path):
-    """Triton keeps what it compiled on disk. Without Rule.cache_key it would not look into the rule and run the old kernel."""
+    """Triton keeps what it compiled on disk. Without Rule.cache_key it would not look into the rule and run the old
+    kernel."""
     source = (ROOT / "kernels.py").read_text()
     line = "    w = tl.exp2(s - r)\n"
     assert source.count(line) == 1
     prints = []
     for edited in (line, line + "    w = w * 2\n", line):
         (tmp_path / "kernels.py").write_text(source.replace(line, edited))
-        done = as_program("fingerprint", KERNELS=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
+        done = as_program("fingerprint", KERNELS=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"),
+                          PYTHONDONTWRITEBYTECODE="1")
         assert done.returncode == 0, done.stderr
         prints.append(done.stdout)
     assert prints[0] == prints[2] != prints[1]
@@ -829,4 +968,5 @@ def test_an_edited_rule_is_compiled_anew(tmp_path):
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    sys.exit({"table": print_table, "half": lambda: print_table(half=True), "fingerprint": fingerprint}[COMMAND]())
+    COMMANDS = {"table": print_table, "tight": lambda: print_table(TIGHT), "choose": choose, "fingerprint": fingerprint}
+    sys.exit(COMMANDS[COMMAND](*sys.argv[2:]))
