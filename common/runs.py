@@ -139,17 +139,23 @@ def git(*args):
 
 def check_convertible(folder):
     """Raise ValueError where public weights would overwrite a run that was trained."""
-    if (folder / "ckpt.pt").exists() and "source" not in read_run(folder)[0]:
+    if (folder / "meta.json").exists() and "source" not in read_run(folder)[0]:
         raise ValueError(f"{folder} holds a run that was trained: name another folder with --out")
 
 
 def write_converted(folder, meta, weights, tokenizer):
-    """A run of weights that were trained elsewhere, as before the first step. tokenizer: the text of its
-    tokenizer.json, or None. meta.json is last: without it the folder is no run."""
-    (folder / "meta.json").unlink(missing_ok=True)
-    with files.replacing(folder / "ckpt.pt") as f:
-        torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
-    (folder / "tokenizer.json").unlink(missing_ok=True)
+    """A run of public weights, as before the first step. tokenizer: the text of its tokenizer.json, or None.
+
+    meta.json is the last to come and, of an earlier run, the first to go: with it the run is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("meta.json", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        with files.replacing(folder / "ckpt.pt") as f:
+            torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
+    except RuntimeError as e:                   # torch.save's word for a full disk
+        raise OSError(f"could not write to {folder} ({str(e).splitlines()[0]}): free some space there, or name "
+                      "another folder with --out") from None
     if tokenizer:
         with files.replacing(folder / "tokenizer.json", "w") as f:
             f.write(tokenizer)
