@@ -450,16 +450,16 @@ def fetch_wheel(downloads):
 # ------------------------------------------------------------------------------------------------------- there and back
 
 
-def convert(name, path, origin, out):
-    """Write the run `out` from the model at `path`; returns its meta.json. What can be refused is refused before
-    weights are read."""
+def convert(name, path, origin, out, public):
+    """Write the run `out` from the model at `path`; returns its meta.json. public: it is the one that has this name in
+    PUBLIC. What can be refused is refused before weights are read."""
     with opened(path) as source:
         made_of, licence, taught = plan(source), source.licence, source.taught
-        said = speech(name, source)
+        said = speech(name, source, public)
         digests = {file.name: files.sha256(file) for file in source.files}
-        if name == "smollm2" and SMOLLM2 not in digests.values():
+        if public and name == "smollm2" and SMOLLM2 not in digests.values():
             raise ValueError(f"{path} is not the public smollm2 (sha256 differs): delete it and run this again")
-        if name in PUBLIC:
+        if public:
             licence, taught = ("Apache-2.0", True) if name == "smollm2" else ("MIT", False)
         meta = said | {
             "knobs": {"dataset": "stdlib"} | dataclasses.asdict(source.config),
@@ -470,9 +470,9 @@ def convert(name, path, origin, out):
     return meta
 
 
-def speech(name, source):
+def speech(name, source, public):
     """The entries of meta.json on the tokenizer. Raises ValueError where there is none, or one with too many ids."""
-    if source.theirs["model_type"] == "gpt2" and (name in PUBLIC or source.tokenizer is None):
+    if source.theirs["model_type"] == "gpt2" and (public or source.tokenizer is None):
         known, said = [50256], {"tokenizer": "gpt2", "separator": 50256}
     else:
         try:
@@ -537,7 +537,8 @@ def exported_config(config, n_inner, separator):
             back = what_counts(config_from(theirs, kind))
         except ValueError:                      # an activation that it does not know
             continue
-        differing[kind] = [f"{field}={value}" for field, value in what_counts(config).items() if back[field] != value]
+        differing[kind] = [f"{field}={value}" for field, value in what_counts(config).items()
+                           if back.get(field, value) != value]
         if not differing[kind]:
             return theirs
     kind = min(differing, key=lambda kind: len(differing[kind]))
@@ -581,7 +582,7 @@ def main(argv):
         check_convertible(out)
         fetch = named and not args.source
         path, origin = fetched(name, out.with_name("downloads")) if fetch else (path, str(path))
-        introduce(out, convert(name, path, origin, out))
+        introduce(out, convert(name, path, origin, out, named))
 
 
 def introduce(out, meta):
