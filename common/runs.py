@@ -1,8 +1,10 @@
-"""A run on disk. Its folder holds three files, and only this module reads and writes them:
+"""A run on disk. Its folder holds these files, and only this module reads and writes the first three:
 
     ckpt.pt     model, optimizer, scaler and step; loads with weights_only=True; names of the uncompiled module
     meta.json   every knob, versions, hashes, losses: enough to build the model again
-    log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu
+    log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu; none where the
+                weights are public ones
+    tokenizer.json  of a model whose tokenizer is its own, in Hugging Face's format
 
 Each is written under a temporary name and renamed when complete, so a run killed at any moment goes on from its last
 checkpoint. Only rank 0 writes.
@@ -114,11 +116,16 @@ def describe(knobs, config, machine, parameters, data_hash, flags):
     """meta.json of a run that begins. knobs, config: its two dataclasses of knobs; flags: the command line as given."""
     return {
         "flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
-        "parameters": parameters, "data_hash": data_hash,
-        "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "parameters": parameters, "data_hash": data_hash, **made_by(),
         "machine": str(machine), "world_size": machine.world, "losses": {},
     }
+
+
+def made_by():
+    """The entries of meta.json on what wrote it."""
+    return {
+        "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}}
 
 
 def git(*args):
@@ -128,6 +135,31 @@ def git(*args):
     except OSError:
         return None
     return found.stdout.strip() if found.returncode == 0 else None
+
+
+def check_convertible(folder):
+    """Raise ValueError where public weights would overwrite a run that was trained."""
+    if (folder / "meta.json").exists() and "source" not in read_run(folder)[0]:
+        raise ValueError(f"{folder} holds a run that was trained: name another folder with --out")
+
+
+def write_converted(folder, meta, weights, tokenizer):
+    """A run of public weights, as before the first step. tokenizer: the text of its tokenizer.json, or None.
+
+    meta.json is the last to come and, of an earlier run, the first to go: with it the run is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("meta.json", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        with files.replacing(folder / "ckpt.pt") as f:
+            torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
+    except RuntimeError as e:                   # torch.save's word for a full disk
+        raise OSError(f"could not write to {folder} ({str(e).splitlines()[0]}): free some space there, or name "
+                      "another folder with --out") from None
+    if tokenizer:
+        with files.replacing(folder / "tokenizer.json", "w") as f:
+            f.write(tokenizer)
+    files.write_json(folder / "meta.json", meta | made_by() | {"losses": {}})
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

