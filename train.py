@@ -12,7 +12,6 @@ at the end).
 """
 import math
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -34,8 +33,6 @@ from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig
 
-HERE = Path(__file__).parent
-
 # -------------------------------------------------------------------------------------------------------------- knobs
 
 
@@ -45,7 +42,9 @@ class Train:
     # what to train, and where it goes
     preset: str = knob(
         "tiny", "a named set of values for the other knobs", ("tiny", "lab", "gpt2", "paper1", "paper2", "paper5"))
-    dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote")
+    dataset: str = knob(
+        "stdlib", "a name in data/, or the path of a folder that a data script wrote; with a run in --init_from: in "
+                  "its tokenizer")
     out_dir: str = knob("", "where the run goes; empty: out/<dataset>-<attn>")
     init_from: str = knob(
         "scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
@@ -193,15 +192,16 @@ def learning_rate(step, knobs):
     return low + (knobs.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def train(knobs, config, machine, data, stored, flags):
+def train(knobs, config, machine, folder, data, stored, flags):
     """One run, from the data to the report. Returns False if it was asked to stop before its last step.
 
-    data: meta.json of the data set. stored: meta.json of the run to resume, or None. flags: the command line as given.
+    folder, data: of the data set, and its meta.json. stored: meta.json of the run to resume, or None. flags: the
+    command line as given.
     """
     kernel = attention.choose_kernel(config, machine.device.type)
 
     # the data: batches to train on, and a split to evaluate on, which must hold one window at least
-    folder, stride = tokens.data_folder(knobs.dataset), data.get("stride", 1)
+    stride = data.get("stride", 1)              # windows begin where sequences begin, if the data has some
     batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
     val = tokens.Tokens(folder, "val")
     tokens.fixed_windows(val, config.block_size, 1, stride)             # better found now than at the first evaluation
@@ -219,16 +219,19 @@ def train(knobs, config, machine, data, stored, flags):
 
     # where an earlier part of this run left off: 0, or the step of its last checkpoint
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
+    meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
     first = resume(run, stored, meta, model, optimizer, scaler) if stored else 0
 
     # what the loop calls is the model compiled and shared by the ranks; what it evaluates and saves is the model itself
     running = torch.compile(model) if knobs.compile else model
     if machine.world > 1:
         running = DistributedDataParallel(running)
-    introduce(knobs, model, machine, batches, kernel, first)
+    introduce(knobs, model, machine, data, batches, kernel, first)
 
     # nothing on the disk has been touched until here
     run.begin(meta, first if stored else None)
+    if machine.main:                            # the tokenizer belongs to the run: text goes in and comes out by it
+        tokens.keep_tokenizer(run.folder, tokens.content_of(folder))
     machine.wait()                              # the main rank writes, the others begin with it
 
     step, began = first, time.perf_counter()
@@ -310,7 +313,7 @@ def train(knobs, config, machine, data, stored, flags):
     # the end: how long it took, and a first look at what was learned
     meta["seconds"] = round(time.perf_counter() - began, 1)
     meta["seconds_waiting_for_data"] = round(batches.waited, 3)
-    meta["report"] = report(model, machine, knobs.dataset, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
+    meta["report"] = report(model, machine, folder, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
     run.finish(meta)
     if machine.main:
         say_what_next(knobs, config, meta, batches.waited, flags)
@@ -373,7 +376,7 @@ class StopSignal:
 # -------------------------------------------------------------------------------------------------- what a run prints
 
 
-def introduce(knobs, model, machine, batches, kernel, first):
+def introduce(knobs, model, machine, data, batches, kernel, first):
     """The first lines of a run: what is trained, where, on what."""
     if not machine.main:
         return
@@ -381,11 +384,12 @@ def introduce(knobs, model, machine, batches, kernel, first):
     chosen = {name: getattr(config, name) for name in attention.DEFAULTS}
     axes = [f"{name} {value}" for name, value in chosen.items()         # the rule, the positions, what is not as usual
             if name in ("rule", "pos") or value != attention.DEFAULTS[name]]
+    spelled = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
     print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
           f"({', '.join(axes)}), computed by {kernel}\n"
           f"machine: {machine}\n"
-          f"data: {knobs.dataset}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a step, "
-          f"{knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
+          f"data: {knobs.dataset}{spelled}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a "
+          f"step, {knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
 
 
 def progress_bar(knobs, machine, first):
@@ -432,32 +436,29 @@ def main(argv):
         settled, stored = settle_knobs(parser.parse_args(argv))
         knobs, vocab_size = Train(**fields_of(Train, settled)), settled.get("vocab_size", 0)
         config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})           # 0: see below
-        if not tokens.data_folder(knobs.dataset).exists() and knobs.dataset not in tokens.data_sets():
+        before = run_before(knobs, stored)
+        if knobs.dataset not in tokens.data_sets() and not any(tokens.data_folder(knobs.dataset, name).exists()
+                                                               for name in (None, tokens.tokenizer_name(before))):
             raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, "
                              "or name a folder by its path")
     except ValueError as e:
         parser.error(str(e))
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
-        prepare_data(knobs.dataset, machine)
-        data = tokens.read_meta(tokens.data_folder(knobs.dataset), verify=machine.main)
+        folder, data = tokens.data_for(before, knobs.dataset, machine)
         config.vocab_size = vocab_size or data["vocab_size"]            # 0: what the data set says
         tokens.check_vocabulary(config, data, knobs.dataset)
-        knobs.out_dir = knobs.out_dir or default_out_dir(knobs.dataset, config.attn)
-        finished = train(knobs, config, machine, data, stored, argv)
+        knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.attn)
+        finished = train(knobs, config, machine, folder, data, stored, argv)
         machine.close()
     sys.exit(0 if finished else 130)
 
 
-OFFLINE = ("stdlib", "backcopy")                # data sets that need no network, so that train.py makes them by itself
-
-
-def prepare_data(dataset, machine):
-    """Make an OFFLINE data set if it is not there yet; one rank of each machine does it while the others wait."""
-    if dataset in OFFLINE and machine.local_rank == 0 and not (tokens.data_folder(dataset) / "meta.json").exists():
-        if subprocess.run([sys.executable, HERE / "data" / f"{dataset}.py"]).returncode:
-            raise ValueError(f"data/{dataset}.py failed: see the line above")
-    machine.wait()
+def run_before(knobs, stored):
+    """The folder of the run whose model, and so whose tokenizer, this one goes on with; None from scratch."""
+    if stored:
+        return Path(knobs.out_dir)
+    return None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
 
 
 def settle_knobs(args):

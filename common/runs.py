@@ -59,7 +59,7 @@ class Run:
         """Move the earlier run to old/1, old/2, ..., its checkpoint last: until then it counts as not yet moved."""
         old = next(path for path in (self.folder / "old" / str(n) for n in itertools.count(1)) if not path.exists())
         old.mkdir(parents=True)
-        for path in (self.log_csv, self.meta_json, self.checkpoint):
+        for path in (self.log_csv, self.folder / "tokenizer.json", self.meta_json, self.checkpoint):
             if path.exists():
                 os.replace(path, old / path.name)
         print(f"the earlier run in {self.folder} was moved to {old}")

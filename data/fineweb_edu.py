@@ -5,6 +5,8 @@ byte pairs.
     python data/fineweb_edu.py --train_shards 10            1 billion tokens; call again with more to go on
     python data/fineweb_edu.py --source FOLDER --out_dir data/mine
                                                             local .parquet, .jsonl, .txt (or .gz of the last two)
+    python data/fineweb_edu.py --tokenizer smollm2          in the tokenizer of the run out/smollm2; goes to
+                                                            data/fineweb_edu-smollm2
 
 The separator goes before each document, and the documents one after another into shards of 100 M tokens, cut wherever
 a shard is full: val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
@@ -88,12 +90,13 @@ class Stream:
             yield piece
 
 
-def resume(out, plan):
+def resume(out, plan, coder):
     """The state to go on from: an unfinished data set's, a finished one's (which may get more shards), or none yet."""
     for path in (out / "progress.json", out / "meta.json"):
         if path.exists():
             state = files.read_json(path)
-            if plan != {key: state.get(key) for key in plan}:
+            another = tokens.content_of(out) not in (None, coder.content)           # tokenizer of the same name
+            if another or plan != {key: state.get(key) for key in plan}:
                 raise ValueError(f"{out} holds a data set from other sources or with other flags: "
                                  "delete it, or name another folder with --out_dir")
             for name in state["shards"]:
@@ -105,12 +108,12 @@ def resume(out, plan):
 def prepare(args):
     if args.shard_tokens < 1 or args.train_shards < 0:
         raise ValueError("--shard_tokens must be at least 1 and --train_shards at least 0")
-    paths, described = source_of(args)
+    coder = tokens.settle(args, "fineweb_edu")
+    paths, sizes = source_of(args)
     if any(path.suffix == ".parquet" for path in paths):
         files.optional("pyarrow.parquet")       # better missed now than after a long download
-    coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
-    state = resume(args.out_dir, {"dataset": "fineweb_edu", "tokenizer": coder.name, "vocab_size": coder.vocab_size,
-                                  "shard_tokens": args.shard_tokens, "files": described})
+    plan = {"dataset": "fineweb_edu"} | tokens.described(coder) | {"shard_tokens": args.shard_tokens, "files": sizes}
+    state = resume(args.out_dir, plan, coder)
     write_shards(args, state, Stream(paths, coder, state["next"] or [len(paths), 0, 0]), coder)
     rows = list(state["shards"].values())
     if len(rows) < 2:
@@ -133,10 +136,10 @@ def write_shards(args, state, stream, coder):
             state["next"] = None
             return
         files.write_json(args.out_dir / "progress.json", state)
-        tokens.begin(args.out_dir)
+        tokens.begin(args.out_dir, coder)
         number = len(state["shards"])
         name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
-        row = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder.lengths)
+        row = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder)
         state["shards"][name] = row
         state["next"] = list(stream.position)
         print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)

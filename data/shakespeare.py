@@ -2,6 +2,7 @@
 
     python data/shakespeare.py                      bytes, 257 symbols
     python data/shakespeare.py --tokenizer gpt2     GPT-2 byte pairs, 0.3 M tokens
+    python data/shakespeare.py --tokenizer smollm2  those of the run out/smollm2; goes to data/shakespeare-smollm2
 
 The first 90 % of the characters are to train on, the rest is held out, and each part is encoded by itself, without
 separators: the same tokens as nanoGPT's. The file is fetched once into the data set's folder; --source names a local
@@ -42,7 +43,7 @@ def fetched_text(out):
 
 
 def prepare(args):
-    coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
+    coder = tokens.settle(args, "shakespeare")
     text = local_text(args.source) if args.source else fetched_text(args.out_dir)
     end = int(len(text) * 0.9)
     splits = {"train": [text[:end]], "val": [text[end:]]}

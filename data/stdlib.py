@@ -1,12 +1,12 @@
 """The data set for a machine without network: Python's own standard library, as found on it, byte by byte.
 
     python data/stdlib.py
+    python data/stdlib.py --tokenizer smollm2       in the tokenizer of the run out/smollm2; goes to data/stdlib-smollm2
 
 About 12 MB of source text under 257 symbols (256 bytes and a separator before each file). The files are read, never
 imported; tests are left out; about one file in twenty, chosen by a hash of its name, is held out for validation. The
 text differs a little between Python versions, so compare losses only on one machine.
 """
-import argparse
 import platform
 import sys
 import sysconfig
@@ -29,23 +29,20 @@ def held_out(name):
     return zlib.crc32(name.encode()) % 20 == 0
 
 
-def prepare(out, root):
-    found = modules(root)
+def prepare(args):
+    coder, found = tokens.settle(args, "stdlib"), modules(args.source)
     parts = {"train": [path for name, path in found.items() if not held_out(name)],
              "val": [path for name, path in found.items() if held_out(name)]}
     if not all(parts.values()):
-        raise ValueError(f"{len(found)} Python files under {root} are too few to train on and to hold out: "
+        raise ValueError(f"{len(found)} Python files under {args.source} are too few to train on and to hold out: "
                          "name another folder with --source")
     texts = {split: (path.read_text(encoding="utf-8", errors="replace") for path in paths)
              for split, paths in parts.items()}
-    tokens.write_data_set(out, tokens.Bytes(), texts, dataset="stdlib", source=f"Python {platform.python_version()}")
+    tokens.write_data_set(args.out_dir, coder, texts, dataset="stdlib", source=f"Python {platform.python_version()}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("stdlib"))
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]),
-                        help="folder of Python sources")
-    args = parser.parse_args()
+    parser = tokens.flags(__doc__, "stdlib", "bytes")
+    parser.set_defaults(source=Path(sysconfig.get_paths()["stdlib"]))
     with files.one_line_errors():
-        prepare(args.out_dir, args.source)
+        prepare(parser.parse_args())

@@ -3,6 +3,8 @@
     python data/text.py --source notes.txt
     python data/text.py --source books/ --val moby-dick --tokenizer gpt2 --name books
     python train.py --dataset=books
+    python data/text.py --source books/ --tokenizer smollm2 --name books       in the tokenizer of the run out/smollm2;
+    python train.py --dataset=books --init_from=out/smollm2                    goes to data/books-smollm2
 
 A .jsonl (or .parquet) holds a document in the "text" field of each row; any other file is one document if it is UTF-8;
 .gz of these is unpacked. In a folder, files that are empty or binary are passed over. A separator goes before each
@@ -77,7 +79,7 @@ def prepare(args):
         raise ValueError(f"--name={args.name} must be a plain name; --out_dir takes any folder")
     if not args.out_dir and args.name in [*tokens.NO_DATA_SET, *tokens.data_sets()] and args.name != "text":
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
-    coder = tokens.tokenizer(args.tokenizer, args.tokenizer_files)
+    coder = tokens.settle(args, args.name)
     sizes, passed_over = measure(args.source)
     count = sum(map(len, sizes.values()))
     if count == 1 and not args.val:
@@ -92,15 +94,13 @@ def prepare(args):
         splits = {"train": chosen(held, False), "val": chosen(held, True)}
     print(f"source: {count} documents in {len(sizes)} files of {args.source}; "
           f"{passed_over} files without text passed over")
-    out = args.out_dir or Path(__file__).with_name(args.name)
-    tokens.write_data_set(out, coder, splits, dataset=args.name, source=str(args.source))
+    tokens.write_data_set(args.out_dir, coder, splits, dataset=args.name, source=str(args.source))
 
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "text", "gpt2")
-    parser.set_defaults(out_dir=None)
     parser.add_argument("--name", default="text",
-                        help="name of the data set: it goes to data/NAME (default: %(default)s)")
+                        help="name of the data set and of its folder in data/ (default: %(default)s)")
     parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
     parser.add_argument("--val_share", type=float, default=0.1,
                         help="share of the text to hold out (default: %(default)s)")

@@ -13,10 +13,13 @@ model's losses or attention on held-out text, begin with a copy of evals/loss.py
 """
 import contextlib
 import dataclasses
+import math
+import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
+from tqdm import tqdm
 
 import attention
 from common.flags import fields_of, knob, with_recipe
@@ -33,11 +36,14 @@ class Common:
     """Flags of every command that looks at a run"""
     out_dir: str = knob("", "the run to look at")
     dataset: str = knob("", "data set to look at it on: a name in data/ or a folder's path; "
-                            "empty: the one it was trained on")
+                            "empty: the one it was trained on, in the tokenizer of the run")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
     dtype: str = knob("float32", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
     json: bool = knob(False, "print JSON instead of a table")
 
+
+LONG = 1024                                     # tokens of a window, unless --length says more: a laptop can do it
+LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # what -h says about that flag
 
 # a run can be looked at otherwise than it was trained: these fields of GPTConfig are flags here too, with its meanings
 Overrides = dataclasses.make_dataclass("Overrides", [
@@ -47,7 +53,8 @@ Overrides.__doc__ = "Overrides of the run's own choices"
 
 
 class OpenedRun:
-    """A trained run as an instrument sees it: its model on this machine, and the data to look at it on.
+    """A trained run as an instrument sees it: its model on this machine, its tokenizer, and the data to look at it on,
+    which is found at its first use.
 
     common: a Common; overrides: {config field: value}, in place of the run's own. Raises ValueError where the weights
     or the data do not fit the model.
@@ -56,14 +63,39 @@ class OpenedRun:
     def __init__(self, common, overrides):
         self.machine = Machine(common.device, common.dtype)
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides)
-        self.folder = tokens.data_folder(common.dataset or self.meta["knobs"]["dataset"])
-        self.data_meta = tokens.read_meta(self.folder)
-        self.stride = self.data_meta.get("stride", 1)   # windows begin at multiples of it: where sequences begin
-        tokens.check_vocabulary(self.model.config, self.data_meta, self.folder)
+        self.out_dir = read_run(common.out_dir)[1].parent
+        self.dataset = common.dataset or self.meta["knobs"]["dataset"]
+
+    @cached_property
+    def data(self):
+        """The folder of the data set, in the run's tokenizer, and its meta.json."""
+        folder, meta = tokens.data_for(self.out_dir, self.dataset, self.machine)
+        tokens.check_vocabulary(self.model.config, meta, folder)
+        return folder, meta
+
+    @property
+    def data_meta(self):
+        return self.data[1]
+
+    @property
+    def stride(self):
+        """Windows begin at multiples of it: where sequences begin."""
+        return self.data_meta.get("stride", 1)
+
+    @cached_property
+    def tokenizer(self):
+        """The run's own; where an older run does not say which, that of the data."""
+        return tokens.tokenizer(str(self.out_dir if "tokenizer" in self.meta else self.data[0]))
 
     def split(self, name):
         """The tokens of "train" or "val"."""
-        return tokens.Tokens(self.folder, name)
+        return tokens.Tokens(self.data[0], name)
+
+    def window(self, length):
+        """How many tokens a window has, by the flag --length."""
+        if length >= self.data_meta.get("stride", math.inf):
+            raise ValueError(f"--length={length}, but the sequences of {self.data[0]} have {self.stride - 1} tokens")
+        return length or min(self.model.config.block_size, LONG)
 
 
 def load_run(out_dir, device, overrides=None):
@@ -85,6 +117,12 @@ def model_config(stored, given):
 def read_windows(split, starts, length, model, machine):
     """The `length` tokens from each of these starts on, (len(starts), length) int64, on the machine's device."""
     return torch.from_numpy(split.windows(starts, length, model.config.vocab_size)).to(machine.device)
+
+
+def progress(steps, shown):
+    """The same steps, with a bar on stderr if they take longer than a few seconds."""
+    return tqdm(steps, disable=not shown, delay=3, leave=False, unit="batch",
+                mininterval=0.5 if sys.stderr.isatty() else 10)
 
 
 @contextlib.contextmanager

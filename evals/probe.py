@@ -9,7 +9,7 @@ import torch
 import attention
 from common.flags import at_least, knob
 from data import tokens
-from evals.instrument import instead, read_windows, table
+from evals.instrument import LENGTH, instead, progress, read_windows, table
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over queries",
@@ -30,16 +30,20 @@ MEASURES = {                                    # name: its meaning, printed und
 class ProbeFlags:
     """Flags of probe"""
     split: str = knob("val", "which split", ("train", "val"))
-    windows: int = knob(100, "fixed windows of block_size tokens, spread evenly; 0: as many as fit")
+    windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: 100, or as many as hold 25,600 "
+                            "tokens if these are fewer")
+    length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
 
     def __post_init__(self):
-        at_least(self, windows=0, batch_size=1)
+        at_least(self, windows=-1, length=0, batch_size=1)
 
 
 def command(args, run):
     """Where the attention goes, per layer and head."""
-    found = probe(run.model, run.split(args.split), run.machine, args.windows, args.batch_size, run.stride)
+    length = run.window(args.length)
+    count = max(1, min(100, 25_600 // length)) if args.windows < 0 else args.windows
+    found = probe(run.model, run.split(args.split), run.machine, count, args.batch_size, run.stride, length, bar=True)
     rows = [[f"{layer}.{head}"] + [measures[name][head] for name in MEASURES]
             for layer, measures in enumerate(found["layers"]) for head in range(len(measures["sink"]))]
     text = table(rows + [["mean"] + list(found["mean"].values())], ["layer.head", *MEASURES])
@@ -47,10 +51,11 @@ def command(args, run):
 
 
 @torch.no_grad()
-def probe(model, split, machine, count=100, batch_size=4, stride=1):
+def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, bar=False):
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit:
-    {"windows": how many, "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}]}."""
-    T, probes = model.config.block_size, [Probe() for _ in model.transformer.h]
+    {"windows": how many, "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}]}.
+    length: of a window, 0 for block_size; bar: show the progress."""
+    T, probes = length or model.config.block_size, [Probe() for _ in model.transformer.h]
 
     def watch(attend, layer, module, *inputs):
         probes[layer].see(module, *inputs)
@@ -58,7 +63,7 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1):
 
     starts = tokens.fixed_windows(split, T, count, stride)
     with instead(model, watch):
-        for i in range(0, len(starts), batch_size):
+        for i in progress(range(0, len(starts), batch_size), bar and machine.main):
             idx = read_windows(split, starts[i:i + batch_size], T, model, machine)          # (B, T)
             with machine.autocast():
                 model(idx)

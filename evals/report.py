@@ -4,16 +4,16 @@ from evals.instrument import table
 from evals.lab import lab_figures
 from evals.loss import bits_per_byte, mean_loss
 from evals.probe import probe
-from evals.sample import first_token
+from evals.sample import as_ids, first_token
 
 
-def report(model, machine, dataset, windows, batch_size):
-    """Print the losses, then a first look at the attention and a sample, or in the sink lab its figures.
+def report(model, machine, folder, windows, batch_size):
+    """Print the losses, then a first look at the attention and a sample, or in the sink lab its figures. folder: of the
+    data set.
 
     Returns all figures as {name: value}. Every rank must call this, for the ranks share the windows of the losses; only
     the main one prints, and the others get {}.
     """
-    folder = tokens.data_folder(dataset)
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
     stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
@@ -27,9 +27,10 @@ def report(model, machine, dataset, windows, batch_size):
         print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
     else:
         found = first_look(model, splits["val"], machine, stride)
-        coder = tokens.tokenizer(data_meta["tokenizer"])
+        coder = tokens.tokenizer(str(folder))
         # what `eval.py sample` begins with, too: the same prompt, knobs and seed, in float32
-        ids = model.generate(first_token(splits["val"], machine), 240, temperature=0.8, top_k=50, seed=0)
+        prompt = as_ids(first_token(coder, splits.get), machine)
+        ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
         print(coder.decode(ids[0].tolist()))
     return losses | found
 

@@ -5,14 +5,13 @@ import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from data import tokens
 
 
 @dataclass
 class Sample:
     """Flags of sample"""
-    prompt: str = knob("", "text to continue; empty: whatever token the held-out data begins with, "
-                           "as a rule a separator")
+    prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, or else whatever "
+                           "token the held-out data begins with, as a rule a separator, too")
     tokens: int = knob(300, "tokens to generate")
     samples: int = knob(1, "how many continuations")
     temperature: float = knob(0.8, "0: always the likeliest token")
@@ -26,19 +25,19 @@ class Sample:
 
 def command(args, run):
     """Generate text."""
-    coder = tokens.tokenizer(run.data_meta["tokenizer"])
-    machine = run.machine
-    prompt = as_ids(coder.encode(args.prompt), machine) if args.prompt else first_token(run.split("val"), machine)
-    idx = prompt.expand(args.samples, -1)       # (samples, T): each row draws its own tokens
+    coder, machine = run.tokenizer, run.machine
+    prompt = coder.encode(args.prompt) if args.prompt else first_token(coder, run.split)
+    idx = as_ids(prompt, machine).expand(args.samples, -1)              # (samples, T): each row draws its own tokens
     with machine.autocast():
         ids = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed)
     texts = [coder.decode(row) for row in ids.tolist()]
     return {"samples": texts}, "\n---------------\n".join(texts)
 
 
-def first_token(split, machine):
-    """What a text of this data set begins with, (1, 1): a prompt when there is none."""
-    return as_ids(split.window(0, 1), machine)
+def first_token(coder, split):
+    """What a text begins with, (1,): a prompt when there is none. split("val"): the held-out data, which a public
+    model can do without."""
+    return np.array([coder.separator]) if coder.content else split("val").window(0, 1)
 
 
 def as_ids(array, machine):
