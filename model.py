@@ -212,6 +212,12 @@ class GPT(nn.Module):
         if self.ahead:
             self.sink_token.normal_(0.0, 0.02, generator=own_generator(seed, ".sink_token"))
 
+    def beyond(self, config):
+        """Names of the parameters and buffers that this model has and one of another config has not."""
+        with torch.device("meta"):              # which takes no memory
+            other = GPT(config)
+        return [name for name in self.state_dict() if name not in other.state_dict()]
+
     def forward(self, idx, targets=None, cache=None):
         """idx, targets: (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by the
         earlier calls that idx goes on from. Raises ValueError where learned positions run out."""

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import attention
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, shown, with_recipe
 from common.machine import Machine
-from common.runs import Run, describe, load_weights, read_checkpoint, read_run
+from common.runs import Run, describe, load_weights, read_checkpoint, read_run, what_is_new
 from data import files, tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -209,7 +209,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
     # the model, with fresh weights or another run's
     run, model = Run(knobs.out_dir, machine), GPT(config, knobs.seed)
     if knobs.init_from != "scratch" and not (stored and run.checkpoint.exists()):
-        take_weights(model, knobs.init_from, run)
+        take_weights(model, knobs.init_from, run, machine)
     model.to(machine.device)
 
     # AdamW, and a scaler that keeps float16's small gradients from becoming 0; with other precisions it does nothing
@@ -323,11 +323,15 @@ def train(knobs, config, machine, folder, data, stored, flags):
 # ---------------------------------------------------------------------------------------------------- around the loop
 
 
-def take_weights(model, path, run):
-    """Begin with the weights of another run, whose folder must not be the one that this run writes."""
+def take_weights(model, path, run, machine):
+    """Begin with the weights of another run, whose folder must not be the one that this run writes. What a recipe adds
+    to that run's model begins at its initial values."""
     if run.checkpoint.resolve() == Path(path).resolve():
         raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
-    load_weights(model, read_checkpoint(path)["model"], path)
+    new = model.beyond(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
+    load_weights(model, read_checkpoint(path, mmap=True)["model"], path, new)
+    if new and machine.main:
+        print(what_is_new(new, path))
 
 
 def resume(run, stored, meta, model, optimizer, scaler):

@@ -15,7 +15,9 @@ import dataclasses
 import itertools
 import os
 import platform
+import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -179,13 +181,13 @@ def read_run(out_dir):
     return meta, out_dir / "ckpt.pt"
 
 
-def read_checkpoint(path, device="cpu"):
-    """The dict in a ckpt.pt: model, optimizer, step. Raises ValueError where the file is no checkpoint of this
-    project."""
+def read_checkpoint(path, mmap=False):
+    """The dict in a ckpt.pt: model, optimizer, step. mmap: tensors stay on the disk until they are copied, so memory
+    holds a large model once. Raises ValueError where the file is no checkpoint of this project."""
     if not Path(path).exists():
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: as the damage is
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
@@ -194,12 +196,21 @@ def read_checkpoint(path, device="cpu"):
     return checkpoint
 
 
-def load_weights(model, state, path):
-    """Copy a checkpoint's weights into a model. Raises ValueError that names the first tensor that does not fit."""
+def load_weights(model, state, path, new=()):
+    """Copy a checkpoint's weights into a model. Raises ValueError that names the first tensor that does not fit. Those
+    named in `new` may be missing: they keep their initial values."""
     own = model.state_dict()
+    state = {name: own[name] for name in new if name not in state} | state
     for name in [*own, *state]:
         if name not in own or name not in state or own[name].shape != state[name].shape:
             theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, own))
             raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
                              "model; give it the run's own --attn and axes, or ones with the same parameters")
     model.load_state_dict(state)
+
+
+def what_is_new(new, path):
+    """One line on what a recipe adds to a run's weights: tau of 30 layers."""
+    layers = Counter(re.sub(r"^transformer\.h\.\d+\.attn\.", "", name) for name in new)
+    parts = [f"{name}{f' of {count} layers' if count > 1 else ''}" for name, count in layers.items()]
+    return f"not in {path}, so at their initial values: {', '.join(parts)}"

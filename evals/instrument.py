@@ -24,7 +24,7 @@ from tqdm import tqdm
 import attention
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import load_weights, read_checkpoint, read_run
+from common.runs import load_weights, read_checkpoint, read_run, what_is_new
 from data import files, tokens
 from model import GPT, GPTConfig
 
@@ -99,10 +99,14 @@ class OpenedRun:
 
 
 def load_run(out_dir, device, overrides=None):
-    """A run's model on a device, in eval mode, and its meta.json."""
+    """A run's model on a device, in eval mode, and its meta.json. What overrides add to the model is at its initial
+    values."""
     meta, path = read_run(out_dir)
     model = GPT(model_config(meta["knobs"], overrides or {}))   # its choice of kernel is made anew, for this machine
-    load_weights(model, read_checkpoint(path)["model"], path)
+    new = model.beyond(model_config(meta["knobs"], {})) if overrides else []
+    load_weights(model, read_checkpoint(path, mmap=True)["model"], path, new)
+    if new:
+        print(what_is_new(new, path), file=sys.stderr)
     return model.to(device).eval(), meta
 
 
