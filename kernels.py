@@ -1301,10 +1301,10 @@ run_backward.register_autograd(refuse)
 # table, a tail, a slope or a window makes a call "busy", which costs registers, and so does the second accumulator of
 # rules that save U. With fewer rows than 16 a warp, warps would repeat each other's work.
 #
-# `python tests/test_kernels.py table` compiles all of them without a GPU and shows registers, shared memory and
-# spills. `python tests/test_kernels.py choose 90 64 busy backward_keys` tries the tiles of one kernel, the largest
-# first, and prints the first that is clean for every rule. The rows below were found in this way, by hand; none is
-# timed on a GPU yet.
+# `python tests/test_kernels.py table` compiles all of them without a GPU and shows registers, shared memory and spills:
+# the rows were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python
+# tests/test_kernels.py choose 90 64 busy backward_keys` tries the tiles of one kernel, the largest first, and stops at
+# one that is clean for every rule.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no row for False, that for True serves
@@ -1322,7 +1322,7 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no
     (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
     (0, 256, True): ((16, 16, 8, 1),) * 5,
 }
-HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
+HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; chosen in the same way
     (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (64, 64, 8, 3), "forward with U": (64, 64, 8, 3), "backward_table": (64, 64, 8, 1)},
     (90, 128, False): {"forward": (128, 32, 8, 3), "backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
@@ -1334,7 +1334,7 @@ HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
                        "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2), "backward_table": (32, 32, 8, 1)},
 }
-MIXED = {  # instead of all these, for two views at once: twice the scores and gradients (backward_table takes one view)
+MIXED = {  # instead of all these, for two views at once, twice the work (backward_table takes one view); chosen likewise
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
     (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},
