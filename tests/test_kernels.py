@@ -438,7 +438,7 @@ def test_maps_of_tiles():
         there = kernels.resized(alive, 1, T, a, b)
         assert there.shape[1] == kernels.count(T, b)
         assert all(there[n, m] == fine[n, m * b:(m + 1) * b].max() for n in range(2) for m in range(there.shape[1]))
-        for row, n in zip(kernels.listed(there).tolist(), there.tolist(), strict=True):
+        for row, n in zip(kernels.in_order(there).tolist(), there.tolist(), strict=True):
             before, order = row[:len(n) + 1], row[len(n) + 1:]
             assert before == [sum(n[:m]) for m in range(len(n) + 1)]
             assert order[:sum(n)] == [m for m in range(len(n)) if n[m]]
@@ -508,7 +508,7 @@ def test_skipping_dead_tiles_of_two_views_changes_nothing(rule, options):
     x, more = draw(rule, mix=(1, 1), **options)
     inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}   # a bias must not lift every score
     upstream, x = [torch.randn_like(x["v"])], x | inputs
-    with mock.patch.object(kernels, "live_lists", side_effect=kernels.live_lists) as lists:
+    with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as lists:
         with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream)
                               for skip in (True, False))
     alive = lists.call_args_list[0].args[0]
@@ -921,7 +921,8 @@ def choose(sm, D, busy, kernel, kind=""):
     tiles = [(a, b) for a in sides for b in sides if a * b <= 128 * 64 and (a == b or kernel != "backward_table")]
     tiles = sorted(tiles, key=lambda sizes: (-sizes[0] * sizes[1], -sizes[0]))
     for a, b in tiles:
-        for warps, stages in [(warps, stages) for warps in (8, 4, 2) if 16 * warps <= a or a == b for stages in (3, 2, 1)]:
+        enough = [warps for warps in (8, 4, 2) if 16 * warps <= a or a == b]
+        for warps, stages in [(warps, stages) for warps in enough for stages in (3, 2, 1)]:
             sizes = {own: a, other: b}
             tile = (sizes["BM"], sizes["BN"], warps, stages)
             with mock.patch.object(kernels, "tile", lambda name, *about, tile=tile: tile if name == kernel else
