@@ -69,7 +69,6 @@ def elastic(s, seen, t):
     return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)         # a negative tau would lift what is not seen
 
 
-
 def elastic_threshold(layer, n):
     """t_i = tau_h / n_i; with per_length=0 tau_h alone, with per_length=block tau_h / block_size on every row."""
     if layer.args["per_length"] == "block":
@@ -117,13 +116,11 @@ def entmax_threshold(z, power):
     return r
 
 
-
 def entmax_row_input(layer, n):
     """t = 1 / (alpha_h - 1) where alpha is learned. A constant one is the rule's power, and there is no row input."""
     if layer.args["alpha"] == "learned":
         theta = layer.theta.clamp(min=-4.6)     # alpha from 1.01 on
         return (1 + torch.exp(-theta))[:, None, None].expand(-1, len(n), 1)
-
 
 
 def sparsemax(s, seen, t=None, power=1.0):
@@ -197,7 +194,6 @@ def tra(s, seen, t, power=2.0):
     return F.relu(s - t).masked_fill(~seen, 0.0) ** power
 
 
-
 def tra_threshold(layer, n):
     """t_i = beta_h sqrt(2 log(n_i / kappa) / d), the logarithm at least 0."""
     log = torch.log(n / layer.args["kappa"]).clamp(min=0)
@@ -243,6 +239,14 @@ def row_sum(s, seen, w):
     return w.sum(-1, keepdim=True)
 
 
+class Constant(NamedTuple):
+    """A constant that --attn_args may set: a switch if its default is one, else a number, or perhaps a word."""
+    default: Any
+    low: float = -math.inf
+    high: float = math.inf
+    word: str | None = None                     # besides a number or a switch
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One value of an axis. All there is to know of it stands in its row of the axis' table.
@@ -251,7 +255,7 @@ class Choice:
     """
     does: Callable | None = None                # None: nothing
     learns: Callable | None = None              # layer -> {name: what Attention.add takes}
-    args: dict[str, Any] = dataclasses.field(default_factory=dict)     # constants for --attn_args, with their defaults
+    args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args -> why it means nothing there, or None
 
 
@@ -261,7 +265,7 @@ class Rule(Choice):
     statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), computed only where it is used
     row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1)
     power: Callable | None = None               # args -> the constant power of rules that have one
-    counted_in: str | None = None               # the kernel counts t in row sums of this kernel, see `fused`
+    counted_in: str | None = None               # in the kernel t is a multiple of this kernel rule's row sum
 
     @property
     def normalizes(self):
@@ -269,27 +273,28 @@ class Rule(Choice):
         return self.statistic is not row_sum
 
 
-
 RULES = {
     "softmax": Rule(softmax, statistic=LogSumExp.apply),
     "elastic": Rule(
         elastic, row_input=elastic_threshold,
         learns=lambda layer: {"tau": torch.full((layer.heads,), layer.args["tau_init"])},
-        args={"tau_init": 1.0, "per_length": True, "learn_tau": True}),
+        args={"tau_init": Constant(1.0), "per_length": Constant(True, word="block"), "learn_tau": Constant(True)}),
     "entmax": Rule(
         entmax, row_input=entmax_row_input,
         learns=lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
-        args={"alpha": 1.5}, power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1)),
+        args={"alpha": Constant(1.5, 1.01, 2.0, "learned")},
+        power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1)),
     "sparsemax": Rule(sparsemax),
     "lssar": Rule(lssar, row_input=lssar_threshold, counted_in="softplus",
-                  args={"power": 15.0}, power=lambda args: args["power"]),
+                  args={"power": Constant(15.0, 1.0, 64.0)}, power=lambda args: args["power"]),
     "softpick": Rule(softpick),
     "relu": Rule(relu, statistic=row_sum),
     "tra": Rule(
         tra, statistic=row_sum, row_input=tra_threshold,
         learns=lambda layer: {"beta": torch.full((layer.heads,), layer.args["beta_init"])},
-        args={"beta_init": 1.0, "kappa": 1.0, "power": 2.0, "learn_beta": True}, power=lambda args: args["power"]),
-    "sigmoid": Rule(sigmoid, statistic=row_sum, row_input=sigmoid_threshold, args={"length_bias": True}),
+        args={"beta_init": Constant(1.0), "kappa": Constant(1.0, 1e-9, 1e9), "power": Constant(2.0, 1.0, 64.0),
+              "learn_beta": Constant(True)}, power=lambda args: args["power"]),
+    "sigmoid": Rule(sigmoid, statistic=row_sum, row_input=sigmoid_threshold, args={"length_bias": Constant(True)}),
     "elu": Rule(elu, statistic=row_sum),
     "identity": Rule(identity, statistic=row_sum),
 }
@@ -320,10 +325,9 @@ ATTENTIONS = {
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"norm_eps": 1e-5}},
     "diff2": {"rule": "softmax", "diff": "v2"},
     "dex": {"rule": "softmax", "dex": "on"},
-    # a threshold below which weights are zero; the lazy paper speaks of a larger RoPE base than 10000, its code has
-    # 10000
+    # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
-    "lazy": {"rule": "elastic", "pos": "rope+bias"},
+    "lazy": {"rule": "elastic", "pos": "rope+bias"},        # its paper speaks of a larger RoPE base, its code has 10000
     # zeros, and yet a sum of one
     "entmax": {"rule": "entmax"},
     "sparsemax": {"rule": "sparsemax"},
@@ -360,15 +364,22 @@ def recipe(name):
     return ATTENTIONS[name]
 
 
-# ------------------------------------------------------------------------------------------------ the axes: positions
+# --------------------------------------------------------------------------------------------------- the axes: tools
 # From here on, one table an axis and one row a value: what it does, what it learns, its constants, what it does not
-# go with. A new value is a row. `layer` is the Attention below.
+# go with. A new value is a row. `layer` is the Attention below; what it learns for each view has layer.score_heads
+# rows, what it learns for each head of the output layer.heads. (A new axis is a table, a row of AXES, a field of
+# model.GPTConfig, and the place in Attention where it acts.)
 
 
 class Normal(NamedTuple):
-    """A learned tensor that starts as draws from N(0, std). Without a shape: a weight inside a module that is there."""
+    """A learned tensor that starts as draws from N(0, std)."""
     std: float
-    shape: tuple = ()
+    shape: tuple
+
+
+class Redrawn(NamedTuple):
+    """A weight of a learned module that starts as draws from N(0, std), and not from that of every linear layer."""
+    std: float
 
 
 class Fixed(NamedTuple):
@@ -376,11 +387,28 @@ class Fixed(NamedTuple):
     value: torch.Tensor
 
 
+def wide(x):
+    """Low precision up to float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def split_heads(x, heads, width):
+    """(B, R, heads * width) to (B, heads, R, width)."""
+    return x.unflatten(-1, (heads, width)).transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- positions
+
+
 class Distance(NamedTuple):
-    """Relative positions as one value: b[h, i - j], which is added to the score. Each part is None or a tensor."""
+    """Relative positions as one value: b[h, i - j], which is added to the score. Each part is a tensor or None."""
     table: Any = None                           # (H, W): at distances 0 .. W - 1
     tail: Any = None                            # (H,): from distance W on; None: 0 there
     slope: Any = None                           # (H,): times the distance, everywhere
+
+    @property
+    def is_empty(self):
+        return all(part is None for part in self)
 
     def bias(self, R, T):
         """b for the last R of T rows against all T keys, (H, R, T); what stands at negative distances is not seen."""
@@ -434,7 +462,7 @@ def rotate(x, frequency, positions):
 
 
 def learned_table(layer):
-    return {"table": torch.zeros(layer.shapes["q"][0], layer.config.bias_range)}
+    return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
 
 
 def learned_bias(layer):
@@ -442,17 +470,17 @@ def learned_bias(layer):
     return Distance(layer.table)
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Position(Choice):
     """Does layer -> Distance."""
     rotates: bool = False                       # q and k turn by RoPE
+    embeds: bool = False                        # model.py adds a learned embedding of each place, and there is no other
 
 
 POSITIONS = {
     "rope": Position(rotates=True),
     "none": Position(),
-    "learned": Position(),                      # an embedding that model.py adds to the tokens
+    "learned": Position(embeds=True),
     "bias": Position(learned_bias, learned_table),
     "rope+bias": Position(learned_bias, learned_table, rotates=True),
 }
@@ -461,19 +489,13 @@ POSITIONS = {
 
 
 def unit_length(layer, x):
-    """x / |x| (TRA, LSSAR)."""
-    return normed(layer, x, partial(F.normalize, dim=-1, eps=1e-6))
+    """x / |x|. It has no weights, so it makes no difference that RoPE came before. TRA, LSSAR."""
+    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
 
 
 def unit_square(layer, x):
     """x / sqrt(mean x^2), without weights."""
-    return normed(layer, x, partial(F.rms_norm, normalized_shape=(layer.width,), eps=1e-6))
-
-
-def normed(layer, x, norm):
-    """x (.., width), or two such side by side where the first keys of a window have places of their own (see
-    `rotated`). The norms have no weights, so it makes no difference that RoPE came before."""
-    return norm(wide(x).unflatten(-1, (-1, layer.width))).flatten(-2).to(x.dtype)
+    return F.rms_norm(wide(x), (layer.width,), eps=1e-6).to(x.dtype)
 
 
 def norm_of_heads(layer, norm, x):
@@ -515,13 +537,13 @@ def elu_features(layer, x):
 def mlp_features(layer, x):
     """W2 relu(W1 x), one map for queries and keys of all heads. When Attention Sink Emerges, table 6, where it is
     printed as mlp(q, mlp(k)); the released code has mlp(q) mlp(k)."""
-    return layer.feature(x.unflatten(-1, (-1, layer.width)).to(layer.feature[0].weight.dtype)).flatten(-2).to(x.dtype)
+    return layer.feature(x.to(layer.feature[0].weight.dtype)).to(x.dtype)
 
 
 def mlp_feature_map(layer):
     width = layer.width
     first, second = (nn.Linear(width, width, bias=False) for _ in range(2))
-    drawn = Normal(math.sqrt(2 / (5 * width)))
+    drawn = Redrawn(math.sqrt(2 / (5 * width)))
     return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
 
 
@@ -548,7 +570,7 @@ def ssmax_scalars(layer):
     mean_log = (torch.arange(config.block_size) + 1.0).log().mean().item()
     if sigma == "auto":
         sigma = math.sqrt(width) * math.log(width) if config.qk_norm == "l2" else 1 / max(mean_log, 0.1)
-    return {"sigma": torch.full((layer.shapes["q"][0],), sigma)}
+    return {"sigma": torch.full((layer.score_heads,), sigma)}
 
 
 def asentmax_scale(layer, n):
@@ -564,7 +586,7 @@ def asentmax_scale(layer, n):
 
 
 def asentmax_scalars(layer):
-    heads = layer.shapes["q"][0]
+    heads = layer.score_heads
     beta = torch.linspace(0.1, 1.0, heads) if heads > 1 else torch.full((1,), 0.55)
     return {"scale_beta": beta, "scale_gamma": torch.zeros(heads)}
 
@@ -578,7 +600,8 @@ class Scale(Choice):
 SCALES = {
     "sqrt_d": Scale(),
     "one": Scale(bare=True),
-    "log_n": Scale(ssmax_scale, ssmax_scalars, {"sigma_init": "auto", "learn_sigma": True}),
+    "log_n": Scale(ssmax_scale, ssmax_scalars,
+                   {"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)}),
     "asentmax": Scale(asentmax_scale, asentmax_scalars),
 }
 
@@ -644,7 +667,6 @@ def key_score(layer, q):
     return layer.sight.scale * (wide(q[..., :layer.width]) * key[:, None]).sum(-1, keepdim=True)
 
 
-
 def sink_key(layer):
     return {"sink_key": Normal(0.02, layer.shapes["k"])}
 
@@ -681,23 +703,25 @@ class Sink(Choice):
     weights: softmax followed by a gate, o_i sigmoid(r_i - c_i). So a sink need not be a token (The Attention Sink as
     Native MoE, eq. 2 to 4)."""
     value: Callable | None = None               # layer, heads -> the extra key's value (heads, 1, E); None: 0
+    ahead: int = 0                              # model.py puts so many learned tokens ahead of the sequence
 
 
 SINKS = {
     "none": Sink(),
     "one": Sink(zero_score, refuse=needs_log_sum_exp),
-    "logit": Sink(logit_score, lambda layer: {"sink_logit": torch.zeros(layer.shapes["q"][0])},
+    "logit": Sink(logit_score, lambda layer: {"sink_logit": torch.zeros(layer.score_heads)},
                   refuse=needs_log_sum_exp),
     "key": Sink(key_score, sink_key, refuse=needs_log_sum_exp),
-    "key_value": Sink(key_score, sink_key_and_value, {"value_norm": "learned", "value_even": False},
+    "key_value": Sink(key_score, sink_key_and_value,
+                      {"value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
                       refuse=needs_log_sum_exp, value=sink_value),
-    "token": Sink(refuse=needs_first),          # model.py puts a learned token ahead of the sequence: an ordinary key
+    "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
 }
 
 
-def lambda_at_depth(layer):
+def lambda_at_depth(depth):
     """Differential Transformer's lambda_init, for layers counted from 0."""
-    return 0.8 - 0.6 * math.exp(-0.3 * layer)
+    return 0.8 - 0.6 * math.exp(-0.3 * depth)
 
 
 def lambda_logit(layer):
@@ -720,7 +744,7 @@ def lambda_of_layer(layer, x):
     weight.
     """
     ups, downs = (layer.lambda_q1 * layer.lambda_k1).sum(), (layer.lambda_q2 * layer.lambda_k2).sum()
-    return ups.exp() - downs.exp() + lambda_at_depth(layer.layer)
+    return ups.exp() - downs.exp() + lambda_at_depth(layer.depth)
 
 
 def lambda_of_token(layer, x):
@@ -729,13 +753,10 @@ def lambda_of_token(layer, x):
     return torch.sigmoid(wide(layer.lambda_proj(x))).transpose(1, 2)[..., None]
 
 
-
-
-
 def shrunk(layer, o):
     """o (1 - lambda_init), after the norm on the output.
     Source: Ye et al. 2410.05258, eq. 4."""
-    return o * (1 - lambda_at_depth(layer.layer))
+    return o * (1 - lambda_at_depth(layer.depth))
 
 
 def needs_pairs(config, args):
@@ -758,7 +779,7 @@ class Difference(Choice):
 DIFFERENCES = {
     "none": Difference(),
     "subtract": Difference(                     # two views of the same values
-        lambda_of_head, lambda_logit, {"lambda_init": 0.5}, own_keys=True,
+        lambda_of_head, lambda_logit, {"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, own_keys=True,
         heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
     "v1": Difference(                           # half the heads, each twice as wide: as many parameters as softmax
         lambda_of_layer, refuse=needs_pairs, own_keys=True, after=shrunk,
@@ -777,7 +798,6 @@ def plus_value(layer, o):
     return o + layer.value_bias[:, None]
 
 
-
 VALUE_BIASES = {                                # layer, o (B, heads, R, E) -> o
     "off": Choice(),
     "on": Choice(plus_value, lambda layer: {"value_bias": Normal(0.02, (layer.heads, layer.shapes["v"][1]))}),
@@ -793,19 +813,19 @@ def dex_corrected(layer, o):
     heads of a trained model; here all.
     """
     a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
-    share = (1 - a) * a * lambda_at_depth(layer.layer) + a * layer.dex_lambda
-    return o - share * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
+    factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
+    return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
 
 
 def dex_correction(layer):
     E = layer.shapes["v"][1]
-    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Normal(0.0), "dex_lambda": torch.zeros(()),
+    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Redrawn(0.0), "dex_lambda": torch.zeros(()),
             "progress": Fixed(torch.zeros(()))}         # how much of the training is over: the loop sets it
 
 
 DEXES = {                                       # layer, o (B, heads, R, E) -> o
     "off": Choice(),
-    "on": Choice(dex_corrected, dex_correction, {"anneal": 0.5}),
+    "on": Choice(dex_corrected, dex_correction, {"anneal": Constant(0.5, 1e-6, 1.0)}),
 }
 
 
@@ -826,7 +846,6 @@ def gated_norm(layer, o):
     return split_heads(layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2])
 
 
-
 def rms_norm(layer, width):
     return nn.RMSNorm(width, eps=layer.args["norm_eps"])
 
@@ -839,7 +858,7 @@ def norm_and_gate(layer):
     return norm_of_all(layer) | {"norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}
 
 
-EPS = {"norm_eps": 1e-6}
+EPS = {"norm_eps": Constant(1e-6, 1e-12, 1.0)}
 OUT_NORMS = {                                   # layer, o (B, heads, R, E) -> o
     "none": Choice(),
     "head": Choice(head_norm, lambda layer: {"out_norm": rms_norm(layer, layer.shapes["v"][1])}, EPS),
@@ -855,8 +874,6 @@ def gated(layer, o, x):
     Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
     """
     return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
-
-
 
 
 def gate(layer, gates):
@@ -947,11 +964,6 @@ def grouped(a, b):
         return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
 
 
-def wide(x):
-    """Low precision up to float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def for_products(x):
     """The same, except under bfloat16 autocast on a CPU, whose products are much faster than its float32 ones."""
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
@@ -965,7 +977,7 @@ def weigh_block(rule, sight, q, k, t, distance, i, need_r=False):
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, sight)
     s = wide(grouped(q, k.mT))                  # (B, H, R, keys)
-    if any(part is not None for part in distance):
+    if not distance.is_empty:
         s = s + distance.bias(*s.shape[2:])
     w = rule.does(s, seen, t)
     return w, rule.statistic(s, seen, w) if need_r else None
@@ -1061,11 +1073,6 @@ def plain_softmax(q, k, v, scale, dropout):
                                           enable_gqa=k.shape[1] < q.shape[1])
 
 
-def split_heads(x, heads, width):
-    """(B, R, heads * width) to (B, heads, R, width)."""
-    return x.unflatten(-1, (heads, width)).transpose(1, 2)
-
-
 # ---------------------------------------------------------------------------------------------------------- the layer
 
 
@@ -1080,7 +1087,7 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer, self.args = config, layer, constants(config)
+        self.config, self.depth, self.args = config, layer, constants(config)
         self.choices = chosen(config)           # {axis: Choice}
         self.rule, self.power = self.choices["rule"], None
         if self.rule.power:
@@ -1090,7 +1097,7 @@ class Attention(nn.Module):
         self.width = config.head_width                                  # of queries and keys
         heads = self.choices["diff"].heads(config.n_head, config.n_kv_head, self.width)
         self.shapes = dict(zip("qkv", heads, strict=True))
-        value_width = self.shapes["v"][1]
+        (self.score_heads, _), (_, value_width) = self.shapes["q"], self.shapes["v"]
         self.heads = config.n_head * self.width // value_width          # of the output
         self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()),
                                 bias=config.bias or config.qkv_bias)
@@ -1099,7 +1106,7 @@ class Attention(nn.Module):
         # who sees whom, and how scores are scaled
         window, first = (config.window, config.first) if layer % config.window_every == 0 else (0, 0)
         self.sight = Sight(1.0 if self.choices["scale"].bare else self.width ** -0.5, window, first)
-        self.ahead = int(config.sink == "token")                        # how many of the keys come before the sequence
+        self.ahead = self.choices["sink"].ahead                         # how many of the keys come before the sequence
         # what the choices learn
         self.init_std = {}                      # {parameter: std}, of what GPT.init_weights draws
         for choice in self.choices.values():
@@ -1107,12 +1114,14 @@ class Attention(nn.Module):
                 self.add(name, start)
 
     def add(self, name, start):
-        """Something that a choice learns or keeps: a module, a Normal, a Fixed, or a tensor to start from, which
-        --attn_args=learn_<name>=0 keeps fixed."""
-        if isinstance(start, Normal):
+        """Something that a choice learns or keeps: a module, or a tensor to start from, which learn_<name>=0 among
+        --attn_args keeps fixed; or a Normal, a Redrawn weight of the module before it, a Fixed. What is drawn here for
+        a layer by itself, GPT.init_weights draws again, from the model's seed."""
+        if isinstance(start, (Normal, Redrawn)):
             self.init_std[name] = start.std
-            if not start.shape:                 # a weight of a module that was added just before
-                return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
+        if isinstance(start, Redrawn):
+            return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
+        if isinstance(start, Normal):
             start = torch.randn(start.shape) * start.std
         if isinstance(start, nn.Module):
             self.add_module(name, start)
@@ -1186,7 +1195,7 @@ class Attention(nn.Module):
         sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
         q, k, t, n = self.prepare(q, k)
         mix = self.mix(x)                       # lambda, or None where there is one view
-        o, r = self.weigh(q, k, v, t, distance, sight, mix)
+        o, r = self.run_rule(q, k, v, t, distance, sight, mix)
         o = self.kept(o, q, r, n)
         if o.shape[1] > self.heads:             # two views that no kernel has subtracted yet
             o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])
@@ -1209,18 +1218,19 @@ class Attention(nn.Module):
         if self.choices["scale"].does:
             q = (q * self.choices["scale"].does(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
-        if t is not None and t.dim() == 3 and self.shapes["q"][0] > self.heads:
+        if t is not None and t.dim() == 3 and self.score_heads > self.heads:
             t = t.repeat_interleave(2, 0)       # both views have their head's
         return q, k, t, n
 
     def featured(self, x):
-        """Queries or keys, normalised and through the feature map."""
-        return self.through("feature", self.through("qk_norm", x))
+        """Queries or keys (.., D), or two side by side (see `rotated`), normalised and through the feature map."""
+        x = x.unflatten(-1, (-1, self.width))
+        return self.through("feature", self.through("qk_norm", x)).flatten(-2)
 
     def for_score_heads(self, x, axis):
         """What belongs to key heads, along `axis`, repeated for the score heads that share them. Where each view has
         its own of a pair of key heads, pairs are repeated."""
-        shared = self.shapes["q"][0] // x.shape[axis]
+        shared = self.score_heads // x.shape[axis]
         if shared == 1:
             return x
         if not self.choices["diff"].own_keys:
@@ -1229,7 +1239,7 @@ class Attention(nn.Module):
 
     # ------------------------------------------------------------------ the rule
 
-    def weigh(self, q, k, v, t, distance, sight, mix):
+    def run_rule(self, q, k, v, t, distance, sight, mix):
         """The rule alone, by whichever code computes it here: output (B, score heads, R, E), and the statistic where
         it is needed. A kernel may also have subtracted `mix` times the second view: then the output is (B, heads, R,
         E)."""
@@ -1345,39 +1355,35 @@ def check_axes(config):
 def constants(config):
     """The constants of a config, {key: value}: --attn_args "key=value,key=value" over the recipe's over those of its
     rule and axes. Raises ValueError on unknown keys and wrong values."""
-    allowed = {key: default for choice in chosen(config).values() for key, default in choice.args.items()}
-    args = allowed | {key: value for key, value in recipe(config.attn).get("args", {}).items() if key in allowed}
+    known = {key: constant for choice in chosen(config).values() for key, constant in choice.args.items()}
+    args = {key: constant.default for key, constant in known.items()}
+    args |= {key: value for key, value in recipe(config.attn).get("args", {}).items() if key in known}
     for part in filter(None, config.attn_args.split(",")):
-        key, _, value = part.partition("=")
-        if key not in allowed:
-            raise ValueError(f"unknown --attn_args key {key!r}: this recipe knows {', '.join(allowed) or 'none'}")
-        args[key] = parse_value(key, value, allowed[key])
+        key, _, text = part.partition("=")
+        if key not in known:
+            raise ValueError(f"unknown --attn_args key {key!r}: this recipe knows {', '.join(known) or 'none'}")
+        args[key] = parse_value(key, text, known[key])
     return args
 
 
-WORDS = {"per_length": "block", "alpha": "learned", "value_norm": "learned", "sigma_init": "auto"}   # besides a number
-BOUNDS = {"alpha": (1.01, 2.0), "power": (1.0, 64.0), "kappa": (1e-9, 1e9), "lambda_init": (1e-6, 1 - 1e-6),
-          "norm_eps": (1e-12, 1.0), "anneal": (1e-6, 1.0)}
-
-
-def parse_value(key, text, default):
-    """One constant: a switch where its default is one, else a number, or the word that it may be."""
-    if text == WORDS.get(key):
+def parse_value(key, text, constant):
+    """The value that a text gives to a constant. Raises ValueError on one that it cannot have."""
+    default, low, high, word = constant
+    if text == word:
         return text
-    word = f", or {WORDS[key]}" if key in WORDS else ""
+    instead = f", or {word}" if word else ""
     if isinstance(default, bool):
         switch = {"true": True, "1": True, "false": False, "0": False}
         if text.lower() not in switch:
-            raise ValueError(f"--attn_args {key}={text}: use 1 or 0{word}")
+            raise ValueError(f"--attn_args {key}={text}: use 1 or 0{instead}")
         return switch[text.lower()]
-    low, high = BOUNDS.get(key, (-math.inf, math.inf))
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and low <= value <= high):
-        between = f" from {low:g} to {high:g}" if key in BOUNDS else ""
-        raise ValueError(f"--attn_args: write {key}=NUMBER{between}{word}, not {text!r}")
+        between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
+        raise ValueError(f"--attn_args: write {key}=NUMBER{between}{instead}, not {text!r}")
     return value
 
 

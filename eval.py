@@ -57,7 +57,7 @@ def main(argv):
         run = OpenedRun(Common(**given_flags(parsed, Common)), given_flags(parsed, Overrides)) if of_a_run else None
         numbers, text = command(args, run)
         if run is None or run.machine.main:     # of several ranks, one prints
-            print(json.dumps(numbers, indent=2) if parsed.json else text)
+            print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
         if run:
             run.machine.close()
 

@@ -7,7 +7,7 @@ log-sum-exp, the sum of the weights, a threshold that solves an equation, or not
 rule; they take these functions as compile-time arguments. Both t and r are differentiable (but for an r that was found
 by iteration), so thresholds, sinks, gates and normalisers live outside, in PyTorch.
 
-The rules have the names they have in attention.py. Three kinds of name are found only here. `softplus` is the first
+The rules have the names they have in attention.py. Some names are found only here. `softplus` is the first
 half of attention.py's lssar, whose threshold is a row mean and takes a call of its own. `alphamax` is entmax with a
 power for each row. `relu_sum` and the like also return the sum of the weights. And "tra:3.0" is tra with another power
 than its own.
@@ -86,8 +86,8 @@ class Rule(NamedTuple):
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
-# softmax: w_ij = exp(s_ij - r_i), r_i = log sum_j exp(s_ij).  ds_ij = w_ij (g_ij - delta_i), delta_i = do_i . o_i -
-# dr_i
+# softmax: w_ij = exp(s_ij - r_i), r_i = log sum_j exp(s_ij).
+# ds_ij = w_ij (g_ij - delta_i), delta_i = do_i . o_i - dr_i
 
 @triton.jit
 def softmax_weigh(s, r, t, power: tl.constexpr):
@@ -106,7 +106,7 @@ def softmax_slope(s, r, t, power: tl.constexpr, g, delta):
 @triton.jit
 def log_sum_exp(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
     # r = torch.logsumexp(s, -1)                    (r comes in as the maximum m, sum_z as the sum of 2^(s - m))
-    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # lssar's row may be empty
+    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # an empty row (lssar's) has no sum
 
 
 # elastic: w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i.  The statistic needs every p_ij, the output only
@@ -189,8 +189,9 @@ def entmax_settle(r, t, power, sum_w, sum_z, FIRST: tl.constexpr):
         return r + step / tl.maximum(sum_z, 1e-30)
 
 
-# alphamax: entmax where each row has a power t_i of its own, learned.  dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij -
-# 1): x depends on t as -s / t^2 = -(x + r) / t, too, but r is the same for all keys, and ds adds up to 0
+# alphamax: entmax where each row has a power t_i of its own, learned.
+# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). x depends on t as -s / t^2 = -(x + r) / t, too, but r is the same
+# for all keys, and ds adds up to 0
 
 @triton.jit
 def alphamax_lift(s, t, power: tl.constexpr):
@@ -256,8 +257,8 @@ def row_sum(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
 
 
 # lssar: w_ij = x_ij^power / sum_j x_ij^power, x_ij = relu(softplus(s_ij) - t_i), t_i the mean of the row's softplus.
-# This is the softmax of power log x, since x^power itself overflows. ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij)
-# / x_ij, dt_i = -sum_j w_ij (g_ij - delta_i) power / x_ij
+# This is the softmax of power log x, since x^power itself overflows.
+# ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij,  dt_i = -sum_j w_ij (g_ij - delta_i) power / x_ij
 
 @triton.jit
 def lssar_lift(s, t, power: tl.constexpr):
@@ -277,8 +278,8 @@ def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
 
 
 # softpick: w_ij = relu(e^s_ij - 1) / sum_j |e^s_ij - 1| = relu(e^(s_ij - r_i) - e^-r_i), r_i = log sum_j |e^s_ij - 1|.
-# Only positive scores have weight, but all take part in the sum: ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij)
-# delta_i)
+# Only positive scores have weight, but all take part in the sum:
+# ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij) delta_i)
 
 @triton.jit
 def softpick_weigh(s, r, t, power: tl.constexpr):
@@ -499,36 +500,36 @@ def row_tiles(j, inputs, c: tl.constexpr):
 
 
 @triton.jit
-def walk(state, step: tl.constexpr, own, tiles, live, inputs, head, rule: tl.constexpr, c: tl.constexpr,
+def walk(state, step: tl.constexpr, own, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
          size: tl.constexpr, LIVE: tl.constexpr):
     """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do.
 
-    LIVE: only for those in the list `live`, see listed(). Then the five bounds become places in that list."""
+    LIVE: only for those in the list `visits`, see in_order(). Then the five bounds become places in that list."""
     kept, lo, a, b, hi = tiles
     if LIVE:
-        kept, lo, a = live_before(live, kept, size), live_before(live, lo, size), live_before(live, a, size)
-        b, hi = live_before(live, b, size), live_before(live, hi, size)
+        kept, lo, a = place_of(visits, kept, size), place_of(visits, lo, size), place_of(visits, a, size)
+        b, hi = place_of(visits, b, size), place_of(visits, hi, size)
     for place in tl.range(a, b, size):
-        start = live_tile(live, place, inputs, size) if LIVE else place
+        start = visited(visits, place, inputs, size) if LIVE else place
         state = step(state, own, start, inputs, head, rule, c, False)
     for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):       # pipelining these costs registers
         place = tl.where(n < kept, n, n - kept + lo)                            # three runs, laid end to end
         place = tl.where(place < a, place, place - a + b)
-        start = live_tile(live, place, inputs, size) if LIVE else place
+        start = visited(visits, place, inputs, size) if LIVE else place
         state = step(state, own, start, inputs, head, rule, c, True)
     return state
 
 
 @triton.jit
-def live_before(live, start, size: tl.constexpr):
+def place_of(visits, start, size: tl.constexpr):
     """The place in the list from where on its tiles begin at `start` or later: so many come before, times the size."""
-    return tl.load(live + tl.cdiv(start, size)) * size                          # ()
+    return tl.load(visits + tl.cdiv(start, size)) * size                        # ()
 
 
 @triton.jit
-def live_tile(live, place, inputs, size: tl.constexpr):
+def visited(visits, place, inputs, size: tl.constexpr):
     """Where the live tile at this place of the list begins."""
-    return tl.load(live + tl.cdiv(inputs.T, size) + 1 + place // size) * size   # ()
+    return tl.load(visits + tl.cdiv(inputs.T, size) + 1 + place // size) * size # ()
 
 
 # ------------------------------------------------------------------------------------------------ loading and scoring
@@ -794,14 +795,15 @@ def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: t
 
 
 @triton.jit
-def live_list(Live, own, owns, inputs, size: tl.constexpr):
-    """The list of live tiles that the `own`-th of `owns` tiles of this head visits, see listed()."""
-    return Live + (tl.program_id(0) // owns * owns + own).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
+def my_visits(Visits, own, owns, inputs, size: tl.constexpr):
+    """Which tiles the `own`-th of `owns` tiles of this head visits: a list as in_order() makes it."""
+    return Visits + (tl.program_id(0) // owns * owns + own).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
 
 
 @triton.jit
 def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - delta), whose ratio is what delta = do . o - dr lacks but for the dr.
+    """One tile of the sums of w and of w (g - delta), with delta = do . o - dr, which is rough: their ratio is what to
+    add to it; and dr, which is in it with a minus, comes off once more.
 
     Where one weight of a row dominates, its g - do . o should cancel, and lssar divides what is left by a small x. For
     that do . o is too rough: r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. The mean of the very g
@@ -864,7 +866,7 @@ def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
 
 
 @triton.jit
-def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Live, rule: tl.constexpr, c: tl.constexpr):
+def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: dq, what it adds to the gradients of t, tail, slope and mix, and delta for later kernels."""
     # which rows are ours, and what they need
     tiles = tl.cdiv(inputs.T, c.BM)
@@ -875,7 +877,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Live, rule: t
     do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                          # (BM, EP)
     r, t, dr = row_vectors(inputs, head, R, DR, i, rule, c.BM)                  # (BM,) each
     second = second_view(inputs, head, i, c) if inputs.mix is not None else 0
-    keys, live = key_tiles(start, inputs, c), live_list(Live, start // c.BM, tiles, inputs, c.BN)
+    keys, visits = key_tiles(start, inputs, c), my_visits(Visits, start // c.BM, tiles, inputs, c.BN)
     zero = tl.zeros((c.BM,), tl.float32)
 
     # delta = (do * U).sum(-1) - dr
@@ -885,7 +887,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Live, rule: t
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if rule.sum_delta:
         own = (i, q, do, r, t, delta, second)
-        sum_w, sum_wg = walk((zero, zero), add_to_delta, own, keys, live, inputs, head, rule, c, c.BN, rule.skip)
+        sum_w, sum_wg = walk((zero, zero), add_to_delta, own, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
         delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # (an empty row sums to 0)
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
@@ -893,7 +895,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Live, rule: t
     # the gradients
     own = (i, q, do, r, t, delta, second)
     none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
-    state = walk((none, none, zero), add_to_rows, own, keys, live, inputs, head, rule, c, c.BN, rule.skip)
+    state = walk((none, none, zero), add_to_rows, own, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
     grads, gradsb, dmix = state
     save_rows(grads, inputs, head, DQ, DT, DFar, i, c)
     if inputs.mix is not None:
@@ -929,7 +931,7 @@ def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
 
 
 @triton.jit
-def backward_keys(inputs, R, DO, Delta, DK, DV, Live, rule: tl.constexpr, c: tl.constexpr):
+def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of keys: dk and dv of a query head. Heads that share keys are summed outside, always in one order."""
     # which keys are ours
     tiles = tl.cdiv(inputs.T, c.BN)
@@ -945,10 +947,10 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Live, rule: tl.constexpr, c: tl.
     own = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
 
     # the gradients
-    rows, live = row_tiles(start, inputs, c), live_list(Live, tile, tiles, inputs, c.BM)
+    rows, visits = row_tiles(start, inputs, c), my_visits(Visits, tile, tiles, inputs, c.BM)
     dk = tl.zeros((c.BN, c.DP), tl.float32)
     state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk)
-    dk, dv, dkb = walk(state, add_to_keys, own, rows, live, inputs, head, rule, c, c.BM, rule.skip)
+    dk, dv, dkb = walk(state, add_to_keys, own, rows, visits, inputs, head, rule, c, c.BM, rule.skip)
     save(begin(DK, head.batch, head.number), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
     save(begin(DV, head.batch, head.out), dv, DV.row, j, inputs.T, c.E, c.EP)
     if inputs.mix is not None:
@@ -1192,10 +1194,10 @@ def run_backward(*args):
     call, rule = unpacked(call, True, alive.numel() > 0)
     inputs, delta, do = kernel_inputs(call), torch.empty_like(r), matrix(do, "the output's gradient")
     dmix = None if call.mix is None else dmix
-    live = live_lists(alive, "backward_rows", rule, call)
-    launch(backward_rows, rule, call, (inputs, matrix(u), r, do, dr, matrix(dq), dt, dfar, dmix, delta, live))
-    live = live_lists(alive, "backward_keys", rule, call)
-    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), live))
+    visits = visits_of(alive, "backward_rows", rule, call)
+    launch(backward_rows, rule, call, (inputs, matrix(u), r, do, dr, matrix(dq), dt, dfar, dmix, delta, visits))
+    visits = visits_of(alive, "backward_keys", rule, call)
+    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), visits))
     if learn_table:
         diagonals = dtable.shape[2]
         launch(backward_table, rule, call, (inputs, r, do, delta, dtable, diagonals), diagonals)
@@ -1225,16 +1227,16 @@ def diagonals_in_sight(call, n):
     return (reach + n - 2) // n + 1
 
 
-def live_lists(alive, kernel, rule, call):
+def visits_of(alive, kernel, rule, call):
     """For every tile of a backward kernel, which tiles of the other side are alive; nothing where all are visited."""
     if not rule.skip:
         return alive
     (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, call) for name in ("forward", kernel))
     alive = resized(resized(alive, 2, call.q.shape[2], BM, rows), 3, call.q.shape[2], BN, keys)
-    return listed(alive if kernel == "backward_rows" else alive.mT)
+    return in_order(alive if kernel == "backward_rows" else alive.mT)
 
 
-def listed(alive):
+def in_order(alive):
     """(.., n) bytes to (.., 2n + 1) numbers: how many tiles are alive among the first 0 .. n, then which, in ascending
     order. (Those of dead tiles follow and are never read.)"""
     numbers = alive.argsort(dim=-1, descending=True, stable=True)
@@ -1301,10 +1303,10 @@ run_backward.register_autograd(refuse)
 # table, a tail, a slope or a window makes a call "busy", which costs registers, and so does the second accumulator of
 # rules that save U. With fewer rows than 16 a warp, warps would repeat each other's work.
 #
-# `python tests/test_kernels.py table` compiles all of them without a GPU and shows registers, shared memory and
-# spills. `python tests/test_kernels.py choose 90 64 busy backward_keys` tries the tiles of one kernel, the largest
-# first, and prints the first that is clean for every rule. The rows below were found in this way, by hand; none is
-# timed on a GPU yet.
+# `python tests/test_kernels.py table` compiles all of them without a GPU and shows registers, shared memory and spills:
+# the rows were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python
+# tests/test_kernels.py choose 90 64 busy backward_keys` tries the tiles of one kernel, the largest first, and stops at
+# one that is clean for every rule.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no row for False, that for True serves
@@ -1322,7 +1324,7 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no
     (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
     (0, 256, True): ((16, 16, 8, 1),) * 5,
 }
-HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
+HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; chosen in the same way
     (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (64, 64, 8, 3), "forward with U": (64, 64, 8, 3), "backward_table": (64, 64, 8, 1)},
     (90, 128, False): {"forward": (128, 32, 8, 3), "backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
@@ -1334,7 +1336,7 @@ HEAVY = {  # instead of these, for heavy rules: the kernels that would spill
                        "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2), "backward_table": (32, 32, 8, 1)},
 }
-MIXED = {  # instead of all these, for two views at once: twice the scores and gradients (backward_table takes one view)
+MIXED = {  # for two views at once, which is twice the work; chosen likewise (backward_table takes one view)
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
     (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},

@@ -171,9 +171,9 @@ class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        self.ahead = int(config.sink == "token")                        # 1: a learned token precedes each sequence
+        self.ahead = attention.SINKS[config.sink].ahead                 # 1: a learned token precedes each sequence
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}            # (V, C): a vector for each id
-        if config.pos == "learned":             # and one for each place; other positions are the attention's business
+        if attention.POSITIONS[config.pos].embeds:                      # and one for each place
             embeddings["wpe"] = nn.Embedding(self.ahead + config.block_size, config.n_embd)
         self.transformer = nn.ModuleDict({      # GPT-2's names, which stand in every checkpoint
             **embeddings,

@@ -36,12 +36,56 @@ from model import GPT, GPTConfig
 # -------------------------------------------------------------------------------------------------------------- knobs
 
 
+PRESETS = {
+    "tiny": {
+        "about": "a byte model of 0.8M parameters: minutes on two CPU cores",
+        "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000,
+        "learning_rate": 2e-3},
+    "lab": {
+        "about": "the sink lab: a sink grows in one layer with one head, in well under a minute",
+        "dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64,
+        "pos": "learned", "norm": "layernorm", "mlp": "relu", "bias": True, "bias_range": 64, "tied": False,
+        "batch_size": 48, "max_iters": 800, "warmup_iters": 100, "learning_rate": 1e-2, "beta2": 0.999,
+        "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
+    "gpt2": {
+        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu where nanoGPT "
+                 "has OpenWebText",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
+        "pos": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True,
+        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 6e-4,
+        "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
+    "paper1": {
+        "about": "Lazy Attention, appendix C.2: 340M on 15B tokens. There the Llama 2 tokenizer (32k ids), here "
+                 "GPT-2's, so 360M; the number of heads and the width of the MLP are not printed and follow DeltaNet's "
+                 "340M",
+        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
+        "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "learning_rate": 4e-4,
+        "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+    "paper2": {
+        "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and a head of its own, same "
+                 "tokenizer and data; there 190,730 steps, here one pass over the data; the peak learning rate is not "
+                 "printed",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
+        "pos": "rope", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 1e-3,
+        "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
+    "paper5": {
+        "about": "When Attention Sink Emerges: LLaMA blocks of 59M beside their embeddings, 20k steps. There the Pile "
+                 "with its own tokenizer, here FineWeb-Edu with GPT-2's; the batch follows from 5B tokens in 20k steps",
+        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "learning_rate": 4e-4,
+        "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
+}
+
+
 @dataclass
 class Train:
     """How to train"""
     # what to train, and where it goes
     preset: str = knob(
-        "tiny", "a named set of values for the other knobs", ("tiny", "lab", "gpt2", "paper1", "paper2", "paper5"))
+        "tiny", "a named set of values for the other knobs", tuple(PRESETS))
     dataset: str = knob(
         "stdlib", "a name in data/, or the path of a folder that a data script wrote; with a run in --init_from: in "
                   "its tokenizer")
@@ -87,49 +131,6 @@ class Train:
 
 
 # ------------------------------------------------------------------------------------------------------------ presets
-
-PRESETS = {
-    "tiny": {
-        "about": "a byte model of 0.8M parameters: minutes on two CPU cores",
-        "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000,
-        "learning_rate": 2e-3},
-    "lab": {
-        "about": "the sink lab: a sink grows in one layer with one head, in well under a minute",
-        "dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64,
-        "pos": "learned", "norm": "layernorm", "mlp": "relu", "bias": True, "bias_range": 64, "tied": False,
-        "batch_size": 48, "max_iters": 800, "warmup_iters": 100, "learning_rate": 1e-2, "beta2": 0.999,
-        "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
-    "gpt2": {
-        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu where nanoGPT "
-                 "has OpenWebText",
-        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
-        "pos": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True,
-        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 6e-4,
-        "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
-    "paper1": {
-        "about": "Lazy Attention, appendix C.2: 340M on 15B tokens. There the Llama 2 tokenizer (32k ids), here "
-                 "GPT-2's, so 360M; the number of heads and the width of the MLP are not printed and follow DeltaNet's "
-                 "340M",
-        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096,
-        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
-        "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "learning_rate": 4e-4,
-        "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
-    "paper2": {
-        "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and a head of its own, same "
-                 "tokenizer and data; there 190,730 steps, here one pass over the data; the peak learning rate is not "
-                 "printed",
-        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
-        "pos": "rope", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False,
-        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 1e-3,
-        "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
-    "paper5": {
-        "about": "When Attention Sink Emerges: LLaMA blocks of 59M beside their embeddings, 20k steps. There the Pile "
-                 "with its own tokenizer, here FineWeb-Edu with GPT-2's; the batch follows from 5B tokens in 20k steps",
-        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048,
-        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
-        "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "learning_rate": 4e-4,
-        "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
-}
 
 # ------------------------------------------------------------------------------------------------------------ batches
 

@@ -38,7 +38,7 @@ def look_at_layers(run, T, repeats):
 
 @torch.no_grad()
 def inputs_of_layers(run, T):
-    """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, (q, k, v, x, table))]."""
+    """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, (q, k, v, x, distance))]."""
     layers, split = [], run.split("val")
 
     def keep(attend, layer, module, *inputs):   # copies: a layer may write on what it was given
@@ -52,12 +52,12 @@ def inputs_of_layers(run, T):
 
 
 @torch.no_grad()
-def live_tiles(module, q, k, v, x, table=None):
+def live_tiles(module, q, k, v, x, distance=None):
     """How many tiles and pairs of one layer are in sight, and how many of these hold any weight:
     {"tiles", "live_tiles", "pairs", "live_pairs"}, over all sequences and score heads."""
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
-    blocks = module.view_blocks(q, k, table)    # one block of rows is one row of tiles
+    blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles
     for (_, i), w in zip(attention.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
         w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
         seen = attention.visible(i[:, None], keys, module.sight).expand_as(w)
@@ -69,7 +69,7 @@ def live_tiles(module, q, k, v, x, table=None):
     return counts
 
 
-def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
+def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
     """How much faster a layer's attention is, both ways, if its kernel skips dead tiles; None: no kernel runs here."""
     if attention.choose_kernel(module.config, q.device.type) != "triton":
         return None
@@ -78,7 +78,7 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, table=None):
     def call(skip):
         sight = module.sight._replace(skip_dead=skip)
         with machine.autocast():
-            module.attend(*leaves, x, table, sight).float().square().mean().backward()
+            module.attend(*leaves, x, distance, sight).float().square().mean().backward()
 
     # the same kernel twice in turn: only the skipping differs, and the output does not
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)

@@ -22,6 +22,13 @@ from common.flags import knob
 from model import GPTConfig
 
 WIDTH = 110
+# what happens in a pass through a layer: (axis, part of its row), and what in the layer makes use of it
+PASS = [("qk_norm", "does"), ("feature", "does"), ("scale", "does"), ("pos", "does"), ("rule", "row_input"),
+        ("rule", "does"), ("normalize", "does"), ("sink", "does"), ("sink", "value"), ("diff", "does"),
+        ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"), ("gate", "does")]
+AROUND = {("normalize", "does"): attention.Attention.share, ("sink", "does"): attention.Attention.share,
+          ("sink", "value"): attention.Attention.kept, ("diff", "does"): attention.Attention.attend,
+          ("pos", "does"): attention.Distance}
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
 
 
@@ -84,17 +91,15 @@ class Page:
         return re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
 
     def pytorch(self):
-        """The functions of every choice: what comes before the rule, the rule, what comes after, in the order of a
-        pass."""
+        """The functions of every choice, in the order of a pass through the layer."""
         found = []
-        for axis in ("qk_norm", "feature", "scale", "pos", "rule", "normalize", "sink", "diff", "value_bias", "dex",
-                     "out_norm", "gate"):
-            choice = attention.AXES[axis][self.axes[axis]]
-            parts = (getattr(choice, name, None) for name in ("row_input", "does", "value", "after"))
-            found += [part for part in parts if part]
+        for axis, part in PASS:
+            found.append(getattr(attention.AXES[axis][self.axes[axis]], part, None))
+            if found[-1] and (axis, part) in AROUND:
+                found.append(AROUND[axis, part])
         if self.config.window:
-            found.append(attention.visible)
-        return list(dict.fromkeys(found))
+            found += [attention.visible, attention.Attention.rotated]
+        return list(dict.fromkeys(filter(None, found)))
 
     def triton_functions(self):
         """(role, function) of the kernel's rule, those of the call before it first."""

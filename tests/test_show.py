@@ -31,7 +31,9 @@ def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
     for name, place in (found["pytorch"] | found["triton"]).items():
         file, line = place.split(":")
         lines = (ROOT / file).read_text().splitlines()
-        assert place in page and any(f"def {name}(" in text for text in lines[int(line) - 1:int(line) + 1]), place
+        assert place in page and any(
+            text.strip().startswith((f"def {name}(", f"class {name}("))
+            for text in lines[int(line) - 1:int(line) + 1]), place
     file, line = found["where"].split()[0].split(":")
     assert f'"{attn}": {{' in (ROOT / file).read_text().splitlines()[int(line) - 1]
 
@@ -50,7 +52,7 @@ def test_a_page_names_every_choice_and_all_that_is_learned(attn):
 def test_what_comes_before_and_after_the_rule_is_there():
     """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
     found = list(Page("tda").numbers()["pytorch"])
-    assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "head_norm"]
+    assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "attend", "head_norm"]
     # its threshold counts in another rule's row sums
     assert "softplus_weigh" in Page("lssar").numbers()["triton"]
     assert "visible" in Page("streaming").numbers()["pytorch"]
