@@ -139,8 +139,10 @@ def git(*args):
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def check_convertible(folder):
-    """Raise ValueError where public weights would overwrite a run that was trained."""
+def check_convertible(folder, source):
+    """Raise ValueError where a converted run would overwrite its own source, or a run that was trained."""
+    if folder.resolve() == Path(source).resolve():
+        raise ValueError(f"{folder} is the folder of the weights themselves: name another one for the run with --out")
     if (folder / "meta.json").exists() and "source" not in read_run(folder)[0]:
         raise ValueError(f"{folder} holds a run that was trained: name another folder with --out")
 

