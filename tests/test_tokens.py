@@ -272,6 +272,14 @@ def test_the_names_of_a_tokenizer(toy, toy_data, tmp_path, monkeypatch):
         tokens.tokenizer("bad.json")
 
 
+def test_a_file_that_was_left_behind_belongs_to_nobody(toy, tmp_path):
+    """Where meta.json names a tokenizer without a separator, it is one that needs no file."""
+    folder = shutil.copytree(toy, tmp_path / "run")
+    assert tokens.content_of(folder) == tokens.content_of(toy) and tokens.content_of(toy)
+    files.write_json(folder / "meta.json", {"tokenizer": "bytes"})
+    assert tokens.content_of(folder) is None and tokens.tokenizer(str(folder)).name == "bytes"
+
+
 def test_without_the_package_it_says_so(toy, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="pip install tokenizers"):
