@@ -294,19 +294,20 @@ def tokenizer(name, folder=None):
     if name in TOKENIZERS:
         return GPT2(folder) if name == "gpt2" else TOKENIZERS[name]()
     for place in (Path("out", name), Path(name)):
-        path = place / "tokenizer.json" if place.is_dir() else place
-        if path.is_file():
-            return HuggingFace(path)
+        if place.is_file() or content_of(place):
+            return HuggingFace(place if place.is_file() else place / "tokenizer.json")
         if tokenizer_name(place) in TOKENIZERS:                         # of a run or a data set that needs no file
             return tokenizer(tokenizer_name(place), folder)
-    raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/, or "
-                     "the path of a folder with a tokenizer.json")
+    raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
+                     "(python data/weights.py smollm2 makes one), or the path of a folder with a tokenizer.json")
 
 
 def meta_of(folder):
-    """What the meta.json of a run or a data set says; {} where there is none."""
-    path = Path(folder, "meta.json")
-    found = files.read_json(path) if path.exists() else {}
+    """What the meta.json of a run or a data set says; {} where there is none, or none that can be read."""
+    try:
+        found = files.read_json(Path(folder, "meta.json"))
+    except (OSError, ValueError):
+        return {}
     return found if isinstance(found, dict) else {}
 
 
@@ -316,18 +317,17 @@ def tokenizer_name(folder):
 
 
 def content_of(folder):
-    """The tokenizer.json of a run or a data set; None where it needs none."""
-    path = Path(folder, "tokenizer.json")
-    return path.read_bytes() if path.exists() else None
+    """The tokenizer.json of a run, of a data set, or of a model that was fetched; None where none belongs to it: a
+    meta.json that names a tokenizer without a separator means one that needs no file, whatever else lies there."""
+    path, known = Path(folder, "tokenizer.json"), meta_of(folder)
+    return path.read_bytes() if path.exists() and ("separator" in known or "tokenizer" not in known) else None
 
 
 def keep_tokenizer(folder, content):
-    """Put a tokenizer.json into the folder of a run or a data set; None: there is none, and an earlier one goes."""
-    path = Path(folder, "tokenizer.json")
-    if content is None:
-        return path.unlink(missing_ok=True)
-    with files.replacing(path) as f:
-        f.write(content)
+    """Put a tokenizer.json into the folder of a run or a data set, if it needs one."""
+    if content:
+        with files.replacing(folder / "tokenizer.json") as f:
+            f.write(content)
 
 
 def encode_all(coder, texts, separate=True, together=32):
@@ -420,7 +420,8 @@ def begin(out, coder=None):
     """A data set is about to be written here: without meta.json it counts as incomplete, and what a killed run left
     behind goes."""
     out.mkdir(parents=True, exist_ok=True)
-    for path in [out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
+    earlier = [out / "tokenizer.json"] if "separator" in meta_of(out) else []
+    for path in [*earlier, out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
         path.unlink(missing_ok=True)
     keep_tokenizer(out, coder and coder.content)
 
@@ -627,8 +628,8 @@ def fixed_windows(split, length, count, stride=1):
     same at every call; fewer if the split is short."""
     last = (len(split) - length - 1) // stride
     if last < 0:
-        raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of block_size={length}: "
-                         "lower --block_size or add data")
+        raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of {length}: "
+                         "lower --block_size (in eval.py --length), or add data")
     fit = max(1, (len(split) - 1) // length)
     return np.linspace(0, last, min(count, fit) if count else fit).astype(np.int64) * stride
 

@@ -86,6 +86,57 @@ def backcopy(tmp_path_factory):
     return out
 
 
+# ------------------------------------------------------------------------------------- the tokenizer of a public model
+
+SPECIAL = ("<|end|>", "<|im_end|>")             # ids 0 and 1
+
+
+def byte_pairs(sentence=TEXT, first=0, specials=SPECIAL):
+    """A small tokenizer of the package tokenizers: byte pairs of a sentence. first: where its ids for bytes begin, if
+    there are to be no pairs at all."""
+    lib = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
+    coder = lib.Tokenizer(lib.models.BPE({c: first + i for i, c in enumerate(alphabet)}, []) if first
+                          else lib.models.BPE())
+    coder.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.decoder = lib.decoders.ByteLevel()
+    if not first:
+        coder.train_from_iterator([sentence], lib.trainers.BpeTrainer(
+            vocab_size=300, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False))
+    return coder
+
+
+def write_tokenizer(folder, coder=None, **meta):
+    """A folder with a tokenizer.json, and with a meta.json as a run has it if anything is to stand in there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (coder or byte_pairs()).save(str(folder / "tokenizer.json"))
+    if meta:
+        files.write_json(folder / "meta.json", meta)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """A folder with the tokenizer "toy"."""
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "toy", tokenizer="toy", separator=0)
+
+
+@pytest.fixture(scope="session")
+def toy_data(tmp_path_factory, toy):
+    """A data set in it, of 30 documents."""
+    out, coder = tmp_path_factory.mktemp("data") / "foxes", tokens.tokenizer(str(toy))
+    tokens.write_data_set(out, coder, {"train": [TEXT * 9] * 20, "val": [TEXT * 9] * 10}, dataset="foxes")
+    return out
+
+
+@pytest.fixture(scope="session")
+def toy_run(tmp_path_factory, toy_data):
+    """A finished run on that data set."""
+    out = tmp_path_factory.mktemp("toy_run")
+    train_here(f"--dataset={toy_data}", f"--out_dir={out}")
+    return out
+
+
 # --------------------------------------------------------------------------------------------------------- the scripts
 
 TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TEXT
+from conftest import ROOT, TEXT, byte_pairs, write_tokenizer
 
 from data import tokens
 
@@ -353,6 +353,73 @@ def test_parquet(tmp_path):
     os.rename(tmp_path / "c.parquet2", tmp_path / "c.parquet")
     assert 'no column "text"' in fails("fineweb_edu", "--source", tmp_path / "c.parquet", "--out_dir", tmp_path / "c",
                                        "--tokenizer=bytes")
+
+
+# ------------------------------------------------------------------------------------- the tokenizer of a public model
+
+def test_a_data_set_in_a_public_models_tokenizer_holds_it(toy, tmp_path):
+    """It needs nothing beside its own folder any more; made again in bytes, it has no tokenizer.json left."""
+    source, out = write(tmp_path / "many.jsonl", DOCUMENTS), tmp_path / "out"
+    model = shutil.copytree(toy, tmp_path / "model")
+    flags = ("text", "--source", source, "--val_share=0.2", "--out_dir", out)
+    script(*flags, "--tokenizer", model)
+    shutil.rmtree(model)
+    found, coder = tokens.read_meta(out), tokens.tokenizer(str(out))
+    assert (found["tokenizer"], found["separator"], found["vocab_size"]) == ("toy", 0, 300)
+    texts = [coder.decode(part[1:]) for split in ("train", "val")
+             for part in np.split(ids(out, split), np.flatnonzero(ids(out, split) == 0))[1:]]
+    assert sorted(texts) == sorted(DOCUMENTS) and text_bytes(found) == sum(len(text.encode()) for text in DOCUMENTS)
+    assert tokens.bytes_per_token(found, "val") > 1.0
+    script(*flags, "--tokenizer=bytes")
+    assert meta(out)["tokenizer"] == "bytes"    # and there is no other file
+
+
+def test_a_large_vocabulary(tmp_path):
+    """Ids beyond 65,535 come back, also where a data set is cut into many shards."""
+    model = write_tokenizer(tmp_path / "wide", byte_pairs(first=70_000), separator=70_000)
+    pages = write(tmp_path / "pages" / "a.jsonl", DOCUMENTS).parent
+    for flags in (("text",), ("fineweb_edu", "--shard_tokens=9001")):
+        script(*flags, "--source", pages, "--out_dir", tmp_path / flags[0], "--tokenizer", model)
+        stream = np.concatenate([ids(tmp_path / flags[0], split) for split in ("val", "train")])
+        assert stream.min() == 70_000 and stream.dtype == np.uint32 and (stream == 70_000).sum() == len(DOCUMENTS)
+        assert text_bytes(tokens.read_meta(tmp_path / flags[0])) == sum(len(text.encode()) for text in DOCUMENTS)
+
+
+def test_pages_in_a_public_models_tokenizer_can_be_gone_on_with(pages, toy, tmp_path):
+    flags = ("fineweb_edu", "--source", pages, "--shard_tokens=9000")
+    script(*flags, "--out_dir", tmp_path / "whole", "--tokenizer", toy)
+    script(*flags, "--out_dir", tmp_path / "out", "--tokenizer", toy, "--train_shards=1")
+    other = write_tokenizer(tmp_path / "toy", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
+    assert "other flags" in fails(*flags, "--out_dir", tmp_path / "out", "--tokenizer", other)
+    script(*flags, "--out_dir", tmp_path / "out", "--tokenizer", toy)
+    whole, out = (tokens.read_meta(tmp_path / name) for name in ("whole", "out"))
+    assert whole["shards"] == out["shards"] and len(out["shards"]) > 3 and out["separator"] == 0
+    assert tokens.content_of(tmp_path / "out") == tokens.content_of(toy)
+
+
+@pytest.mark.parametrize("dataset, tokenizer, folder", [
+    ("stdlib", "bytes", "stdlib"), ("stdlib", "toy", "stdlib-toy"), ("shakespeare", "bytes", "shakespeare"),
+    ("books", "bytes", "books"), ("books", "toy", "books-toy")])
+def test_a_data_set_can_be_there_in_several_tokenizers(dataset, tokenizer, folder, toy):
+    args = tokens.flags("", dataset, "bytes").parse_args(["--tokenizer", str(toy) if tokenizer == "toy" else tokenizer])
+    assert tokens.settle(args, dataset).name == tokenizer and args.out_dir == ROOT / "data" / folder
+
+
+def test_tokenizers_that_are_none_of_a_text(tmp_path):
+    source = write(tmp_path / "t.txt", "text")
+    for tokenizer, said in (("numbers", "for symbols"), (tmp_path / "nowhere", "tokenizer.json"),
+                            (source, "no tokenizer.json")):
+        assert said in fails("text", "--source", source, "--out_dir", tmp_path / "out", "--tokenizer", tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+@needs_public
+@pytest.mark.exhaustive
+def test_a_book_is_encoded_as_its_package_does(toy):
+    text = gzip.open(PUBLIC / "books" / "les-miserables.txt.gz", "rt", encoding="utf-8-sig", newline="").read()
+    coder = tokens.tokenizer(str(toy))
+    assert coder.encode(text).tolist() == coder.coder.encode(text, add_special_tokens=False).ids
+    assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
 
 
 # -------------------------------------------------------------------------------------------- no network, other files

@@ -1,13 +1,15 @@
 """What every instrument is given: an opened run and its overrides, a way into the attention, lists and tables."""
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import complain, tiny_config, train, write_data
+from conftest import complain, meta, tiny_config, train, train_here, write_data
 
 import eval as eval_script
-from evals.instrument import instead, recipe_names, table, whole_numbers
+from data import files
+from evals.instrument import OpenedRun, instead, recipe_names, table, whole_numbers
 from model import GPT
 
 
@@ -63,6 +65,40 @@ def test_a_run_without_a_checkpoint_yet_is_refused(elastic_run, tmp_path, capsys
     (folder / "ckpt.pt").unlink()
     err = complain(eval_script.main, capsys, "probe", f"--out_dir={folder}")[1]
     assert err.index("ckpt.pt") < err.index("no checkpoint yet")
+
+
+def test_the_data_is_in_the_tokenizer_of_the_run(toy_run, elastic_run, data, toy_data, tmp_path, loss, capsys):
+    assert loss(out_dir=toy_run) > 0
+    for run, dataset, wanted in ((toy_run, data, toy_run), (elastic_run, toy_data, "bytes")):
+        err = complain(eval_script.main, capsys, "loss", f"--out_dir={run}", f"--dataset={dataset}")[1]
+        assert f"--tokenizer={wanted}" in err
+    older = shutil.copytree(elastic_run, tmp_path / "older")            # it does not say what it was trained in
+    files.write_json(older / "meta.json", {name: value for name, value in meta(older).items() if name != "tokenizer"})
+    assert loss(out_dir=older) == loss()
+    eval_script.main(["sample", f"--out_dir={older}", "--device=cpu", "--tokens=3", "--prompt=the"])
+    assert capsys.readouterr().out.startswith("the")
+
+
+def test_a_window_is_as_long_as_asked(loss, elastic_run, tmp_path, data, backcopy, capsys):
+    """By default block_size, which changes nothing; beyond it where positions are relative; not across sequences."""
+    assert loss("--length=16") == loss() != loss("--length=8") and loss("--length=48") > 0
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'learned'}", "--pos=learned", "--max_iters=1")
+    train_here(f"--dataset={backcopy}", f"--out_dir={tmp_path / 'lab'}", "--max_iters=1")
+    capsys.readouterr()
+    for name, says in (("learned", "--pos=learned knows only its block_size=16"), ("lab", "sequences")):
+        for command in ("loss", "probe"):
+            err = complain(eval_script.main, capsys, command, f"--out_dir={tmp_path / name}", "--length=65",
+                           "--device=cpu")[1]
+            assert says in err, err
+
+
+def test_a_real_models_context_is_not_its_window():
+    found = OpenedRun.__new__(OpenedRun)
+    found.data = "", {}
+    for block_size, asked, length in ((64, 0, 64), (1024, 0, 1024), (8192, 0, 1024), (8192, 8192, 8192),
+                                      (64, 256, 256)):
+        found.model = SimpleNamespace(config=SimpleNamespace(block_size=block_size))
+        assert found.window(asked) == length
 
 
 # ----------------------------------------------------------------------------------------------------- looking inside

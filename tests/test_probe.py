@@ -131,3 +131,14 @@ def test_as_json_it_holds_every_layer_and_head(elastic_run, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["windows"] == 3 and found["length"] == 16 and len(found["layers"]) == 1
     assert found["mean"].keys() == found["layers"][0].keys() == MEASURES.keys() and len(found["layers"][0]["sink"]) == 2
+
+
+@pytest.mark.parametrize("flags, count", [
+    ((), 100), (["--length=256"], 100), (["--length=1024"], 25), (["--length=30000"], 1), (["--windows=3"], 3),
+    (["--windows=0"], 0)])
+def test_by_default_long_windows_are_fewer(flags, count, elastic_run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(eval_script.probe, "probe", lambda *args, **kwargs: asked.append(args[3]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        eval_script.main(["probe", f"--out_dir={elastic_run}", "--device=cpu", *flags])
+    assert asked == [count]

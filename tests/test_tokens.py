@@ -2,12 +2,14 @@
 import hashlib
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import WORDS, assert_says, write_data
+from conftest import SPECIAL, TEXT, WORDS, assert_says, byte_pairs, write_data, write_tokenizer
 
-from data import tokens
+from data import files, tokens
 
 # --------------------------------------------------------------------------------------------------- shards and windows
 
@@ -20,6 +22,27 @@ def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):
     assert np.frombuffer(raw[1024:], "<u2").tolist() == ids.tolist()
     assert tokens.read_shard(tmp_path / "train.bin").tolist() == ids.tolist()
     assert row == {"tokens": 4, "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def test_a_large_vocabulary_has_wider_shards_whichever_ids_occur(tmp_path):
+    narrow, wide = ("<u2", [20240520, 1]), ("<u4", [20240801, 7])
+    for vocab_size, ids, (kind, marks) in ((65536, [0, 65535], narrow), (65537, [5, 6], wide),
+                                           (128256, [0, 128255], wide)):
+        coder = SimpleNamespace(vocab_size=vocab_size, lengths=np.full(vocab_size, 3))
+        row = tokens.write_shard(tmp_path / "train.bin", np.array(ids), coder)
+        raw = (tmp_path / "train.bin").read_bytes()
+        assert np.frombuffer(raw[:1024], "<i4").tolist() == [*marks, 2] + [0] * 253
+        assert np.frombuffer(raw[1024:], kind).tolist() == ids and row["bytes"] == 6
+        rows = tokens.Tokens(tmp_path, "train").windows([0], 2, vocab_size)
+        assert rows.dtype == np.int64 and rows.tolist() == [ids]
+
+
+def test_shards_of_two_sizes_are_no_data_set(tmp_path):
+    tokens.write_shard(tmp_path / "train_000000.bin", np.array([1, 2]))
+    tokens.write_shard(tmp_path / "train_000001.bin", np.array([1, 2]),
+                       SimpleNamespace(vocab_size=70000, lengths=np.ones(3, int)))
+    with pytest.raises(ValueError, match="train_.*two sizes.*run"):
+        tokens.Tokens(tmp_path, "train")
 
 
 def test_windows_run_over_the_borders_of_shards(tmp_path):
@@ -49,6 +72,8 @@ def header(*numbers, length=256):
 @pytest.mark.parametrize("content, says", [
     (b"", "wrong header"), (b"\0" * 5000, "wrong header"), (header(20240520, 7, 1) + b"ab", "wrong header"),
     (header(20240520, 1, 9) + b"ab", "damaged"), (header(20240520, 1, 0), "no tokens"),
+    (header(20240801, 1, 1) + b"abcd", "wrong header"), (header(20240801, 7, 1) + b"ab", "damaged"),
+    (header(20240801, 7, 0), "no tokens"), (header(20240801, 7, length=2), "wrong header"),
     (header(20240520, 1, -1), "damaged"), (header(20240520, 1, 5, length=3), "damaged")])
 def test_a_file_that_is_no_shard_is_refused(content, says, tmp_path):
     (tmp_path / "train.bin").write_bytes(content)
@@ -152,8 +177,180 @@ def test_numbers_round_trip_and_refuse_words():
 
 
 def test_unknown_tokenizer_names_those_that_exist():
-    with pytest.raises(ValueError, match="bytes.*gpt2"):
+    with pytest.raises(ValueError, match="bytes.*gpt2.*tokenizer.json"):
         tokens.tokenizer("nonsense")
+
+
+# ------------------------------------------------------------------------------------- the tokenizer of a public model
+
+ODD = ["", " ", "the lazy dog", "<|end|> and<|im_end|>", "12345 6.78", "it's DON'T", "\u2028\u00a0",
+       "naïve  café\n\n\t  x", "漢字 😀\U0001f469\u200d\U0001f467 \0 end", "a   b    c\r\n"]
+
+
+def test_it_encodes_as_its_package_does_and_special_tokens_are_text(toy):
+    coder, described = tokens.tokenizer(str(toy)), json.loads((toy / "tokenizer.json").read_text())
+    assert (coder.name, coder.vocab_size, coder.separator) == ("toy", 300, 0)
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(described))
+    bare = theirs.from_str(json.dumps(described | {"added_tokens": []}))                # knows no special tokens
+    for text in ODD:
+        assert coder.encode(text).tolist() == bare.encode(text).ids
+        assert coder.decode(coder.encode(text)) == coder.decode(coder.encode(text).tolist()) == text
+    assert theirs.encode("x<|end|>").ids[-1] == 0 and coder.encode("x<|end|>")[-1] != 0
+
+
+def test_special_tokens_and_the_separator_are_not_shown(toy):
+    coder = tokens.tokenizer(str(toy))
+    assert coder.decode([0, *coder.encode("fox"), 1, 0, *coder.encode(" dog"), 299 + 7]) == "fox dog"
+
+
+def test_the_bytes_behind_its_ids_add_up_to_the_text(toy):
+    coder = tokens.tokenizer(str(toy))
+    assert coder.lengths.shape == (300,) and coder.lengths[:2].tolist() == [0, 0]
+    for text in [*ODD, TEXT]:
+        assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
+
+
+def test_sentencepiece_spelling(tmp_path):
+    """Spaces as low lines, bytes by their numbers, a special token before each text: as Llama 2 has it."""
+    lib = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abé"]
+    coder = lib.Tokenizer(lib.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>",
+                                         byte_fallback=True))
+    coder.add_special_tokens(words[:3])
+    coder.normalizer = lib.normalizers.Replace(" ", "\u2581")
+    coder.decoder = lib.decoders.Sequence([
+        lib.decoders.Replace("\u2581", " "), lib.decoders.ByteFallback(), lib.decoders.Fuse()])
+    coder.post_processor = lib.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    ours = tokens.tokenizer(str(write_tokenizer(tmp_path / "llama", coder)))
+    assert (ours.name, ours.separator, ours.lengths[:3].sum()) == ("llama", 1, 0)
+    for text in ("ab é a", "  ", "\n漢b"):
+        assert ours.lengths[ours.encode(text)].sum() == len(text.encode()) and ours.decode(ours.encode(text)) == text
+
+
+def test_a_long_text_is_cut_where_it_makes_no_difference(toy):
+    coder, text = tokens.tokenizer(str(toy)), "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 330
+    assert len(text) > 1 << 20 and len(list(tokens.cut(text))) == 2 and "".join(tokens.cut(text)) == text
+    assert coder.encode(text).tolist() == coder.coder.encode(text, add_special_tokens=False).ids
+
+
+def test_a_files_own_cutting_and_padding_do_not_count(tmp_path):
+    coder = byte_pairs()
+    coder.enable_truncation(3)
+    coder.enable_padding(length=99)
+    ours = tokens.tokenizer(str(write_tokenizer(tmp_path / "short", coder, separator=1)))
+    assert ours.decode(ours.encode(TEXT)) == TEXT and len(ours.encode("fox")) < 4
+
+
+def test_how_the_separator_is_found(tmp_path):
+    folder = write_tokenizer(tmp_path / "model")
+    for config in (None, {}, {"eos_token": None, "bos_token": "<s>"}):  # which it does not have
+        if config is not None:
+            files.write_json(folder / "tokenizer_config.json", config)
+        with pytest.raises(ValueError, match="tokenizer.json.*between two texts.*eos_token"):
+            tokens.tokenizer(str(folder))
+    for config, expected in (({"bos_token": SPECIAL[0]}, 0),
+                             ({"eos_token": {"content": SPECIAL[1]}, "bos_token": SPECIAL[0]}, 1)):
+        files.write_json(folder / "tokenizer_config.json", config)
+        assert tokens.tokenizer(str(folder)).separator == expected
+    files.write_json(folder / "meta.json", {"separator": 7})            # a run's own word comes first
+    assert tokens.tokenizer(str(folder)).separator == 7
+
+
+def test_the_names_of_a_tokenizer(toy, toy_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(toy, tmp_path / "out" / "smol")
+    shutil.copy(toy / "tokenizer.json", tmp_path / "my.json")
+    for name in ("smol", "out/smol", "out/smol/tokenizer.json", str(toy), str(toy_data)):
+        assert tokens.tokenizer(name).name == "toy" and tokens.tokenizer(name).encode("fox").size
+    files.write_json(tmp_path / "out" / "small" / "meta.json", {"tokenizer": "bytes"})
+    assert tokens.tokenizer("small").name == "bytes"                    # of a run that needs no file
+    files.write_json(tmp_path / "meta.json", {"separator": 0})
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "my.json").read_bytes())
+    assert tokens.tokenizer("tokenizer.json").name == tmp_path.name     # of the folder, where nothing says more
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="bad.json is no tokenizer.json"):
+        tokens.tokenizer("bad.json")
+
+
+def test_a_file_that_was_left_behind_belongs_to_nobody(toy, tmp_path):
+    """Where meta.json names a tokenizer without a separator, it is one that needs no file."""
+    folder = shutil.copytree(toy, tmp_path / "run")
+    assert tokens.content_of(folder) == tokens.content_of(toy) and tokens.content_of(toy)
+    files.write_json(folder / "meta.json", {"tokenizer": "bytes"})
+    assert tokens.content_of(folder) is None and tokens.tokenizer(str(folder)).name == "bytes"
+
+
+def test_without_the_package_it_says_so(toy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="pip install tokenizers"):
+        tokens.tokenizer(str(toy))
+
+
+# ---------------------------------------------------------------------------------- data sets in a run's tokenizer
+
+MACHINE = SimpleNamespace(main=True, local_rank=0, wait=lambda: None)
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """An empty data/, whose stdlib.py makes a small data set."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "stdlib.py").write_text(f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(tokens.HERE.parent)!r})
+from data import tokens
+tokens.HERE = Path(__file__).parent
+args = tokens.flags("", "stdlib", "bytes").parse_args()
+coder = tokens.settle(args, "stdlib")
+tokens.write_data_set(args.out_dir, coder, dict(train=["one"], val=["two"]), dataset="stdlib")
+""")
+    monkeypatch.setattr(tokens, "HERE", tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_stdlib_makes_itself_in_the_tokenizer_of_a_run(toy, shelf, capfd):
+    assert tokens.data_for(None, "stdlib", MACHINE)[0] == shelf / "stdlib"
+    folder, meta = tokens.data_for(toy, "stdlib", MACHINE)
+    out, err = capfd.readouterr()
+    assert out == "" and f"making {folder}: python data/stdlib.py --tokenizer={toy}" in err
+    assert folder == shelf / "stdlib-toy" and (meta["tokenizer"], meta["separator"]) == ("toy", 0)
+    assert tokens.tokenizer_name(shelf / "stdlib") == "bytes"           # which stays as it is
+    assert tokens.data_for(toy, "stdlib", MACHINE)[1] == meta and capfd.readouterr() == ("", "")
+    (shelf / "stdlib.py").write_text("raise SystemExit(1)")
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="stdlib.py failed"):
+        tokens.data_for(toy, "stdlib", MACHINE)
+
+
+def test_a_data_set_in_another_tokenizer_is_refused_with_the_command(toy, toy_data, shelf, tmp_path, data):
+    books = write_data(shelf / "books", WORDS[:99], WORDS[:99])
+    older = tmp_path / "older"
+    files.write_json(older / "meta.json", {"knobs": {}})                # does not say what it was trained in
+    of_bytes = tmp_path / "of_bytes"
+    files.write_json(of_bytes / "meta.json", {"tokenizer": "bytes"})
+    for run, dataset in ((None, "books"), (older, "books"), (of_bytes, "books"), (of_bytes, str(data)),
+                         (toy, str(toy_data)), (older, str(toy_data))):
+        tokens.data_for(run, dataset, MACHINE)
+    for run, dataset, name in ((toy, "books", "books"), (toy, str(data), "fox")):
+        with pytest.raises(ValueError, match=f"{name}.* no data set in the tokenizer of .*toy.* python data/text.py "
+                                             f"--source=... --name={name} --tokenizer={toy}"):
+            tokens.data_for(run, dataset, MACHINE)
+    with pytest.raises(ValueError, match="--tokenizer=bytes"):
+        tokens.data_for(of_bytes, str(toy_data), MACHINE)
+    shutil.copytree(toy_data, shelf / "books-toy")
+    assert tokens.data_for(toy, "books", MACHINE)[0] == shelf / "books-toy" != books
+    other = write_tokenizer(tmp_path / "other", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
+    with pytest.raises(ValueError, match=f"books-toy is no data set .*--tokenizer={other}"):        # of one name
+        tokens.data_for(other, "books", MACHINE)
+
+
+def test_symbols_are_in_no_other_tokenizer(tmp_path, shelf, backcopy, data):
+    run = tmp_path / "lab"
+    files.write_json(run / "meta.json", {"tokenizer": "numbers"})
+    assert tokens.data_for(run, str(backcopy), MACHINE)[1]["vocab_size"] == 66
+    with pytest.raises(ValueError, match="python data/backcopy.py"):
+        tokens.data_for(run, "stdlib", MACHINE)
 
 
 def test_meta_is_plain_json(data):

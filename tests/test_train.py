@@ -278,6 +278,28 @@ def test_weights_are_not_taken_from_the_folder_that_is_written(kept, capsys):
     assert "another --out_dir" in err
 
 
+def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
+    """From the data set into the run's folder, into a run that starts from it, and on; moved aside with it."""
+    assert (meta(toy_run)["tokenizer"], meta(toy_run)["separator"]) == ("toy", 0)
+    tuned = tmp_path / "tuned"
+    train_here(f"--init_from={toy_run}", f"--out_dir={tuned}", "--max_iters=2", "--device=cpu", "--eval_iters=1",
+               "--block_size=8", "--batch_size=2")
+    assert "foxes in the tokenizer toy" in capsys.readouterr().out and meta(tuned)["knobs"]["block_size"] == 8
+    train_here(f"--out_dir={tuned}", "--init_from=resume", "--max_iters=3")
+    assert meta(tuned)["tokenizer"] == "toy" and meta(tuned)["losses"]["step"] == 3
+    assert tokens.content_of(toy) == tokens.content_of(toy_run) == tokens.content_of(tuned)
+    train_here(f"--dataset={data}", f"--out_dir={tuned}", "--max_iters=1")
+    assert meta(tuned)["tokenizer"] == "bytes" and tokens.content_of(tuned) is None
+    assert tokens.content_of(tuned / "old" / "1") == tokens.content_of(toy)
+
+
+def test_a_run_keeps_its_tokenizer(toy_run, data, tmp_path, capsys):
+    """Its model cannot go on with a data set in another one."""
+    err = complain(train_script.main, capsys, f"--init_from={toy_run}", f"--dataset={data}", "--device=cpu",
+                   f"--out_dir={tmp_path / 'out'}")[1]
+    assert f"--tokenizer={toy_run}" in err and "data/text.py" in err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("eval_interval, step", [(5, 10), (1, 9)])
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(eval_interval, step, copy, elastic_run, capsys):
     """Step 9 throws the weights far away: its own loss is still finite, the validation loss after it and the loss of
