@@ -57,7 +57,7 @@ def test_arrows_that_must_not_be():
     for module, targets in everything.items():
         if room(module) == "common":
             assert {target for target in targets if room(target) != "common"} <= {"data.files"}, module
-        if room(module) == "data":
+        if room(module) == "data" and module != "data.weights":         # which turns public weights into a run
             assert all(room(target) == "data" for target in targets), module
     files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).glob("*.py")]
     assert [path.name for path in files if any(room(name) == "triton" for name in imported(path))] == ["kernels.py"]
