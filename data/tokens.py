@@ -446,7 +446,7 @@ def shards_of(meta, split):
 
 OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # these need no network; their own tokenizers
 VERIFY_BELOW = 1 << 30                          # bytes: more is not hashed at every start (about a second per GB)
-NO_DATA_SET = ("weights", "files", "tokens", "weights", "benchmarks", "__init__")  # what else stands in data/
+NO_DATA_SET = ("files", "tokens", "weights", "benchmarks", "__init__")  # what else stands in data/
 
 
 def data_folder(dataset, name=None):
