@@ -1334,7 +1334,7 @@ HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; ch
                        "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2), "backward_table": (32, 32, 8, 1)},
 }
-MIXED = {  # instead of all these, for two views at once, twice the work (backward_table takes one view); chosen likewise
+MIXED = {  # instead of all these, for two views at once, twice the work; chosen likewise. backward_table takes one
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
     (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},
