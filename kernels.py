@@ -1299,9 +1299,10 @@ run_backward.register_autograd(refuse)
 
 # -------------------------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
-# rule, in Triton 3.6 and 3.9. (Only float32 at width 256, and some widths that are no power of two, spill a little.) A
-# table, a tail, a slope or a window makes a call "busy", which costs registers, and so does the second accumulator of
-# rules that save U. With fewer rows than 16 a warp, warps would repeat each other's work.
+# rule, in Triton 3.9. (In 3.6 about one kernel in twenty spills 8 to 72 bytes. So do float32 at width 256 and some
+# widths that are no power of two, in both.) A table, a tail, a slope or a window makes a call "busy", which costs
+# registers, and so does the second accumulator of rules that save U. With fewer rows than 16 a warp, warps would
+# repeat each other's work.
 #
 # `python tests/test_kernels.py table` compiles all of them without a GPU and shows registers, shared memory and spills:
 # the rows were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python
@@ -1336,7 +1337,7 @@ HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; ch
                        "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2), "backward_table": (32, 32, 8, 1)},
 }
-MIXED = {  # for two views at once, which is twice the work; chosen likewise (backward_table takes one view)
+MIXED = {  # instead of all these, for two views at once, twice the work; chosen likewise. backward_table takes one
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
     (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},

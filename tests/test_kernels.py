@@ -921,8 +921,8 @@ def choose(sm, D, busy, kernel, kind=""):
     tiles = [(a, b) for a in sides for b in sides if a * b <= 128 * 64 and (a == b or kernel != "backward_table")]
     tiles = sorted(tiles, key=lambda sizes: (-sizes[0] * sizes[1], -sizes[0]))
     for a, b in tiles:
-        enough = [warps for warps in (8, 4, 2) if 16 * warps <= a or a == b]
-        for warps, stages in [(warps, stages) for warps in enough for stages in (3, 2, 1)]:
+        few = [warps for warps in (8, 4, 2) if 16 * warps <= a or a == b]
+        for warps, stages in [(warps, stages) for warps in few for stages in (3, 2, 1)]:
             sizes = {own: a, other: b}
             tile = (sizes["BM"], sizes["BN"], warps, stages)
             with mock.patch.object(kernels, "tile", lambda name, *about, tile=tile: tile if name == kernel else
