@@ -213,10 +213,11 @@ class GPT(nn.Module):
             self.sink_token.normal_(0.0, 0.02, generator=own_generator(seed, ".sink_token"))
 
     def beyond(self, config):
-        """Names of the parameters and buffers that this model has and one of another config has not."""
+        """Names of what this model's recipe adds to a model of another config: parameters and buffers of its attention,
+        a sink token."""
         with torch.device("meta"):              # which takes no memory
-            other = GPT(config)
-        return [name for name in self.state_dict() if name not in other.state_dict()]
+            there = GPT(config).state_dict()
+        return [name for name in self.state_dict() if name not in there and (".attn." in name or name == "sink_token")]
 
     def forward(self, idx, targets=None, cache=None):
         """idx, targets: (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by the

@@ -173,3 +173,20 @@ def save_numbers(path, numbers):
     """Write them as JSON, unless --out is empty."""
     if path:
         files.write_json(path, numbers)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def pyplot():
+    """matplotlib's drawing board, which most commands do without."""
+    import matplotlib
+    matplotlib.use("Agg")                       # draws without a screen
+    from matplotlib import pyplot as plt
+    return plt
+
+
+def save_figure(figure, path):
+    with files.replacing(path) as f:
+        figure.savefig(f, format="png", dpi=110)
+    pyplot().close(figure)

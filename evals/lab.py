@@ -20,7 +20,7 @@ import attention
 from common.flags import knob
 from common.runs import ROOT
 from data import files, tokens
-from evals.instrument import instead, read_windows, recipe_names, table, whole_numbers
+from evals.instrument import instead, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
 from evals.probe import Probe, mean_of
 
 FIRST_ROW = 8                                   # rows before it count as neither idle nor copy: they see few keys
@@ -199,9 +199,7 @@ def mean_table(runs):
 
 def draw(path, runs):
     """Four figures of every recipe side by side: a bar for the mean over seeds, a dot for each seed."""
-    import matplotlib
-    matplotlib.use("Agg")                       # draws without a screen
-    from matplotlib import pyplot as plt
+    plt = pyplot()
     names = list(runs)[::-1]                    # bars are counted from the bottom
     figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
     for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
@@ -213,9 +211,7 @@ def draw(path, runs):
     figure.supxlabel(
         "a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)
     figure.tight_layout(w_pad=2)
-    with files.replacing(path) as f:
-        figure.savefig(f, format="png", dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def draw_panel(ax, values, low, high):

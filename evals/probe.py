@@ -9,7 +9,7 @@ import torch
 import attention
 from common.flags import at_least, knob
 from data import tokens
-from evals.instrument import LENGTH, instead, progress, read_windows, table
+from evals.instrument import LENGTH, instead, progress, pyplot, read_windows, save_figure, table
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over queries",
@@ -34,6 +34,7 @@ class ProbeFlags:
                             "tokens if these are fewer")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
+    png: str = knob("", "also draw the sinks and the first values' norms, layers by heads, into this file")
 
     def __post_init__(self):
         at_least(self, windows=-1, length=0, batch_size=1)
@@ -46,6 +47,8 @@ def command(args, run):
     found = probe(run.model, run.split(args.split), run.machine, count, args.batch_size, run.stride, length, bar=True)
     rows = [[f"{layer}.{head}"] + [measures[name][head] for name in MEASURES]
             for layer, measures in enumerate(found["layers"]) for head in range(len(measures["sink"]))]
+    if args.png and run.machine.main:
+        draw(args.png, found)
     text = table(rows + [["mean"] + list(found["mean"].values())], ["layer.head", *MEASURES])
     return found, text + "\n\n" + "\n".join(f"{name:>16}  {meaning}" for name, meaning in MEASURES.items())
 
@@ -69,6 +72,32 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, ba
                 model(idx)
     layers = [rounded(p.result()) for p in probes]
     return {"windows": len(starts), "length": T, "mean": mean_of(probes), "layers": layers}
+
+
+# what --png draws: measure, title, largest value in colour
+MAPS = (("sink", "weight on the first token", 1.0), ("value_norm_ratio", "norm of its value over the others'", 1.0))
+
+
+def draw(path, found):
+    """A map of layers (down) and heads (across) for each of MAPS, a number in every cell."""
+    plt = pyplot()
+    layers, heads = len(found["layers"]), len(found["layers"][0]["sink"])
+    size = (len(MAPS) * (1.2 + 0.52 * heads), 1.2 + 0.26 * layers)
+    figure, axes = plt.subplots(1, len(MAPS), figsize=size, sharey=True, squeeze=False)
+    for ax, (name, title, most) in zip(axes[0], MAPS, strict=True):
+        cells = [layer[name] for layer in found["layers"]]              # (layers, heads)
+        ax.imshow(cells, cmap="Blues", vmin=0, vmax=most, aspect="auto")
+        for row, values in enumerate(cells):
+            for column, value in enumerate(values):
+                ax.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6,
+                        color="white" if value > 0.6 * most else "black")
+        ax.set_title(title, fontsize=9)
+        ax.set_xticks(range(heads), range(heads))
+        ax.set_xlabel("head")
+    axes[0][0].set_yticks(range(layers), range(layers), fontsize=7)
+    axes[0][0].set_ylabel("layer")
+    figure.tight_layout()
+    save_figure(figure, path)
 
 
 def mean_of(probes):

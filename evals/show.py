@@ -3,6 +3,7 @@ stands.
 
     python eval.py show elastic                     the page
     python eval.py show elastic --diff=softmax      the same beside another recipe: + is elastic's alone, - is softmax's
+    python eval.py show --out_dir=out/smollm2       the recipe of a run, with its sizes
 
 The page is put together from the code itself, so it cannot be out of date. It is the index of the tutorial: read a
 formula, its PyTorch line and its Triton line under each other, then open the files at the lines it names.
@@ -19,6 +20,8 @@ import torch.nn as nn
 import attention
 import kernels
 from common.flags import knob
+from common.runs import read_run
+from evals.instrument import model_config
 from model import GPTConfig
 
 WIDTH = 110
@@ -37,23 +40,27 @@ class Show:
     """Flags of show"""
     recipe: str = knob("elastic", "the recipe", tuple(attention.ATTENTIONS), positional=True)
     diff: str = knob("", "another recipe: mark what differs from it", ("", *attention.ATTENTIONS))
+    out_dir: str = knob("", "instead of a recipe's name: a run, whose choices and sizes the page then has")
     json: bool = knob(False, "print JSON instead of a page")
 
 
 def command(args, run=None):
     """A recipe as one page: axes, PyTorch, Triton, what it learns, where it stands."""
-    page = Page(args.recipe)
+    if args.out_dir:
+        page = Page(model_config(read_run(args.out_dir)[0]["knobs"], {}))
+    else:
+        page = Page(GPTConfig(attn=args.recipe, **SIZES))
     if not args.diff:
         return page.numbers(), str(page)
-    marked = difflib.ndiff(str(Page(args.diff)).splitlines(), str(page).splitlines())
+    marked = difflib.ndiff(str(Page(GPTConfig(attn=args.diff, **SIZES))).splitlines(), str(page).splitlines())
     return page.numbers(), "\n".join(line.rstrip() for line in marked if not line.startswith("?"))
 
 
 class Page:
-    """One recipe, built as a layer of a small model, and the code that it is made of."""
+    """One recipe, built as the first layer of a model, and the code that it is made of."""
 
-    def __init__(self, name):
-        self.name, self.config = name, GPTConfig(attn=name, **SIZES)
+    def __init__(self, config):
+        self.name, self.config = config.attn, config
         self.layer = attention.Attention(self.config, 0)
         # {axis: value} of what is not the default, the rule and the positions always
         self.axes = {axis: getattr(self.config, axis) for axis in attention.DEFAULTS}

@@ -52,6 +52,26 @@ def test_streaming_on_a_softmax_checkpoint(tmp_path, data, loss, capsys):
     assert found[0] == pytest.approx(found[1], abs=1e-5) and found[2] != found[0]
 
 
+def test_a_recipe_swapped_under_a_run_adds_what_it_learns(tmp_path, data, loss, capsys):
+    """At once, or to train on from: what it adds is at its initial values and named in one line; what is missing for
+    another reason stays an error, also what the run itself should have."""
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    train_here(f"--dataset={data}", f"--out_dir={base}", "--attn=softmax")
+    as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
+    assert added != as_it_is
+    assert loss("--attn=elastic", "--attn_args=tau_init=0", out_dir=base) == pytest.approx(as_it_is, abs=1e-6)
+    eval_script.main(["loss", f"--out_dir={base}", "--json", "--device=cpu", "--windows=4", "--attn=sink_token"])
+    assert "initial values: sink_token" in capsys.readouterr().err
+    train_here(f"--init_from={base}", f"--out_dir={tuned}", "--attn=elastic", "--max_iters=2", "--device=cpu")
+    assert "initial values: tau" in capsys.readouterr().out and loss(out_dir=tuned) != added
+    for folder, flag, says in ((base, "--attn=diff2", "c_attn"), (tuned, "--attn=softmax", "tau")):
+        assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={folder}", flag)[1]
+    checkpoint = torch.load(tuned / "ckpt.pt")
+    del checkpoint["model"]["transformer.h.0.attn.tau"]
+    torch.save(checkpoint, tuned / "ckpt.pt")
+    assert "tau" in complain(eval_script.main, capsys, "loss", f"--out_dir={tuned}")[1]
+
+
 def test_data_with_more_ids_than_the_model_is_refused(elastic_run, tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in elastic_run.iterdir()}
     folder = write_data(tmp_path / "big", [1] * 100, [1] * 100, vocab_size=50257)

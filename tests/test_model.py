@@ -120,15 +120,56 @@ def test_rope_scores_depend_on_distance_only():
 
 def test_rope_turns_half_split_pairs():
     x = torch.tensor([1.0, 10.0, 0.0, 0.0]).expand(1, 1, 3, 4)
-    turned = attention.rotate(x, 100.0, torch.arange(3))[0, 0, 2]
+    frequency = attention.rope_frequencies(tiny_config(rope_base=100.0), 4, "cpu")
+    turned = attention.rotate(x, frequency, torch.arange(3))[0, 0, 2]
     expected = [math.cos(2), 10 * math.cos(2 / 10), math.sin(2), 10 * math.sin(2 / 10)]
     torch.testing.assert_close(turned, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_rope_scaling_by_wavelength():
+    """LLaMA 3.1: of waves shorter than original / high nothing changes, of those longer than original / low all."""
+    plain, linear, llama3 = (attention.rope_frequencies(tiny_config(rope_scaling=text), 64, "cpu").double()
+                             for text in ("", "linear:4", "llama3:8,1,4,512"))
+    torch.testing.assert_close(linear, plain / 4, rtol=1e-6, atol=0)
+    for found, frequency in zip(llama3.tolist(), plain.tolist(), strict=True):
+        wavelength = 2 * math.pi / frequency
+        smooth = (512 / wavelength - 1) / (4 - 1)
+        expected = frequency if wavelength < 512 / 4 else frequency / 8 if wavelength > 512 else (
+            (1 - smooth) * frequency / 8 + smooth * frequency)
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert llama3[0] == plain[0] and llama3[-1] == pytest.approx(plain[-1].item() / 8)
+
+
+@pytest.mark.parametrize("text", ["ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192"])
+def test_a_wrong_rope_scaling_names_the_forms(text):
+    with pytest.raises(ValueError, match="linear:FACTOR or llama3:FACTOR,LOW,HIGH,ORIGINAL"):
+        tiny_config(rope_scaling=text)
+
+
+@pytest.mark.parametrize("how", ["head", "all"])
+def test_learned_norms_of_queries_and_keys_come_before_rotation(how):
+    """A head's norm (Qwen3), and one of all heads together (OLMo 2), each by its formula."""
+    gpt = GPT(tiny_config(n_head=4, n_kv_head=2, n_embd=32, qk_norm=how)).double()
+    layer, seen = gpt.transformer.h[0].attn, []
+    for norm in (layer.q_norm, layer.k_norm):
+        norm.weight.data.normal_(1.0, 0.3, generator=torch.Generator().manual_seed(0))
+    layer.attend = lambda q, k, v, x, table: seen.extend((q, k)) or v.repeat_interleave(2, 1)
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    layer(x)
+    q, k, _ = layer.c_attn(x).split([32, 16, 16], -1)
+    frequency = attention.rope_frequencies(gpt.config, 8, "cpu")
+    for part, norm, found in ((q, layer.q_norm, seen[0]), (k, layer.k_norm, seen[1])):
+        part = part.unflatten(-1, (-1, 8)) if how == "head" else part
+        part = part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        part = part.reshape(2, 9, -1, 8).transpose(1, 2)
+        torch.testing.assert_close(found, attention.rotate(part, frequency, torch.arange(9)), rtol=1e-6, atol=1e-6)
 
 
 CHOICES = [(axis, value) for axis, values in attention.AXES.items() for value in values] + [
     ("window", 5), ("window_every", 2), ("first", 2), ("norm", "rmsnorm"), ("mlp", "relu"), ("mlp", "gelu_tanh"),
     ("mlp", "swiglu"), ("mlp", "relu2"), ("tied", False), ("bias", True), ("n_kv_head", 1), ("n_inner", 24),
-    ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18)]
+    ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18), ("head_dim", 6), ("qkv_bias", True), ("norm_place", "out"),
+    ("norm_eps", 1e-3), ("rope_scaling", "linear:4"), ("rope_scaling", "llama3:8,1,4,8")]
 
 
 @pytest.mark.parametrize("axis, value", CHOICES)

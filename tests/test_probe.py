@@ -133,6 +133,11 @@ def test_as_json_it_holds_every_layer_and_head(elastic_run, capsys):
     assert found["mean"].keys() == found["layers"][0].keys() == MEASURES.keys() and len(found["layers"][0]["sink"]) == 2
 
 
+def test_a_picture_shows_every_layer_and_head(elastic_run, tmp_path, capsys):
+    eval_script.main(["probe", f"--out_dir={elastic_run}", "--device=cpu", "--windows=2", f"--png={tmp_path}/x.png"])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and "mean" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags, count", [
     ((), 100), (["--length=256"], 100), (["--length=1024"], 25), (["--length=30000"], 1), (["--windows=3"], 3),
     (["--windows=0"], 0)])

@@ -11,7 +11,12 @@ from conftest import ROOT, complain, run
 import attention
 import eval as eval_script
 import kernels
-from evals.show import Page
+from evals.show import SIZES, Page
+from model import GPTConfig
+
+
+def page_of(attn):
+    return Page(GPTConfig(attn=attn, **SIZES))
 
 
 def shown(capsys, *argv):
@@ -40,7 +45,7 @@ def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
 
 @pytest.mark.parametrize("attn", attention.ATTENTIONS)
 def test_a_page_names_every_choice_and_all_that_is_learned(attn):
-    page = Page(attn)
+    page = page_of(attn)
     text = str(page)
     for axis, value in attention.ATTENTIONS[attn].items():
         assert axis == "args" or re.search(rf"^{axis} +{re.escape(str(value))}( |$)", text, re.M)
@@ -51,11 +56,11 @@ def test_a_page_names_every_choice_and_all_that_is_learned(attn):
 
 def test_what_comes_before_and_after_the_rule_is_there():
     """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
-    found = list(Page("tda").numbers()["pytorch"])
+    found = list(page_of("tda").numbers()["pytorch"])
     assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "attend", "head_norm"]
     # its threshold counts in another rule's row sums
-    assert "softplus_weigh" in Page("lssar").numbers()["triton"]
-    assert "visible" in Page("streaming").numbers()["pytorch"]
+    assert "softplus_weigh" in page_of("lssar").numbers()["triton"]
+    assert "visible" in page_of("streaming").numbers()["pytorch"]
 
 
 def test_initial_values_are_told(capsys):
@@ -72,6 +77,10 @@ def test_the_difference_marks_the_lines_of_each(capsys):
     assert any(line.startswith("  def log_sum_exp(") for line in lines)                # they share the statistic
     mine = [line[2:] for line in lines if not line.startswith("-")]
     assert mine == shown(capsys, "elastic").splitlines()
+
+
+def test_a_runs_page_has_its_sizes(elastic_run, capsys):
+    assert re.search(r"^tau +\(2,\) ", shown(capsys, f"--out_dir={elastic_run}"), re.M)
 
 
 def test_what_does_not_exist_is_one_line(capsys):
