@@ -57,12 +57,14 @@ def test_a_recipe_swapped_under_a_run_adds_what_it_learns(tmp_path, data, loss, 
     another reason stays an error, also what the run itself should have."""
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     train_here(f"--dataset={data}", f"--out_dir={base}", "--attn=softmax")
+    capsys.readouterr()                         # what training printed
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
     assert added != as_it_is
     assert loss("--attn=elastic", "--attn_args=tau_init=0", out_dir=base) == pytest.approx(as_it_is, abs=1e-6)
     eval_script.main(["loss", f"--out_dir={base}", "--json", "--device=cpu", "--windows=4", "--attn=sink_token"])
     assert "initial values: sink_token" in capsys.readouterr().err
-    train_here(f"--init_from={base}", f"--out_dir={tuned}", "--attn=elastic", "--max_iters=2", "--device=cpu")
+    train_here(f"--init_from={base}", f"--out_dir={tuned}", f"--dataset={data}", "--attn=elastic", "--max_iters=2",
+               "--device=cpu", "--eval_iters=1", "--batch_size=2")
     assert "initial values: tau" in capsys.readouterr().out and loss(out_dir=tuned) != added
     for folder, flag, says in ((base, "--attn=diff2", "c_attn"), (tuned, "--attn=softmax", "tau")):
         assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={folder}", flag)[1]
