@@ -47,6 +47,10 @@ PRESETS = {
         "pos": "learned", "norm": "layernorm", "mlp": "relu", "bias": True, "bias_range": 64, "tied": False,
         "batch_size": 48, "max_iters": 800, "warmup_iters": 100, "learning_rate": 1e-2, "beta2": 0.999,
         "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
+    "tune": {
+        "about": "to train on from public weights (the default with these in --init_from): minutes on two cores",
+        "block_size": 256, "batch_size": 1, "max_iters": 200, "learning_rate": 1e-4, "warmup_iters": 20,
+        "eval_interval": 100, "eval_iters": 16},
     "gpt2": {
         "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step; on FineWeb-Edu where nanoGPT "
                  "has OpenWebText",
@@ -421,7 +425,7 @@ def show_on(bar, row):
 def say_what_next(knobs, config, meta, waited, flags):
     """The last lines of a run: how long it took, and commands to go on with."""
     kept = [flag for flag in flags if flag.startswith("--") and "=" in flag
-            and not flag.startswith(("--attn", "--out_dir", "--init_from"))]
+            and not flag.startswith(("--attn", "--out_dir", "--init_from=resume"))]
     other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
@@ -476,6 +480,8 @@ def settle_knobs(args):
         meta, checkpoint = read_run(given["init_from"])
         given["init_from"] = str(checkpoint)
         base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
+        if "source" in meta and "preset" not in given:                  # public weights, whose context is too long here
+            given["preset"], base = "tune", base | PRESETS["tune"]
     return with_recipe(base, given, attention.ATTENTIONS, attention.DEFAULTS), None
 
 

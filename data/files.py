@@ -7,6 +7,7 @@ import http.client
 import importlib
 import json
 import os
+import re
 import sys
 import urllib.request
 from pathlib import Path
@@ -124,7 +125,11 @@ def one_line_errors():
     except BrokenPipeError:                     # whoever read the output has read enough, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to flush
         sys.exit(1)
-    except (ValueError, OSError, KeyboardInterrupt) as e:
+    except (ValueError, OSError, KeyboardInterrupt, RuntimeError) as e:
+        if isinstance(e, RuntimeError):         # of these, a mistake in the input can only be asking for too much
+            if not re.search("out of memory|can't allocate memory|not enough memory", str(e)):
+                raise
+            e = f"there is not enough memory ({str(e).splitlines()[0]}): lower --batch_size or --block_size"
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... shows where it came from
             raise
         what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"

@@ -470,7 +470,8 @@ def convert(name, path, origin, out, public):
         made_of, speech = plan(source), speech_of(name, source, public)
         digests = {file.name: files.sha256(file) for file in source.files}
         if public and name == "smollm2" and SMOLLM2 not in digests.values():
-            raise ValueError(f"{path} is not the public smollm2 (sha256 differs): delete it and run this again")
+            raise ValueError(f"{path} is not the public smollm2 (sha256 differs): delete it and run this again if it "
+                             f"was fetched; a model of your own needs no name: python data/weights.py {path}")
         licence, taught = PUBLIC[name] if public else (source.licence, source.taught)
         meta = speech | {
             "knobs": {"dataset": "stdlib"} | dataclasses.asdict(source.config),
@@ -538,7 +539,7 @@ def export(run, folder):
     safetensors = files.optional("safetensors.torch")
     tensors = their_tensors(read_checkpoint(path), config, family.names, path)
     with files.replacing(folder / "model.safetensors") as f:
-        safetensors.save_file(tensors, f.name, metadata={"format": "pt"})
+        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
     if (tokenizer := path.with_name("tokenizer.json")).exists():
         shutil.copyfile(tokenizer, folder / tokenizer.name)
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -573,8 +574,8 @@ def exported_config(config):
         if not differing[kind]:
             return theirs
     kind = min(differing, key=lambda kind: len(differing[kind]))
-    raise ValueError(f"transformers computes no model with {', '.join(differing[kind])}: the nearest, {kind}, differs "
-                     "in that, so this recipe cannot be exported")
+    raise ValueError(f"no family that is written here has {', '.join(differing[kind])}: the nearest, {kind}, differs "
+                     "in that, so this recipe cannot be exported (llama wants --norm=rmsnorm --mlp=swiglu)")
 
 
 def what_counts(config):
@@ -630,7 +631,7 @@ def introduce(out, meta):
     print(f"{out}: {source['name']}, {meta['parameters'] / 1e6:.0f}M parameters from weights in {source['precision']}"
           f"{taught}; licence: {source['licence'] or 'not stated'}\n"
           f"next:  python eval.py sample --out_dir={out}\n"
-          f"       python eval.py probe --out_dir={out}")
+          f"       python eval.py probe --out_dir={out} --windows=8 --length=512")
 
 
 if __name__ == "__main__":

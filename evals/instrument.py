@@ -38,7 +38,8 @@ class Common:
     dataset: str = knob("", "data set to look at it on: a name in data/ or a folder's path; "
                             "empty: the one it was trained on, in the tokenizer of the run")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
-    dtype: str = knob("float32", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
+    dtype: str = knob("", "precision of the products; empty: float32, or of public weights auto, what is fast here",
+                      ("", "auto", "float32", "bfloat16", "float16"))
     json: bool = knob(False, "print JSON instead of a table")
 
 
@@ -61,7 +62,8 @@ class OpenedRun:
     """
 
     def __init__(self, common, overrides):
-        self.machine = Machine(common.device, common.dtype)
+        public = "source" in read_run(common.out_dir)[0]
+        self.machine = Machine(common.device, common.dtype or ("auto" if public else "float32"))
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides)
         self.out_dir = read_run(common.out_dir)[1].parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]

@@ -2,9 +2,11 @@
 import hashlib
 import http.server
 import os
+import re
 import threading
 
 import pytest
+import torch
 
 from data import files
 
@@ -83,3 +85,11 @@ def test_another_file_than_the_public_one(server, tmp_path):
     with pytest.raises(ValueError, match="sha256 differs"):
         get(server.url + "/other", tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_one_line(capsys):
+    with pytest.raises(SystemExit), files.one_line_errors():
+        torch.empty(1 << 50)
+    assert re.search("not enough memory.*lower --batch_size", capsys.readouterr().err)
+    with pytest.raises(RuntimeError, match="another"), files.one_line_errors():
+        raise RuntimeError("another")

@@ -293,6 +293,22 @@ def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
     assert tokens.content_of(tuned / "old" / "1") == tokens.content_of(toy)
 
 
+def test_public_weights_are_trained_on_in_small_steps(elastic_run, tmp_path):
+    """Their own context would not fit; a preset that is named, and flags, count all the same."""
+    public = shutil.copytree(elastic_run, tmp_path / "public")
+    about = meta(public)
+    files.write_json(public / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}})
+
+    def settled(*flags):
+        parser = train_script.Parser(prog="train.py")
+        train_script.add_flags(parser, train_script.Train, train_script.GPTConfig)
+        return train_script.settle_knobs(parser.parse_args([f"--init_from={public}", *flags]))[0]
+
+    knobs = settled("--attn=softmax")
+    assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == ("tune", 256, 1, "softmax")
+    assert settled("--block_size=64")["block_size"] == 64 and settled("--preset=tiny")["block_size"] == 8192
+
+
 def test_a_run_keeps_its_tokenizer(toy_run, data, tmp_path, capsys):
     """Its model cannot go on with a data set in another one."""
     err = complain(train_script.main, capsys, f"--init_from={toy_run}", f"--dataset={data}", "--device=cpu",
