@@ -215,8 +215,7 @@ class GPT(nn.Module):
     def beyond(self, config):
         """Names of what this model's recipe adds to a model of another config: parameters and buffers of its attention,
         a sink token."""
-        with torch.device("meta"):              # which takes no memory
-            there = GPT(config).state_dict()
+        there = shapes_of(config)
         return [name for name in self.state_dict() if name not in there and (".attn." in name or name == "sink_token")]
 
     def forward(self, idx, targets=None, cache=None):
@@ -337,6 +336,12 @@ def pick(logits, temperature, top_k, top_p, dice):
         beyond = ordered.cumsum(-1) - ordered >= top_p                  # those before it reach p already
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)               # back to the order of ids
     return torch.multinomial(probs, 1, generator=dice)                  # it normalises what is left by itself
+
+
+def shapes_of(config):
+    """{name: shape} of a model's parameters and buffers, without the memory that they would take."""
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
 
 
 def own_generator(seed, name):

@@ -43,7 +43,7 @@ from attention import parse_rope_scaling
 from common.flags import Parser, fields_of
 from common.runs import check_convertible, read_checkpoint, read_run, write_converted
 from data import files
-from model import GPT, GPTConfig
+from model import GPTConfig, shapes_of
 
 # --------------------------------------------------------------------------------------- the families, in our own words
 
@@ -195,11 +195,10 @@ def is_turned(name, shape, names):
     return not names and len(shape) == 2 and name.startswith("transformer.h.")
 
 
-def shapes_of(config):
-    """{name: shape} of a model's parameters, which takes no memory; a tied head is there as wte."""
-    with torch.device("meta"):
-        shapes = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
-    return {name: shape for name, shape in shapes.items() if not (config.tied and name == "lm_head.weight")}
+def own_shapes(config):
+    """{name: shape} of a model's parameters; a tied head is there as wte."""
+    return {name: shape for name, shape in shapes_of(config).items()
+            if not (config.tied and name == "lm_head.weight")}
 
 
 # buffers that older files hold: GPT-2's causal mask, RoPE's frequencies
@@ -210,7 +209,7 @@ def plan(source):
     """{our tensor: its pieces}. Raises ValueError where the source lacks a tensor, has another shape, or one too
     many."""
     made_of = {name: pieces(name, shape, source.config, source.names)
-               for name, shape in shapes_of(source.config).items()}
+               for name, shape in own_shapes(source.config).items()}
     wanted = {name: shape for parts in made_of.values() for name, shape in parts}
     for name, shape in wanted.items():
         found = source.tensors[name].shape if name in source.tensors else "missing"
@@ -475,7 +474,7 @@ def convert(name, path, origin, out, public):
         licence, taught = PUBLIC[name] if public else (source.licence, source.taught)
         meta = speech | {
             "knobs": {"dataset": "stdlib"} | dataclasses.asdict(source.config),
-            "parameters": sum(prod(shape) for shape in shapes_of(source.config).values()),
+            "parameters": sum(prod(shape) for shape in own_shapes(source.config).values()),
             "source": {"name": name, "from": origin, "licence": licence, "sha256": digests,
                        "precision": precision(source.tensors), "instruction_tuned": taught}}
         tokenizer = source.tokenizer if speech["tokenizer"] != "gpt2" else None
@@ -533,7 +532,7 @@ def export(run, folder):
     theirs = exported_config(config)
     family, separator = FAMILIES[theirs["model_type"]], meta.get("separator")
     theirs |= {"bos_token_id": separator, "eos_token_id": separator}
-    theirs[family.fields["n_inner"]] = shapes_of(config)["transformer.h.0.mlp.c_fc.weight"][0]
+    theirs[family.fields["n_inner"]] = own_shapes(config)["transformer.h.0.mlp.c_fc.weight"][0]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
@@ -550,7 +549,7 @@ def export(run, folder):
 def their_tensors(checkpoint, config, names, path):
     """{their name: tensor} of our weights: what `weights` put together, taken apart."""
     tensors, state = {}, checkpoint["model"]
-    for name, shape in shapes_of(config).items():
+    for name, shape in own_shapes(config).items():
         if name not in state or state[name].shape != shape:
             raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
         parts = pieces(name, shape, config, names)

@@ -62,10 +62,10 @@ class OpenedRun:
     """
 
     def __init__(self, common, overrides):
-        public = "source" in read_run(common.out_dir)[0]
-        self.machine = Machine(common.device, common.dtype or ("auto" if public else "float32"))
+        meta, checkpoint = read_run(common.out_dir)
+        self.machine = Machine(common.device, common.dtype or ("auto" if "source" in meta else "float32"))
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides)
-        self.out_dir = read_run(common.out_dir)[1].parent
+        self.out_dir = checkpoint.parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
 
     @cached_property
