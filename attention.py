@@ -240,7 +240,8 @@ def row_sum(s, seen, w):
 
 
 class Constant(NamedTuple):
-    """A constant that --attn_args may set: a switch if its default is one, else a number, or perhaps a word."""
+    """A constant that --attn_args may set: a switch if its default is one, else a number (a whole one if the default
+    is), or perhaps a word."""
     default: Any
     low: float = -math.inf
     high: float = math.inf
@@ -301,7 +302,8 @@ RULES = {
 
 # ------------------------------------------------------------------------------------ the recipes: one line a variant
 # A published variant is a rule and a choice on every axis around it. Axes that a recipe leaves out fall to the
-# preset, then to the default, which is the first value in the axis' table below.
+# preset, then to the default, which is the first value in the axis' table below. A row with a "mixer" is no attention:
+# its choices are explained where that mixer is, in mixers/.
 
 ATTENTIONS = {
     "softmax": {"rule": "softmax"},
@@ -354,6 +356,23 @@ ATTENTIONS = {
     "identity_norm": {"rule": "identity", "normalize": "max1"},
     "mlp": {"rule": "identity", "feature": "mlp"},
     "mlp_norm": {"rule": "identity", "feature": "mlp", "normalize": "max1"},
+    # a state instead of keys: the rules and axes of mixers/recurrent.py
+    "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},    # `linear` in O(T)
+    "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope", "out_norm": "head",
+               "gate": "silu"},
+    "gla": {"mixer": "recurrent", "rule": "add", "forget": "channel", "pos": "none", "out_norm": "head", "gate": "silu",
+            "args": {"chunk": 16}},
+    "mamba2": {"mixer": "recurrent", "rule": "ssd", "forget": "dt", "write": "dt", "pos": "none", "conv": "on",
+               "scale": "one", "out_norm": "all", "gate": "silu_first"},
+    "deltanet": {"mixer": "recurrent", "rule": "delta", "write": "beta", "pos": "none", "conv": "on", "qk_norm": "l2",
+                 "out_norm": "head"},
+    "gated_deltanet": {"mixer": "recurrent", "rule": "delta", "forget": "dt", "write": "beta", "pos": "none",
+                       "conv": "on", "qk_norm": "l2", "out_norm": "head", "gate": "silu"},
+    "ttt": {"mixer": "recurrent", "rule": "descent", "write": "rate", "pos": "rope", "scale": "one",
+            "out_norm": "layer", "args": {"chunk": 16}},
+    "titans": {"mixer": "recurrent", "rule": "momentum", "forget": "alpha", "write": "rate", "pos": "none",
+               "conv": "on", "qk_norm": "l2", "scale": "one", "out_norm": "head", "gate": "silu",
+               "args": {"chunk": 16}},
 }
 
 
@@ -1192,20 +1211,24 @@ class Attention(nn.Module):
     module(x) takes the layer's normed input (B, R, C) to (B, R, C). Between the projections stands
     module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as {"q": (heads, width), ...}.
     """
+    axes = AXES                                 # a mixer derived from this layer has others
+    heads_by = "diff"                           # the axis that says how many heads q, k and v have
+    refused = {}                                # axis: why its values mean nothing to a mixer that does not know them
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
+    exact = True                                # weights_of times the values is what the rule puts out
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.depth, self.args = config, layer, constants(config)
-        self.choices = chosen(config)           # {axis: Choice}
+        self.config, self.depth, self.args = config, layer, constants(config, self.axes)
+        self.choices = chosen(config, self.axes)                        # {axis: Choice}
         self.rule, self.power = self.choices["rule"], None
         if self.rule.power:
             self.power = self.rule.power(self.args)
             self.rule = dataclasses.replace(self.rule, does=partial(self.rule.does, power=self.power))
         # the projections
         self.width = config.head_width                                  # of queries and keys
-        heads = self.choices["diff"].heads(config.n_head, config.n_kv_head, self.width)
+        heads = self.choices[self.heads_by].heads(config.n_head, config.n_kv_head, self.width)
         self.shapes = dict(zip("qkv", heads, strict=True))
         (self.score_heads, _), (_, value_width) = self.shapes["q"], self.shapes["v"]
         self.heads = config.n_head * self.width // value_width          # of the output
@@ -1462,6 +1485,25 @@ class Attention(nn.Module):
             w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
+    # ------------------------------------------------------------------ fine print
+
+    @staticmethod
+    def obstacles(config, device):
+        """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
+        choices, width = chosen(config), config.head_width
+        widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
+        if config.first and choices["pos"].rotates:                     # q and k become twice as wide, see `rotated`
+            widest = max(widest, 2 * width)
+        here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
+        yield "triton", config.rule not in kernels.RULES, f"rule {config.rule} has no kernel"
+        yield "triton", config.dropout > 0, "the kernels have no attention dropout"
+        yield "triton", widest > 256, "its heads are wider than 256"
+        yield "triton", not here, "it needs triton and a CUDA GPU"
+        yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+        plain = (config.rule == "softmax" and config.diff == "none" and not config.window and not choices["sink"].does
+                 and not choices["pos"].does)
+        yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
+
 
 def as_distance(table):
     """A bare table as the Distance it is."""
@@ -1471,27 +1513,27 @@ def as_distance(table):
 # ------------------------------------------------------------------------------------------ fine print: refusals last
 
 
-def chosen(config):
-    """{axis: Choice} of a config."""
-    return {axis: values[getattr(config, axis)] for axis, values in AXES.items()}
+def chosen(config, axes=AXES):
+    """{axis: Choice} of a config, by the axes of its mixer."""
+    return {axis: values[getattr(config, axis)] for axis, values in axes.items()}
 
 
-def check_axes(config):
+def check_axes(config, axes=AXES):
     """Raise ValueError, with the reason, on a combination of axes that means nothing."""
-    args = constants(config)
+    args = constants(config, axes)
     if parse_rope_scaling(config.rope_scaling)[0] and not POSITIONS[config.pos].rotates:
         raise ValueError(f"--rope_scaling={config.rope_scaling} goes with rotary positions, --pos={config.pos} has "
                          "none: write --rope_scaling= (nothing), or --pos=rope")
     numbers = [number for name, number in NUMBERS.items() if getattr(config, name) != number.default]
-    for choice in [*chosen(config).values(), *numbers]:
+    for choice in [*chosen(config, axes).values(), *numbers]:
         if choice.refuse and (reason := choice.refuse(config, args)):
             raise ValueError(reason)
 
 
-def constants(config):
+def constants(config, axes=AXES):
     """The constants of a config, {key: value}: --attn_args "key=value,key=value" over the recipe's over those of its
     rule and axes. Raises ValueError on unknown keys and wrong values."""
-    known = {key: constant for choice in chosen(config).values() for key, constant in choice.args.items()}
+    known = {key: constant for choice in chosen(config, axes).values() for key, constant in choice.args.items()}
     args = {key: constant.default for key, constant in known.items()}
     args |= {key: value for key, value in recipe(config.attn).get("args", {}).items() if key in known}
     for part in filter(None, config.attn_args.split(",")):
@@ -1517,10 +1559,11 @@ def parse_value(key, text, constant):
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and low <= value <= high):
+    whole = isinstance(default, int)
+    if not (math.isfinite(value) and low <= value <= high and not (whole and value % 1)):
         between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
-        raise ValueError(f"--attn_args: write {key}=NUMBER{between}{instead}, not {text!r}")
-    return value
+        raise ValueError(f"--attn_args: write {key}={'WHOLE ' * whole}NUMBER{between}{instead}, not {text!r}")
+    return int(value) if whole else value
 
 
 def parse_rope_scaling(text):
@@ -1539,9 +1582,9 @@ def parse_rope_scaling(text):
 
 def check_importance(config):
     """Raise ValueError on a recipe whose heads have neither a gate nor the weight of a sink."""
-    if config.gate != "none":
+    if config.mixer == "attention" and config.gate != "none":
         return
-    if config.rule != "softmax" or config.diff != "none":
+    if config.mixer != "attention" or config.rule != "softmax" or config.diff != "none":
         raise ValueError(f"--head_balance balances gates and sinks, and --attn={config.attn} has neither: it goes with "
                          "one view of rule softmax, with or without --sink, or with --gate=head or element")
     if config.window and not config.first and SINKS[config.sink].does is None:
@@ -1549,15 +1592,15 @@ def check_importance(config):
                          "add --first=1, a --sink or a --gate")
 
 
-def choose_kernel(config, device):
+def choose_kernel(config, device, obstacles=None):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or
     "torch" (the block loop).
 
     auto is Triton on CUDA where the rule has a kernel, elsewhere sdpa for what is plain softmax. Raises ValueError
-    where an explicit --kernel cannot be.
+    where an explicit --kernel cannot be. obstacles: another mixer's.
     """
     cannot = {}
-    for kernel, holds, reason in obstacles(config, device):
+    for kernel, holds, reason in (obstacles or Attention.obstacles)(config, device):
         if holds:
             cannot.setdefault(kernel, reason)
     if config.kernel == "auto":
@@ -1565,20 +1608,3 @@ def choose_kernel(config, device):
     if config.kernel in cannot:
         raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
     return config.kernel
-
-
-def obstacles(config, device):
-    """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
-    choices, width = chosen(config), config.head_width
-    widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
-    if config.first and choices["pos"].rotates:                         # q and k become twice as wide, see `rotated`
-        widest = max(widest, 2 * width)
-    here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
-    yield "triton", config.rule not in kernels.RULES, f"rule {config.rule} has no kernel"
-    yield "triton", config.dropout > 0, "the kernels have no attention dropout"
-    yield "triton", widest > 256, "its heads are wider than 256"
-    yield "triton", not here, "it needs triton and a CUDA GPU"
-    yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
-    plain = (config.rule == "softmax" and config.diff == "none" and not config.window and not choices["sink"].does
-             and not choices["pos"].does)
-    yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"

@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import attention
+import mixers
 from common.flags import knob
 
 # --------------------------------------------------------------------------------------------------------- the layers
@@ -62,7 +63,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = make_norm(config)
-        self.attn = attention.Attention(config, layer)                  # the layer's number decides on its window
+        self.attn = mixers.layer_of(config, layer)                      # attention, or another mixer with its face
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
         self.norm_place = config.norm_place
@@ -85,8 +86,8 @@ class Block(nn.Module):
 
 
 def axis(name, meaning):
-    """A field for one axis of attention.py. None until it is set: then the recipe decides, then the default."""
-    return knob(None, meaning, attention.AXES.get(name))
+    """A field for one axis of a mixer. None until it is set: then the recipe decides, then the default."""
+    return knob(None, meaning, mixers.AXES.get(name))
 
 
 @dataclass
@@ -127,8 +128,12 @@ class GPTConfig:
     kernel: str = knob(
         "auto", "who computes attention: the block loop (torch), Triton (while decoding, the loop), or torch's own "
         "softmax (sdpa)", ("auto", "torch", "triton", "sdpa"))
-    # the axes of attention.py, one by one
-    rule: str | None = axis("rule", "from scores to weights")
+    # the axes, one by one: of attention.py, and of mixers/recurrent.py
+    mixer: str | None = axis("mixer", "what mixes tokens: attention, or a state that every token changes and reads")
+    rule: str | None = axis("rule", "from scores to weights; of a state, how a token changes it")
+    forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed share, what the token says")
+    write: str | None = axis("write", "how much of its value a token writes into the state")
+    conv: str | None = axis("conv", "a convolution over 4 tokens, and silu, on queries, keys and values of a state")
     pos: str | None = axis(
         "pos", "positions: rotary; none; an embedding of each place, fixed or learned; or added to the score a slope "
         "(ALiBi), T5's learned buckets, their bare numbers (a negative control), a learned bias per head and distance, "
@@ -153,7 +158,8 @@ class GPTConfig:
     out_norm: str | None = axis(
         "out_norm", "RMSNorm on the output of each head, of all heads together, or that with ReLA's gate")
     gate: str | None = axis(
-        "gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element")
+        "gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element; of a state "
+        "also silu, after or before the norm")
     window: int | None = axis("window", "keys that a row sees, itself included; 0: all before it")
     window_every: int | None = axis("window_every", "N: the window is in layers 0, N, 2N, ...")
     first: int | None = axis("first", "first keys that stay visible beyond the window, as in StreamingLLM")
@@ -161,7 +167,7 @@ class GPTConfig:
     def __post_init__(self):
         # a flag beats the recipe, the recipe beats the default; presets came in before (common/flags.py)
         recipe = attention.recipe(self.attn)
-        for name, default in attention.DEFAULTS.items():
+        for name, default in mixers.DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, recipe.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -407,4 +413,4 @@ def check(config):
         raise ValueError(f"norm_eps={config.norm_eps} must lie between 0 and 1")
     if not 0 < config.rope_base < math.inf:
         raise ValueError(f"rope_base={config.rope_base} must be a positive number")
-    attention.check_axes(config)
+    mixers.check_axes(config)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import attention
+import mixers
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, shown, with_recipe
 from common.machine import Machine
 from common.runs import Run, describe, load_weights, read_checkpoint, read_run, what_is_new
@@ -236,7 +237,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
     folder, data: of the data set, and its meta.json. stored: meta.json of the run to resume, or None. flags: the
     command line as given.
     """
-    kernel = attention.choose_kernel(config, machine.device.type)
+    kernel = mixers.choose_kernel(config, machine.device.type)
 
     # the data: batches to train on, and a split to evaluate on, which must hold one window at least
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data has some
@@ -427,9 +428,9 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
     if not machine.main:
         return
     config = model.config
-    chosen = {name: getattr(config, name) for name in attention.DEFAULTS}
+    chosen = {name: getattr(config, name) for name in mixers.DEFAULTS}
     axes = [f"{name} {value}" for name, value in chosen.items()         # the rule, the positions, what is not as usual
-            if name in ("rule", "pos") or value != attention.DEFAULTS[name]]
+            if name in ("rule", "pos") or value != mixers.DEFAULTS[name]]
     spelled = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
     print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
           f"({', '.join(axes)}), computed by {kernel}\n"
@@ -536,7 +537,7 @@ def settle_knobs(args):
         base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
         if "source" in meta and "preset" not in given:                  # public weights, whose context is too long here
             given["preset"], base = "tune", base | PRESETS["tune"]
-    return with_recipe(base, given, attention.ATTENTIONS, attention.DEFAULTS), None
+    return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
 
 
 # what may be another on resume: the folder's path, how it is computed, how long it goes on, how often it is looked at

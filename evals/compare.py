@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 import attention
+import mixers
 from common.flags import at_least, knob
 from common.runs import read_run
 from evals.instrument import LENGTH, first_line, legend, markdown, pyplot, save_figure, table
@@ -119,7 +120,7 @@ def groups_of(found):
 
 def name_of(numbers, alike):
     """A recipe's name, with the flags that changed it, and with what tells it from others of that name."""
-    knobs, axes = numbers["knobs"], attention.DEFAULTS | attention.recipe(numbers["attn"]) | {"attn_args": ""}
+    knobs, axes = numbers["knobs"], mixers.DEFAULTS | attention.recipe(numbers["attn"]) | {"attn_args": ""}
     flags = [f"--{name}={value}" for name, value in knobs.items()
              if any(other["knobs"].get(name) != value for other in alike)
              or (name in axes and name != "pos" and value != axes[name])]

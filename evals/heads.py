@@ -133,7 +133,7 @@ class HeadSums:
         """Take in one batch of a layer's inputs, as `instead` hands them over."""
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             self.see_rows(i, w, module)
-        if module.choices["gate"].does:
+        if module.choices["gate"].does is attention.gated:              # another, as silu, says nothing from 0 to 1
             ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
             self.add("gate", module.through("gate", ones, x)[:, :, module.ahead:].mean(-1))
 

@@ -32,6 +32,7 @@ import torch
 from tqdm import tqdm
 
 import attention
+import mixers
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
 from common.runs import load_weights, read_checkpoint, read_run, what_is_new
@@ -65,7 +66,7 @@ LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # what -
 # a run can be looked at otherwise than it was trained: these fields of GPTConfig are flags here too, with its meanings
 Overrides = dataclasses.make_dataclass("Overrides", [
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
-    if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *attention.DEFAULTS)])
+    if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)])
 Overrides.__doc__ = "Overrides of the run's own choices"
 
 
@@ -95,6 +96,9 @@ class OpenedRun:
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides, self.machine.dtype)
         self.out_dir = checkpoint.parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
+        if not self.model.transformer.h[0].attn.exact and self.machine.main:
+            print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
+                  "values: where weights are shown, derivatives of outputs in values stand in", file=sys.stderr)
 
     @cached_property
     def data(self):
@@ -196,7 +200,7 @@ def precision_of(name, config, dtype):
 
 def model_config(stored, given):
     """The GPTConfig of a run's stored knobs, with the flags given now, and the recipe of a given --attn, over them."""
-    return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, attention.DEFAULTS)))
+    return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
 
 
 # ----------------------------------------------------------------------------------------------------- looking inside

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import attention
+import mixers
 from data import tokens
 from evals.instrument import instead, read_windows, save_numbers, table, whole_numbers
 
@@ -71,7 +72,7 @@ def live_tiles(module, q, k, v, x, distance=None):
 
 def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
     """How much faster a layer's attention is, both ways, if its kernel skips dead tiles; None: no kernel runs here."""
-    if attention.choose_kernel(module.config, q.device.type) != "triton":
+    if mixers.choose_kernel(module.config, q.device.type) != "triton":
         return None
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # so that backward goes no farther than these
 

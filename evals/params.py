@@ -30,11 +30,22 @@ MEANINGS = {                                    # name: what is printed above it
     "|sink_value|": "norm of the value of the key outside the sequence",
     "|value_bias|": "norm of the vector added to the output",
     "|norm_gate|": "norm of the vector that gates the normed output",
+    "dt_bias": "a token's time, from 0.001 to 0.1 at first, as what softplus makes it of",
+    "A_log": "the logarithm of how fast a head's state fades in time",
+    "forget_bias": "a head's state keeps sigmoid(forget_bias) at each token, before the token has its say",
+    "skip": "how much of its own value a token reads, past the state",
+    "|memory|": "norm of the memory that every sequence begins with, a matrix",
+    "|memory_bias|": "norm of its bias",
+    "|memory_in|": "norm of the first matrix of the memory that every sequence begins with",
+    "|memory_out|": "norm of the second one",
+    "|inner_scale|": "norm of the weights of the norm on what the memory answers",
+    "|inner_bias|": "norm of the biases of that norm",
+    "|place|": "norm of what is added to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
     "dex_lambda": "how much of Dex's correction is subtracted",
     "alpha": "entmax's alpha: 1 is softmax, 2 sparsemax",
     "sharpness": "what multiplies the scores of a row of block_size keys",
     "lambda": "share of the second view that is subtracted; mean over tokens, where it depends on them",
-    "gate": "how far the gate on the output is open, from 0 to 1; mean over tokens",
+    "gate": "how far the gate on the output is open, from 0 to 1 if it is no silu; mean over tokens",
 }
 
 BIAS = {"distance bias": "added to the score at each distance, mean over heads; Lazy Attention's b is minus this",
@@ -79,7 +90,7 @@ def command(args, run):
 
 
 # tensors that are shown by what the layer makes of them, or are no part of what was learned
-BEHIND = ("theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress")
+BEHIND = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress")
 
 
 def figures(module, x=None):

@@ -20,15 +20,17 @@ from pathlib import Path
 import torch.nn as nn
 
 import attention
+import mixers
 import kernels
 from common.flags import knob
-from common.runs import read_run
+from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
 WIDTH = 110
 # what happens in a pass through a layer: (axis, part of its row), and what in the layer makes use of it
-PASS = [("qk_norm", "does"), ("feature", "does"), ("scale", "does"), ("pos", "does"), ("rule", "row_input"),
-        ("rule", "does"), ("normalize", "does"), ("sink", "does"), ("sink", "value"), ("diff", "does"),
+PASS = [("conv", "does"), ("qk_norm", "does"), ("feature", "does"), ("scale", "does"), ("pos", "does"),
+        ("forget", "does"), ("write", "does"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "does"),
+        ("normalize", "does"), ("sink", "does"), ("sink", "value"), ("diff", "does"),
         ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"), ("gate", "does")]
 AROUND = {("normalize", "does"): attention.Attention.share, ("sink", "does"): attention.Attention.share,
           ("sink", "value"): attention.Attention.kept, ("diff", "does"): attention.Attention.attend,
@@ -70,11 +72,11 @@ class Page:
 
     def __init__(self, config, meta=None):
         self.name, self.config, self.meta = config.attn, config, meta
-        self.layer = attention.Attention(self.config, 0)
+        self.layer = mixers.layer_of(self.config, 0)
         # {axis: value} of what is not the default, the rule and the positions always
-        self.axes = {axis: getattr(self.config, axis) for axis in attention.DEFAULTS}
+        self.axes = {axis: getattr(self.config, axis) for axis in mixers.DEFAULTS}
         self.chosen = {axis: value for axis, value in self.axes.items()
-                       if axis in ("rule", "pos") or value != attention.DEFAULTS[axis]}
+                       if axis in ("rule", "pos") or value != mixers.DEFAULTS[axis]}
 
     def __str__(self):
         return "\n".join([
@@ -125,7 +127,7 @@ class Page:
         """The functions of every choice, in the order of a pass through the layer."""
         found = []
         for axis, part in PASS:
-            found.append(getattr(attention.AXES[axis][self.axes[axis]], part, None))
+            found.append(getattr(self.layer.choices.get(axis), part, None))
             if found[-1] and (axis, part) in AROUND:
                 found.append(AROUND[axis, part])
         if self.config.window:
@@ -145,7 +147,7 @@ class Page:
     def triton(self):
         pairs = list(self.triton_functions())
         if not pairs:
-            return ["this rule has no kernel: the block loop computes it everywhere"]
+            return ["this rule has no kernel: PyTorch computes it everywhere"]
         return [source(function, role) for role, function in pairs]
 
     def learned(self):
@@ -197,12 +199,13 @@ def source(function, title=None):
 def place(function):
     """attention.py:59"""
     lines, number = inspect.getsourcelines(function)
-    return f"{Path(inspect.getsourcefile(function)).name}:{number}"
+    return f"{Path(inspect.getsourcefile(function)).relative_to(ROOT).as_posix()}:{number}"
 
 
 def recipe_place(name):
     """Where a recipe's row stands in attention.py."""
     lines = Path(attention.__file__).read_text(encoding="utf-8").splitlines()
     table = lines.index("ATTENTIONS = {")
-    row = next(n for n, line in enumerate(lines[table:], table + 1) if line.strip().startswith(f'"{name}":'))
-    return f"attention.py:{row}    {lines[row - 1].strip()}"
+    row = next(n for n, line in enumerate(lines[table:], table) if line.strip().startswith(f'"{name}":'))
+    end = next(n for n, line in enumerate(lines[row:], row) if line.split("#")[0].rstrip().endswith("},"))
+    return f"attention.py:{row + 1}    {' '.join(line.strip() for line in lines[row:end + 1])}"

@@ -3,6 +3,7 @@ import pytest
 from conftest import assert_says, complain
 
 import attention
+import mixers
 import train as train_script
 from common.flags import Parser, add_flags
 from evals.instrument import model_config
@@ -75,6 +76,6 @@ def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
     for before in alone:
         for after in alone:
             found = vars(model_config(alone[before], {"attn": after}))
-            assert all(found[axis] == alone[after][axis] for axis in attention.AXES), (before, after)
+            assert all(found[axis] == alone[after][axis] for axis in mixers.DEFAULTS), (before, after)
     kept = model_config(vars(GPTConfig(attn="softmax", gate="head")), {"attn": "elastic"})
     assert kept.gate == "head"                  # a flag's choice stays

@@ -7,7 +7,7 @@ import torch
 from conftest import WORDS, assert_says, complain, some_recipes, tiny_config, write_data
 
 import eval as eval_script
-from attention import ATTENTIONS, Sight, visible
+from attention import ATTENTIONS, Sight, gated, visible
 from common.machine import Machine
 from evals.heads import MEASURES, HeadSums, Heads, compared, correlation, measure, summary, variation
 from evals.instrument import instead
@@ -99,7 +99,7 @@ def double_measures(module, w, local):
 
 @pytest.mark.parametrize("attn", some_recipes(
     "softmax", "sink", "sink_token", "gpt_oss", "streaming", "diff", "diff2", "elastic", "gated", "tra", "identity",
-    "sigmoid"))
+    "sigmoid", "retnet"))
 def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn):
     few = {"window": 20} if ATTENTIONS[attn].get("window") else {}
     gpt, whole = GPT(tiny_config(attn=attn, n_layer=2, block_size=140, **few)).eval(), []
@@ -109,7 +109,7 @@ def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn):
     rows = torch.randint(31, (3, 141), generator=torch.Generator().manual_seed(0))
 
     def look(attend, layer, module, q, k, v, x, table):
-        gate = torch.sigmoid(module.gate(x)).mean((0, 1)) if module.choices["gate"].does else None
+        gate = torch.sigmoid(module.gate(x)).mean((0, 1)) if module.choices["gate"].does is gated else None
         whole.append((module, module.weights_of(q, k, x, table), gate))
         return attend(q, k, v, x, table)
 

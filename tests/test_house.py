@@ -5,7 +5,7 @@ import re
 from conftest import ROOT
 
 ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
-FOLDERS = ("evals", "common", "data")
+FOLDERS = ("evals", "mixers", "common", "data")
 WEIGHTS = ("data.weights", "data.export", "data.sources", "data.families")
 
 
@@ -28,9 +28,10 @@ def imported(path):
 def imports():
     """{module: the modules of this repository that it imports}; evals.probe is a module, and so is model."""
     files = {name: ROOT / file for name, file in ROOMS.items()}
-    files |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
+    files |= {f"{folder}.{path.stem}".removesuffix(".__init__"): path
+              for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
     return {module: {name for wanted in imported(path) for name in files if f"{wanted}.".startswith(f"{name}.")}
-            for module, path in files.items()}
+            - {module} for module, path in files.items()}
 
 
 def room(module):

@@ -11,6 +11,7 @@ from conftest import ROOT, complain, meta, run
 import attention
 import eval as eval_script
 import kernels
+import mixers
 from data import files
 from evals.show import page_of
 
@@ -23,11 +24,12 @@ def shown(capsys, *argv):
 @pytest.mark.parametrize("attn", attention.ATTENTIONS)
 def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
     page, found = shown(capsys, attn), json.loads(shown(capsys, attn, "--json"))
-    rule = attention.ATTENTIONS[attn]["rule"]
-    body = inspect.getsource(getattr(attention, rule)).rstrip()
-    assert body in page
-    weigh = kernels.RULES[rule].weigh
-    assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in page
+    mixer, rule = (attention.ATTENTIONS[attn].get(axis) for axis in ("mixer", "rule"))
+    does = mixers.AXES["rule"][rule].does if mixer else getattr(attention, rule)
+    assert inspect.getsource(does).rstrip() in page
+    if not mixer:
+        weigh = kernels.RULES[rule].weigh
+        assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in page
     # a place is the line at which the function begins: at its def, or at the decorator just above
     for name, place in (found["pytorch"] | found["triton"]).items():
         file, line = place.split(":")

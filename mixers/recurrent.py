@@ -1,0 +1,596 @@
+"""The recurrent rivals of Lazy Attention's table 1, as one idea: a head's past is a matrix S, not keys and values.
+
+Every token does four things to it, and what tells one published model from another is a choice of these:
+
+    S_t = forget_t S_{t-1}                      fade what is known,
+    u_t = write_t v_t - erase_t (k_t S_t)       take off what S answers to this key, so that only what is new is left,
+    S_t = S_t + k_t u_t^T                       write that under the key,
+    o_t = q_t S_t                               and read.
+
+                    forget_t                    write_t   erase_t   before                  after
+    linear_state    1                           1         0         elu + 1                 over the sum of weights
+    retnet          gamma_h                     1         0         RoPE                    RMSNorm a head, silu gate
+    gla             sigmoid(x)^(1/16) a channel 1         0                                 RMSNorm a head, silu gate
+    mamba2          exp(-A_h dt_t)              dt_t      0         conv; all heads one k   + D_h v, silu gate, RMSNorm
+    deltanet        1                           beta_t    beta_t    conv, unit q and k      RMSNorm a head
+    gated_deltanet  exp(-A_h dt_t)              beta_t    beta_t    conv, unit q and k      RMSNorm a head, silu gate
+    ttt             1                           rate_t    slope     RoPE within a chunk     q + LayerNorm, LayerNorm
+    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q and k      q + LayerNorm, as retnet
+
+The last two take off more than S answers: each write is a step of gradient descent on a loss, and its slope is taken
+where the chunk began, of an S through a LayerNorm (ttt) or of an MLP in place of S (titans).
+
+There is no row of scores, hence nothing that must be spent and no sink; but what is read was written once, under a key
+of D numbers. The state has the same size after any number of tokens. All of it is in the order of time, so many tokens
+are taken at once, a chunk, by matrix products; a chunk of one token is the recurrence itself, and that is decoding.
+
+As in the papers' code a state runs through all of a sequence: separators of documents do not reset it, and padding is
+a token like any other.
+
+Shapes: B batch, H heads, T tokens, C tokens of a chunk, D width of q and k, E of v.  q, k (B, H or 1, T, D)
+v, u, o (B, H, T, E)   forget (B, H, T, 1 or D): logarithms, at most 0   write, erase (B, H, T, 1)   S (B, H, D, E)
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import attention
+from attention import Attention, Choice, Constant, Normal, split_heads, wide
+
+# ---------------------------------------------------------------------------------------------- one chunk, and all
+
+
+def faded(c):
+    """exp(c_i - c_j), what is left at token i of what token j wrote, 0 for later j: (.., C, C, 1 or D), of sums of
+    logarithms c (.., C, 1 or D).
+
+    The difference comes first, always: the quotient exp(c_i) / exp(c_j) is 0 / 0 after a few strong gates.
+    """
+    later = torch.ones(c.shape[-2], c.shape[-2], dtype=torch.bool, device=c.device).triu(1)
+    return (c[..., :, None, :] - c[..., None, :, :]).masked_fill(later[..., None], -math.inf).exp()
+
+
+def scores(a, b, left):
+    """a_i . b_j times what is left: (.., C, C)."""
+    if left.shape[-1] == 1:
+        return a @ b.mT * left[..., 0]
+    return torch.einsum("...id,...jd,...ijd->...ij", a, b, left)        # each channel of the keys fades at its own rate
+
+
+def step(state, q, k, v, forget, erase=None):
+    """One chunk of a matrix that is told what to hold: (S,) before it to o (B, H, C, E) and (S,) after it. v comes
+    multiplied by write; erase None takes nothing off.
+
+    The u_t of a chunk depend on each other, u_i = v_i - erase_i (k_i S faded + sum_{j<i} left_ij k_i.k_j u_j): C
+    equations with a triangular matrix. Source: Yang et al. 2406.06484, section 3; with forgetting 2412.06464.
+    """
+    S, = state
+    c = forget.cumsum(-2)
+    left, end = faded(c), c[..., -1:, :]
+    u = v
+    if erase is not None:
+        u = v - erase * ((k * c.exp()) @ S)
+        u = torch.linalg.solve_triangular(erase * scores(k, k, left), u, upper=False, unitriangular=True)
+    o = (q * c.exp()) @ S + scores(q, k, left) @ u
+    return o, (end.exp().mT * S + (k * (end - c).exp()).mT @ u,)
+
+
+def run(one, state, inputs, size):
+    """All chunks, one after another: o (B, H, T, E) and the state after the last token. T need be no multiple of size.
+
+    For the backward pass only the states between chunks are kept, T / size matrices; the rest is computed again.
+    """
+    parts = zip(*(x.split(size, 2) for x in inputs), strict=True)
+    again = torch.is_grad_enabled() and inputs[0].shape[2] > 2 * size
+    one = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False) if again else one
+    outputs = []
+    for part in parts:
+        o, state = one(state, *part)
+        outputs.append(o)
+    return torch.cat(outputs, 2), state
+
+
+# ---------------------------------------------------------------------------------- one chunk of a memory that learns
+
+NEVER = -1e30                                   # the logarithm of a momentum of 0 that may be summed
+
+
+def carry(M, P, q, k, u, forget, momentum, spread):
+    """Read and write a memory M (B, H, D, E) that moves by a momentum P: P_t = momentum_t P_{t-1} + k_t u_t^T and
+    M_t = forget_t M_{t-1} + P_t. spread (C, 1): a factor on what token i sees of its own chunk. Returns o, M, P."""
+    c, m = forget.cumsum(-2), momentum.cumsum(-2)
+    moving = faded(m)[..., 0]                   # (.., C, C): what of token j's write still moves at token i,
+    arrived = faded(c)[..., 0] @ moving * spread                        # and what of it has arrived in M by then
+    late = faded(c)[..., 0] @ m.exp()           # (.., C, 1): the same of the momentum that the chunk began with
+    o = (q * c.exp()) @ M + (q * late) @ P + (q @ k.mT * arrived) @ u
+    M = c[..., -1:, :].exp() * M + late[..., -1:, :] * P + (k * arrived[..., -1:, :].mT).mT @ u
+    P = m[..., -1:, :].exp() * P + (k * moving[..., -1:, :].mT).mT @ u
+    return o, M, P
+
+
+def slope(z, v, weight, bias):
+    """The derivative of |weight LayerNorm(z) + bias - v|^2 / 2 in z."""
+    deviation = (z.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    x = (z - z.mean(-1, keepdim=True)) / deviation
+    g = weight * (weight * x + bias - v)
+    return (g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True)) / deviation
+
+
+def learn(state, q, k, v, rate, forget, momentum):
+    """One chunk of a memory z = k M, each token a step of gradient descent whose slope is taken where the chunk began.
+    The weight and bias of the norm in its loss, and carry's spread, ride along in the state. Source: the dual form of
+    TTT-linear, Sun et al. 2407.04620, section 2.5."""
+    M, P, weight, bias, spread = state
+    u = -rate * slope(k @ M, v, weight, bias)
+    o, M, P = carry(M, P, q, k, u, forget, momentum, spread[:q.shape[2]])
+    return o, (M, P, weight, bias, spread)
+
+
+def learn_deep(state, q, k, v, rate, forget, momentum):
+    """The same of an MLP, z = gelu(k M) N: two such memories, the second one's keys are the first one's answers.
+    Titans, Behrouz et al. 2501.00663, sections 3.1 and 3.2, with two layers."""
+    M, P, N, Q, weight, bias = state
+    z = k @ M
+    h = F.gelu(z)
+    g = slope(h @ N, v, weight, bias)
+    bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
+    a, M, P = carry(M, P, q, k, -rate * below, forget, momentum, 1.0)
+    o, N, Q = carry(N, Q, F.gelu(a), h, -rate * g, forget, momentum, 1.0)
+    return o, (M, P, N, Q, weight, bias)
+
+
+# ------------------------------------------------------------------------------------- the axes: how a state learns
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(Choice):
+    """How a state learns; does one chunk: state, q, k, v, ... -> o, state."""
+    inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> what a chunk takes
+    start: Callable | None = None               # layer, B -> the state before the first token; None: S is 0
+    after: Callable | None = None               # layer, o, q, v -> o
+    linear: bool = True                         # what is written is linear in v, so that there are weights
+    places: Callable = lambda positions, chunk: positions               # what RoPE turns by
+    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
+    power = statistic = row_input = counted_in = None                   # what only rules of scores have
+
+
+def told(layer, q, k, v, forget, write, x):
+    """What `step` takes where nothing is erased."""
+    return q, k, v * write, forget
+
+
+def told_and_erased(layer, q, k, v, forget, write, x):
+    """What `step` takes where as much is erased as is written."""
+    return q, k, v * write, forget, write
+
+
+def plus_skip(layer, o, q, v):
+    """o + D_h v: a token's own value, past the state."""
+    return o + layer.skip[:, None, None] * v
+
+
+def needs_small_writes(config, args):
+    if config.write == "dt":
+        return ("--rule=delta erases as much as it writes, which above 1 would turn old values around, and --write=dt "
+                "has no bound: use beta")
+
+
+def one_rate(config, args):
+    if config.forget == "channel":
+        return f"--rule={config.rule} forgets at one rate a head: use --forget=none, fixed, dt or alpha"
+
+
+def for_descent(layer, q, k, v, forget, write, x):
+    """What `learn` takes: one more number of q and k, always 1, makes a bias of a row of M; the answer to a key is
+    k + LayerNorm, so that the norm is to be v - k."""
+    momentum = torch.full_like(forget, NEVER)
+    return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0), v - k, write / layer.width, forget, momentum
+
+
+def linear_memory(layer, B):
+    M = torch.cat([layer.memory, layer.memory_bias], 1)
+    spread = 1 / torch.arange(1, len(layer.place) + 1, device=M.device) + layer.place   # steps of a chunk are averaged
+    return (*at_rest(M, B), layer.inner_scale, layer.inner_bias, wide(spread).clamp(min=0)[:, None])
+
+
+def memory_of_descent(layer):
+    H, D = layer.heads, layer.width
+    return inner_norm(layer) | {"memory": Normal(0.02, (H, D, D)), "memory_bias": torch.zeros(H, 1, D),
+                                "place": torch.zeros(layer.args["chunk"])}
+
+
+def for_momentum(layer, q, k, v, forget, write, x):
+    """What `learn_deep` takes. The sum of a chunk's slopes moves, so the rate is over its length: there is no official
+    code, and with more it diverges."""
+    momentum = F.logsigmoid(wide(split_heads(layer.momentum(x), layer.heads, 1)))
+    return q, k, v - k, write / layer.args["chunk"], forget, momentum
+
+
+def deep_memory(layer, B):
+    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B), layer.inner_scale, layer.inner_bias)
+
+
+def memory_of_momentum(layer):
+    H, D = layer.heads, layer.width
+    return inner_norm(layer) | {"memory_in": Normal(0.02, (H, D, 4 * D)), "memory_out": Normal(0.02, (H, 4 * D, D)),
+                                "momentum": nn.Linear(layer.config.n_embd, H)}
+
+
+def at_rest(M, B):
+    """A memory (H, D, E) for every sequence, and its momentum of 0."""
+    M = wide(M).expand(B, *M.shape)
+    return M, torch.zeros_like(M)
+
+
+def inner_norm(layer):
+    return {"inner_scale": torch.ones(layer.heads, 1, layer.width),
+            "inner_bias": torch.zeros(layer.heads, 1, layer.width)}
+
+
+def answer(layer, o, q, v):
+    """q + LayerNorm(o), the memory's answer to a query."""
+    return q + layer.inner_scale * F.layer_norm(o, o.shape[-1:], eps=1e-6) + layer.inner_bias
+
+
+CHUNK = {"chunk": Constant(64, 1, 65536)}       # tokens taken at once; of a memory that learns, between two slopes
+
+
+RULES = {
+    "add": Rule(step, args=CHUNK, inputs=told),
+    # state-space duality: all heads have one q and k, and tokens a way past the state. Mamba2, Dao and Gu 2405.21060
+    "ssd": Rule(step, lambda layer: {"skip": torch.ones(layer.heads)}, CHUNK, inputs=told, after=plus_skip,
+                heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
+    "delta": Rule(step, args=CHUNK, refuse=needs_small_writes, inputs=told_and_erased),
+    "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
+                    linear=False, places=lambda positions, chunk: positions % chunk),
+    "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
+                     after=answer, linear=False),
+}
+
+# ------------------------------------------------------------------------------- the axes: what is forgotten, written
+
+
+def gamma(layer, x):
+    """forget_h = 1 - 2^(-5-h), fixed: half-lives from 22 tokens on, twice as long from head to head. RetNet, Sun et al.
+    2307.08621, eq. 8."""
+    h = torch.arange(layer.heads, dtype=torch.float64)
+    return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
+
+
+def gla_gate(layer, x):
+    """forget = sigmoid(x W1 W2 + b)^(1/16), one for each channel of a key, through 16 numbers. GLA, Yang et al.
+    2312.06635, section 4.4."""
+    return F.logsigmoid(wide(split_heads(layer.fade(x), layer.heads, -1))) / 16
+
+
+def gla_layers(layer):
+    C, width = layer.config.n_embd, layer.heads * layer.width
+    return {"fade": nn.Sequential(nn.Linear(C, 16, bias=False), nn.Linear(16, width))}
+
+
+def time_step(layer, x):
+    """dt = softplus(x W + b): how much time a token takes, (B, H, T, 1)."""
+    return F.softplus(wide(split_heads(layer.dt(x), layer.heads, 1)) + layer.dt_bias[:, None, None])
+
+
+def time_gate(layer, x):
+    """forget = exp(-A_h dt_t). Mamba2; Gated DeltaNet, Yang et al. 2412.06464."""
+    return -layer.A_log.exp()[:, None, None] * time_step(layer, x)
+
+
+def time_scalars(layer):
+    """The papers draw A from U(1, 16) (or U(0, 16)) and the softplus of b from 0.001 to 0.1, evenly in its logarithm;
+    here heads are spread evenly over both."""
+    spread = (torch.arange(layer.heads) + 0.5) / layer.heads
+    dt = torch.exp(math.log(0.001) + spread * math.log(100))
+    return {"dt": nn.Linear(layer.config.n_embd, layer.heads, bias=False), "A_log": (1 + 15 * spread).log(),
+            "dt_bias": dt + torch.log(-torch.expm1(-dt))}               # the inverse of softplus
+
+
+def decay(layer, x):
+    """forget = 1 - alpha_t = sigmoid(b - x W). Titans, eq. 13; b starts at 4, for nothing is known of the paper's."""
+    return F.logsigmoid(layer.forget_bias[:, None, None] - wide(split_heads(layer.alpha(x), layer.heads, 1)))
+
+
+def decay_layers(layer):
+    return {"alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
+            "forget_bias": torch.full((layer.heads,), 4.0)}
+
+
+FORGETS = {                                     # layer, x (B, T, C) -> log forget (B, H, T, 1 or D), at most 0
+    "none": Choice(),
+    "fixed": Choice(gamma),
+    "channel": Choice(gla_gate, gla_layers),
+    "dt": Choice(time_gate, time_scalars),
+    "alpha": Choice(decay, decay_layers),
+}
+
+
+def needs_time(config, args):
+    if config.forget != "dt":
+        return f"--write=dt writes for as long as --forget=dt forgets, not --forget={config.forget}"
+
+
+def share(layer, x):
+    """beta = sigmoid(x W), between 0 and 1. DeltaNet."""
+    return torch.sigmoid(wide(split_heads(layer.beta(x), layer.heads, 1)))
+
+
+def learned_share(bias):
+    return lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads, bias=bias)}
+
+
+WRITES = {                                      # layer, x (B, T, C) -> what v is multiplied with, (B, H, T, 1)
+    "one": Choice(),
+    "dt": Choice(time_step, refuse=needs_time),
+    "beta": Choice(share, learned_share(False)),
+    "rate": Choice(share, learned_share(True)),                         # TTT's has a bias
+}
+
+# ------------------------------------------------------------------------------------- the axes: before and after
+
+
+def short_convolution(layer, x):
+    """silu of a learned sum of each channel's last four values: a token sees its neighbours before anything is written.
+    x (B, 3 + T, .) to (B, T, .). H3, Mamba and all that came after."""
+    return F.silu(F.conv1d(x.mT, layer.conv.to(x.dtype), groups=x.shape[-1]).mT)
+
+
+CONVS = {                                       # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
+    "off": Choice(),
+    # 0.29 is the deviation of what torch draws for four values, U(-1/2, 1/2)
+    "on": Choice(short_convolution, lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))}),
+}
+CONV_REACH = 3                                  # earlier tokens that it sees
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Choice):
+    first: bool = False                         # before the norm on the output
+
+
+def silu_gate(layer, o, x):
+    """o silu(W x), an element each."""
+    return o * F.silu(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
+
+
+def learned_gate(layer):
+    return attention.gate(layer, layer.shapes["v"][1])
+
+
+GATES = attention.GATES | {                     # layer, o (B, H, T, E), x (B, T, C) -> o
+    "silu": Choice(silu_gate, learned_gate),
+    "silu_first": Gate(silu_gate, learned_gate, first=True),            # Mamba2 gates, then norms
+}
+
+
+def layer_norm(layer, o):
+    """LayerNorm of all heads together. TTT."""
+    return split_heads(layer.out_norm(o.transpose(1, 2).flatten(2)), *o.shape[1::2])
+
+
+def norm_of_layer(layer):
+    return {"out_norm": nn.LayerNorm(layer.heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
+
+
+OUT_NORMS = attention.OUT_NORMS | {"layer": Choice(layer_norm, norm_of_layer, attention.EPS)}
+
+
+def sum_may_be_zero(config, args):
+    if config.rule != "add" or config.feature != "elu":
+        return ("--normalize=sum divides by sums that weights of either sign may bring to 0: of a state it goes with "
+                "--rule=add --feature=elu")
+
+
+def only(values, *names):
+    """These rows of a table."""
+    return {name: values[name] for name in names}
+
+
+AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
+    "rule": RULES, "forget": FORGETS, "write": WRITES, "conv": CONVS,
+    "pos": {name: choice for name, choice in attention.POSITIONS.items() if not choice.does},
+    "qk_norm": attention.QK_NORMS, "feature": attention.FEATURES, "scale": only(attention.SCALES, "sqrt_d", "one"),
+    "normalize": {"none": attention.NORMALIZERS["none"],
+                  "sum": dataclasses.replace(attention.NORMALIZERS["sum"], refuse=sum_may_be_zero)},
+    "value_bias": attention.VALUE_BIASES, "out_norm": OUT_NORMS, "gate": GATES,
+}
+
+REFUSED = {                                     # axis: why its other values mean nothing here
+    "window": "a state holds no keys that could leave its sight; how long it remembers is --forget",
+    "window_every": "it has no window", "first": "it has no window",
+    "sink": "no row has a sum that must be spent, so there is nothing to spend on an extra key",
+    "pos": "there is no score that a bias could be added to; rope, none, sinusoidal and learned go",
+    "diff": "there are no weights to subtract", "dex": "there is no sink to correct",
+    "scale": "scores do not compete within a row, so how many there are does not matter",
+}
+
+# ------------------------------------------------------------------------------------------------------ the layer
+
+
+def blocks(start, stop):
+    """(start, stop) of every BLOCK rows in between."""
+    return [(i, min(i + attention.BLOCK, stop)) for i in range(start, stop, attention.BLOCK)]
+
+
+class Recurrent(Attention):
+    """One layer whose heads keep a state instead of keys and values: (B, T, C) to (B, T, C), as Attention does.
+
+    past, which generation carries, holds the state, the last inputs of the short convolution and the number of tokens
+    so far: its size does not grow.
+    """
+    axes, refused, heads_by = AXES, REFUSED, "rule"
+
+    @property
+    def exact(self):
+        return self.rule.linear
+
+    def forward(self, x, past=None, importances=None):
+        """x (B, T, C), the layer's normed input. past: a dict that keeps what the next call goes on from."""
+        seen = 0 if past is None else past.get("tokens", 0)
+        q, k, v = self.projected(x, past)
+        if self.choices["pos"].rotates:
+            places = self.rule.places(torch.arange(seen, seen + x.shape[1], device=x.device), self.args["chunk"])
+            frequency = attention.rope_frequencies(self.config, self.width, x.device)
+            q, k = (attention.rotate(y, frequency, places) for y in (q, k))
+        attend = self.attend if past is None else partial(self.attend, past=past)
+        y = attend(q, k, v, x, None)            # (B, H, T, E)
+        if past is not None:
+            past["tokens"] = seen + x.shape[1]
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+    def projected(self, x, past):
+        """Queries, keys and values (B, heads, T, width), through the short convolution where there is one."""
+        y = self.c_attn(x)
+        if self.choices["conv"].does:
+            before = y.new_zeros(len(y), CONV_REACH, y.shape[2]) if not past else past["conv"]
+            y = torch.cat([before, y], 1)
+            if past is not None:
+                past["conv"] = y[:, -CONV_REACH:]
+            y = self.through("conv", y)
+        parts = y.split([heads * width for heads, width in self.shapes.values()], -1)
+        q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+        if self.choices["qk_norm"].projected:
+            q, k = (self.choices["qk_norm"].projected(self, *pair) for pair in ((self.q_norm, q), (self.k_norm, k)))
+        return q, k, v
+
+    def attend(self, q, k, v, x, table=None, sight=None, past=None):
+        """From queries, keys, values and the layer's input x (B, T, C), which says for every token what is forgotten
+        and written, to each head's output (B, H, R, E). With fewer queries than keys, they are the last.
+
+        sight: only its `hidden` counts, a token that nobody reads but itself. past: see forward; empty at first.
+        """
+        self.check(k, x, table)
+        o = self.read(q, k, v, x, {} if past is None else past)
+        if sight is not None and sight.hidden >= 0:
+            without = self.read(q, k, v, x, {}, sight.hidden)           # of it nothing was written: but for itself
+            here = torch.arange(k.shape[2], device=k.device) == sight.hidden
+            o = torch.where(here[:, None], o, without)
+        o, x = self.through("value_bias", o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
+        if getattr(self.choices["gate"], "first", False):
+            return self.through("out_norm", self.through("gate", o, x)).to(v.dtype)
+        return self.through("gate", self.through("out_norm", o), x).to(v.dtype)
+
+    def check(self, k, x, table):
+        """Raise ValueError on what a state cannot make use of."""
+        if table is not None:
+            raise ValueError(f"--attn={self.config.attn} has no scores that relative positions could be added to")
+        if x.shape[1] != k.shape[2]:
+            raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: a state needs the layer's input at every "
+                             "token, since it says what is forgotten")
+
+    # ------------------------------------------------------------------ the state
+
+    def read(self, q, k, v, x, past, hidden=-1):
+        """What every token reads, (B, H, T, E), before norm and gate; past is left as the next call wants it. In
+        float32 at least: these are sums of many products. hidden: a place at which nothing is written."""
+        q, k, v = self.prepare(q, k, v)
+        sums, forget, write = self.choices["normalize"].does, *(self.choices[axis].does for axis in ("forget", "write"))
+        forget = wide(forget(self, x)) if forget else v.new_zeros(*v.shape[:3], 1)
+        write = wide(write(self, x)) if write else v.new_ones(*v.shape[:3], 1)
+        if hidden >= 0:
+            write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
+        with torch.autocast(q.device.type, enabled=False):
+            values = F.pad(v, (0, 1), value=1.0) if sums else v         # what comes out of ones is the sum of weights
+            o = self.remember(self.rule.inputs(self, q, k, values, forget, write, x), past)
+            if sums:
+                o = o[..., :-1] / sums(o[..., -1:], None)
+            return self.rule.after(self, o, q, v) if self.rule.after else o
+
+    def prepare(self, q, k, v):
+        """Queries, keys and values as the rule takes them: q and k (B, H or 1, T, D), v (B, H, T, E)."""
+        q, k = wide(self.featured(q)) * self.sight.scale, wide(self.featured(k))
+        q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))                # what nobody asks is 0
+        if 1 < k.shape[1] < self.heads:         # heads that share keys, and below values
+            k = self.for_score_heads(k, 1)
+        return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
+
+    def remember(self, inputs, past):
+        """All tokens: (B, H, T, E). Of a memory that learns only whole chunks count as learned: the rows of one that
+        has begun are kept, read, and read again when it is whole."""
+        new, size = inputs[0].shape[2], self.args["chunk"]
+        state = self.state(past, inputs[2])
+        if "rows" in past:
+            inputs = [torch.cat(pair, 2) for pair in zip(past["rows"], inputs, strict=True)]
+        T, outputs = inputs[0].shape[2], []
+        full = T if self.rule.start is None else T - T % size
+        if full:
+            o, state = run(self.rule.does, state, [y[:, :, :full] for y in inputs], size)
+            outputs.append(o)
+        past["state"] = state
+        if self.rule.start:
+            past["rows"] = [y[:, :, full:] for y in inputs]
+        if full < T:
+            outputs.append(run(self.rule.does, state, past["rows"], size)[0])
+        return torch.cat(outputs, 2)[:, :, -new:]
+
+    def state(self, past, v):
+        """The state that the tokens with values v (B, H, T, E) find. Raises ValueError on one that is not of this
+        recipe."""
+        start = self.rule.start(self, len(v)) if self.rule.start else (
+            v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
+        found = past.get("state", start)
+        if [S.shape for S in found] != [S.shape for S in start]:
+            raise ValueError("the cache holds a state of another recipe, or of another batch: begin with "
+                             "model.new_cache()")
+        return found
+
+    # ------------------------------------------------------------------ for looking at
+
+    @torch.no_grad()
+    def weight_blocks(self, q, k, x, table=None, sight=None):
+        """The w_ij of o_i = sum_j w_ij v_j before norm and gate, a block of rows at a time: (B, H, BLOCK or fewer, T).
+        Memory is O(T): they are what comes out where each value is a mark of its own place. Where the rule is not
+        linear in the values there are no such w_ij, and `slopes` stand in."""
+        self.check(k, x, table)
+        if not self.rule.linear:
+            yield from self.slopes(q, k, x)
+            return
+        R, T = q.shape[2], k.shape[2]
+        places, past = torch.arange(T, device=q.device), {}
+        q = F.pad(q, (0, 0, T - R, 0))
+        for start, stop in (*blocks(0, T - R), *blocks(T - R, T)):
+            marks = (places[start:stop, None] == places).to(x.dtype).expand(len(k), self.heads, -1, -1)
+            rows = slice(start, stop)
+            w = self.read(q[:, :, rows], k[:, :, rows], marks, x[:, rows], past)
+            if start >= T - R:
+                yield w
+
+    def slopes(self, q, k, x):
+        """How much o_i moves with v_j, as weights are given: (B, H, BLOCK or fewer, T). The mean over channels c of
+        the derivative of o_ic in v_jc, which in an attention is w_ij; estimated along one direction of random signs
+        (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row is a pass of its own."""
+        R, T = q.shape[2], k.shape[2]
+        q, v = F.pad(q, (0, 0, T - R, 0)), self.prepare(q, k, self.projected(x, None)[2])[2]
+        signs = torch.randint(2, v.shape[1:], generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
+        few = max(1, 2**19 // v.numel())        # rows at a time, each with a copy of the batch
+        for start, stop in blocks(T - R, T):
+            some = torch.arange(start, stop, device=v.device).split(few)
+            yield torch.cat([self.slopes_of(rows, signs, q, k, v, x) for rows in some], 2)
+
+    @torch.enable_grad()
+    def slopes_of(self, rows, signs, *inputs):
+        """`slopes` of these rows (R,), (B, H, R, T), in one backward pass."""
+        q, k, v, x = (y.detach().repeat(len(rows), *[1] * (y.dim() - 1)) for y in inputs)
+        o = self.read(q, k, v.requires_grad_(), x, {}).unflatten(0, (len(rows), -1))    # (R, B, H, T, E)
+        asked = o[torch.arange(len(rows)), :, :, rows]                  # (R, B, H, E), each of its row
+        moved, = torch.autograd.grad((asked * signs[:, rows].movedim(1, 0)[:, None]).sum(), v)
+        return (moved.unflatten(0, (len(rows), -1)) * signs).mean(-1).movedim(0, 2)
+
+    def view_blocks(self, q, k, table=None, sight=None):
+        raise ValueError(f"--attn={self.config.attn} has a state in place of scores: it has no views, and no tiles")
+
+    # ------------------------------------------------------------------ fine print
+
+    @staticmethod
+    def obstacles(config, device):
+        """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
+        yield "triton", True, f"rule {config.rule} of a state has no kernel"
+        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

@@ -1,0 +1,400 @@
+"""mixers/recurrent.py: chunks against tokens taken one by one, what each recipe forgets and writes, promises."""
+import pytest
+import torch
+from conftest import tiny_config
+from torch.nn import functional as F
+
+import mixers
+from attention import ATTENTIONS, BLOCK
+from common.machine import LiveMemory
+from mixers.recurrent import run, step
+from model import GPT
+
+RECURRENT = [name for name, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
+RECURRENT.remove("linear_state")                # a form of `linear`: it has a test of its own
+LEARNERS = ["ttt", "titans"]                    # whose writes are not linear in the values
+recipes = pytest.mark.parametrize("attn", RECURRENT)
+told = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
+learners = pytest.mark.parametrize("attn", LEARNERS)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_tokens(q, k, v, forget, erase=None):
+    """The four lines at the top of the mixer, for one token after another: the definition."""
+    S, outputs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
+    for t in range(q.shape[2]):
+        S = forget[:, :, t, :, None].exp() * S
+        u = v[:, :, t]
+        if erase is not None:
+            u = u - erase[:, :, t] * torch.einsum("bhd,bhde->bhe", k[:, :, t].expand(*S.shape[:3]), S)
+        S = S + torch.einsum("bhd,bhe->bhde", k[:, :, t].expand(*S.shape[:3]), u)
+        outputs.append(torch.einsum("bhd,bhde->bhe", q[:, :, t].expand(*S.shape[:3]), S))
+    return torch.stack(outputs, 2)
+
+
+def by_chunks(size):
+    def call(q, k, v, *rest):
+        return run(step, (v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]),), (q, k, v, *rest), size)[0]
+    return call
+
+
+def with_gradients(function, inputs):
+    """Output, and the gradients of all inputs for a random one from above."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    o = function(*leaves)
+    return [o, *torch.autograd.grad(o, leaves, normal(*o.shape, seed=9).to(o))]
+
+
+# ------------------------------------------------------------------------------------------------- chunks and tokens
+
+FORMS = {                                       # heads of q and k, channels that forget, is something erased
+    "plain": (3, 1, False), "a channel each": (3, 8, False), "shared keys": (1, 1, False), "delta": (3, 1, True),
+    "delta, a channel each": (3, 8, True)}
+
+
+def draw(form, T):
+    """Inputs of `step` in float64: forget is between 0 and 1, erase too, keys have unit length."""
+    G, channels, erases = FORMS[form]
+    q, k, v = normal(2, G, T, 8), F.normalize(normal(2, G, T, 8, seed=1), dim=-1), normal(2, 3, T, 5, seed=2)
+    forget, erase = F.logsigmoid(normal(2, 3, T, channels, seed=3) + 1), torch.sigmoid(normal(2, 3, T, 1, seed=4))
+    return [q, k, v, forget, *([erase] if erases else [])]
+
+
+@pytest.mark.parametrize("T, size", [
+    pytest.param(T, size, marks=() if (T, size) in ((1, 64), (37, 1), (37, 16), (130, 64)) else pytest.mark.exhaustive)
+    for T in (1, 37, 130) for size in (1, 16, 64)])
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_equal_tokens_with_all_gradients(form, T, size):
+    """130 tokens are more than two chunks of 64: what the backward pass needs is computed again."""
+    inputs = draw(form, T)
+    found, expected = (with_gradients(function, inputs) for function in (by_chunks(size), by_tokens))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shut_gates_and_repeated_tokens_stay_exact_in_float32(form):
+    """log forget of -50 a token leaves only the token itself: a quotient of exponentials would be 0 / 0."""
+    q, k, v, forget, *erase = draw(form, 100)
+    shut = [q, k, v, torch.full_like(forget, -50.0), *erase]
+    same = [x[:, :, :1].expand_as(x) for x in (q, k, v, forget)] + [torch.ones_like(e) for e in erase]
+    for inputs in (shut, same):
+        found = with_gradients(by_chunks(64), [x.float() for x in inputs])
+        expected = with_gradients(by_tokens, inputs)
+        torch.testing.assert_close(found, [x.float() for x in expected], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_long_sequences_stay_finite(form):
+    inputs = [x[:1].float() for x in draw(form, 16_384)]
+    assert by_chunks(16 if "channel" in form else 64)(*inputs).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- the recipes' layers
+
+
+def layer(attn, dtype=torch.float64, **choices):
+    """A layer in eval mode, its weights moved away from where they start."""
+    module = mixers.layer_of(tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32} | choices), 0).to(dtype).eval()
+    with torch.no_grad():
+        for number, p in enumerate(module.parameters()):
+            p.add_(0.2 * normal(*p.shape, seed=number).to(dtype))
+    return module
+
+
+def inputs(module, T, dtype=torch.float64):
+    """Random q, k, v and x for module.attend."""
+    q, k, v = (normal(2, heads, T, width, seed=n) for n, (heads, width) in enumerate(module.shapes.values()))
+    return [a.to(dtype) for a in (q, k, v, normal(2, T, module.config.n_embd, seed=5))]
+
+
+def heads_of(y, H=4):
+    """(B, T, H * width) to (B, H, T, width)."""
+    return y.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def told_by_formula(attn, module, q, k, v, x):
+    """q, k, v times write, log forget, and erase where there is one, as the papers write them."""
+    forget = torch.zeros_like(v[..., :1])
+    if attn == "retnet":
+        forget = torch.stack([torch.full_like(v[0, 0, :, :1], 1 - 2.0 ** (-5 - h)).log() for h in range(4)]).expand(
+            len(v), -1, -1, -1)
+    if attn == "gla":
+        first, second = module.fade
+        forget = torch.sigmoid(heads_of(x @ first.weight.T @ second.weight.T + second.bias)).log() / 16
+    if attn == "mamba2":
+        dt, A = time_of(module, x)
+        return q, k, v * dt, -A * dt
+    if attn.endswith("deltanet"):
+        q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
+        beta = 1 / (1 + (-heads_of(x @ module.beta.weight.T)).exp())
+        if attn == "gated_deltanet":
+            dt, A = time_of(module, x)
+            forget = -A * dt
+        return q * 8 ** -0.5, k, v * beta, forget, beta
+    return q * 8 ** -0.5, k, v, forget
+
+
+def time_of(module, x):
+    """dt (B, H, T, 1) and A (H, 1, 1) of Mamba2."""
+    dt = (1 + (heads_of(x @ module.dt.weight.T) + module.dt_bias[:, None, None]).exp()).log()
+    return dt, module.A_log.exp()[:, None, None]
+
+
+def read_by_formula(attn, module, q, k, v, x):
+    """What is read before norm and gate."""
+    o = by_tokens(*told_by_formula(attn, module, q, k, v, x))
+    return o + module.skip[:, None, None] * v if attn == "mamba2" else o
+
+
+def output_by_formula(attn, module, q, k, v, x):
+    """The same through the norm and the gate."""
+    o = read_by_formula(attn, module, q, k, v, x)
+    gate = heads_of(F.silu(x @ module.gate.weight.T)) if hasattr(module, "gate") else 1.0
+    if attn == "mamba2":                        # gated first, then normed over all heads
+        o = (o * gate).transpose(1, 2).flatten(2)
+        return heads_of(o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.out_norm.weight)
+    return o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.out_norm.weight * gate
+
+
+@told
+def test_attend_equals_the_formula(attn):
+    module = layer(attn)
+    qkvx = inputs(module, 45)
+    torch.testing.assert_close(module.attend(*qkvx), output_by_formula(attn, module, *qkvx), rtol=0, atol=1e-10)
+
+
+@told
+@pytest.mark.parametrize("T", [1, 45, 2 * BLOCK + 9])
+def test_weights_times_values_are_what_is_read(attn, T):
+    """And no weight is on a later token."""
+    module = layer(attn, n_kv_head=2)
+    q, k, v, x = inputs(module, T)
+    w = module.weights_of(q, k, x)
+    assert w.shape == (2, 4, T, T) and w.triu(1).abs().max() == 0
+    full = v.repeat_interleave(2, 1)
+    expected = read_by_formula(attn, module, q, k if attn == "mamba2" else k.repeat_interleave(2, 1), full, x)
+    torch.testing.assert_close(w @ full, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pos", ["rope", "none"])
+def test_linear_attention_is_a_state_too(pos):
+    """The same function of the same parameters, row by row and chunk by chunk."""
+    quadratic, chunked = (layer(attn, pos=pos, n_kv_head=2) for attn in ("linear", "linear_state"))
+    chunked.load_state_dict(quadratic.state_dict())
+    x = normal(2, 150, 32)
+    torch.testing.assert_close(chunked(x), quadratic(x), rtol=0, atol=1e-10)
+    q, k, v, x = inputs(chunked, 150)
+    torch.testing.assert_close(chunked.weights_of(q, k, x), quadratic.weights_of(q, k, x), rtol=0, atol=1e-10)
+    past = {}
+    pieces = [chunked(piece, past) for piece in x.split([100, 1, 49], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), quadratic(x), rtol=0, atol=1e-10)
+
+
+def test_the_convolution_sees_three_tokens_back():
+    module = layer("deltanet")
+    x = normal(1, 9, 32)
+    y = x @ module.c_attn.weight.T
+    past = F.pad(y, (0, 0, 3, 0))
+    expected = F.silu(sum(module.conv[:, 0, n] * past[:, n:n + 9] for n in range(4)))
+    found = torch.cat([part.transpose(1, 2).flatten(2) for part in module.projected(x, None)], -1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def descent_by_autograd(answer, loss, memory, q, k, v, rate, forget, momentum, spread, size):
+    """TTT's and Titans' updates (eq. 13 and 14 of the latter) with autograd's own slopes, for one head: q, k, v (T, D),
+    the others (T,). A token's step is taken with the slope where its chunk began; `spread` scales what a token sees of
+    its own chunk's steps. memory: a tuple of matrices."""
+    slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), v))
+    moving, outputs = [torch.zeros_like(w) for w in memory], []
+    for t in range(len(q)):
+        if t % size == 0:
+            anchor = start = memory
+        slopes = slope(anchor, k[t], v[t])
+        moving = [momentum[t] * p - rate[t] * g for p, g in zip(moving, slopes, strict=True)]
+        start = [forget[t] * w for w in start]  # what would be left without this chunk's steps
+        memory = tuple(forget[t] * w + p for w, p in zip(memory, moving, strict=True))
+        seen = tuple(w0 + spread[t] * (w - w0) for w0, w in zip(start, memory, strict=True))
+        outputs.append(answer(seen, q[t]))
+        memory = seen if t % size == size - 1 else memory
+    return torch.stack(outputs)
+
+
+def learner_by_formula(attn, module, q, k, v, x):
+    """What is read before norm and gate, head by head."""
+    T, size = q.shape[2], 16
+    ones = torch.ones(2, 4, T, dtype=torch.float64)
+    rate = torch.sigmoid(heads_of(x @ module.beta.weight.T + module.beta.bias))[..., 0]
+    if attn == "ttt":
+        place = torch.arange(T) % size
+        spread = (1 / (place + 1.0) + module.place[place]).clamp(min=0).expand_as(ones)
+        rate, forget, momentum = rate / 8, ones, 0 * ones
+    else:
+        q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
+        rate, spread = rate / size, ones
+        forget = torch.sigmoid(module.forget_bias[:, None] - heads_of(x @ module.alpha.weight.T)[..., 0])
+        momentum = torch.sigmoid(heads_of(x @ module.momentum.weight.T + module.momentum.bias))[..., 0]
+    o = torch.empty_like(v)
+    for b in range(2):
+        for h in range(4):
+            norm = (module.inner_scale[h, 0], module.inner_bias[h, 0], 1e-6)
+
+            def loss(z, v, norm=norm):
+                return (F.layer_norm(z, (8,), *norm) - v).square().sum() / 2
+            memory = (module.memory[h], module.memory_bias[h]) if attn == "ttt" else (module.memory_in[h],
+                                                                                      module.memory_out[h])
+            answers = {"ttt": lambda w, x: x @ w[0] + w[1][0], "titans": lambda w, x: F.gelu(x @ w[0]) @ w[1]}
+            z = descent_by_autograd(answers[attn], loss, memory, q[b, h], k[b, h], (v - k)[b, h],
+                                    *(y[b, h] for y in (rate, forget, momentum, spread)), size)
+            o[b, h] = q[b, h] + F.layer_norm(z, (8,), *norm)
+    return o
+
+
+@learners
+def test_learners_take_the_steps_that_autograd_finds(attn):
+    """Values and gradients: more than two whole chunks, and one that has begun."""
+    module = layer(attn)
+    leaves = [y.requires_grad_() for y in inputs(module, 45)]
+    parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
+    above, results = normal(2, 4, 45, 8, seed=7), []
+    for o in (module.read(*leaves, {}), learner_by_formula(attn, module, *leaves)):
+        results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], above)])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@learners
+def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
+    """Along the same signs, they are what a small move of one value does to the outputs."""
+    module = layer(attn)
+    x = normal(2, 20, 32)
+    q, k, v = module.projected(x, None)
+    w = module.weights_of(q, k, x)
+    assert w.shape == (2, 4, 20, 20) and w.triu(1).abs().max() == 0
+    signs = torch.randint(2, v.shape[1:], generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
+    move = torch.zeros_like(v)
+    move[:, :, 3] = 1e-6 * signs[:, 3]
+    moved = (module.read(q, k, v + move, x, {}) - module.read(q, k, v - move, x, {})) / 2e-6
+    torch.testing.assert_close(w[..., 3], (moved * signs).mean(-1), rtol=1e-5, atol=1e-7)
+
+
+@recipes
+def test_causality_in_values_and_gradients(attn):
+    module = layer(attn)
+    assert module.causal
+    x = normal(1, 70, 32).requires_grad_()
+    gradient, = torch.autograd.grad(module(x)[:, :41].sum(), x)
+    assert (gradient[:, 41:] == 0).all() and gradient[:, :41].abs().sum(-1).min() > 0
+    changed = torch.cat([x[:, :41], -x[:, 41:]], 1)
+    torch.testing.assert_close(module(changed)[:, :41], module(x)[:, :41], rtol=0, atol=1e-12)
+
+
+@recipes
+def test_in_pieces_with_a_cache_as_at_once_and_the_cache_does_not_grow(attn):
+    module, x = layer(attn), normal(2, 90, 32)
+    past, outputs, sizes = {}, [], []
+    for piece in x.split([40, 1, 1, 17, 1, 29, 1], 1):
+        outputs.append(module(piece, past))
+        sizes.append(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
+    torch.testing.assert_close(torch.cat(outputs, 1), module(x), rtol=0, atol=1e-10)
+    rows = sum(y[:, :, :1].numel() for y in past.get("rows", ()))       # of a chunk that has begun: at most 15
+    assert past["tokens"] == 90 and max(sizes) - min(sizes) <= 15 * rows
+
+
+@recipes
+def test_the_last_rows_alone_are_those_of_all(attn):
+    module = layer(attn)
+    q, k, v, x = inputs(module, 45)
+    torch.testing.assert_close(module.attend(q[:, :, -7:], k, v, x), module.attend(q, k, v, x)[:, :, -7:], rtol=0,
+                               atol=1e-12)
+    torch.testing.assert_close(module.weights_of(q[:, :, -7:], k, x), module.weights_of(q, k, x)[:, :, -7:], rtol=0,
+                               atol=1e-12)
+
+
+@recipes
+def test_a_hidden_token_is_read_by_itself_alone(attn):
+    """Whatever its key and value are, later tokens read the same; up to it all is as it was."""
+    module = layer(attn)
+    q, k, v, x = inputs(module, 30)
+    hidden = module.sight._replace(hidden=4)
+    o, whole = module.attend(q, k, v, x, sight=hidden), module.attend(q, k, v, x)
+    torch.testing.assert_close(o[:, :, :5], whole[:, :, :5], rtol=0, atol=1e-12)
+    assert (o - whole)[:, :, 5:].abs().max() > 1e-4
+    here = (torch.arange(30) == 4)[:, None]
+    other = module.attend(q, torch.where(here, -k, k), torch.where(here, 2 * v + 1, v), x, sight=hidden)
+    torch.testing.assert_close(other[:, :, 5:], o[:, :, 5:], rtol=0, atol=1e-12)
+
+
+@recipes
+def test_every_parameter_learns_from_the_models_own_seed(attn):
+    config = tiny_config(attn=attn, n_layer=2)
+    torch.manual_seed(0)
+    gpt = GPT(config, seed=5)
+    torch.manual_seed(1)
+    again = GPT(config, seed=5).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in gpt.state_dict().items())
+    idx = torch.randint(31, (2, 17), generator=torch.Generator().manual_seed(2))
+    optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    before = gpt(idx[:, :-1], idx[:, 1:])[1]
+    before.backward()
+    assert [name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.any()] == []
+    optimizer.step()
+    assert gpt(idx[:, :-1], idx[:, 1:])[1] < before
+
+
+ADDED = {                                       # what the README's table says: C, D, H -> parameters beside softmax's
+    "retnet": lambda C, D, H: C * D * H + D, "gla": lambda C, D, H: (C * D + 17 * D) * H + 16 * C + D,
+    "mamba2": lambda C, D, H: (C * D + C + 5 * D + 3) * H + 8 * D - 2 * C * D * (H - 1),
+    "deltanet": lambda C, D, H: (C + 12 * D) * H + D,
+    "gated_deltanet": lambda C, D, H: (C * D + 2 * C + 12 * D + 2) * H + D,
+    "ttt": lambda C, D, H: (D * D + C + 5 * D + 1) * H + 16,
+    "titans": lambda C, D, H: (8 * D * D + C * D + 3 * C + 14 * D + 3) * H + D}
+
+
+@recipes
+def test_parameters_are_as_many_as_the_table_says(attn):
+    sizes = [sum(p.numel() for p in layer(name).parameters()) for name in (attn, "softmax")]
+    assert sizes[0] - sizes[1] == ADDED[attn](32, 8, 4)
+
+
+@pytest.mark.parametrize("attn", [
+    "gated_deltanet", "ttt", *(pytest.param(attn, marks=pytest.mark.exhaustive)
+                               for attn in RECURRENT if attn not in ("gated_deltanet", "ttt"))])
+def test_memory_is_linear_in_length(attn):
+    module = layer(attn, torch.float32)
+
+    def peak(T):
+        leaves = [a.requires_grad_() for a in inputs(module, T, torch.float32)]
+        with LiveMemory() as memory:
+            module.attend(*leaves).square().sum().backward()
+        return memory.peak
+    assert peak(2048) < 4.6 * peak(512)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("choices, reason", [
+    ({"window": 8}, "a state holds no keys"), ({"sink": "one"}, "nothing to spend"), ({"pos": "alibi"}, "no score"),
+    ({"diff": "v2"}, "no weights to subtract"), ({"rule": "elastic"}, "it knows add"), ({"kernel": "sdpa"}, "softmax"),
+    ({"attn_args": "chunk=0"}, "from 1 to"), ({"attn_args": "chunk=2.5"}, "WHOLE"),
+    ({"attn": "softmax", "forget": "fixed"}, "mixer attention"), ({"mixer": "attention"}, "softmax, elastic"),
+    ({"write": "dt"}, "forget=dt"), ({"attn": "mamba2", "rule": "delta"}, "has no bound"),
+    ({"attn": "gla", "normalize": "sum"}, "either sign")])
+def test_what_means_nothing_says_so(choices, reason):
+    with pytest.raises(ValueError, match=reason):
+        config = tiny_config(**{"attn": "retnet"} | choices)
+        mixers.choose_kernel(config, "cpu")
+
+
+def test_inputs_that_do_not_fit_say_so():
+    module, past = layer("retnet"), {}
+    q, k, v, x = inputs(module, 9)
+    with pytest.raises(ValueError, match="8 rows for 9 keys"):
+        module.attend(q, k, v, x[:, 1:])
+    with pytest.raises(ValueError, match="relative positions"):
+        module.attend(q, k, v, x, torch.zeros(4, 9))
+    module(x, past)
+    with pytest.raises(ValueError, match="another recipe"):
+        layer("gla", n_head=2)(x, past)
