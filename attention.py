@@ -356,6 +356,9 @@ ATTENTIONS = {
     "identity_norm": {"rule": "identity", "normalize": "max1"},
     "mlp": {"rule": "identity", "feature": "mlp"},
     "mlp_norm": {"rule": "identity", "feature": "mlp", "normalize": "max1"},
+    # softmax among the tokens of a cluster, mixers/routing.py; or estimated by random features, mixers/performer.py
+    "routing": {"mixer": "routing", "rule": "softmax"},
+    "performer": {"mixer": "performer", "rule": "favor", "normalize": "sum"},
     # a state instead of keys: the rules and axes of mixers/recurrent.py
     "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},    # `linear` in O(T)
     "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope", "out_norm": "head",

@@ -4,9 +4,13 @@ A mixer is a class with a table of its axes, and a recipe of attention.ATTENTION
 knows them all: a new mixer is a row of MIXERS, and what it has to choose of its own are fields of model.GPTConfig.
 """
 import attention
+from mixers.performer import Performer
 from mixers.recurrent import Recurrent
+from mixers.routing import Routing
 
-MIXERS = {"attention": attention.Attention, "recurrent": Recurrent}     # the first is the default
+MIXERS = {                                      # the first is the default
+    "attention": attention.Attention, "recurrent": Recurrent, "performer": Performer,
+    "routing": Routing}
 # axis: the values that some mixer knows. An axis that a mixer has nothing to say about is not in its own table
 AXES = {"mixer": MIXERS}
 for _mixer in MIXERS.values():
