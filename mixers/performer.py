@@ -22,8 +22,8 @@ import math
 import torch
 
 from attention import NORMALIZERS, Choice, Constant, Fixed
-from mixers import recurrent
-from mixers.recurrent import Recurrent, Rule, only
+from mixers.recurrent import AXES as STATES
+from mixers.recurrent import FORGETS, WRITES, Recurrent, Rule, only
 
 
 def orthogonal_normal(m, D, dice):
@@ -50,9 +50,10 @@ def directions(layer):
 def log_features(layer, q, k, v, forget, write, x):
     """What `step` takes: log phi of queries and of keys, (B, H, T, m), but for what all features of a query share.
     q comes times the scale of scores, 1 / sqrt(D); here each side gets its root, as x / D^(1/4) in the paper."""
-    root = math.sqrt(layer.sight.scale)
+    root, W = math.sqrt(layer.sight.scale), layer.directions.mT
     q, k = q / root, k * root
-    return q @ layer.directions.mT, k @ layer.directions.mT - k.square().sum(-1, keepdim=True) / 2, v * write
+    b = k @ W - k.square().sum(-1, keepdim=True) / 2
+    return q @ W, b.expand(-1, layer.heads, -1, -1), v * write          # one head of keys may do for all
 
 
 def step(state, a, b, v):
@@ -69,12 +70,12 @@ def step(state, a, b, v):
     return o, ((c - last).exp().mT * S + (b - last).exp().mT @ v, last)
 
 
-FAVOR = Rule(step, directions, {"features": Constant(0, 0, 65536), "chunk": Constant(16, 1, 65536)},
+FAVOR = Rule(step, directions, {"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)},
              inputs=log_features)
-AXES = recurrent.AXES | {
+AXES = STATES | {
     "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(NORMALIZERS["sum"].does)},
-    "forget": only(recurrent.FORGETS, "none"), "write": only(recurrent.WRITES, "one"),
-    "feature": only(recurrent.AXES["feature"], "none"),
+    "forget": only(FORGETS, "none"), "write": only(WRITES, "one"),
+    "feature": only(STATES["feature"], "none"),
 }
 
 
