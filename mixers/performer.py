@@ -21,9 +21,9 @@ import math
 
 import torch
 
-from attention import NORMALIZERS, Choice, Constant, Fixed
+from attention import Choice, Constant, Fixed
 from mixers.recurrent import AXES as STATES
-from mixers.recurrent import FORGETS, WRITES, Recurrent, Rule, only
+from mixers.recurrent import FORGETS, NEVER, WRITES, Recurrent, Rule, only
 
 
 def orthogonal_normal(m, D, dice):
@@ -53,12 +53,12 @@ def log_features(layer, q, k, v, forget, write, x):
     root, W = math.sqrt(layer.sight.scale), layer.directions.mT
     q, k = q / root, k * root
     b = k @ W - k.square().sum(-1, keepdim=True) / 2
-    return q @ W, b.expand(-1, layer.heads, -1, -1), v * write          # one head of keys may do for all
+    return q @ W, torch.where(write == 0, NEVER, b), v                  # (one head of keys may do for all)
 
 
 def step(state, a, b, v):
     """One chunk: (S, c) before it to o (B, H, C, E) and (S, c) after it. a, b (B, H, C, m): logarithms of features of
-    queries and keys. Every exponent below is at most 0."""
+    queries and keys. Every exponent is at most 0, and that of each query's largest product with c_t is 0."""
     S, c = state                                # (B, H, m, E), (B, H, 1, m)
     tops = torch.cat([c, b.detach()], 2).cummax(2).values[:, :, 1:]     # (B, H, C, m): c_t at every token
     largest = (a.detach() + tops).amax(-1, keepdim=True)                # (B, H, C, 1)
@@ -70,10 +70,15 @@ def step(state, a, b, v):
     return o, ((c - last).exp().mT * S + (b - last).exp().mT @ v, last)
 
 
+def itself(r, n):
+    """The sum of weights, at least 1: see `step`."""
+    return r
+
+
 FAVOR = Rule(step, directions, {"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)},
              inputs=log_features)
 AXES = STATES | {
-    "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(NORMALIZERS["sum"].does)},
+    "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(itself)},
     "forget": only(FORGETS, "none"), "write": only(WRITES, "one"),
     "feature": only(STATES["feature"], "none"),
 }
