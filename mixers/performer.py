@@ -21,9 +21,9 @@ import math
 
 import torch
 
-from attention import Choice, Constant, Fixed
+from attention import Choice, Constant, Fixed, only
 from mixers.recurrent import AXES as STATES
-from mixers.recurrent import FORGETS, NEVER, WRITES, Recurrent, Rule, only
+from mixers.recurrent import FORGETS, NEVER, WRITES, Recurrent, Rule
 
 
 def orthogonal_normal(m, D, dice):

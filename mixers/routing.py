@@ -21,8 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import attention
-from attention import Attention, Constant, Fixed, Rule, wide
-from mixers.recurrent import only
+from attention import Attention, Constant, Fixed, Rule, only, wide
 
 
 def random_directions(layer):
@@ -44,7 +43,7 @@ AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attenti
 
 class Routing(Attention):
     """One layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
-    axes, causal, cached = AXES, False, False
+    axes, numbers, causal, cached = AXES, {}, False, False
     refused = {                                 # axis: why its values mean nothing here
         "window": "who sees whom is decided by clusters; how many tokens one takes is --attn_args=cluster_size=",
         "window_every": "it has no window", "first": "it has no window",
