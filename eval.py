@@ -8,6 +8,8 @@
     heads     per layer and head: how dormant, local, global and important; with --cost what the loss gains without
               its sink or without the head; with --against another data set beside the first
     params    what attention has learned outside its linear layers: thresholds, distance biases, gates, lambdas
+    groups    of Focus: how even its groups of tokens are, which tokens they hold, which pairs they keep; whether they
+              are those of another checkpoint
     maps      the attention maps of a sentence
     lengths   loss and perplexity at several lengths on the same tokens, and by the place in the window
     passkey   whether a number hidden in a long text is found
@@ -32,7 +34,23 @@ from typing import NamedTuple
 
 from common.flags import Parser, add_flags, given_flags
 from data import files
-from evals import bench, compare, heads, lab, lengths, loss, maps, params, passkey, probe, sample, scrolls, show, speed
+from evals import (
+    bench,
+    compare,
+    groups,
+    heads,
+    lab,
+    lengths,
+    loss,
+    maps,
+    params,
+    passkey,
+    probe,
+    sample,
+    scrolls,
+    show,
+    speed,
+)
 from evals.instrument import Common, OpenedRun, Overrides, Picture, check_overrides, runs_named
 
 
@@ -51,6 +69,7 @@ OF_A_RUN = {                                    # these look at a trained run, w
     "sample": Command(sample.Sample, sample.command),
     "heads": Command(heads.Heads, heads.command, heads.draw, heads.tell),
     "params": Command(params.Params, params.command, params.draw, params.tell),
+    "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
     "maps": Command(maps.Maps, maps.command, maps.draw),
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw, lengths.tell),
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw, passkey.tell),
