@@ -15,7 +15,6 @@ from common.flags import at_least, knob
 from data import tokens
 from evals.instrument import (
     LENGTH,
-    SHARES,
     Common,
     OpenedRun,
     first_line,
@@ -297,14 +296,21 @@ def draw(path, found):
 
 
 def draw_shares(ax, numbers, name):
-    """Groups have no order of their own: the largest is the first."""
+    """A bar for each layer, of its groups; they have no order of their own, so the largest is the first."""
     shares = np.sort([layer["shares"] for layer in numbers["layers"]])[:, ::-1]
-    image = ax.imshow(shares, aspect="auto", interpolation="none", **SHARES)
-    ax.figure.colorbar(image, ax=ax, fraction=0.05)
-    ax.set_title(f"{name}: tokens by group (evenly {1 / numbers['groups']:.2f})", fontsize=10)
-    ax.set_xlabel("groups of a layer, the largest first")
+    ends = shares.cumsum(1)
+    for group in range(numbers["groups"]):
+        ax.barh(range(len(shares)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
+                color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
+    for even in range(1, numbers["groups"]):
+        ax.axvline(even / numbers["groups"], color="black", linestyle=":", linewidth=0.8)
+    ax.set_title(f"{name}: tokens by group, dotted: evenly", fontsize=10)
+    ax.set_xlabel("share of tokens, the largest group first")
     ax.set_ylabel("layer")
-    ax.set_xticks(range(numbers["groups"]) if numbers["groups"] <= 8 else [])
+    ax.set_xlim(0, 1)
+    ax.invert_yaxis()
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def draw_measures(ax, numbers):
@@ -331,6 +337,6 @@ def draw_passage(ax, numbers):
     kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))
     colours = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
     ax.imshow(kind, cmap=colours, vmin=0, vmax=3, interpolation="none")
-    ax.set_title(f"layer {numbers['shown']['layer']}: near pairs (light), pairs of one group (dark)", fontsize=10)
+    ax.set_title(f"layer {numbers['shown']['layer']}: near, or of one group (dark)", fontsize=10)
     ax.set_xlabel("key")
     ax.set_ylabel("row")
