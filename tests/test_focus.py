@@ -104,7 +104,7 @@ def test_what_comes_later_changes_nothing_earlier_but_by_sinkhorn(balance, topk)
 def test_potentials_even_out_groups_and_stay_as_they_are_in_evaluation():
     module = layer(attn_args="groups=4,temperature=0.3", seed=3).train()
     shares = []
-    for step in range(60):
+    for step in range(80):
         x = inputs(module, 200, seed=step)[3] + 1.0                     # all lean one way
         shares.append(module.assign(x).mean((0, 1)))
         module.finish_step(Machine("cpu", "float32"))
