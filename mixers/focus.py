@@ -31,7 +31,6 @@ from torch.nn import functional as F
 import attention
 import kernels
 from attention import (
-    BLOCK,
     UNSEEN,
     Attention,
     Choice,
@@ -162,7 +161,8 @@ def router_alone(layer):
     return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1)), "steps": Fixed(torch.zeros(()))}
 
 
-ROUTER = {"groups": Constant(4, 1, 4096), "route_dim": Constant(16, 1, 65536),
+# a set of groups is the bits of a number, of which 62 are enough
+ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
           "temperature": Constant(0.1, 1e-6, math.inf)}
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
@@ -279,19 +279,18 @@ def sparse(q, k, v, members, local, scale, fused=False):
 
 def sparse_sequence(q, k, v, members, local, scale, fused):
     """One sequence: q (H, T, D), k and v with as many heads or fewer, members (T, K)."""
-    sets, own, sizes = members.unique(dim=0, return_inverse=True, return_counts=True)   # (S, K), (T,), (S,)
-    meet = wide(sets.to(v.dtype)) @ wide(sets.to(v.dtype)).mT > 0                       # (S, S)
+    bits = (members * 2 ** torch.arange(members.shape[1], device=q.device)).sum(-1)     # (T,): a set is a number
+    sets, own, sizes = bits.unique(return_inverse=True, return_counts=True)             # (S,), (T,), (S,)
+    meet = (sets[:, None] & sets) != 0                                  # (S, S)
     order = own.argsort(stable=True)            # by set, and within it by place
-    rows_of, outputs = order.split(sizes.tolist()), []
-    for number, rows in enumerate(rows_of):
+    outputs = []
+    for number, rows in enumerate(order.split(sizes.tolist())):
         keys = rows if meet[number].sum() == 1 else meet[number][own].nonzero()[:, 0]
         outputs.append(causal(q[:, rows], k[:, keys], v[:, keys], rows, keys, scale, fused))
     back = order.argsort()
     o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
-    if fused:
-        near, near_r = fused_strangers(q, k, v, members, nobody(own, meet, local), local, scale)
-    else:
-        near, near_r = strangers(q, k, v, own, meet, local, scale)
+    near, near_r = strangers(q, k, v, bits, local, scale, fused)
+    near_r = near_r.masked_fill(nobody(own, meet, local)[:, None], UNSEEN)
     share = torch.sigmoid(r - near_r)           # of the whole sum
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
@@ -299,37 +298,33 @@ def sparse_sequence(q, k, v, members, local, scale, fused):
 def causal(q, k, v, rows, keys, scale, fused):
     """Softmax of queries at the places `rows` over keys at the places `keys` that are not later, both in order:
     o (H, R, E) and log-sum-exp (H, R, 1). Where both are the same tokens a kernel can do it."""
-    if fused and len(rows) == len(keys):
+    same = len(rows) == len(keys)
+    if fused and same:
         o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale)
         return wide(o[0]), r[0][..., None]
+    if same and flash_is_enough(q):
+        return softmax_parts(q, k, v, None, scale)
     ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
-    for start in range(0, len(rows), BLOCK):
-        some, end = rows[start:start + BLOCK], ends[min(start + BLOCK, len(rows)) - 1]
-        s = wide(heads_product(q[:, start:start + BLOCK] * scale, k[:, :end].mT))       # (H, BLOCK, end)
-        outputs.append(softmax_parts(s, keys[:end] <= some[:, None], v[:, :end]))
+    for start in range(0, len(rows), ROWS):
+        some, end = rows[start:start + ROWS], ends[min(start + ROWS, len(rows)) - 1]
+        outputs.append(softmax_parts(q[:, start:start + ROWS], k[:, :end], v[:, :end], keys[:end] <= some[:, None],
+                                     scale))
     return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
 
 
-def strangers(q, k, v, own, meet, local, scale):
-    """Softmax over the keys within the window whose groups do not meet the row's: o (H, T, E), log-sum-exp (H, T, 1),
-    which is as good as minus infinity for a row that has none."""
-    T, outputs = len(own), []
-    size = max(BLOCK, local)
-    for start in range(0, T, size):
-        rows, keys = slice(start, min(start + size, T)), slice(max(0, start + 1 - local), min(start + size, T))
+def strangers(q, k, v, bits, local, scale, fused):
+    """Softmax over the keys within the window that have no group in common with the row: o (H, T, E) and log-sum-exp
+    (H, T, 1). Of a row that has none neither means anything."""
+    if fused:
+        o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale, window=local, sets=bits[None])
+        return wide(o[0]), r[0][..., None]
+    T, outputs = len(bits), []
+    for start in range(0, T, ROWS):
+        rows, keys = slice(start, min(start + ROWS, T)), slice(max(0, start + 1 - local), min(start + ROWS, T))
         i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
-        seen = visible(i[:, None], j, Sight(window=local)) & ~meet[own[rows]][:, own[keys]]
-        s = wide(heads_product(q[:, rows] * scale, k[:, keys].mT))
-        o, r = softmax_parts(s, seen, v[:, keys])
-        outputs.append((o, r.masked_fill(~seen.any(-1, keepdim=True), UNSEEN)))
+        seen = visible(i[:, None], j, Sight(window=local)) & ((bits[rows, None] & bits[keys]) == 0)
+        outputs.append(softmax_parts(q[:, rows], k[:, keys], v[:, keys], seen, scale))
     return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
-
-
-def fused_strangers(q, k, v, members, empty, local, scale):
-    """The same by the kernel, which takes a token's groups as the bits of a number. empty (T,): rows without any."""
-    bits = (members * 2 ** torch.arange(members.shape[1], device=q.device)).sum(-1)     # (T,)
-    o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale, window=local, sets=bits[None])
-    return wide(o[0]), r[0].masked_fill(empty, UNSEEN)[..., None]
 
 
 def nobody(own, meet, local):
@@ -339,10 +334,25 @@ def nobody(own, meet, local):
     return last[own, i] <= i - local
 
 
-def softmax_parts(s, seen, v):
-    """Output and log-sum-exp of scores s (H, R, T) where seen (R, T)."""
+ROWS = 512                                      # of a block: those of the sparse form are short of keys, not of memory
+
+
+def softmax_parts(q, k, v, seen, scale):
+    """Softmax of queries (H, R, D) over the keys (Hk, T, D) that are seen (R, T), None: causal, of as many queries as
+    keys. Output (H, R, E) and log-sum-exp (H, R, 1)."""
+    if flash_is_enough(q):                      # torch's fused kernel: its log-sum-exp has no gradient
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], k[None], v[None], 0.0, seen is None, attn_mask=bias, scale=scale)
+        return wide(o[0]), r[0][..., None]
+    s = wide(heads_product(q * scale, k.mT))    # (H, R, T)
     w = softmax(s, seen)
     return wide(heads_product(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
+
+
+def flash_is_enough(q):
+    return q.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def heads_product(a, b):
@@ -502,7 +512,6 @@ class Focus(Attention):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
         here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
         yield "triton", not config.topk, "the soft gate of every pair has no kernel; the sparse form, --topk, has"
-        yield "triton", attention.constants(config, AXES)["groups"] > 63, "it takes 63 groups at most"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
         yield "triton", not here, "it needs triton and a CUDA GPU"
         yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
