@@ -1214,6 +1214,7 @@ class Attention(nn.Module):
     axes = AXES                                 # a mixer derived from this layer has others
     heads_by = "diff"                           # the axis that says how many heads q, k and v have
     refused = {}                                # axis: why its values mean nothing to a mixer that does not know them
+    added = ()                                  # names of the parameters and buffers that a mixer adds to this layer's
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
     exact = True                                # weights_of times the values is what the rule puts out
