@@ -60,6 +60,16 @@ def loss(capsys, folder, *flags):
     return json.loads(capsys.readouterr().out)["loss"]
 
 
+def killed_at(step, monkeypatch):
+    """The next training ends when it logs this step, as if by Ctrl-C twice."""
+    def log(self, **row):
+        if row["step"] == step:
+            raise KeyboardInterrupt
+        real(self, **row)
+    real = Run.log
+    monkeypatch.setattr(Run, "log", log)
+
+
 # -------------------------------------------------------------------------------------------------------------- LoRA
 
 
@@ -134,7 +144,7 @@ def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, capsys):
             assert torch.equal(value, below[name]), name
     model = load_run(lora, "cpu")[0]
     assert all(torch.equal(value, together[name]) for name, value in model.state_dict().items())
-    assert loss(capsys, lora) < loss(capsys, base) - 0.01
+    assert loss(capsys, lora) < loss(capsys, base) - 0.001
     assert loss(capsys, lora, "--attn=elastic", "--attn_args=tau_init=0") == pytest.approx(loss(capsys, lora), abs=1e-5)
 
 
@@ -153,14 +163,13 @@ def test_what_is_frozen_stays_bit_for_bit(flags, base, focus, tmp_path, monkeypa
 
 def test_buffers_that_training_carries_are_saved(data, tmp_path):
     """Dex's progress, which the loop sets."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=20")
-    shutil.copytree(tmp_path / "base", tmp_path / "copy")
-    state = torch.load(tmp_path / "copy" / "ckpt.pt", weights_only=True)
-    state["model"]["transformer.h.0.attn.progress"].fill_(0.25)
-    torch.save(state, tmp_path / "copy" / "ckpt.pt")
-    out = adapt(tmp_path / "copy", tmp_path / "lora", *LORA, "--max_iters=1", "--eval_interval=1")
-    assert weights(out)["transformer.h.0.attn.progress"] == 1
-    assert read_weights(out)["transformer.h.0.attn.progress"] == 1
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=1")
+    out, name = adapt(tmp_path / "base", tmp_path / "lora", *LORA), "transformer.h.0.attn.progress"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        killed_at(6, patch)
+        train_script.main([f"--init_from={tmp_path / 'base'}", f"--out_dir={tmp_path / 'half'}", *SHORT, *LORA])
+    assert (weights(tmp_path / "base")[name], read_weights(out)[name], weights(out)[name]) == (1, 1, 1)
+    assert read_weights(tmp_path / "half")[name] == 0.5                 # the adapter's own counts, not the base's
 
 
 def test_an_exported_adapter_is_merged(data, tmp_path):
@@ -178,19 +187,10 @@ def test_an_exported_adapter_is_merged(data, tmp_path):
 # ------------------------------------------------------------------------------------------ killed, shared, going on
 
 
-def killed_at(step, monkeypatch):
-    """The next training ends when it logs this step, as if by Ctrl-C twice."""
-    def log(self, **row):
-        if row["step"] == step:
-            raise KeyboardInterrupt
-        real(self, **row)
-    real = Run.log
-    monkeypatch.setattr(Run, "log", log)
-
-
-@pytest.mark.parametrize("flags", [LORA, FOCUS], ids=["lora", "focus"])
-@pytest.mark.parametrize("step", [2, 6])
-def test_killed_and_resumed_equals_uninterrupted(flags, step, base, focus, tmp_path, capsys):
+@pytest.mark.parametrize("step, flags", [
+    pytest.param(2, LORA, marks=pytest.mark.exhaustive), (6, LORA), (2, FOCUS),
+    pytest.param(6, FOCUS, marks=pytest.mark.exhaustive)])
+def test_killed_and_resumed_equals_uninterrupted(step, flags, base, focus, tmp_path, capsys):
     """Before the first checkpoint, and after it."""
     whole, killed = adapt(base, tmp_path / "whole", *flags), tmp_path / "killed"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
@@ -205,6 +205,7 @@ def test_killed_and_resumed_equals_uninterrupted(flags, step, base, focus, tmp_p
     assert "cannot resume with train_only=all" in err
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_equal_one(base, tmp_path):
     flags = (f"--init_from={base}", *SHORT, *LORA, "--gradient_accumulation_steps=3")
     run("train.py", *flags, f"--out_dir={tmp_path / '2'}", ranks=2)
