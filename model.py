@@ -272,12 +272,12 @@ class GPT(nn.Module):
                 dice = own_generator(seed, f"transformer.h.{layer}.attn.{name}.lora_a")
                 setattr(block.attn, name, LoRA(getattr(block.attn, name), rank, dice))
 
-    def freeze(self):
-        """From now on only that is trained which plain attention does not have: LoRA, and what the mixers add. Raises
-        ValueError where that is nothing."""
+    def freeze(self, rest):
+        """Train nothing from now on but the `rest`: LoRA ("lora"), or what the mixer adds to plain attention ("focus").
+        Raises ValueError where that is nothing."""
         for name, p in self.named_parameters():
             _, _, own = name.partition(".attn.")                        # as the layer calls it
-            p.requires_grad_(own in self.transformer.h[0].attn.added or ".lora_" in own)
+            p.requires_grad_(".lora_" in own if rest == "lora" else own in self.transformer.h[0].attn.added)
         if not self.num_trained():
             raise ValueError(f"--attn={self.config.attn} adds nothing to plain attention that --train_only=focus could "
                              "train: give it --attn=focus, or --train_only=lora")

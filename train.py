@@ -6,7 +6,8 @@
 
 A flag given here beats the recipe (--attn), which beats the preset (--preset), which beats the defaults below.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) \
-and log.csv.
+and log.csv. With --train_only=focus or lora it is an adapter: ckpt.pt holds only what was trained, and meta.json \
+names the run that it stands on.
 With -h every knob, its meaning and its default in brackets (the default preset, tiny, changes some; see the presets \
 at the end).
 """
@@ -112,8 +113,8 @@ class Train:
         "stays as --init_from has it, and the run saves an adapter, which holds only what was trained",
         ("all", "focus", "lora"))
     lora_rank: int = knob(4, "rank of what --train_only=lora adds to each projection")
-    lora_on: str = knob("c_attn,c_proj", "which projections; the Focus paper's 147K parameters are c_attn's alone",
-                        ("c_attn,c_proj", "c_attn", "c_proj"))
+    lora_on: str = knob("both", "which projections; the Focus paper's 147K parameters are those of c_attn alone",
+                        ("both", "c_attn", "c_proj"))
     # how much
     max_iters: int = knob(1000, "optimizer steps")
     batch_size: int = knob(16, "sequences per forward pass on one device, at most")
@@ -270,9 +271,10 @@ def train(knobs, config, machine, folder, data, stored, flags):
     # the model, with fresh weights or another run's, all of it to be trained or a part
     run, model = Run(knobs.out_dir, machine, ("balance",) if knobs.head_balance else ()), GPT(config, knobs.seed)
     if knobs.train_only == "lora":
-        model.add_lora(knobs.lora_on.split(","), knobs.lora_rank, knobs.seed)
+        names = ("c_attn", "c_proj") if knobs.lora_on == "both" else (knobs.lora_on,)
+        model.add_lora(names, knobs.lora_rank, knobs.seed)
     if knobs.train_only != "all":
-        model.freeze()
+        model.freeze(knobs.train_only)
     resuming = stored and run.checkpoint.exists()
     if knobs.init_from != "scratch" and not resuming:
         take_weights(model, knobs.init_from, run, machine)

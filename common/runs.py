@@ -236,7 +236,7 @@ def find_base(meta, folder):
     base = next((place for place in places if (place / "meta.json").exists()), None)
     if base is None:
         raise ValueError(f"{folder} is an adapter, trained on top of the run {named}, which is neither there nor in "
-                         f"{places[1]}: bring that run back, or start from the folder where it was")
+                         f"{places[1]}: bring that run back, or call this from the folder that the path begins in")
     if fingerprint(base) != meta["base"]["weights"]:
         raise ValueError(f"{folder} is an adapter for other weights than those in {base}, which have changed or are "
                          "another run's: bring back the run that it was trained on top of, or train it again on this")

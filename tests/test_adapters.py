@@ -18,7 +18,8 @@ from model import GPT
 SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--batch_size=4",
          "--warmup_iters=2", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
 LORA = ("--train_only=lora", "--lora_rank=2")
-FOCUS = ("--train_only=focus", "--attn=elastic")        # with `tau` as what a mixer adds: see focus()
+FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
+TAU = ("--train_only=focus", "--attn=elastic")          # for all that a mixer may add: see the fixture `adds_tau`
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +42,8 @@ def lora(base):
 
 
 @pytest.fixture
-def focus(monkeypatch):
-    """A mixer that adds something of its own: elastic attention, whose tau stands in for it."""
+def adds_tau(monkeypatch):
+    """Elastic attention as a mixer that adds tau."""
     monkeypatch.setattr(attention.Attention, "added", ("tau",))
 
 
@@ -60,14 +61,17 @@ def loss(capsys, folder, *flags):
     return json.loads(capsys.readouterr().out)["loss"]
 
 
-def killed_at(step, monkeypatch):
-    """The next training ends when it logs this step, as if by Ctrl-C twice."""
+def cut_short(step, base, out, *flags):
+    """Train, but end like a process that is killed when it logs this step."""
     def log(self, **row):
         if row["step"] == step:
             raise KeyboardInterrupt
         real(self, **row)
     real = Run.log
-    monkeypatch.setattr(Run, "log", log)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Run, "log", log)
+        train_script.main([f"--init_from={base}", f"--out_dir={out}", *SHORT, *flags])
+    return out
 
 
 # -------------------------------------------------------------------------------------------------------------- LoRA
@@ -108,7 +112,7 @@ def test_lora_begins_as_the_model_that_it_stands_on():
 
 def test_only_lora_learns_and_its_matrices_decay():
     gpt = lora_model(attn="elastic")
-    gpt.freeze()
+    gpt.freeze("lora")
     decay, = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
     assert decay["weight_decay"] == 0.1 and len(decay["params"]) == 8
     assert sum(p.numel() for p in decay["params"]) == gpt.num_trained() == 2 * 3 * (16 + 48 + 16 + 16)
@@ -148,8 +152,8 @@ def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, capsys):
     assert loss(capsys, lora, "--attn=elastic", "--attn_args=tau_init=0") == pytest.approx(loss(capsys, lora), abs=1e-5)
 
 
-@pytest.mark.parametrize("flags", [LORA, FOCUS], ids=["lora", "focus"])
-def test_what_is_frozen_stays_bit_for_bit(flags, base, focus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [LORA, TAU, FOCUS], ids=["lora", "tau", "focus"])
+def test_what_is_frozen_stays_bit_for_bit(flags, base, adds_tau, tmp_path, monkeypatch):
     """In the model that was trained, after its last step, and in the base's folder."""
     trained, before = [], {path.name: path.read_bytes() for path in base.iterdir()}
     monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model))
@@ -161,13 +165,22 @@ def test_what_is_frozen_stays_bit_for_bit(flags, base, focus, tmp_path, monkeypa
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
+def test_focus_saves_what_it_adds(base, tmp_path, capsys):
+    """Parameters that learned, and what was counted on the way."""
+    out = adapt(base, tmp_path / "out", *FOCUS)
+    model = load_run(out, "cpu")[0]
+    added = {f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in model.transformer.h[layer].attn.added}
+    assert weights(out).keys() == added & model.state_dict().keys()
+    assert any(name.endswith("centroids") for name in weights(out))
+    assert weights(out)["transformer.h.0.attn.potential"].abs().max() > 0
+    assert loss(capsys, out, "--topk=2") > 0
+
+
 def test_buffers_that_training_carries_are_saved(data, tmp_path):
     """Dex's progress, which the loop sets."""
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=1")
     out, name = adapt(tmp_path / "base", tmp_path / "lora", *LORA), "transformer.h.0.attn.progress"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        killed_at(6, patch)
-        train_script.main([f"--init_from={tmp_path / 'base'}", f"--out_dir={tmp_path / 'half'}", *SHORT, *LORA])
+    cut_short(6, tmp_path / "base", tmp_path / "half", *LORA)
     assert (weights(tmp_path / "base")[name], read_weights(out)[name], weights(out)[name]) == (1, 1, 1)
     assert read_weights(tmp_path / "half")[name] == 0.5                 # the adapter's own counts, not the base's
 
@@ -188,14 +201,11 @@ def test_an_exported_adapter_is_merged(data, tmp_path):
 
 
 @pytest.mark.parametrize("step, flags", [
-    pytest.param(2, LORA, marks=pytest.mark.exhaustive), (6, LORA), (2, FOCUS),
-    pytest.param(6, FOCUS, marks=pytest.mark.exhaustive)])
-def test_killed_and_resumed_equals_uninterrupted(step, flags, base, focus, tmp_path, capsys):
+    pytest.param(2, LORA, marks=pytest.mark.exhaustive), (6, LORA), (2, TAU),
+    pytest.param(6, TAU, marks=pytest.mark.exhaustive), (6, FOCUS)])
+def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path, capsys):
     """Before the first checkpoint, and after it."""
-    whole, killed = adapt(base, tmp_path / "whole", *flags), tmp_path / "killed"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        killed_at(step, patch)
-        train_script.main([f"--init_from={base}", f"--out_dir={killed}", *SHORT, *flags])
+    whole, killed = adapt(base, tmp_path / "whole", *flags), cut_short(step, base, tmp_path / "killed", *flags)
     assert (killed / "ckpt.pt").exists() == (step > 4)
     train_here(f"--out_dir={killed}", "--init_from=resume")
     assert log_rows(killed) == log_rows(whole) and same_weights(killed, whole)
@@ -206,8 +216,10 @@ def test_killed_and_resumed_equals_uninterrupted(step, flags, base, focus, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_equal_one(base, tmp_path):
-    flags = (f"--init_from={base}", *SHORT, *LORA, "--gradient_accumulation_steps=3")
+@pytest.mark.parametrize("only", [LORA, FOCUS], ids=["lora", "focus"])
+def test_two_ranks_equal_one(only, base, tmp_path):
+    """In losses, and in what was trained and counted."""
+    flags = (f"--init_from={base}", *SHORT, *only, "--learning_rate=1e-2", "--gradient_accumulation_steps=3")
     run("train.py", *flags, f"--out_dir={tmp_path / '2'}", ranks=2)
     train_here(*flags, f"--out_dir={tmp_path / '1'}")
     np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=0, atol=1e-5)
@@ -227,9 +239,9 @@ def test_all_weights_are_trained_after_it(base, lora, tmp_path, capsys):
     assert loss(capsys, out) == pytest.approx(loss(capsys, lora), abs=1e-4)
 
 
-def test_an_adapter_may_stand_on_an_adapter(lora, base, focus, tmp_path, capsys):
+def test_an_adapter_may_stand_on_an_adapter(lora, base, adds_tau, tmp_path, capsys):
     """Of another kind, or of the same: its base is the other one, with that one's base."""
-    taus, twice = adapt(lora, tmp_path / "taus", *FOCUS), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
+    taus, twice = adapt(lora, tmp_path / "taus", *TAU), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
     assert sorted(weights(taus)) == [f"transformer.h.{layer}.attn.tau" for layer in (0, 1)]
     assert meta(taus)["base"]["path"] == str(lora)
     assert all(torch.equal(value, read_weights(taus)[name]) for name, value in read_weights(lora).items())
@@ -237,6 +249,7 @@ def test_an_adapter_may_stand_on_an_adapter(lora, base, focus, tmp_path, capsys)
     b, a = (weights(twice)[f"{name}.lora_{part}"] for part in "ba")
     assert torch.equal(read_weights(twice)[f"{name}.weight"], read_weights(lora)[f"{name}.weight"] + b @ a)
     assert loss(capsys, twice) < loss(capsys, lora)
+    assert all(".lora_" in name for name in weights(adapt(taus, tmp_path / "third", *LORA)))            # and no tau
 
 
 # ------------------------------------------------------------------------------------------------- where the base lies
@@ -296,6 +309,7 @@ def test_an_adapter_that_does_not_fit_is_refused(change, says, pair, capsys):
     (("--train_only=focus", "--attn=elastic"), "--attn=elastic adds nothing.*--attn=focus"),
     (("--train_only=lora", "--attn=elastic"), "h.0.attn.tau is not in .*base.*initial value"),
     (("--train_only=lora", "--lora_rank=0"), "lora_rank=0 must be.*at least 1"),
+    (("--train_only=lora", "--lora_on=mlp"), "mlp.*both.*c_attn.*c_proj"),
     (("--train_only=mlp",), "mlp.*all.*focus.*lora")])
 def test_what_cannot_be_trained(flags, says, base, tmp_path, capsys):
     err = complain(train_script.main, capsys, f"--init_from={base}", *SHORT, f"--out_dir={tmp_path / 'out'}", *flags)[1]
@@ -308,15 +322,3 @@ def test_an_adapter_does_not_replace_its_base(pair, capsys):
     before = {path.name: path.read_bytes() for path in base.iterdir()}
     err = complain(train_script.main, capsys, f"--init_from={base}", *SHORT, f"--out_dir={base}", *LORA)[1]
     assert "another --out_dir" in err and {path.name: path.read_bytes() for path in base.iterdir()} == before
-
-
-@pytest.mark.skipif("focus" not in attention.ATTENTIONS, reason="there is no such mixer yet")
-def test_focus_trains_what_it_adds(base, tmp_path, capsys):
-    out = adapt(base, tmp_path / "out", "--attn=focus", "--train_only=focus", "--window=4")
-    own = GPT(load_run(out, "cpu")[0].config).transformer.h[0].attn
-    learned = {name for name, _ in own.named_parameters()} & set(own.added)
-    buffers = {name for name, _ in own.named_buffers() if name in own.state_dict()}
-    saved = {name.partition(".attn.")[2] for name in weights(out)}
-    assert saved == learned | buffers and "centroids" in learned
-    assert all(torch.equal(read_weights(out)[name], value) for name, value in weights(base).items())
-    assert loss(capsys, out) > 0
