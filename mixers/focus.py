@@ -376,15 +376,8 @@ class Focus(Attention):
         self.groups = attention.constants(config, AXES)["groups"]
         super().__init__(config, layer)
         self.local, self.sight = self.sight.window, self.sight._replace(window=0)       # who is near; all are in sight
+        self.causal = self.cached = self.choices["balance"].causal
         self.counted, self.penalty = None, 0.0
-
-    @property
-    def causal(self):
-        return self.choices["balance"].causal
-
-    @property
-    def cached(self):
-        return self.causal
 
     @property
     def hard(self):

@@ -128,7 +128,7 @@ def learn(state, q, k, v, rate, forget, momentum):
     TTT-linear, Sun et al. 2407.04620, section 2.5."""
     M, P, weight, bias, spread = state
     u = -rate * slope(k @ M, v, weight, bias)
-    o, M, P = carry(M, P, q, k, u, forget, momentum, spread[:q.shape[2]])
+    o, M, P = carry(M, P, q, k, u, forget, momentum, spread[:, :, :q.shape[2]])
     return o, (M, P, weight, bias, spread)
 
 
@@ -180,6 +180,8 @@ def needs_small_writes(config, args):
     if config.write == "dt":
         return ("--rule=delta erases as much as it writes, which above 1 would turn old values around, and --write=dt "
                 "has no bound: use beta")
+    if config.qk_norm != "l2":
+        return "--rule=delta takes off what stands under a key of length 1: give --qk_norm=l2"
 
 
 def one_rate(config, args):
@@ -197,7 +199,7 @@ def for_descent(layer, q, k, v, forget, write, x):
 def linear_memory(layer, B):
     M = torch.cat([layer.memory, layer.memory_bias], 1)
     spread = 1 / torch.arange(1, len(layer.place) + 1, device=M.device) + layer.place   # steps of a chunk are averaged
-    return (*at_rest(M, B), layer.inner_scale, layer.inner_bias, wide(spread).clamp(min=0)[:, None])
+    return (*at_rest(M, B), *norm_in_the_loss(layer, B), wide(spread).clamp(min=0)[:, None].expand(B, 1, -1, 1))
 
 
 def memory_of_descent(layer):
@@ -214,7 +216,7 @@ def for_momentum(layer, q, k, v, forget, write, x):
 
 
 def deep_memory(layer, B):
-    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B), layer.inner_scale, layer.inner_bias)
+    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B), *norm_in_the_loss(layer, B))
 
 
 def memory_of_momentum(layer):
@@ -227,6 +229,11 @@ def at_rest(M, B):
     """A memory (H, D, E) for every sequence, and its momentum of 0."""
     M = wide(M).expand(B, *M.shape)
     return M, torch.zeros_like(M)
+
+
+def norm_in_the_loss(layer, B):
+    """Weight and bias of the LayerNorm in the loss, for every sequence."""
+    return (x.expand(B, *x.shape) for x in (layer.inner_scale, layer.inner_bias))
 
 
 def inner_norm(layer):
