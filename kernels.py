@@ -1049,8 +1049,7 @@ def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
 
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
     """Pairs of a condition and what to say about it. Each relies on those before."""
-    yield not AVAILABLE, ("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
-                          "(or set TRITON_INTERPRET=1 to test them on a CPU)")
+    yield from problems_anywhere(q, k, v)
     yield rule not in RULES, f"no kernel for the rule {rule!r}: choose one of {list(RULES)}"
     about = RULES[rule]
     yield row_sum and rule + "_sum" not in RULES, f"{rule} has no row sum to return: leave out row_sum"
@@ -1067,6 +1066,12 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
     yield any(part.ndim != dims or len(part) != H for part, dims in given), (
         f"table must be (H, W), tail and slope (H,), with the {H} heads of q")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
+
+
+def problems_anywhere(q, k, v):
+    """Those of any kernel: where it runs, and on which numbers."""
+    yield not AVAILABLE, ("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
+                          "(or set TRITON_INTERPRET=1 to test them on a CPU)")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     yield not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes, (
         "q, k and v must share one of float32, float16 and bfloat16")

@@ -41,7 +41,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Attention, Choice, Constant, Normal, split_heads, wide
+from attention import Attention, Choice, Constant, Normal, choose_kernel, split_heads, wide
+from mixers import recurrent_kernels
 
 # ---------------------------------------------------------------------------------------------- one chunk, and all
 
@@ -468,9 +469,9 @@ class Recurrent(Attention):
         sight: only its `hidden` counts, a token that nobody reads but itself. past: see forward; empty at first.
         """
         self.check(k, x, table)
-        o = self.read(q, k, v, x, {} if past is None else past)
+        o = self.read(q, k, v, x, past)
         if sight is not None and sight.hidden >= 0:
-            without = self.read(q, k, v, x, {}, sight.hidden)           # of it nothing was written: but for itself
+            without = self.read(q, k, v, x, hidden=sight.hidden)        # of it nothing was written: but for itself
             here = torch.arange(k.shape[2], device=k.device) == sight.hidden
             o = torch.where(here[:, None], o, without)
         o, x = self.through("value_bias", o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
@@ -488,10 +489,11 @@ class Recurrent(Attention):
 
     # ------------------------------------------------------------------ the state
 
-    def read(self, q, k, v, x, past, hidden=-1):
-        """What every token reads, (B, H, T, E), before norm and gate; past is left as the next call wants it. In
-        float32 at least: these are sums of many products. hidden: a place at which nothing is written."""
-        q, k, v = self.prepare(q, k, v)
+    def read(self, q, k, v, x, past=None, hidden=-1):
+        """What every token reads, (B, H, T, E), before norm and gate, in float32 at least: these are sums of many
+        products. past, where there is one, is left as the next call wants it. hidden: a place at which nothing is
+        written."""
+        dtype, (q, k, v) = v.dtype, self.prepare(q, k, v)
         sums, forget, write = self.choices["normalize"].does, *(self.choices[axis].does for axis in ("forget", "write"))
         forget = wide(forget(self, x)) if forget else v.new_zeros(*v.shape[:3], 1)
         write = wide(write(self, x)) if write else v.new_ones(*v.shape[:3], 1)
@@ -499,7 +501,11 @@ class Recurrent(Attention):
             write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
         with torch.autocast(q.device.type, enabled=False):
             values = F.pad(v, (0, 1), value=1.0) if sums else v         # what comes out of ones is the sum of weights
-            o = self.remember(self.rule.inputs(self, q, k, values, forget, write, x), past)
+            inputs = self.rule.inputs(self, q, k, values, forget, write, x)
+            if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
+                o = self.fused(dtype, *inputs)
+            else:
+                o = self.remember(inputs, {} if past is None else past)
             if sums:
                 o = o[..., :-1] / sums(o[..., -1:], None)
             return self.rule.after(self, o, q, v) if self.rule.after else o
@@ -511,6 +517,11 @@ class Recurrent(Attention):
         if 1 < k.shape[1] < self.heads:         # heads that share keys, and below values
             k = self.for_score_heads(k, 1)
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
+
+    def fused(self, dtype, q, k, v, forget, erase=None):
+        """All tokens by the Triton kernels: (B, H, T, E), from products of numbers of this dtype."""
+        q, k, v = (y.to(dtype) for y in (q, k, v))
+        return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].does else None, erase))
 
     def remember(self, inputs, past):
         """All tokens: (B, H, T, E). Of a memory that learns only whole chunks count as learned: the rows of one that
@@ -579,7 +590,7 @@ class Recurrent(Attention):
     def slopes_of(self, rows, signs, *inputs):
         """`slopes` of these rows (R,), (B, H, R, T), in one backward pass."""
         q, k, v, x = (y.detach().repeat(len(rows), *[1] * (y.dim() - 1)) for y in inputs)
-        o = self.read(q, k, v.requires_grad_(), x, {}).unflatten(0, (len(rows), -1))    # (R, B, H, T, E)
+        o = self.read(q, k, v.requires_grad_(), x).unflatten(0, (len(rows), -1))    # (R, B, H, T, E)
         asked = o[torch.arange(len(rows)), :, :, rows]                  # (R, B, H, E), each of its row
         moved, = torch.autograd.grad((asked * signs[:, rows].movedim(1, 0)[:, None]).sum(), v)
         return (moved.unflatten(0, (len(rows), -1)) * signs).mean(-1).movedim(0, 2)
@@ -592,5 +603,7 @@ class Recurrent(Attention):
     @staticmethod
     def obstacles(config, device):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
-        yield "triton", True, f"rule {config.rule} of a state has no kernel"
+        yield "triton", not RULES[config.rule].linear, f"rule {config.rule} of a state has no kernel"
+        yield "triton", config.head_width > 256, "its heads are wider than 256"
+        yield from attention.triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
