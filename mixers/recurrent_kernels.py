@@ -213,7 +213,7 @@ def invert(inputs, X, c: tl.constexpr):
         row, col = t[:, None] // size, t[None, :] // size
         corner = tl.where((row == col + 1) & (col % 2 == 0), A, 0.)             # of each block of 2 size: lower left
         # x = x - x @ corner @ x
-        x -= tl.dot(x, tl.dot(corner, x, input_precision=c.invert), input_precision=c.invert)
+        x -= tl.dot(tl.dot(x, corner, input_precision=c.invert), x, input_precision=c.invert)
         size *= 2
     save(X + head.rows * c.C, x, c.C, i, inputs.T, 0, c.C, c.C)
 
@@ -463,7 +463,7 @@ def launch(kernel, inputs, sizes, more, columns=None):
     grid = (B * heads * (1 if walks else count(T, sizes.C)),
             1 if columns is None else count(sizes.D if kernel is gradients else E, columns))
     with torch.cuda.device_of(inputs.v.at):
-        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=4 if kernel in (read, read_back) else 8)
+        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=4 if kernel in (invert, read, read_back) else 8)
 
 
 def remember(ctx, inputs, output):
@@ -485,7 +485,7 @@ run_backward.register_autograd(kernels.refuse)
 
 TILES = {  # GPU generation (0: float32, on any), width of q and k, is there a rate a channel?
     (90, 64, False): (64, 64, 64, 32), (90, 128, False): (64, 64, 64, 32), (90, 256, False): (32, 64, 16, 16),
-    (80, 64, False): (32, 64, 64, 32), (80, 128, False): (32, 64, 32, 32), (80, 256, False): (32, 64, 16, 16),
+    (80, 64, False): (32, 64, 64, 64), (80, 128, False): (32, 64, 32, 32), (80, 256, False): (32, 64, 16, 16),
     (0, 64, False): (16, 64, 64, 32), (0, 128, False): (16, 64, 32, 32), (0, 256, False): (16, 64, 16, 16),
     (90, 64, True): (16, 32, 64, 32), (90, 128, True): (16, 32, 64, 32), (90, 256, True): (16, 32, 16, 16),
     (80, 64, True): (16, 32, 64, 32), (80, 128, True): (16, 32, 32, 32), (80, 256, True): (16, 32, 16, 16),
