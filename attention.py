@@ -1473,6 +1473,11 @@ class Attention(nn.Module):
                 w = w[:, 0::2] - self.mix(x[:, rows]) * w[:, 1::2]
             yield w
 
+    def flops_per_token(self):
+        """Floating-point operations of training on one token, forward and backward, beside those of the parameters: the
+        products of queries with keys and of weights with values, as if every row saw a whole block."""
+        return 12 * self.config.n_head * self.config.head_width * self.config.block_size
+
     def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, a block of rows at a time, as the block loop makes them."""
         q, k, t, n = self.prepare(q, k)

@@ -156,6 +156,7 @@ class Rule(Choice):
     inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> what a chunk takes
     start: Callable | None = None               # layer, B -> the state before the first token; None: S is 0
     after: Callable | None = None               # layer, o, q, v -> o
+    products: int = 2                           # of a vector with a state, for every token: it reads, and it writes
     linear: bool = True                         # what is written is linear in v, so that there are weights
     places: Callable = lambda positions, chunk: positions               # what RoPE turns by
     heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
@@ -248,11 +249,11 @@ RULES = {
     # state-space duality: all heads have one q and k, and tokens a way past the state. Mamba2, Dao and Gu 2405.21060
     "ssd": Rule(step, lambda layer: {"skip": torch.ones(layer.heads)}, CHUNK, inputs=told, after=plus_skip,
                 heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
-    "delta": Rule(step, args=CHUNK, refuse=needs_small_writes, inputs=told_and_erased),
+    "delta": Rule(step, args=CHUNK, refuse=needs_small_writes, inputs=told_and_erased, products=3),
     "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
-                    linear=False, places=lambda positions, chunk: positions % chunk),
+                    products=3, linear=False, places=lambda positions, chunk: positions % chunk),
     "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
-                     after=answer, linear=False),
+                     after=answer, products=7 * 4, linear=False),       # of two memories, four times as wide as a head
 }
 
 # ------------------------------------------------------------------------------- the axes: what is forgotten, written
@@ -594,6 +595,10 @@ class Recurrent(Attention):
         asked = o[torch.arange(len(rows)), :, :, rows]                  # (R, B, H, E), each of its row
         moved, = torch.autograd.grad((asked * signs[:, rows].movedim(1, 0)[:, None]).sum(), v)
         return (moved.unflatten(0, (len(rows), -1)) * signs).mean(-1).movedim(0, 2)
+
+    def flops_per_token(self):
+        """Those of the recurrence, whose cost does not depend on the length; chunks spend more, on the same result."""
+        return 6 * self.rule.products * self.heads * self.width * self.shapes["v"][1]
 
     def view_blocks(self, q, k, table=None, sight=None):
         raise ValueError(f"--attn={self.config.attn} has a state in place of scores: it has no views, and no tiles")

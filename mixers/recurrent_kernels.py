@@ -462,8 +462,9 @@ def launch(kernel, inputs, sizes, more, columns=None):
     walks = kernel in (scan, scan_back)
     grid = (B * heads * (1 if walks else count(T, sizes.C)),
             1 if columns is None else count(sizes.D if kernel is gradients else E, columns))
+    warps = 8 if walks or kernel is gradients else 4
     with torch.cuda.device_of(inputs.v.at):
-        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=4 if kernel in (invert, read, read_back) else 8)
+        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=warps)
 
 
 def remember(ctx, inputs, output):

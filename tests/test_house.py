@@ -30,8 +30,10 @@ def imports():
     files = {name: ROOT / file for name, file in ROOMS.items()}
     files |= {f"{folder}.{path.stem}".removesuffix(".__init__"): path
               for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
-    return {module: {name for wanted in imported(path) for name in files if f"{wanted}.".startswith(f"{name}.")}
-            - {module} for module, path in files.items()}
+    def ours(wanted):                           # the file itself, rather than the __init__ of its folder
+        return sorted((name for name in files if f"{wanted}.".startswith(f"{name}.")), key=len)[-1:]
+    return {module: {name for wanted in imported(path) for name in ours(wanted)} - {module}
+            for module, path in files.items()}
 
 
 def room(module):

@@ -372,6 +372,15 @@ def test_memory_is_linear_in_length(attn):
     assert peak(2048) < 4.6 * peak(512)
 
 
+def test_the_cost_of_a_token_does_not_depend_on_the_length():
+    def flops(attn, T):
+        model = GPT(tiny_config(attn=attn, block_size=T))
+        return model.flops_per_token() - 6 * model.num_params(embeddings=False)
+    assert flops("retnet", 16) == flops("retnet", 512) == 6 * 2 * 2 * 8 * 8     # two products, two heads of 8
+    assert flops("deltanet", 16) == 6 * 3 * 2 * 8 * 8
+    assert flops("softmax", 512) == 12 * 16 * 512
+
+
 # -------------------------------------------------------------------------------------------------- outside references
 
 
