@@ -1122,7 +1122,7 @@ def weigh_block(rule, sight, q, k, t, distance, i, need_r=False):
     return w, rule.statistic(s, seen, w) if need_r else None
 
 
-def output_block(rule, sight, need_r, dropout, q, k, v, t, *distance, i):
+def output_block(rule, sight, need_r, dropout, q, k, v, t, _, *distance, i):
     """Output (B, H, R, E) of one block of rows, and its statistic if that is needed, as a tuple of one or two."""
     w, r = weigh_block(rule, sight, q, k, t, Distance(*distance), i, need_r)
     if dropout:
@@ -1144,10 +1144,12 @@ def keys_of(rows, R, T, sight):
     return slice(start, T - R + rows.stop)
 
 
-def cut(sight, rows, q, k, v, t, *distance):
-    """What one block needs of everything: its rows, and the keys they see. Slices, so they can be added to in place."""
+def cut(sight, rows, q, k, v, t, u=None, *distance):
+    """What one block needs of everything: its rows, and the keys they see. Slices, so they can be added to in place.
+    t goes with rows, u (B, heads, T, .) with keys, if there is one (see mixers/focus.py)."""
     keys = keys_of(rows, q.shape[2], k.shape[2], sight)
-    return q[:, :, rows], k[:, :, keys], v[:, :, keys], None if t is None else t[..., rows, :], *distance
+    t, u = None if t is None else t[..., rows, :], None if u is None else u[:, :, keys]
+    return q[:, :, rows], k[:, :, keys], v[:, :, keys], t, u, *distance
 
 
 def run_blocks(run, sight, q, k, *more):
@@ -1183,25 +1185,27 @@ class Recomputed(torch.autograd.Function):
                     outputs = ctx.run(*parts, i=i)
                 given = [part for part in parts if part is not None]
                 # of this block alone; then added to where its rows and keys lie in the whole
-                grads = torch.autograd.grad(outputs, given, [gradient[:, :, rows] for gradient in arriving])
+                grads = torch.autograd.grad(outputs, given, [gradient[:, :, rows] for gradient in arriving],
+                                            materialize_grads=True)
                 wholes = (x for x in cut(ctx.sight, rows, *sums) if x is not None)
                 for whole, gradient in zip(wholes, grads, strict=True):
                     whole += gradient
         return None, None, *(None if x is None else total.to(x.dtype) for x, total in zip(inputs, sums, strict=True))
 
 
-def in_blocks(run, sight, q, k, v, t, distance=None):
+def in_blocks(run, sight, q, k, v, t, u=None, distance=None):
     """What `run` makes of each block of rows, put together: output (B, H, R, E), and the statistic (B, H, R, 1) if it
     gives one, or None. Up to two blocks are kept for the backward pass; more are computed again."""
     loop = Recomputed.apply if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK else run_blocks
-    o, *r = loop(run, sight, for_products(q) * sight.scale, for_products(k), v, t, *(distance or Distance()))
+    q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
+    o, *r = loop(run, sight, q, k, v, t, u, *(distance or Distance()))
     return o, r[0] if r else None
 
 
 def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
     """Attention of all rows, block by block: output, and the statistic if asked for, or None."""
     run = partial(output_block, rule, sight, need_r, dropout)
-    return in_blocks(run, sight, q, k, for_products(v), t, distance)
+    return in_blocks(run, sight, q, k, v, t, None, distance)
 
 
 def plain_softmax(q, k, v, scale, dropout):
@@ -1501,7 +1505,7 @@ class Attention(nn.Module):
         q, k, t, n = self.prepare(q, k)
         R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
         for rows, i in row_blocks(R, T, q.device):
-            qb, kb, _, tb = cut(sight, rows, q, k, k, t)
+            qb, kb, _, tb, _ = cut(sight, rows, q, k, k, t)
             scaled = for_products(qb) * sight.scale
             w, r = weigh_block(self.rule, sight, scaled, for_products(kb), tb, distance, i, self.need_r)
             keys, share = keys_of(rows, R, T, sight), self.share(qb, r, n[rows])

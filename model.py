@@ -266,6 +266,12 @@ class GPT(nn.Module):
         there = shapes_of(config)
         return [name for name in self.state_dict() if name not in there and (".attn." in name or name == "sink_token")]
 
+    def without_spare(self, state):
+        """Another model's weights, without what a mixer had added there that this recipe has no use for."""
+        own = self.state_dict()
+        return {name: value for name, value in state.items()
+                if name in own or name.partition(".attn.")[2] not in mixers.ADDED}
+
     def add_lora(self, names, rank, seed):
         """Put LoRA on these projections of every attention layer."""
         for layer, block in enumerate(self.transformer.h):
@@ -316,10 +322,11 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)
         if targets is None:
             return logits, None, *more
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-        if self.training:                       # what a mixer asks of its own choices (Focus with --balance=entropy)
-            loss = loss + sum(block.attn.penalty for block in self.transformer.h)
-        return logits, loss, *more
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1), *more
+
+    def penalty(self):
+        """What layers ask on top of the loss of the last training batch (Focus with --balance=entropy)."""
+        return sum(block.attn.penalty for block in self.transformer.h)
 
     def num_params(self, embeddings=True):
         """Parameters, tied ones counted once. Without `embeddings`, position and untied token tables are left out, as

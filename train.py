@@ -165,8 +165,6 @@ class Train:
             raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
 
 
-# ------------------------------------------------------------------------------------------------------------ presets
-
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
@@ -259,8 +257,6 @@ def train(knobs, config, machine, folder, data, stored, flags):
     command line as given.
     """
     kernel = mixers.choose_kernel(config, machine.device.type)
-    if reason := mixers.MIXERS[config.mixer].cannot_learn(config):
-        raise ValueError(reason)
 
     # the data: batches to train on, and a split to evaluate on, which must hold one window at least
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data has some
@@ -269,7 +265,8 @@ def train(knobs, config, machine, folder, data, stored, flags):
     tokens.fixed_windows(val, config.block_size, 1, stride)             # better found now than at the first evaluation
 
     # the model, with fresh weights or another run's, all of it to be trained or a part
-    run, model = Run(knobs.out_dir, machine, ("balance",) if knobs.head_balance else ()), GPT(config, knobs.seed)
+    balanced = knobs.head_balance or config.balance == "entropy"        # then there is a loss beside the model's own
+    run, model = Run(knobs.out_dir, machine, ("balance",) if balanced else ()), GPT(config, knobs.seed)
     if knobs.train_only == "lora":
         names = ("c_attn", "c_proj") if knobs.lora_on == "both" else (knobs.lora_on,)
         model.add_lora(names, knobs.lora_rank, knobs.seed)
@@ -327,6 +324,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
                     running.require_backward_grad_sync = micro == len(micro_batches) - 1
                 with machine.autocast():        # products in 16 bits where they are fast, sums in float32
                     loss, balance = losses(running, x, y, knobs, machine)
+                    balance = balance + model.penalty()
                 share = len(x) / sequences
                 scaler.scale((loss + balance) * share).backward()
                 own_loss = own_loss + loss.detach() * share             # on the device: Python does not wait for it
@@ -503,12 +501,14 @@ def say_what_next(knobs, config, meta, waited, flags):
             and not flag.startswith(("--attn", "--out_dir", "--init_from=resume"))]
     other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])
     other += "    the same with another attention"
-    if knobs.train_only != "all":               # the second phase of a retrofit, as the Focus paper has it
-        other = f"--init_from={knobs.out_dir} --out_dir={knobs.out_dir}-all    all weights, from here on"
+    if knobs.train_only == "focus":             # the second phase of a retrofit, as the paper has it
+        phase = [flag for flag in kept if not flag.startswith(("--init_from", "--train_only", "--learning_rate"))]
+        other = " ".join([*phase, f"--attn={config.attn}", f"--init_from={knobs.out_dir}", "--train_only=all"])
+        other += f" --out_dir={knobs.out_dir}-all    all weights, from here on"
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
-          f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
-          f"       python train.py {other}")
+          f"       python eval.py sample --out_dir={knobs.out_dir}    more text"
+          + (f"\n       python train.py {other}" if knobs.train_only != "lora" else ""))
 
 
 # --------------------------------------------------------------------------------------------------- the command line
@@ -524,6 +524,8 @@ def main(argv):
         knobs, vocab_size = Train(**fields_of(Train, settled)), settled.get("vocab_size", 0)
         config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})           # 0: see below
         check_balance(knobs, config)
+        if reason := mixers.MIXERS[config.mixer].cannot_learn(config):
+            raise ValueError(reason)
         before = run_before(knobs, stored)
         if knobs.dataset not in tokens.data_sets() and not any(tokens.data_folder(knobs.dataset, run).exists()
                                                                for run in (None, before)):
@@ -574,7 +576,8 @@ def settle_knobs(args):
         meta, checkpoint = read_run(given["init_from"])
         given["init_from"] = str(checkpoint)
         base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
-        if "source" in meta and "preset" not in given:                  # public weights, whose context is too long here
+        # public weights, or what was trained from them: their context is too long here
+        if ("source" in meta or meta["knobs"].get("preset") == "tune") and "preset" not in given:
             given["preset"], base = "tune", base | PRESETS["tune"]
     return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
 

@@ -267,7 +267,7 @@ def load_weights(model, state, path, new=(), copy=True):
     """Put a checkpoint's weights into a model: copies, or the very tensors, in their precision. Raises ValueError that
     names the first tensor that does not fit, or the recipe where it is the reason. Those named in `new` may be missing:
     they keep their initial values."""
-    own = model.state_dict()
+    own, state = model.state_dict(), model.without_spare(state)
     state = {name: own[name] for name in new if name not in state} | state
     for name in [*own, *state]:
         if name not in own or name not in state or own[name].shape != state[name].shape:

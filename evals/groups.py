@@ -239,11 +239,12 @@ def longest_pairs(texts, g, local, top):
 
 def tell(args, found):
     """Of one run a line a layer, then its groups in words; of several a line each."""
-    if len(found) > 1:
-        header, *_ = columns(next(iter(found.values())))
-        body = table([[Path(place).name, *cells(numbers["mean"])] for place, numbers in found.items()],
-                     ["run", *header])
-        return f"{body}\n\n{meanings(next(iter(found.values())))}"
+    if len(found) > 1:                          # the one with the most columns heads the table
+        widest = max(found.values(), key=lambda numbers: len(columns(numbers)[0]))
+        header, _ = columns(widest)
+        rows = ([Path(place).name, *cells(numbers["mean"])] for place, numbers in found.items())
+        body = table([row + [None] * (1 + len(header) - len(row)) for row in rows], ["run", *header])
+        return f"{body}\n\n{meanings(widest)}"
     numbers, = found.values()
     header, rows = columns(numbers)
     return "\n\n".join([first_line(numbers), table(rows, ["layer", *header]), meanings(numbers),

@@ -42,9 +42,10 @@ MEANINGS = {                                    # name: what is printed above it
     "|inner_bias|": "norm of the biases of that norm",
     "|place|": "norm of what is added to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
     "|centroids|": "norm of the centroid of each of Focus' groups, in the place of heads",
-    "|potential|": "norm of what Focus takes off the scores of its groups, so that they are even",
+    "|potential|": "norm of what Focus takes off the scores of its groups, so that they are even; moved by "
+                   "training without a gradient",
     "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
-    "gate_offset": "what two tokens must have in common to pass half of their score",
+    "gate_offset": "what two tokens must have in common for a gate of a half",
     "dex_lambda": "how much of Dex's correction is subtracted",
     "alpha": "entmax's alpha: 1 is softmax, 2 sparsemax",
     "sharpness": "what multiplies the scores of a row of block_size keys",

@@ -11,6 +11,7 @@ Perplexities of --balance=sinkhorn are measured as printed, with later tokens in
 """
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,8 @@ DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": 
 @dataclass
 class Routers:
     """Flags of routers"""
-    k: str = knob("1,2,3,4", "groups that a token is a member of, separated by commas")
+    k: str = knob("", "groups that a token is a member of, separated by commas; empty: 1,2,3,4, if there "
+                      "are so many")
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
     split: str = knob("val", "which split", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
@@ -54,7 +56,11 @@ class Routers:
 
     def __post_init__(self):
         at_least(self, windows=0, batch_size=1, repeats=1, steps=1)
-        whole_numbers(self.k, "k")              # says what is wrong with it
+        for value in self.values.split(",") if self.values else ():
+            if not re.fullmatch(r"\d+/[1-9]\d*|\d*\.?\d+", value):
+                raise ValueError(f"--values: {value!r} must be a number, or a share such as 1/8")
+        if self.k:
+            whole_numbers(self.k, "k")          # says what is wrong with it
         if self.lengths:
             whole_numbers(self.lengths, "lengths")
         if self.values and self.sweep not in SWEEPS:
@@ -74,14 +80,15 @@ def command(args, run):
 def compared(args, run):
     """{"lengths": [{"length", "forms": {form: its figures}}]}."""
     groups.check(run.model, run.out_dir)
-    ks, K = whole_numbers(args.k, "k"), run.model.transformer.h[0].attn.groups
+    K = run.model.transformer.h[0].attn.groups
+    ks = whole_numbers(args.k, "k") if args.k else range(1, min(4, K) + 1)
     if min(ks) < 1 or max(ks) > K:
         raise ValueError(f"--k={args.k}, but a token can be a member of 1 to {K} groups of {run.out_dir}")
     lengths = sorted({run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")})
     forms = {"full": (full_attention(run.model), 0), "soft": (run.model, 0)} | {f"k={k}": (run.model, k) for k in ks}
-    trained = run.meta["knobs"]["block_size"]
     return {"dataset": run.dataset, "split": args.split, "groups": K, "window": run.model.config.window,
-            "training_length": trained, "lengths": [at_length(args, run, forms, T) for T in lengths]}
+            "training_length": run.meta["knobs"]["block_size"],
+            "lengths": [at_length(args, run, forms, T) for T in lengths]}
 
 
 def full_attention(model):
@@ -99,8 +106,7 @@ def full_attention(model):
 def at_length(args, run, forms, T):
     """Figures of every form in windows of T tokens."""
     split, machine, before = run.split(args.split), run.machine, run.model.config.topk
-    seen = groups.look(groups.Groups(split=args.split, windows=args.windows, batch_size=args.batch_size), run,
-                       set_topk(run.model, 0), T)
+    seen = groups.look(args, run, set_topk(run.model, 0), T)
     mean = groups.mean_of([layer.result() for layer in seen])
     rows = read_windows(split, tokens.fixed_windows(split, T, 1, run.stride), T, run.model, machine)
     seconds = machine.race({form: reading(*model_and_k, rows, machine) for form, model_and_k in forms.items()},
@@ -212,7 +218,7 @@ def forms_text(numbers):
             + table(rows, ["length", "form", "loss", "+-", "perplexity", "kept", "speed"]) +
             "\n\n full  softmax attention of the same weights, all pairs\n soft  the gates that it was trained with\n"
             f"  k=k  distant pairs open if they share one of each token's k largest of {numbers['groups']} groups\n"
-            f" kept  share of pairs {numbers['window']} apart or more that are open\n"
+            f" kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
             "speed  of reading one window with the whole model, against full")
 
 

@@ -19,6 +19,7 @@ for _mixer in MIXERS.values():
 NUMBERS = {name: number for mixer in MIXERS.values() for name, number in mixer.numbers.items()}
 DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()} | attention.DEFAULTS
 DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
+ADDED = {name for mixer in MIXERS.values() for name in mixer.added}     # to what plain attention has
 
 
 def layer_of(config, layer):

@@ -67,7 +67,7 @@ class Balance(Choice):
 
 
 def by_softmax(layer, s):
-    """g_i = softmax(s_i): nothing keeps the groups even, and the gradient wants no pair shut. Table 8."""
+    """g_i = softmax(s_i): nothing keeps the groups even, and the gradient wants no pair shut. Section 4."""
     return s.softmax(-1)
 
 
@@ -90,7 +90,8 @@ def sinkhorn(layer, s):
 
 def with_potential(layer, s):
     """g_i = softmax(s_i - u), u the mean of what Sinkhorn found for the sequences of past steps: a constant to the
-    gradient, which stays as it is in evaluation. Causal."""
+    gradient, which stays as it is in evaluation. Causal. It starts at 0 and moves by `rate`, so for the first twenty
+    steps or so nothing is balanced yet."""
     return (s - layer.potential).softmax(-1)
 
 
@@ -105,7 +106,8 @@ def move_potential(layer, sums):
 
 def confident_and_even(layer, g):
     """The mean entropy of a token's shares, less that of the mean share: low where each token is sure of its group, and
-    the groups are even. The paper names "entropy and balance losses" and no formula."""
+    the groups are even. The paper names "entropy and balance losses" and no formula; its "balance weight x5" is
+    penalty=0.05 here. Taken of each micro-batch by itself, so here it does matter how a batch is split."""
     return layer.args["penalty"] * (entropy(g).mean() - entropy(g.mean((0, 1))))
 
 
@@ -119,22 +121,23 @@ def sums_by_group(layer, s, z, g):
 
 
 def move_centroids(layer, sums):
-    """Centroids drift to the mean of their tokens, by 1 % a step; a group without tokens stays where it is."""
+    """Centroids drift to the mean of their tokens; a group without tokens stays where it is."""
     mass = sums[:, :1]
-    layer.centroids.lerp_(torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids), 0.01)
+    means = torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids)
+    layer.centroids.lerp_(means, layer.args["rate"])
 
 
 def a_sequence(layer, s, z, g):
     """What k-means runs on: up to about 512 tokens of a sequence."""
-    return z[0, ::max(1, z.shape[1] // 512)]
+    return z[0, ::-(-z.shape[1] // 512)]
 
 
 def recluster(layer, z):
     """Every so many steps the centroids become the directions of k-means of the tokens z (n, d_g) from their mean."""
     layer.steps += 1
     if layer.steps % layer.args["every"] == 0:
-        z = z - z.mean(0)
-        layer.centroids.copy_(F.normalize(k_means(z, layer.groups), dim=-1))
+        layer.middle.copy_(z.mean(0))
+        layer.centroids.copy_(F.normalize(k_means(z - layer.middle, layer.groups), dim=-1))
 
 
 def k_means(z, K):
@@ -160,7 +163,13 @@ def router_alone(layer):
     """The same, with centroids that no gradient moves."""
     dice = torch.Generator().manual_seed(layer.depth)
     start = torch.randn(layer.groups, layer.args["route_dim"], generator=dice)
-    return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1)), "steps": Fixed(torch.zeros(()))}
+    return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1))}
+
+
+def router_and_middle(layer):
+    """The same, and what is taken off every token before it is scored."""
+    middle = torch.zeros(layer.args["route_dim"])
+    return router_alone(layer) | {"middle": Fixed(middle), "steps": Fixed(torch.zeros(()))}
 
 
 # a set of groups is the bits of a number, of which 62 are enough
@@ -177,8 +186,9 @@ BALANCES = {                                    # the default is ours, the other
     "entropy": Balance(by_softmax, router, ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
                        penalty=confident_and_even),
     "stop_gradient": Balance(by_softmax, router, ROUTER, detached=True),
-    "ema": Balance(by_softmax, router_alone, ROUTER, detached=True, count=sums_by_group, settle=move_centroids),
-    "recluster": Balance(by_softmax, router_alone, ROUTER | {"every": Constant(100, 1, 10**9)}, count=a_sequence,
+    "ema": Balance(by_softmax, router_alone, ROUTER | {"rate": Constant(0.01, 0.0, 1.0)},
+                   detached=True, count=sums_by_group, settle=move_centroids),
+    "recluster": Balance(by_softmax, router_and_middle, ROUTER | {"every": Constant(100, 1, 10**9)}, count=a_sequence,
                          sample=True, settle=recluster),
 }
 
@@ -243,10 +253,9 @@ REFUSED = {                                     # axis: why its other values mea
 # ------------------------------------------------------------------------------------------------ a block of all pairs
 
 
-def gated_block(affinity, local, sight, need_r, dropout, q, k, v, a, *distance, i):
-    """Output (B, H, R, E) of one block of rows, and its log-sum-exp if that is needed. a (B, 1, R, G) are the rows'
-    halves of the gates' arguments; the keys' halves are v's last columns, so that the block loop cuts both."""
-    b, v = wide(v[:, :1, :, v.shape[-1] - a.shape[-1]:]), v[..., :v.shape[-1] - a.shape[-1]]
+def gated_block(affinity, local, sight, need_r, dropout, q, k, v, a, b, *distance, i):
+    """Output (B, H, R, E) of one block of rows, and its log-sum-exp if that is needed. a (B, 1, R, G) and b (B, 1,
+    keys, G) are the rows' and the keys' halves of the gates' arguments."""
     w, r = gated_weights(affinity, local, sight, q, k, a, b, i, need_r)
     o = grouped((F.dropout(w, dropout) if dropout else w).to(v.dtype), v)
     return (o, r) if need_r else (o,)
@@ -257,7 +266,7 @@ def gated_weights(affinity, local, sight, q, k, a, b, i, need_r):
     affinity the gates are shut or open."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     near, seen = i[:, None] - j < local, visible(i[:, None], j, sight)
-    s, z = wide(grouped(q, k.mT)), wide(a) @ b.mT                       # (B, H, R, keys), (B, 1, R, keys)
+    s, z = wide(grouped(q, k.mT)), grouped(a, b.mT)                     # (B, H, R, keys), (B, 1, R, keys)
     if affinity:
         s = torch.where(near, s, affinity(s, z))
     else:
@@ -373,7 +382,7 @@ class Focus(Attention):
     """
     axes, refused, heads_by = AXES, REFUSED, "diff"
     numbers = {"window": attention.Number(0), "topk": attention.Number(0, more_than_groups)}
-    added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "steps")
+    added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "middle", "steps")
 
     def __init__(self, config, layer):
         self.groups = attention.constants(config, AXES)["groups"]
@@ -396,7 +405,8 @@ class Focus(Attention):
         balance = self.choices["balance"]
         with torch.autocast(x.device.type, enabled=False):
             z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)
-            s = z @ self.centroids.mT / self.args["temperature"]        # (B, T, K)
+            middle = getattr(self, "middle", 0.0)
+            s = (z - middle) @ self.centroids.mT / self.args["temperature"]             # (B, T, K)
             g = balance.does(self, s)
         if self.training and balance.penalty:
             self.penalty = balance.penalty(self, g)
@@ -414,13 +424,13 @@ class Focus(Attention):
     @torch.no_grad()
     def finish_step(self, machine):
         """A training step is over: settle what it counted, the same on all ranks."""
-        if self.counted is None:
+        self.penalty = 0.0                      # its graph is not needed any more
+        balance, counted, self.counted = self.choices["balance"], self.counted, None
+        if counted is None or not self.router.weight.requires_grad:     # frozen, groups stay as they are
             return
-        balance, counted = self.choices["balance"], self.counted
         if balance.sample:                      # the main rank's: the mean of it and of nothing, times the ranks
             counted = counted * machine.world * machine.main
         balance.settle(self, machine.mean(counted))
-        self.counted = None
 
     def memberships(self, g, k):
         """The k largest groups of each token: (B, T, K), true or false."""
@@ -476,9 +486,7 @@ class Focus(Attention):
         a, b = self.halves(g)
         dropout = self.config.dropout if self.training else 0.0
         run = partial(gated_block, self.gate_of_pairs, self.local, sight, self.need_r, dropout)
-        v = for_products(v)
-        v = torch.cat([v, b.to(v.dtype).expand(-1, v.shape[1], -1, -1)], -1)
-        return attention.in_blocks(run, sight, q, k, v, a[:, :, -q.shape[2]:])
+        return attention.in_blocks(run, sight, q, k, v, a[:, :, -q.shape[2]:], b)
 
     @property
     def gate_of_pairs(self):
@@ -505,6 +513,12 @@ class Focus(Attention):
     @staticmethod
     def cannot_learn(config):
         """Why training with this config would teach the router nothing, or None."""
+        groups = attention.constants(config, AXES)["groups"]
+        if groups == 1:
+            return "--attn_args=groups=1: with one group there is nothing to learn; give it two or more"
+        if groups > config.block_size:
+            return (f"--attn_args=groups={groups}: more groups than the {config.block_size} tokens of --block_size "
+                    "cannot be even; give it fewer")
         if config.block_size <= config.window:
             return (f"--block_size={config.block_size} is no longer than --window={config.window}, so all pairs are "
                     "near and the router would learn nothing: make the window smaller or the block longer")
@@ -512,9 +526,7 @@ class Focus(Attention):
     @staticmethod
     def obstacles(config, device):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
-        here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
         yield "triton", not config.topk, "the soft gate of every pair has no kernel; the sparse form, --topk, has"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
-        yield "triton", not here, "it needs triton and a CUDA GPU"
-        yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+        yield from attention.triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

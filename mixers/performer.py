@@ -86,7 +86,7 @@ AXES = STATES | {
 
 class Performer(Recurrent):
     """A recurrent layer whose state holds the sums of random features, and the largest of each so far."""
-    axes = AXES
+    axes, added = AXES, ("directions",)
 
     def fresh(self, v):
         """The state before the first token: S of 0, and nothing yet that could be the largest."""

@@ -43,7 +43,7 @@ AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attenti
 
 class Routing(Attention):
     """One layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
-    axes, numbers, causal, cached = AXES, {}, False, False
+    axes, numbers, causal, cached, added = AXES, {}, False, False, ("means", "moves")
     refused = {                                 # axis: why its values mean nothing here
         "window": "who sees whom is decided by clusters; how many tokens one takes is --attn_args=cluster_size=",
         "window_every": "it has no window", "first": "it has no window",

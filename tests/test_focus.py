@@ -10,6 +10,7 @@ from conftest import assert_says, complain, train, train_here
 
 import mixers
 from common.machine import Machine
+from evals.instrument import load_run
 from mixers.focus import BALANCES, k_means, sparse
 from model import GPT, GPTConfig
 
@@ -148,6 +149,25 @@ def test_k_means_finds_what_was_hidden():
     found = k_means(torch.randn(300, 2, generator=dice) + middles.repeat(100, 1), 3)
     assert torch.cdist(middles, found).amin(1).max() < 0.5
     assert k_means(torch.zeros(5, 2), 3).isfinite().all()               # fewer points than groups
+
+
+def test_after_reclustering_tokens_are_where_k_means_put_them():
+    """Also where all tokens have a direction in common, which scores would be full of."""
+    module = layer(balance="recluster", attn_args="groups=3,every=1,temperature=1").train()
+    x = inputs(module, 300)[3] + 2.0
+    module.assign(x)
+    module.finish_step(Machine("cpu", "float32"))
+    shares = torch.bincount(module.assign(x)[0].argmax(-1), minlength=3) / 300
+    assert shares.max() < 0.6 and shares.min() > 0.1
+
+
+def test_a_router_can_be_left_out_or_given_another_balance(data, tmp_path):
+    """What Focus had added to a run is no obstacle to looking at it as plain attention, or to another balance."""
+    train_here(*FOCUS, f"--dataset={data}", f"--out_dir={tmp_path / 'focus'}", "--max_iters=2")
+    for flags in (["--attn=softmax", "--window=0"], ["--balance=softmax"]):
+        given = dict(flag.removeprefix("--").split("=") for flag in flags)
+        load_run(tmp_path / "focus", "cpu", given | ({"window": 0} if "window" in given else {}))
+        train_here(f"--init_from={tmp_path / 'focus'}", *flags, "--max_iters=1", f"--out_dir={tmp_path / 'next'}")
 
 
 # --------------------------------------------------------------------------------------------------------------- gates
@@ -313,6 +333,8 @@ def test_what_cannot_be_says_why(data, capsys):
             (["--window=16"], "block_size=16 is no longer than --window=16.*would learn nothing"),
             (["--window=0"], "give --window=1 or more"),
             (["--window=4", "--topk=5"], "cannot be a member of more groups than there are.*groups=4"),
+            (["--window=4", "--attn_args=groups=1"], "one group there is nothing to learn"),
+            (["--window=4", "--attn_args=groups=20"], "more groups than the 16 tokens"),
             (["--window=4", "--attn_args=groups=0"], "groups=WHOLE NUMBER"),
             (["--window=4", "--attn_args=group=8"], "groups"),
             (["--window=4", "--rule=elastic"], "means nothing to mixer focus.*log-sum-exps"),
