@@ -96,7 +96,8 @@ def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path
 @pytest.mark.parametrize("attn", RECIPES)
 def test_every_recipe_learns(attn, tmp_path, data):
     """From the loss of a guess to that of one who has read the text."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", *LEARN)
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", *LEARN,
+               *(["--window=4"] if attn == "focus" else []))            # its router needs pairs beyond the window
     assert abs(losses(tmp_path)[0] - np.log(257)) < 0.1
     assert losses(tmp_path)[-1] < 3.5 and meta(tmp_path)["losses"]["val"] < 3.5
 
@@ -122,7 +123,7 @@ def test_head_lr_moves_the_head_scalars_only_and_tau_is_not_decayed(tmp_path, da
 
 
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
-    for path in (*ROOT.glob("*.py"), *(p for room in ("common", "data", "evals") for p in (ROOT / room).glob("*.py"))):
+    for path in (*ROOT.glob("*.py"), *(p for room in ("common", "data", "evals", "mixers") for p in (ROOT / room).glob("*.py"))):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     done = subprocess.run([sys.executable, "train.py", "--attn=elastic", "--max_iters=2", "--eval_iters=1",
