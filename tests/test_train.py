@@ -123,7 +123,8 @@ def test_head_lr_moves_the_head_scalars_only_and_tau_is_not_decayed(tmp_path, da
 
 
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
-    for path in (*ROOT.glob("*.py"), *(p for room in ("common", "data", "evals", "mixers") for p in (ROOT / room).glob("*.py"))):
+    rooms = (ROOT, *(ROOT / room for room in ("common", "data", "evals", "mixers")))
+    for path in (path for room in rooms for path in room.glob("*.py")):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     done = subprocess.run([sys.executable, "train.py", "--attn=elastic", "--max_iters=2", "--eval_iters=1",
