@@ -9,22 +9,28 @@ each is trained once, whoever reads it.
     long    the same task in sequences of 256 symbols, as many tokens a step
     gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
 """
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from common.runs import ROOT, finished_run
+from data import files
+from evals.ledger.checks import CHECKS, LOOKS
 from evals.lab import flags_in_lab
 
 
 class Setup(NamedTuple):
-    """A way to train every recipe."""
+    """A way to train every recipe. {data}, {runs}, {seed} and {books} stand for folders and the seed at hand."""
     flags: str                                  # of train.py, before the recipe's own
-    data: str = ""                              # what makes its data set in DATA/NAME, if it has one of its own
-    seconds: float = 14.0                       # of a run, about
+    data: str = ""                              # what makes {data}/NAME, if it has a data set of its own
 
 
-DATA, RUNS = "out/claims/data", "out/claims"
 BACKCOPY = "data/backcopy.py"
-BOOKS = "data/text.py --source={books} --val=moby-dick --tokenizer=bytes"
-FORTY_BOOKS = "--dataset=out/claims/data/gpu"
 GPU = ("--n_layer=8 --n_head=8 --n_embd=512 --block_size=512 --pos=rope --batch_size=64 --max_iters=2000 "
        "--learning_rate=1e-3 --warmup_iters=200 --eval_interval=100 --eval_iters=4")
 
@@ -35,8 +41,14 @@ SETUPS = {
     "tied": Setup("--preset=lab --tied=1"),
     "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
     "long": Setup("--preset=lab --dataset={data}/long --block_size=256 --bias_range=256 --batch_size=12",
-                  f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000", 25.0),
-    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", BOOKS, 120.0),
+                  f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
+    **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}", f"{BACKCOPY} --no_bos --fixed_at={place}")
+       for place in (4, 32)},
+    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", "data/text.py --source={books} --val=moby-dick --tokenizer=bytes"),
+    **{f"gpu-fixed{place}": Setup(
+        f"{GPU} --dataset={{data}}/gpu-fixed{place}",
+        f"data/text.py --source={{books}} --val=moby-dick --tokenizer=bytes --fixed_at={place} --length=512")
+       for place in (4, 8, 16, 32, 64)},
 }
 
 TDA = "--attn=tda --attn_args=learn_beta=0,beta_init="
@@ -62,6 +74,14 @@ RECIPES = {                                     # {name: flags of train.py}; bes
     **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},
     # threshold differential attention with a fixed beta
     **{f"tda-{beta}": f"{TDA}{beta}" for beta in ("0.3", "0.5", "0.8", "1")},
+    # the forms of elastic's offset (lazy attention, table 2), and tau's learning rate
+    "tau-from-0": "--attn=elastic --attn_args=tau_init=0",
+    "tau-fixed": "--attn=elastic --attn_args=learn_tau=0",
+    "tau-plain": "--attn=elastic --attn_args=per_length=0,tau_init=0",
+    "elastic-x30": "--attn=elastic --head_lr=30",
+    "bias-alone": "--attn=softmax --pos=bias",
+    **{f"tda-p{power}": f"--attn=tda --attn_args=power={power}" for power in (1, 3, 5)},
+    **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=2" for weight in (0.001, 0.01)},
     # two layers; and of four heads, before and after 250 steps with and without the balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
     "heads": f"--attn=softmax {HEADS}",
@@ -70,7 +90,131 @@ RECIPES = {                                     # {name: flags of train.py}; bes
     "heads-eq9": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_skip=1",
 }
 
+PUBLIC = {"smollm2": "out/smollm2"}             # runs of public weights, and where they are
 
-def flags_of(recipe):
-    """What train.py is told of a recipe, whatever the set-up. Raises ValueError on a name that is none."""
-    return RECIPES[recipe].split() if recipe in RECIPES else flags_in_lab(recipe)
+# what eval.py says of a run, as JSON; checks.LOOKS are more
+COMMANDS = {
+    "probe": "probe --windows=256 --batch_size=64",
+    "repeat": "probe --windows=64 --batch_size=64 --input=repeat",
+    "probe-lengths": "probe --lengths=64,128,256 --windows=128 --batch_size=16",
+    "probe-10": "probe --length=10",
+    "probe-512": "probe --length=512 --windows=16",
+    **{f"at-{place}": f"probe --windows=64 --k={place + 1}" for place in (0, 4, 8, 16, 32)},
+    "at-64": "probe --windows=64 --k=64",       # Sink_k^eps looks at the first 64 tokens
+    "params": "params",
+    "heads": "heads --windows=64 --batch_size=16",
+    "heads-against": "heads --windows=64 --against=stdlib",
+    "heads-cost": "heads --windows=32 --cost --prune=14",
+    "loss": "loss --windows=128 --length=512",
+    "loss-streaming": "loss --windows=128 --length=512 --attn=streaming --window=68 --first=4",
+    "loss-window": "loss --windows=128 --length=512 --attn=window --window=64",
+    "loss-short": "loss --windows=128 --length=48",
+    "loss-short-streaming": "loss --windows=128 --length=48 --attn=streaming --window=68 --first=4",
+    "lengths": "lengths --lengths=512",
+    "speed": "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512",
+    "public-probe": "probe --windows=20 --length=64 --batch_size=20",
+    "public-bos": "probe --windows=20 --length=64 --batch_size=20 --input=bos",
+    "public-heads": "heads --windows=16 --length=256 --cost --prune=14",
+    "public-dormant": "heads --windows=16 --length=256",
+    "public-against": "heads --windows=16 --length=256 --against=backcopy",
+}
+
+# ------------------------------------------------------------------------------------------------------------- the jobs
+
+
+class Place(NamedTuple):
+    """Where runs and data sets go, and what is told to every train.py."""
+    out_dir: str = "out/claims"
+    books: str = "books"
+    train_args: str = ""
+
+
+class Job(NamedTuple):
+    """Something to do once, whoever reads it. words: of the command, from its script on, or of a function here; place: a
+    run's or a data set's folder, or the file with what was found; after: the jobs that come before."""
+    words: tuple[str, ...]
+    place: Path
+    after: tuple = ()
+
+
+def data_job(name, where):
+    """The making of a set-up's own data set."""
+    folder = Path(where.out_dir) / "data" / name
+    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=where.books).split()), folder)
+
+
+def train_job(run, seed, where):
+    """The training of RECIPE or RECIPE@SETUP."""
+    recipe, _, name = run.partition("@")
+    name = name or "lab"
+    setup, folder = SETUPS[name], Path(where.out_dir) / name / f"{recipe}-{seed}"
+    flags = f"{setup.flags} --seed={seed} --out_dir={folder} {flags_of(recipe, name)} {where.train_args}"
+    after = (data_job(name, where),) if setup.data else ()
+    if "{runs}" in flags:                       # it goes on from another run of this set-up
+        after += (train_job(f"heads@{name}", seed, where),)
+    filled = flags.format(data=Path(where.out_dir) / "data", runs=folder.parent, seed=seed)
+    return Job(("train.py", *filled.split()), folder, after)
+
+
+def flags_of(recipe, setup):
+    """What train.py is told of a recipe. Raises ValueError on a name that is none."""
+    if recipe in RECIPES:
+        return RECIPES[recipe]
+    in_lab = flags_in_lab(recipe)               # what it needs in one layer with one head, and nowhere else
+    return f"--attn={recipe}" if setup.startswith("gpu") else " ".join(in_lab)
+
+
+def job_of(run, path, seed, where):
+    """The job that has what a Reading reads at this path of this run."""
+    look, found = path.split("/")[0], Path(where.out_dir) / "found"
+    if run in CHECKS:
+        return Job((run, str(seed)), found / f"{run}-{seed}.json")
+    base = Job((), Path(PUBLIC[run])) if run in PUBLIC else train_job(run, seed, where)
+    file, after = found / f"{base.place.parent.name}-{base.place.name}-{look}.json", (base,)
+    if look in LOOKS:
+        return Job((look, str(base.place)), file, (data_job("long", where), *after) if look == "far" else after)
+    if look in COMMANDS:
+        return Job(("eval.py", *COMMANDS[look].split(), f"--out_dir={base.place}", "--json"), file, after)
+    return base
+
+
+def all_jobs(jobs):
+    """These and all that come before them, each once, in an order in which they can be done."""
+    found = {}
+    for job in jobs:
+        found |= dict.fromkeys([*all_jobs(job.after), job])
+    return [job for job in found if job.words]  # public weights are there, or they are not
+
+
+def result_of(job):
+    """What a job has found, or None while it is not done: a run's report and losses, the numbers in a file."""
+    if job.words[:1] == ("train.py",):
+        meta = finished_run(job.place, list(job.words[1:]))
+        return meta and meta["report"] | {"commit": meta["git_commit"], "machine": meta["machine"]}
+    if job.words[0].startswith("data/"):
+        return {} if (job.place / "meta.json").exists() else None
+    kept = files.read_json(job.place) if job.place.exists() else {}
+    before = [run.place / "meta.json" for run in job.after]
+    if kept.get("words") != list(job.words) or not all(path.exists() for path in before):
+        return None
+    young = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in before)
+    return kept["found"] if young else None
+
+
+def do(job):
+    """Do it, in a process of its own if it is a command. Raises ValueError where that fails."""
+    name, *rest = job.words
+    if name in CHECKS:
+        found = CHECKS[name](int(rest[0]))
+    elif name in LOOKS:
+        found = LOOKS[name](rest[0])
+    else:
+        threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
+        process = subprocess.run([sys.executable, ROOT / name, *rest], capture_output=True, text=True,
+                                 env=os.environ | threads)
+        if process.returncode:
+            raise ValueError(f"{' '.join(job.words)} failed: {(process.stderr.strip() or '?').splitlines()[-1]}")
+        if name != "eval.py":
+            return
+        found = json.loads(process.stdout)
+    files.write_json(job.place, {"words": job.words, "found": found})

@@ -1,0 +1,205 @@
+"""The ledger: what five papers claim, and what this repository finds.
+
+    python eval.py claims                               every claim, its verdict, their figures and ours
+    python eval.py claims --show=lazy-sink-gone         one claim whole
+    python eval.py claims --run=lab                     measure what is missing of these, or of ID,ID
+
+A claim is a row of data (ledger/lazy.py, threshold.py, focus.py, native_moe.py, emerges.py: one paper each): what is
+said and where, their figures, what is read from which runs, and a verdict rule that was fixed before any run.
+ledger/experiments.py holds the runs, which claims share, and ledger/checks.py what no other instrument measures.
+
+What was measured stands in results/claims.json, by claim and seed; verdicts are taken from it anew at every call. A
+--run that is cut short goes on where it was.
+"""
+import itertools
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common.flags import knob
+from common.machine import Machine
+from common.runs import ROOT, made_by
+from data import files
+from evals.instrument import pyplot, save_figure, whole_numbers
+from evals.ledger import emerges, focus, lazy, native_moe, threshold
+from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS
+from evals.ledger.experiments import PUBLIC, Place, all_jobs, do, job_of, result_of
+
+PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
+CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
+
+
+@dataclass
+class ClaimsFlags:
+    """Flags of claims"""
+    show: str = knob("", "print this claim whole")
+    run: str = knob("", f"measure what is missing of a class ({', '.join(COSTS)}), or of claims: ID,ID")
+    seeds: str = knob("2,3,4", "seeds, separated by commas")
+    workers: int = knob(0, "jobs at a time; 0: two with one thread each, on a GPU one")
+    out_dir: str = knob("out/claims", "where the runs go; those that are there are not trained again")
+    books: str = knob("books", "folder of texts for gpu-minutes, with a moby-dick among them")
+    train_args: str = knob("", "more flags for every train.py, as in '--max_iters=20 --n_layer=2' to try it out")
+    results: str = knob("", "the file with what was found; empty: results/claims.json, or with --train_args "
+                            "claims.json in out_dir")
+    png: str = knob("", "also draw all verdicts into this file")
+    json: bool = knob(False, "print JSON instead of text")
+
+    def __post_init__(self):
+        whole_numbers(self.seeds, "seeds")
+        for name in [*([self.show] if self.show else []), *(self.run.split(",") if self.run else [])]:
+            if name not in CLAIMS and not (name in COSTS and name != self.show):
+                raise ValueError(f"there is no claim {name!r}: choose from {', '.join([*COSTS, *CLAIMS])}")
+
+
+def command(args, run):
+    """What five papers claim, and what is found here: with --run measured, else as it was found."""
+    where = Place(args.out_dir, args.books, args.train_args)
+    place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
+    results = files.read_json(place) if place.exists() else {"claims": {}}
+    if args.run:
+        measure(wanted(args.run), args, where, results)
+        files.write_json(place, results)
+    if args.png:
+        draw(args.png, results["claims"])
+    verdicts = {name: verdicts_of(claim, results["claims"].get(name, {})) for name, claim in CLAIMS.items()}
+    text = shown(CLAIMS[args.show], results, where) if args.show else ledger(results["claims"])
+    return results | {"verdicts": verdicts}, text
+
+
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
+def readings(claim):
+    """{where: (Reading, its cost class)} of a claim: as it stands (""), in other set-ups, of other runs."""
+    found = {"": (claim.reading, claim.cost)} if claim.reading else {}
+    for setup in claim.variations:
+        moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
+                 for column, (path, runs) in claim.reading.reads.items()}
+        found[setup] = claim.reading._replace(reads=moved), claim.cost
+    return found | {name: (reading, cost_of(reading, claim)) for name, reading in claim.elsewhere.items()}
+
+
+def cost_of(reading, claim):
+    """The class of the same question to other runs."""
+    runs = " ".join(runs for _, runs in reading.reads.values()).split()
+    public, gpu = any(run in PUBLIC for run in runs), any("@gpu" in run for run in runs)
+    return "public-weights" if public else "gpu-minutes" if gpu else "lab"
+
+
+def wanted(text):
+    """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim all of its
+    own."""
+    names = text.split(",")
+    return [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
+            if claim.id in names or cost in names]
+
+
+def seeds_of(claim, reading, seeds):
+    """Public weights have no seeds; some claims take fewer than there are."""
+    runs = " ".join(runs for _, runs in reading.reads.values()).split()
+    return seeds[:1] if all(run in PUBLIC for run in runs) else seeds[:claim.seeds]
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(asked, args, where, results):
+    """Do what is missing for these readings, and put what they read into the results. What fails is named at the end,
+    and its claims stay as they were."""
+    seeds = whole_numbers(args.seeds, "seeds")
+    jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
+            for claim, name, reading in asked}
+    do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
+    about = made_by() | {"machine": str(Machine()), "seeds": seeds}
+    for claim, name, reading in asked:
+        numbers = numbers_of(reading, jobs[claim.id, name])
+        if numbers:
+            results["claims"].setdefault(claim.id, {})[name] = {**about, "numbers": numbers}
+
+
+def jobs_of(reading, seeds, where):
+    """{(column, run): [the job of each seed]}."""
+    return {(column, run): [job_of(run, path, seed, where) for seed in seeds]
+            for column, (path, runs) in reading.reads.items() for run in runs.split()}
+
+
+def do_all(jobs, workers):
+    """What of these is missing, some at a time, each after what it needs."""
+    missing = [job for job in jobs if result_of(job) is None]
+    workers = workers or (1 if torch.cuda.is_available() else 2)
+    depths, failed = {job: depth(job) for job in missing}, []
+    with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar:
+        for _, stage in itertools.groupby(sorted(missing, key=depths.get), key=depths.get):
+            with ThreadPoolExecutor(workers) as pool:
+                for error in pool.map(tried, stage):
+                    failed += [error] if error else []
+                    bar.update()
+    print("".join(f"{error}\n" for error in failed), end="", file=sys.stderr)
+
+
+def depth(job):
+    """How many jobs come before it, one after another."""
+    return 1 + max(map(depth, job.after), default=0)
+
+
+def tried(job):
+    """Do it; what went wrong, or None."""
+    try:
+        do(job)
+    except (ValueError, OSError) as e:
+        return str(e)
+
+
+def numbers_of(reading, jobs):
+    """{column: {run: [what each seed's job found at the path]}}, or None while some is missing."""
+    found = {}
+    for (column, run), group in jobs.items():
+        results = [result_of(job) for job in group]
+        if None in results:
+            return None
+        steps = reading.reads[column][0].split("/")
+        steps = steps[1:] if group[0].words[0] == "eval.py" or group[0].words[0] == steps[0] else steps
+        found.setdefault(column, {})[run] = [rounded(value_at(result, steps)) for result in results]
+    return found
+
+
+def value_at(found, steps):
+    """What stands in nested dicts and lists at these names and numbers; * is every item of a list."""
+    for i, step in enumerate(steps):
+        if step == "*":
+            return [value_at(item, steps[i + 1:]) for item in found]
+        found = found[int(step) if isinstance(found, list) else step]
+    return found
+
+
+def rounded(value):
+    """A number or a list of them, to six digits."""
+    return [rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.6g}")
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def verdicts_of(claim, found):
+    """{where: verdict} of a claim, from what was found of it."""
+    judged = {name: judge(reading, found[name]["numbers"]) for name, (reading, _) in readings(claim).items()
+              if name in found}
+    return {"": NOT_RUN} | judged
+
+
+def judge(reading, numbers):
+    """The verdict on numbers {column: {run: [a value for each seed]}}, which have the setup in their runs' names."""
+    arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
+              for column, group in numbers.items()}
+    return reading.verdict(arrays)
+
+
+def flips(verdicts):
+    """Where the verdict is another one than of the claim as it stands."""
+    return {name: verdict for name, verdict in verdicts.items() if verdict != verdicts[""]}
