@@ -356,6 +356,8 @@ ATTENTIONS = {
     "identity_norm": {"rule": "identity", "normalize": "max1"},
     "mlp": {"rule": "identity", "feature": "mlp"},
     "mlp_norm": {"rule": "identity", "feature": "mlp", "normalize": "max1"},
+    # learned groups of tokens: mixers/focus.py
+    "focus": {"mixer": "focus", "rule": "softmax", "window": 128},
     # a state instead of keys: the rules and axes of mixers/recurrent.py
     "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},    # `linear` in O(T)
     "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope", "out_norm": "head",
@@ -388,6 +390,11 @@ def recipe(name):
 # go with. A new value is a row. `layer` is the Attention below; what it learns for each view has layer.score_heads
 # rows, what it learns for each head of the output layer.heads. (A new axis is a table, a row of AXES, a field of
 # model.GPTConfig, and the place in Attention where it acts.)
+
+
+def only(values, *names):
+    """These rows of a table."""
+    return {name: values[name] for name in names}
 
 
 class Normal(NamedTuple):
@@ -1180,16 +1187,18 @@ class Recomputed(torch.autograd.Function):
         return None, None, *(None if x is None else total.to(x.dtype) for x, total in zip(inputs, sums, strict=True))
 
 
-def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
-    """Attention of all rows, block by block: output (B, H, R, E), and the statistic (B, H, R, 1) if asked for, or None.
-
-    Up to two blocks are kept for the backward pass; more are computed again.
-    """
+def in_blocks(run, sight, q, k, v, t, distance=None):
+    """What `run` makes of each block of rows, put together: output (B, H, R, E), and the statistic (B, H, R, 1) if it
+    gives one, or None. Up to two blocks are kept for the backward pass; more are computed again."""
     loop = Recomputed.apply if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK else run_blocks
+    o, *r = loop(run, sight, for_products(q) * sight.scale, for_products(k), v, t, *(distance or Distance()))
+    return o, r[0] if r else None
+
+
+def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
+    """Attention of all rows, block by block: output, and the statistic if asked for, or None."""
     run = partial(output_block, rule, sight, need_r, dropout)
-    q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
-    o, *r = loop(run, sight, q, k, v, t, *(distance or Distance()))
-    return o, r[0] if need_r else None
+    return in_blocks(run, sight, q, k, for_products(v), t, distance)
 
 
 def plain_softmax(q, k, v, scale, dropout):
@@ -1211,9 +1220,11 @@ class Attention(nn.Module):
     module(x) takes the layer's normed input (B, R, C) to (B, R, C). Between the projections stands
     module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as {"q": (heads, width), ...}.
     """
-    axes = AXES                                 # a mixer derived from this layer has others
+    axes, numbers = AXES, NUMBERS               # a mixer derived from this layer has others
     heads_by = "diff"                           # the axis that says how many heads q, k and v have
     refused = {}                                # axis: why its values mean nothing to a mixer that does not know them
+    penalty = 0.0                               # what the layer adds to the training loss
+    added = ()                                  # names of parameters and buffers that a mixer adds to this layer's
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
     exact = True                                # weights_of times the values is what the rule puts out
@@ -1285,9 +1296,13 @@ class Attention(nn.Module):
             gone = past["tokens"] - k.shape[2]
         if self.choices["pos"].rotates:
             q, k = self.rotated(q, k, gone)
-        attend = self.attend if importances is None else partial(self.attend, importances=importances)
-        y = attend(q, k, v, x, self.distance())                         # (B, heads, R, E)
+        more = self.carried(x, past) | ({} if importances is None else {"importances": importances})
+        y = self.attend(q, k, v, x, self.distance(), **more)            # (B, heads, R, E)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+    def carried(self, x, past):
+        """What a mixer's attend needs beside queries, keys and values, and keeps in past."""
+        return {}
 
     def distance(self):
         """The layer's relative positions, a Distance, or None."""
@@ -1487,6 +1502,13 @@ class Attention(nn.Module):
 
     # ------------------------------------------------------------------ fine print
 
+    def finish_step(self, machine):
+        """A training step is over; here nothing was counted."""
+
+    @staticmethod
+    def cannot_learn(config):
+        """Why training with this config would teach a mixer nothing, or None."""
+
     @staticmethod
     def obstacles(config, device):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
@@ -1518,14 +1540,14 @@ def chosen(config, axes=AXES):
     return {axis: values[getattr(config, axis)] for axis, values in axes.items()}
 
 
-def check_axes(config, axes=AXES):
+def check_axes(config, axes=AXES, numbers=NUMBERS):
     """Raise ValueError, with the reason, on a combination of axes that means nothing."""
     args = constants(config, axes)
     if parse_rope_scaling(config.rope_scaling)[0] and not POSITIONS[config.pos].rotates:
         raise ValueError(f"--rope_scaling={config.rope_scaling} goes with rotary positions, --pos={config.pos} has "
                          "none: write --rope_scaling= (nothing), or --pos=rope")
-    numbers = [number for name, number in NUMBERS.items() if getattr(config, name) != number.default]
-    for choice in [*chosen(config, axes).values(), *numbers]:
+    others = [number for name, number in numbers.items() if getattr(config, name) != number.default]
+    for choice in [*chosen(config, axes).values(), *others]:
         if choice.refuse and (reason := choice.refuse(config, args)):
             raise ValueError(reason)
 

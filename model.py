@@ -128,12 +128,17 @@ class GPTConfig:
     kernel: str = knob(
         "auto", "who computes attention: the block loop (torch), Triton (while decoding, the loop), or torch's own "
         "softmax (sdpa)", ("auto", "torch", "triton", "sdpa"))
-    # the axes, one by one: of attention.py, and of mixers/recurrent.py
-    mixer: str | None = axis("mixer", "what mixes tokens: attention, or a state that every token changes and reads")
+    # the axes, one by one: of attention.py, and of mixers/
+    mixer: str | None = axis("mixer", "what mixes tokens: attention; attention whose distant pairs need a group in "
+                             "common (focus); or a state that every token changes and reads")
     rule: str | None = axis("rule", "from scores to weights; of a state, how a token changes it")
     forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed share, what the token says")
     write: str | None = axis("write", "how much of its value a token writes into the state")
     conv: str | None = axis("conv", "a convolution over 4 tokens, and silu, on queries, keys and values of a state")
+    balance: str | None = axis("balance", "how a token's scores become its shares of Focus' groups")
+    affinity: str | None = axis("affinity", "what Focus' gate does to a distant pair: its logarithm is added to the "
+                                "score, or the score is multiplied by it")
+    topk: int | None = axis("topk", "groups of Focus that a token is in when the model is evaluated; 0: soft gates")
     pos: str | None = axis(
         "pos", "positions: rotary; none; an embedding of each place, fixed or learned; or added to the score a slope "
         "(ALiBi), T5's learned buckets, their bare numbers (a negative control), a learned bias per head and distance, "
@@ -160,7 +165,8 @@ class GPTConfig:
     gate: str | None = axis(
         "gate", "sigmoid gate on the output, from the layer's input: one per head, or one per element; of a state "
         "also silu, after or before the norm")
-    window: int | None = axis("window", "keys that a row sees, itself included; 0: all before it")
+    window: int | None = axis("window", "keys that a row sees, itself included; 0: all before it. Of Focus: keys that "
+                              "it sees whatever their group")
     window_every: int | None = axis("window_every", "N: the window is in layers 0, N, 2N, ...")
     first: int | None = axis("first", "first keys that stay visible beyond the window, as in StreamingLLM")
 
@@ -271,7 +277,10 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)
         if targets is None:
             return logits, None, *more
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1), *more
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        if self.training:                       # what a mixer asks of its own choices (Focus with --balance=entropy)
+            loss = loss + sum(block.attn.penalty for block in self.transformer.h)
+        return logits, loss, *more
 
     def num_params(self, embeddings=True):
         """Parameters, tied ones counted once. Without `embeddings`, position and untied token tables are left out, as
@@ -311,6 +320,11 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             if hasattr(block.attn, "progress"):
                 block.attn.progress.fill_(progress)                     # a buffer: the checkpoint keeps it
+
+    def finish_step(self, machine):
+        """A training step is over: layers settle what they counted of its tokens, on all ranks (Focus' groups)."""
+        for block in self.transformer.h:
+            block.attn.finish_step(machine)
 
     # ----------------------------------------------------------------------------------------------------- generation
 
@@ -395,7 +409,7 @@ def check(config):
         value, choices = getattr(config, field.name), field.metadata["choices"]
         if choices and value not in choices:
             raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-    least_of = dict.fromkeys(SIZES, 1) | {name: number.default for name, number in attention.NUMBERS.items()}
+    least_of = dict.fromkeys(SIZES, 1) | {name: number.default for name, number in mixers.NUMBERS.items()}
     for name, least in least_of.items():
         if getattr(config, name) < least:
             raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")

@@ -238,6 +238,8 @@ def train(knobs, config, machine, folder, data, stored, flags):
     command line as given.
     """
     kernel = mixers.choose_kernel(config, machine.device.type)
+    if reason := mixers.MIXERS[config.mixer].cannot_learn(config):
+        raise ValueError(reason)
 
     # the data: batches to train on, and a split to evaluate on, which must hold one window at least
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data has some
@@ -316,6 +318,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
                                  f"before this step touched the weights; {run.last_good()}. {CALMER}")
             scaler.step(optimizer)
             scaler.update()
+            model.finish_step(machine)          # what layers have counted of this step's tokens (Focus)
             optimizer.zero_grad(set_to_none=True)                       # its memory is free for the next forward pass
             bar.update()
 

@@ -4,14 +4,17 @@ A mixer is a class with a table of its axes, and a recipe of attention.ATTENTION
 knows them all: a new mixer is a row of MIXERS, and what it has to choose of its own are fields of model.GPTConfig.
 """
 import attention
+from mixers.focus import Focus
 from mixers.recurrent import Recurrent
 
-MIXERS = {"attention": attention.Attention, "recurrent": Recurrent}     # the first is the default
+MIXERS = {"attention": attention.Attention, "focus": Focus, "recurrent": Recurrent}     # the first is the default
 # axis: the values that some mixer knows. An axis that a mixer has nothing to say about is not in its own table
 AXES = {"mixer": MIXERS}
 for _mixer in MIXERS.values():
     AXES |= {axis: AXES.get(axis, {}) | values for axis, values in _mixer.axes.items()}
+NUMBERS = {name: number for mixer in MIXERS.values() for name, number in mixer.numbers.items()}
 DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()} | attention.DEFAULTS
+DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
 
 
 def layer_of(config, layer):
@@ -24,11 +27,11 @@ def check_axes(config):
     mixer = MIXERS[config.mixer]
     for axis, default in DEFAULTS.items():
         value, known = getattr(config, axis), (mixer.axes | {"mixer": MIXERS}).get(axis, [default])
-        if value in known or axis in attention.NUMBERS and axis not in mixer.refused:
+        if value in known or axis in mixer.numbers:
             continue
         why = mixer.refused.get(axis) or f"it knows {', '.join(map(str, known))}"
         raise ValueError(f"--{axis}={value} means nothing to mixer {config.mixer} of --attn={config.attn}: {why}")
-    attention.check_axes(config, mixer.axes)
+    attention.check_axes(config, mixer.axes, mixer.numbers)
 
 
 def choose_kernel(config, device):

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Attention, Choice, Constant, Normal, split_heads, wide
+from attention import Attention, Choice, Constant, Normal, only, split_heads, wide
 
 # ---------------------------------------------------------------------------------------------- one chunk, and all
 
@@ -389,11 +389,6 @@ def sum_may_be_zero(config, args):
                 "--rule=add --feature=elu")
 
 
-def only(values, *names):
-    """These rows of a table."""
-    return {name: values[name] for name in names}
-
-
 AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
     "rule": RULES, "forget": FORGETS, "write": WRITES, "conv": CONVS,
     "pos": {name: choice for name, choice in attention.POSITIONS.items() if not choice.does},
@@ -426,7 +421,7 @@ class Recurrent(Attention):
     past, which generation carries, holds the state, the last inputs of the short convolution and the number of tokens
     so far: its size does not grow.
     """
-    axes, refused, heads_by = AXES, REFUSED, "rule"
+    axes, numbers, refused, heads_by = AXES, {}, REFUSED, "rule"
 
     @property
     def exact(self):

@@ -1,0 +1,482 @@
+"""Focus: learned groups of tokens decide which distant pairs may attend to each other. Focus, the paper (3), section 2
+and appendix D.
+
+A router gives every token x_i a share g_ik of K groups; what two tokens have in common, g_i . g_j, opens or shuts the
+way between them. Near pairs, i - j < window, are always open, and what flows is left to plain softmax attention:
+
+    s'_ij = s_ij                                near                g_i = normalize(W x_i . C^T / temperature)
+    s'_ij = s_ij gated by g_i . g_j             distant             gate = sigmoid(gate_scale (g_i . g_j - gate_offset))
+
+W (d_g x C) and the centroids C (K x d_g) are one set a layer, shared by its heads, and all that a retrofit trains:
+`train.py --init_from=RUN --attn=focus --train_only=focus`. In training every pair is computed, softly. With --topk=k
+the model is evaluated as the paper uses it: a token is a member of its k largest groups, and a distant pair attends if
+and only if the two share one. Then pairs that share none are never computed, see `Focus.sparse`.
+
+`normalize` is the axis --balance. Left to the gradient, one group takes all tokens (section 4). Sinkhorn as printed
+evens the groups out over the tokens of a sequence, the later ones included: what is read early then depends on what
+comes late, so the loss of such a model is no loss of prediction, and it cannot be decoded. The default carries what
+Sinkhorn finds from batch to batch instead, a number a group, and leaks nothing.
+
+Shapes: B batch, H heads, R rows, T keys, D width of q and k, E of v, K groups.  x (B, T, C)   g (B, T, K)
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+import attention
+import kernels
+from attention import (
+    BLOCK,
+    UNSEEN,
+    Attention,
+    Choice,
+    Constant,
+    Fixed,
+    LogSumExp,
+    Normal,
+    Redrawn,
+    Sight,
+    for_products,
+    grouped,
+    only,
+    softmax,
+    visible,
+    wide,
+)
+
+# -------------------------------------------------------------------------- the axis balance: how tokens find a group
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance(Choice):
+    """How a token's scores become shares of groups; does layer, s (B, T, K) over the temperature -> g, rows of sum 1.
+
+    `count` says what a training step remembers of its tokens z (B, T, d_g) and their g, a tensor that is summed over
+    micro-batches and ranks; `settle` is told the sum when the step is over."""
+    causal: bool = True                         # no token's share depends on later tokens
+    detached: bool = False                      # the router's gradient ends at its input
+    count: Callable | None = None               # layer, z, g -> a tensor
+    settle: Callable | None = None              # layer, that sum
+    penalty: Callable | None = None             # layer, g -> what is added to the loss
+
+
+def by_softmax(layer, s):
+    """g_i = softmax(s_i): nothing keeps the groups even, and the gradient wants no pair shut. Table 8."""
+    return s.softmax(-1)
+
+
+def sinkhorn(layer, s):
+    """Q = exp(s), then N times: over the sum of its tokens, over the sum of its groups. Section 2, in logarithms.
+
+    A group's sum runs over all tokens of the sequence: NOT causal."""
+    for _ in range(layer.args["iterations"]):
+        s = s - s.logsumexp(1, keepdim=True)
+        s = s - s.logsumexp(2, keepdim=True)
+    return s.exp()
+
+
+def with_potential(layer, s):
+    """g_i = softmax(s_i - u): what Sinkhorn comes to for one token, if the u_k of its groups are known. They are those
+    of the tokens of past steps, constants to the gradient, and stay as they are in evaluation: causal."""
+    return (s - layer.potential).softmax(-1)
+
+
+def sum_of_shares(layer, z, g):
+    return g.sum((0, 1))
+
+
+def move_potential(layer, shares):
+    """One damped Sinkhorn iteration over the tokens of a step: a group that took more than its part gets dearer."""
+    part = shares / shares.sum() * layer.groups                         # (K,): 1 is even
+    layer.potential += layer.args["rate"] * part.clamp(min=1e-3).log()
+
+
+def confident_and_even(layer, g):
+    """The mean entropy of a token's shares, less that of the mean share: low where each token is sure of its group, and
+    the groups are even. The paper names "entropy and balance losses" and no formula."""
+    return layer.args["penalty"] * (entropy(g).mean() - entropy(g.mean((0, 1))))
+
+
+def entropy(p):
+    return -torch.special.xlogy(p, p).sum(-1)
+
+
+def sums_by_group(layer, z, g):
+    """Each group's sum of shares, and of its tokens weighted by them: (K, 1 + d_g)."""
+    return torch.cat([g.sum((0, 1))[:, None], torch.einsum("btk,btd->kd", g, z)], 1)
+
+
+def move_centroids(layer, sums):
+    """Centroids drift to the mean of their tokens, by 1 % a step; a group without tokens stays where it is."""
+    mass = sums[:, :1]
+    layer.centroids.lerp_(torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids), 0.01)
+
+
+def some_tokens(layer, z, g):
+    """What k-means runs on: up to 64 tokens of each sequence, the first of the step's micro-batches."""
+    return z[:, ::max(1, z.shape[1] // 64)].flatten(0, 1)
+
+
+def recluster(layer, z):
+    """Every 100 steps the centroids become the directions of k-means of a step's tokens z (n, d_g) from their mean."""
+    layer.steps += 1
+    if layer.steps % 100 == 0:
+        z = z - z.mean(0)
+        layer.centroids.copy_(F.normalize(k_means(z, layer.groups), dim=-1))
+
+
+def k_means(z, K):
+    """K means (K, d) of points z (n, d), each start as far from the earlier ones as it can be; ten rounds."""
+    means = z[:1]
+    for _ in range(1, K):
+        means = torch.cat([means, z[torch.cdist(z, means).amin(1).argmax()][None]])
+    for _ in range(10):
+        own = F.one_hot(torch.cdist(z, means).argmin(1), K).to(z)       # (n, K)
+        count = own.sum(0)[:, None]
+        means = torch.where(count > 0, own.T @ z / count.clamp(min=1), means)
+    return means
+
+
+def router(layer):
+    """W and the centroids. Their start is in no paper: scores of an input of unit variance have unit variance."""
+    C, d_g = layer.config.n_embd, layer.args["route_dim"]
+    return {"router": nn.Linear(C, d_g, bias=False), "router.weight": Redrawn(C ** -0.5),
+            "centroids": Normal(d_g ** -0.5, (layer.groups, d_g))}
+
+
+def router_alone(layer):
+    """The same, with centroids that no gradient moves."""
+    dice = torch.Generator().manual_seed(layer.depth)
+    start = torch.randn(layer.groups, layer.args["route_dim"], generator=dice)
+    return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1)), "steps": Fixed(torch.zeros(()))}
+
+
+ROUTER = {"groups": Constant(4, 1, 4096), "route_dim": Constant(16, 1, 65536),
+          "temperature": Constant(0.1, 1e-6, math.inf)}
+
+BALANCES = {                                    # the default is ours, the others are the paper's: section 2, table 8
+    "potential": Balance(with_potential, lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
+                         ROUTER | {"rate": Constant(0.2, 0.0, 1.0)}, count=sum_of_shares, settle=move_potential),
+    "sinkhorn": Balance(sinkhorn, router, ROUTER | {"iterations": Constant(10, 0, 1000)}, causal=False),
+    "softmax": Balance(by_softmax, router, ROUTER),
+    "entropy": Balance(by_softmax, router, ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
+                       penalty=confident_and_even),
+    "stop_gradient": Balance(by_softmax, router, ROUTER, detached=True),
+    "ema": Balance(by_softmax, router_alone, ROUTER, detached=True, count=sums_by_group, settle=move_centroids),
+    "recluster": Balance(by_softmax, router_alone, ROUTER, count=some_tokens, settle=recluster),
+}
+
+# ------------------------------------------------------------------- the axis affinity: what a gate does to a score
+
+
+def log_gate(s, z):
+    """s + log sigmoid(z): the weight is multiplied by the gate, so a shut gate leaves nothing of a pair. A mask is its
+    limit."""
+    return s + F.logsigmoid(z)
+
+
+def score_gate(s, z):
+    """s sigmoid(z), as printed (eq. 2). A shut gate makes the score 0, which is no mask: exp(0) = 1 is as much as many
+    a score gets, and a negative one is raised. With gate_offset=0, as printed too, no gate is below 1/2."""
+    return s * torch.sigmoid(z)
+
+
+def no_window(config, args):
+    if not config.window:
+        return "Focus gates the pairs beyond a window: give --window=1 or more"
+
+
+def numbers_of_gate(layer):
+    return {name: torch.tensor(float(layer.args[name])) for name in ("gate_scale", "gate_offset")}
+
+
+def gate_args(offset):
+    return {"gate_scale": Constant(10.0), "gate_offset": Constant(offset), "learn_gate_scale": Constant(False),
+            "learn_gate_offset": Constant(False)}
+
+
+AFFINITIES = {                                  # s, z (both broadcastable to (B, H, R, T)) -> s'
+    "log": Choice(log_gate, numbers_of_gate, gate_args(0.5), no_window),
+    "score": Choice(score_gate, numbers_of_gate, gate_args(0.0), no_window),
+}
+
+# ------------------------------------------------------------------------------------------------------ all the axes
+
+
+def more_than_groups(config, args):
+    if config.topk > args["groups"]:
+        return (f"--topk={config.topk}: a token cannot be a member of more groups than there are: "
+                f"--attn_args=groups={args['groups']}")
+
+
+AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
+    "balance": BALANCES, "affinity": AFFINITIES,
+    "pos": {name: choice for name, choice in attention.POSITIONS.items() if not choice.does},
+    "qk_norm": attention.QK_NORMS, "value_bias": attention.VALUE_BIASES, "out_norm": attention.OUT_NORMS,
+    "gate": attention.GATES,
+    "sink": {name: choice for name, choice in attention.SINKS.items() if not choice.ahead},
+}
+
+REFUSED = {                                     # axis: why its other values mean nothing here
+    "window_every": "each layer has a router, and the window is what it leaves alone",
+    "first": "whom a row sees beyond the window is for the groups to say",
+    "pos": "its sparse form sorts the keys, and a bias by distance would not find its place",
+    "rule": "it is exact only for softmax, whose parts can be put together by their log-sum-exps",
+}
+
+# ------------------------------------------------------------------------------------------------ a block of all pairs
+
+
+def gated_block(affinity, local, sight, need_r, dropout, q, k, v, a, *distance, i):
+    """Output (B, H, R, E) of one block of rows, and its log-sum-exp if that is needed. a (B, 1, R, G) are the rows'
+    halves of the gates' arguments; the keys' halves are v's last columns, so that the block loop cuts both."""
+    b, v = wide(v[:, :1, :, v.shape[-1] - a.shape[-1]:]), v[..., :v.shape[-1] - a.shape[-1]]
+    w, r = gated_weights(affinity, local, sight, q, k, a, b, i, need_r)
+    o = grouped((F.dropout(w, dropout) if dropout else w).to(v.dtype), v)
+    return (o, r) if need_r else (o,)
+
+
+def gated_weights(affinity, local, sight, q, k, a, b, i, need_r):
+    """The rows at positions i (R,): weights (B, H, R, keys), and their log-sum-exp where it is needed. Without an
+    affinity the gates are shut or open."""
+    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
+    near, seen = i[:, None] - j < local, visible(i[:, None], j, sight)
+    s, z = wide(grouped(q, k.mT)), wide(a) @ b.mT                       # (B, H, R, keys), (B, 1, R, keys)
+    if affinity:
+        s = torch.where(near, s, affinity(s, z))
+    else:
+        seen = seen & (near | (z > 0))
+    w = softmax(s, seen)
+    return w, LogSumExp.apply(s, seen, w) if need_r else None
+
+
+# --------------------------------------------------------------------------- only pairs that are open: the sparse form
+
+
+def sparse(q, k, v, members, local, scale, fused=False):
+    """The hard form without the pairs that it shuts: o (B, H, T, E) and log-sum-exp (B, H, T, 1). members (B, T, K).
+
+    Appendix D splits the open pairs in two that do not overlap, those of one group and near ones of two, and puts their
+    outputs together by their log-sum-exps: exact, for a softmax over both is what each finds, weighted by what each
+    sums to. That is for one group a token. With k of them a pair may share several, and must count once: tokens are
+    sorted by the set of groups they are in, and each set's rows see all keys whose sets meet it, in one softmax."""
+    sequences = [sparse_sequence(*parts, local, scale, fused) for parts in zip(q, k, v, members, strict=True)]
+    return tuple(torch.stack(parts) for parts in zip(*sequences, strict=True))
+
+
+def sparse_sequence(q, k, v, members, local, scale, fused):
+    """One sequence: q (H, T, D), k and v with as many heads or fewer, members (T, K)."""
+    sets, own, sizes = members.unique(dim=0, return_inverse=True, return_counts=True)   # (S, K), (T,), (S,)
+    meet = wide(sets.to(v.dtype)) @ wide(sets.to(v.dtype)).mT > 0                       # (S, S)
+    order = own.argsort(stable=True)            # by set, and within it by place
+    rows_of, outputs = order.split(sizes.tolist()), []
+    for number, rows in enumerate(rows_of):
+        keys = rows if meet[number].sum() == 1 else meet[number][own].nonzero()[:, 0]
+        outputs.append(causal(q[:, rows], k[:, keys], v[:, keys], rows, keys, scale, fused))
+    back = order.argsort()
+    o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
+    near, near_r = strangers_nearby(q, k, v, own, meet, local, scale)
+    share = torch.sigmoid(r - near_r)           # of the whole sum
+    return o * share + near * (1 - share), torch.logaddexp(r, near_r)
+
+
+def causal(q, k, v, rows, keys, scale, fused):
+    """Softmax of queries at the places `rows` over keys at the places `keys` that are not later, both in order:
+    o (H, R, E) and log-sum-exp (H, R, 1). Where both are the same tokens a kernel can do it."""
+    if fused and len(rows) == len(keys):
+        o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale)
+        return wide(o[0]), r[0][..., None]
+    ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
+    for start in range(0, len(rows), BLOCK):
+        some, end = rows[start:start + BLOCK], ends[min(start + BLOCK, len(rows)) - 1]
+        s = wide(heads_product(q[:, start:start + BLOCK] * scale, k[:, :end].mT))       # (H, BLOCK, end)
+        outputs.append(softmax_parts(s, keys[:end] <= some[:, None], v[:, :end]))
+    return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
+
+
+def strangers_nearby(q, k, v, own, meet, local, scale):
+    """Softmax over the keys within the window whose groups do not meet the row's: o (H, T, E), log-sum-exp (H, T, 1),
+    which is as good as minus infinity for a row that has none."""
+    T, outputs = len(own), []
+    size = max(BLOCK, local)
+    for start in range(0, T, size):
+        rows, keys = slice(start, min(start + size, T)), slice(max(0, start + 1 - local), min(start + size, T))
+        i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
+        seen = visible(i[:, None], j, Sight(window=local)) & ~meet[own[rows]][:, own[keys]]
+        s = wide(heads_product(q[:, rows] * scale, k[:, keys].mT))
+        o, r = softmax_parts(s, seen, v[:, keys])
+        outputs.append((o, r.masked_fill(~seen.any(-1, keepdim=True), UNSEEN)))
+    return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
+
+
+def softmax_parts(s, seen, v):
+    """Output and log-sum-exp of scores s (H, R, T) where seen (R, T)."""
+    w = softmax(s, seen)
+    return wide(heads_product(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
+
+
+def heads_product(a, b):
+    """a @ b of one sequence, (H, R, .), where a group of heads shares one head of b."""
+    return grouped(a[None], b[None])[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- the layer
+
+
+class Focus(Attention):
+    """One layer of plain softmax attention with a router beside it: (B, T, C) to (B, T, C), as Attention has it.
+
+    past, which generation carries, holds the tokens' shares of groups beside their keys and values.
+    """
+    axes, refused, heads_by = AXES, REFUSED, "diff"
+    numbers = {"window": attention.Number(0), "topk": attention.Number(0, more_than_groups)}
+    added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "steps")
+
+    def __init__(self, config, layer):
+        self.groups = attention.constants(config, AXES)["groups"]
+        super().__init__(config, layer)
+        self.local, self.sight = self.sight.window, self.sight._replace(window=0)       # who is near; all are in sight
+        self.counted, self.penalty = None, 0.0
+
+    @property
+    def causal(self):
+        return self.choices["balance"].causal
+
+    @property
+    def cached(self):
+        return self.causal
+
+    @property
+    def hard(self):
+        """Groups per token that open a pair, or 0: gates are soft. Training is always soft: through a mask no gradient
+        would reach the router."""
+        return 0 if self.training else self.config.topk
+
+    # ------------------------------------------------------------------ routing
+
+    def assign(self, x):
+        """The tokens' shares of groups g (B, T, K), rows of sum 1, from the layer's normed input x (B, T, C). In
+        float32: the temperature makes much of small differences."""
+        balance = self.choices["balance"]
+        with torch.autocast(x.device.type, enabled=False):
+            z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)
+            g = balance.does(self, z @ self.centroids.mT / self.args["temperature"])
+        if self.training and balance.penalty:
+            self.penalty = balance.penalty(self, g)
+        if self.training and balance.count:
+            self.remember(balance.count(self, z.detach(), g.detach()))
+        return g
+
+    def remember(self, found):
+        """Add to what this step has counted; of samples, whose number of rows is theirs, the first is enough."""
+        sample = self.choices["balance"].count is some_tokens
+        self.counted = found if self.counted is None else self.counted if sample else self.counted + found
+
+    @torch.no_grad()
+    def finish_step(self, machine):
+        """A training step is over: settle what it counted, the same on all ranks."""
+        if self.counted is not None:
+            self.choices["balance"].settle(self, machine.mean(self.counted))
+        self.counted = None
+
+    def memberships(self, g, k):
+        """The k largest groups of each token: (B, T, K), true or false."""
+        return torch.zeros_like(g, dtype=torch.bool).scatter(-1, g.topk(k, -1).indices, True)
+
+    def halves(self, g):
+        """Two factors (B, 1, T, K + 1) whose product over tokens i and j is the argument of the gate; in the hard form
+        it is above 0 where they share a group."""
+        if self.hard:
+            g, scale, offset = wide(self.memberships(g, self.hard).to(g.dtype)), 1.0, 0.5
+        else:
+            scale, offset = self.gate_scale, self.gate_offset
+        ones = torch.ones_like(g[..., :1])
+        return torch.cat([g * scale, -scale * offset * ones], -1)[:, None], torch.cat([g, ones], -1)[:, None]
+
+    # ------------------------------------------------------------------ the layer's face
+
+    def carried(self, x, past):
+        """The shares of all tokens, of which a cache keeps the earlier; without one, attend finds them in x."""
+        if past is None:
+            return {}
+        g = self.assign(x)
+        past["g"] = torch.cat([past["g"], g], 1) if "g" in past else g
+        return {"g": past["g"]}
+
+    def attend(self, q, k, v, x, table=None, sight=None, importances=None, g=None):
+        """From rotated queries and keys, values and the layer's input x (B, T, C) to each head's output (B, H, R, E).
+        With fewer queries than keys, they are the last. sight: only its `hidden` counts. g: the shares of all T
+        tokens; None: of x, which then has T rows."""
+        dtype, (q, k, _, n) = v.dtype, self.prepare(q, k)
+        g, sight = self.check(k, x, table, g), sight or self.sight
+        o, r = self.mixed(q, k, v, g, sight)
+        o = self.kept(o, q, r, n)
+        for axis in ("value_bias", "out_norm"):
+            o = self.through(axis, o)
+        return self.through("gate", o, x[:, -q.shape[2]:]).to(dtype)
+
+    def check(self, k, x, table, g):
+        """The shares of all tokens. Raises ValueError on what Focus cannot make use of."""
+        if table is not None:
+            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: give it no table")
+        if g is None and x.shape[1] != k.shape[2]:
+            raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: Focus needs the layer's input at every "
+                             "token, since it says what group the token is in")
+        return self.assign(x) if g is None else g
+
+    def mixed(self, q, k, v, g, sight):
+        """Softmax over open pairs: output, and the log-sum-exp where it is needed."""
+        if self.hard and q.shape[2] == k.shape[2] and sight.hidden < 0:
+            fused = attention.choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
+            low = (lambda x: x) if fused else for_products
+            return sparse(low(q), low(k), low(v), self.memberships(g, self.hard), self.local, sight.scale, fused)
+        a, b = self.halves(g)
+        dropout = self.config.dropout if self.training else 0.0
+        run = partial(gated_block, self.gate_of_pairs, self.local, sight, self.need_r, dropout)
+        v = for_products(v)
+        v = torch.cat([v, b.to(v.dtype).expand(-1, v.shape[1], -1, -1)], -1)
+        return attention.in_blocks(run, sight, q, k, v, a[:, :, -q.shape[2]:])
+
+    @property
+    def gate_of_pairs(self):
+        return None if self.hard else self.choices["affinity"].does
+
+    def weight_blocks(self, q, k, x, table=None, sight=None):
+        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
+        q, k, _, n = self.prepare(q, k)
+        sight, (a, b) = sight or self.sight, self.halves(self.check(k, x, table, None))
+        R, T = q.shape[2], k.shape[2]
+        for rows, i in attention.row_blocks(R, T, q.device):
+            qb, end = q[:, :, rows], i[-1] + 1
+            w, r = gated_weights(self.gate_of_pairs, self.local, sight, for_products(qb) * sight.scale,
+                                 for_products(k[:, :, :end]), a[:, :, i], b[:, :, :end], i, self.need_r)
+            share = self.share(qb, r, n[rows])
+            w = F.pad(w if share is None else w * share, (0, T - end))
+            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
+
+    def view_blocks(self, q, k, table=None, sight=None):
+        raise ValueError(f"--attn={self.config.attn} has no views")
+
+    # ------------------------------------------------------------------ fine print
+
+    @staticmethod
+    def cannot_learn(config):
+        """Why training with this config would teach the router nothing, or None."""
+        if config.block_size <= config.window:
+            return (f"--block_size={config.block_size} is no longer than --window={config.window}, so all pairs are "
+                    "near and the router would learn nothing: make the window smaller or the block longer")
+
+    @staticmethod
+    def obstacles(config, device):
+        """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
+        here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
+        yield "triton", not config.topk, "the soft gate of every pair has no kernel; the sparse form, --topk, has"
+        yield "triton", config.head_width > 256, "its heads are wider than 256"
+        yield "triton", not here, "it needs triton and a CUDA GPU"
+        yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
