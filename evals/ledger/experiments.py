@@ -11,6 +11,7 @@ each is trained once, whoever reads it.
 """
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,8 @@ import torch
 
 from common.runs import ROOT, finished_run
 from data import files
-from evals.ledger.checks import CHECKS, LOOKS
 from evals.lab import flags_in_lab
+from evals.ledger import checks, routing
 
 
 class Setup(NamedTuple):
@@ -31,6 +32,7 @@ class Setup(NamedTuple):
 
 
 BACKCOPY = "data/backcopy.py"
+BOOKS = "data/text.py --source={books} --val=moby-dick"
 GPU = ("--n_layer=8 --n_head=8 --n_embd=512 --block_size=512 --pos=rope --batch_size=64 --max_iters=2000 "
        "--learning_rate=1e-3 --warmup_iters=200 --eval_interval=100 --eval_iters=4")
 
@@ -44,14 +46,19 @@ SETUPS = {
                   f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
     **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}", f"{BACKCOPY} --no_bos --fixed_at={place}")
        for place in (4, 32)},
-    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", "data/text.py --source={books} --val=moby-dick --tokenizer=bytes"),
+    "text": Setup("--preset=tiny --max_iters=600"),
+    "books": Setup("", f"{BOOKS} --tokenizer=out/smollm2"),              # for public weights
+    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes"),
     **{f"gpu-fixed{place}": Setup(
         f"{GPU} --dataset={{data}}/gpu-fixed{place}",
-        f"data/text.py --source={{books}} --val=moby-dick --tokenizer=bytes --fixed_at={place} --length=512")
+        f"{BOOKS} --tokenizer=bytes --fixed_at={place} --length=512")
        for place in (4, 8, 16, 32, 64)},
 }
 
+CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS
+
 TDA = "--attn=tda --attn_args=learn_beta=0,beta_init="
+FROZEN = "--attn=focus --window=128 --init_from={runs}/softmax-{seed} --train_only=focus --max_iters=1000"
 HEADS = "--n_layer=2 --n_head=4"
 TUNED = f"{HEADS} --init_from={{runs}}/heads-{{seed}} --max_iters=250 --learning_rate=1e-3"
 
@@ -82,6 +89,15 @@ RECIPES = {                                     # {name: flags of train.py}; bes
     "bias-alone": "--attn=softmax --pos=bias",
     **{f"tda-p{power}": f"--attn=tda --attn_args=power={power}" for power in (1, 3, 5)},
     **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=2" for weight in (0.001, 0.01)},
+    # Focus: from scratch; its router alone, beside a frozen model
+    **{f"focus-{balance}": f"--attn=focus --window=64 --balance={balance} --attn_args=groups=8"
+       for balance in ("softmax", "entropy", "sinkhorn")},
+    "focus": "--attn=focus --window=128",
+    "focus-frozen": FROZEN, "focus-frozen-sinkhorn": f"{FROZEN} --balance=sinkhorn",
+    "focus-random": f"{FROZEN} --max_iters=1", "focus-short": f"{FROZEN} --block_size=256 --window=64",
+    "focus-k8": f"{FROZEN} --attn_args=groups=8",
+    **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 16, 64, 512)},
+    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 128, 256)},
     # two layers; and of four heads, before and after 250 steps with and without the balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
     "heads": f"--attn=softmax {HEADS}",
@@ -90,7 +106,10 @@ RECIPES = {                                     # {name: flags of train.py}; bes
     "heads-eq9": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_skip=1",
 }
 
-PUBLIC = {"smollm2": "out/smollm2"}             # runs of public weights, and where they are
+PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}      # weights
+# what is timed, without a run
+TIMED = {"kernels": "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512",
+         "focus-speed": "speed --focus --lengths=1024,4096,16384,65536,262144"}
 
 # what eval.py says of a run, as JSON; checks.LOOKS are more
 COMMANDS = {
@@ -110,13 +129,17 @@ COMMANDS = {
     "loss-window": "loss --windows=128 --length=512 --attn=window --window=64",
     "loss-short": "loss --windows=128 --length=48",
     "loss-short-streaming": "loss --windows=128 --length=48 --attn=streaming --window=68 --first=4",
+    **{f"loss-{length}": f"loss --windows=128 --length={length}" for length in (256, 512)},
+    **{f"loss-top{k}": f"loss --windows=128 --length=512 --topk={k}" for k in (1, 2, 3, 4)},
+    **{f"loss-top2-{length}": f"loss --windows=128 --length={length} --topk=2" for length in (256, 512)},
+    "loss-window128": "loss --windows=128 --length=512 --attn=window --window=128",
+    "groups": "groups",
     "lengths": "lengths --lengths=512",
-    "speed": "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512",
     "public-probe": "probe --windows=20 --length=64 --batch_size=20",
     "public-bos": "probe --windows=20 --length=64 --batch_size=20 --input=bos",
     "public-heads": "heads --windows=16 --length=256 --cost --prune=14",
     "public-dormant": "heads --windows=16 --length=256",
-    "public-against": "heads --windows=16 --length=256 --against=backcopy",
+    "public-against": "heads --windows=16 --length=256 --against={data}/books",
 }
 
 # ------------------------------------------------------------------------------------------------------------- the jobs
@@ -150,8 +173,8 @@ def train_job(run, seed, where):
     setup, folder = SETUPS[name], Path(where.out_dir) / name / f"{recipe}-{seed}"
     flags = f"{setup.flags} --seed={seed} --out_dir={folder} {flags_of(recipe, name)} {where.train_args}"
     after = (data_job(name, where),) if setup.data else ()
-    if "{runs}" in flags:                       # it goes on from another run of this set-up
-        after += (train_job(f"heads@{name}", seed, where),)
+    if earlier := re.search(r"{runs}/(\w+)-", flags):                   # it goes on from another run of this set-up
+        after += (train_job(f"{earlier[1]}@{name}", seed, where),)
     filled = flags.format(data=Path(where.out_dir) / "data", runs=folder.parent, seed=seed)
     return Job(("train.py", *filled.split()), folder, after)
 
@@ -169,13 +192,16 @@ def job_of(run, path, seed, where):
     look, found = path.split("/")[0], Path(where.out_dir) / "found"
     if run in CHECKS:
         return Job((run, str(seed)), found / f"{run}-{seed}.json")
+    if run in TIMED:
+        return Job(("eval.py", *TIMED[run].split(), "--json"), found / f"{run}.json")
     base = Job((), Path(PUBLIC[run])) if run in PUBLIC else train_job(run, seed, where)
-    file, after = found / f"{base.place.parent.name}-{base.place.name}-{look}.json", (base,)
-    if look in LOOKS:
-        return Job((look, str(base.place)), file, (data_job("long", where), *after) if look == "far" else after)
-    if look in COMMANDS:
-        return Job(("eval.py", *COMMANDS[look].split(), f"--out_dir={base.place}", "--json"), file, after)
-    return base
+    if look not in LOOKS and look not in COMMANDS:
+        return base
+    words = f"eval.py {COMMANDS[look]} --out_dir={base.place} --json" if look in COMMANDS else f"{look} {base.place}"
+    data = ["long"] if look == "far" else re.findall(r"{data}/(\w+)", words)
+    words = words.format(data=Path(where.out_dir) / "data").split()
+    file = found / f"{base.place.parent.name}-{base.place.name}-{look}.json"
+    return Job(tuple(words), file, (*(data_job(name, where) for name in data), base))
 
 
 def all_jobs(jobs):

@@ -253,8 +253,8 @@ CLAIMS = [
           "no figure; linear in the length and O(n^2) in one paragraph", "gpu-minutes",
           "time over our softmax kernel's at T = 16k, bf16, width 64: agrees: forward <= 2.0, both <= 1.6; contradicts: "
           "otherwise",
-          Reading({"forward": ("width 64, T 16384/elastic/forward_ratio", "kernels"),
-                   "forward and backward": ("width 64, T 16384/elastic/backward_ratio", "kernels")}, two_passes),
+          Reading({"forward": ("sizes/width 64, T 16384/elastic/forward_ratio", "kernels"),
+                   "forward and backward": ("sizes/width 64, T 16384/elastic/backward_ratio", "kernels")}, two_passes),
           note="The backward alone stands for forward and backward; memory is held to O(T) by the tests of the block loop.",
           seeds=1),
 ]

@@ -215,7 +215,7 @@ CLAIMS = [
           "The fused TRA kernel beats torch's attention at every length, the more the longer.",
           "up to 57 % less time and 35 % less memory, FP32, A100; FlashAttention was left out", "gpu-minutes",
           "forward and backward over our softmax kernel at T = 1k, 4k, 16k: agrees: faster at all; contradicts: at none",
-          Reading({f"T {T}": (f"width 64, T {T}/tra/backward_ratio", "kernels") for T in (1024, 4096, 16_384)}, faster),
+          Reading({f"T {T}": (f"sizes/width 64, T {T}/tra/backward_ratio", "kernels") for T in (1024, 4096, 16_384)}, faster),
           note="In bf16 and against our softmax kernel, since theirs is FP32 against a backend that nobody trains with; "
                "eval.py speed --kernels has flash and cuDNN beside them.", seeds=1),
 ]
