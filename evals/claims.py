@@ -29,7 +29,7 @@ from data import files
 from evals.instrument import pyplot, save_figure, table, whole_numbers
 from evals.ledger import emerges, focus, lazy, native_moe, threshold
 from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS
-from evals.ledger.experiments import PUBLIC, Place, all_jobs, do, job_of, result_of
+from evals.ledger.experiments import CHECKS, COMMANDS, LOOKS, PUBLIC, TIMED, Place, all_jobs, do, job_of, result_of
 
 PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
 CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
@@ -163,19 +163,27 @@ def numbers_of(reading, jobs):
         results = [result_of(job) for job in group]
         if None in results:
             return None
-        steps = reading.reads[column][0].split("/")
-        steps = steps[1:] if group[0].words[0] == "eval.py" or group[0].words[0] == steps[0] else steps
-        found.setdefault(column, {})[run] = [rounded(value_at(result, steps)) for result in results]
+        path = reading.reads[column][0]
+        found.setdefault(column, {})[run] = [rounded(value_at(result, path, job))
+                                             for result, job in zip(results, group, strict=True)]
     return found
 
 
-def value_at(found, steps):
-    """What stands in nested dicts and lists at these names and numbers; * is every item of a list."""
-    for i, step in enumerate(steps):
-        if step == "*":
-            return [value_at(item, steps[i + 1:]) for item in found]
-        found = found[int(step) if isinstance(found, list) else step]
-    return found
+def value_at(found, path, job):
+    """What a job's result has at this path of names and numbers, whose first may be the name of its look; * is every
+    item of a list. Raises ValueError where there is nothing."""
+    def down(found, steps):
+        if not steps:
+            return found
+        if steps[0] == "*":
+            return [down(item, steps[1:]) for item in found]
+        return down(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
+    steps = path.split("/")
+    try:
+        return down(found, steps[1:] if steps[0] in COMMANDS or steps[0] in LOOKS else steps)
+    except (KeyError, IndexError, ValueError):
+        raise ValueError(f"{job.place} has nothing at {path}: it is of another version, remove it and measure "
+                         "again") from None
 
 
 def rounded(value):
@@ -237,8 +245,9 @@ def row(claim, verdicts, found):
         lines.append(hanging("ours", f"takes {claim.cost}: python eval.py claims --run={claim.id}"))
     else:
         lines.append(hanging("ours", f"{claim.cost}: {claim.rule}"))
-    lines += [hanging("but" if verdict != verdicts[""] else "also", f"{name}: {verdict}; {summary(found[name]['numbers'])}")
-              for name, verdict in verdicts.items() if name]
+    for name in [name for name in verdicts if name]:
+        lines.append(hanging("but" if name in flips(verdicts) else "also",
+                             f"{name}: {verdicts[name]}; {summary(found[name]['numbers'])}"))
     return "\n".join(lines)
 
 
@@ -249,9 +258,14 @@ def hanging(label, text):
 
 def summary(numbers, most=6):
     """The first columns, means over seeds: raw: softmax 0.97, elastic 0.001; mass: ..."""
-    parts = [f"{column}: " + ", ".join(f"{run.split('@')[0]} {mean_of(values)}" for run, values in group.items())
+    parts = [f"{column}: " + ", ".join(f"{named(run)}{mean_of(values)}" for run, values in group.items())
              for column, group in itertools.islice(numbers.items(), most)]
     return "; ".join(parts + ["..."] * (len(numbers) > most))
+
+
+def named(run):
+    """A recipe's name before its number; of a check, which has but one, none."""
+    return "" if run in CHECKS or run in TIMED or run in PUBLIC else f"{run.split('@')[0]} "
 
 
 def mean_of(values):
@@ -266,7 +280,8 @@ def shown(claim, results, where):
     found = results["claims"].get(claim.id, {})
     verdicts = verdicts_of(claim, found)
     parts = [f"{claim.id}: {verdicts['']}", hanging("claim", claim.says), hanging("place", claim.place),
-             hanging("theirs", claim.theirs), hanging("rule", claim.rule), hanging("cost", f"{claim.cost}: {COSTS[claim.cost]}")]
+             hanging("theirs", claim.theirs), hanging("rule", claim.rule),
+             hanging("cost", f"{claim.cost}: {COSTS[claim.cost]}")]
     parts += [hanging("note", claim.note)] if claim.note else []
     for name, (reading, _) in readings(claim).items():
         jobs = jobs_of(reading, seeds_of(claim, reading, found.get(name, {}).get("seeds", [2])), where)

@@ -23,7 +23,8 @@ def random_scores(seed, T=512, rows=8):
     n, found = seen.sum(-1, keepdim=True), {}
     for deviation in (0.02, 0.5, 1, 2):
         w = attention.elastic(deviation * torch.randn(rows, T, T, generator=dice), seen, 1 / n)
-        found[f"sd {deviation}"] = {"removed": 1 - w.sum(-1).mean().item(), "zeros": (w[:, seen] == 0).float().mean().item()}
+        zeros = (w[:, seen] == 0).float().mean().item()
+        found[f"sd {deviation}"] = {"removed": 1 - w.sum(-1).mean().item(), "zeros": zeros}
     return found
 
 
@@ -32,29 +33,43 @@ def fixed_sum(seed):
     torch.manual_seed(seed)
     found = {}
     for name in ("diff", "diff2"):
-        layer = GPT(GPTConfig(block_size=64, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn=name), seed).transformer.h[0].attn
+        config = GPTConfig(block_size=64, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn=name)
+        layer = GPT(config, seed).transformer.h[0].attn
         q, k = (torch.randn(8, heads, 64, width) for heads, width in (layer.shapes[part] for part in "qk"))
         sums = layer.weights_of(q, k, torch.randn(8, 64, 64)).sum(-1)   # (B, H, T)
         found[name] = {"spread": (sums.amax((0, 2)) - sums.amin((0, 2))).max().item()}
     return found
 
 
-def survivors(seed, d=64, queries=64):
-    """Threshold attention on random unit vectors: keys that pass in a row, keys that pass in both of two views, rows in
-    which none does, and the entropy of TRA, TDA and softmax over log n."""
+LENGTHS = (64, 512, 4096, 65_536)
+
+
+def survivors(seed, d=64, queries=64, relevant=4):
+    """Threshold attention on random unit vectors, a list over LENGTHS: keys that pass in a row, keys that pass in both
+    of two views, rows in which none does, and the entropy of TRA, TDA and softmax over log n; that also where some keys
+    of each row are relevant, with a cosine of 0.8 in both views."""
     dice, found = torch.Generator().manual_seed(seed), {}
     for kappa in (1, 4):
-        for n in (64, 512, 4096, 65_536):
-            threshold = math.sqrt(2 * math.log(n / kappa) / d)
-            cosines = torch.stack([cosines_of_strangers(queries, n, d, dice) for _ in range(2)])     # (2, queries, n)
-            passed = (cosines - threshold).relu()
-            alive, both = (passed[0] > 0).sum(-1).double(), (passed > 0).all(0).sum(-1).double()
-            found[f"kappa {kappa}, n {n}"] = {
-                "survivors": alive.mean().item(), "error": alive.std().item() / queries ** 0.5,
-                "overlap": both.mean().item(), "overlap error": both.std().item() / queries ** 0.5,
-                "empty": (alive == 0).double().mean().item(), "sparsity": 1 - alive.mean().item() / n,
-                "tra": dispersion(passed[0] ** 2), "tda": dispersion(passed[0] ** 2 - 0.5 * passed[1] ** 2),
-                "softmax": dispersion((cosines[0] * d ** 0.5).softmax(-1))}
+        rows = [chance_of(n, kappa, d, queries, relevant, dice) for n in LENGTHS]
+        found[f"kappa {kappa}"] = {name: [row[name] for row in rows] for name in rows[0]}
+    return found
+
+
+def chance_of(n, kappa, d, queries, relevant, dice):
+    """What `survivors` finds at one length."""
+    threshold = math.sqrt(2 * math.log(n / kappa) / d)
+    cosines = torch.stack([cosines_of_strangers(queries, n, d, dice) for _ in range(2)])            # (2, queries, n)
+    passed = cosines > threshold
+    found = {"empty": (~passed[0]).all(-1).double().mean().item()}
+    for name, alive in (("survivors", passed[0]), ("overlap", passed.all(0))):
+        count = alive.sum(-1).double()
+        found |= {name: count.mean().item(), f"{name} error": count.std().item() / queries ** 0.5}
+    found["sparsity"] = 1 - found["survivors"] / n
+    for suffix in ("", ", relevant keys"):
+        w = (cosines - threshold).relu() ** 2
+        found |= {f"tra{suffix}": dispersion(w[0]), f"tda{suffix}": dispersion(w[0] - 0.5 * w[1]),
+                  f"softmax{suffix}": dispersion((cosines[0] * d ** 0.5).softmax(-1))}
+        cosines[..., :relevant] = 0.8
     return found
 
 
@@ -71,8 +86,9 @@ def dispersion(w):
 
 
 def gate_identity(seed, T=64, d=32):
-    """Sink attention against (1 - sink weight) x softmax, in float64; and vanilla attention against (1 - w_0) x softmax
-    over the other keys, where the first value has so much of the others' norm: largest difference, over the output."""
+    """Sink attention against (1 - sink weight) x softmax, in float64: largest difference; and vanilla attention against
+    (1 - w_0) x softmax over the other keys, where the first value has so much of the others' norm: mean difference,
+    over that norm."""
     dice = torch.Generator().manual_seed(seed)
     s, v, c = (torch.randn(*shape, generator=dice, dtype=torch.float64) for shape in ((T, T), (T, d), (1,)))
     s = s.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
@@ -83,7 +99,8 @@ def gate_identity(seed, T=64, d=32):
     for share in (0, 0.1, 0.3):
         v[0] *= share * v[1:].norm(dim=-1).mean() / v[0].norm().clamp(min=1e-30)
         full = w[1:] @ v
-        found[f"drained to {share}"] = (((1 - w[1:, :1]) * rest - full).norm(dim=-1).mean() / v[1:].norm(dim=-1).mean()).item()
+        error = ((1 - w[1:, :1]) * rest - full).norm(dim=-1).mean() / v[1:].norm(dim=-1).mean()
+        found[f"drained to {share}"] = error.item()
         v[0] = torch.ones(d, dtype=torch.float64)
     return found
 
@@ -134,7 +151,8 @@ def figures_of_rows(module, q, k, x, table, kinds, fixed):
     if module.choices["gate"].does:
         ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
         seen["gate"] = module.through("gate", ones, x).mean((1, 3))[:, module.ahead:]
-    found = {f"{name} {kind}": value[which].mean().item() for name, value in seen.items() for kind, which in kinds.items()}
+    found = {f"{name} {kind}": value[which].mean().item()
+             for name, value in seen.items() for kind, which in kinds.items()}
     found["cos_kk"] = torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()
     if fixed >= 0:
         after = kinds["idle"] & (torch.arange(w.shape[1]) > fixed)
@@ -150,8 +168,8 @@ def extra_key_deleted(attend, layer, module, q, k, v, x, table):
 
 @torch.no_grad()
 def far(place):
-    """The loss in excess of the true process's in sequences of 256, four times what the run was trained on: by place, from
-    the training length on, less that within it."""
+    """The loss in excess of the true process's in sequences of 256, four times what the run was trained on: by place,
+    from the training length on, less that within it."""
     run, windows, bayes, _ = opened(place, str(Path(place).parents[1] / "data" / "long"))
     excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)
     within = excess[FIRST_ROW:64].mean()

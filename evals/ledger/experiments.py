@@ -44,8 +44,8 @@ SETUPS = {
     "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
     "long": Setup("--preset=lab --dataset={data}/long --block_size=256 --bias_range=256 --batch_size=12",
                   f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
-    **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}", f"{BACKCOPY} --no_bos --fixed_at={place}")
-       for place in (4, 32)},
+    **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}",
+                              f"{BACKCOPY} --no_bos --fixed_at={place}") for place in (4, 32)},
     "text": Setup("--preset=tiny --max_iters=600"),
     "books": Setup("", f"{BOOKS} --tokenizer=out/smollm2"),              # for public weights
     "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes"),
@@ -153,8 +153,8 @@ class Place(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Something to do once, whoever reads it. words: of the command, from its script on, or of a function here; place: a
-    run's or a data set's folder, or the file with what was found; after: the jobs that come before."""
+    """Something to do once, whoever reads it. words: of the command, from its script on, or of a function here; place:
+    a run's or a data set's folder, or the file with what was found; after: the jobs that come before."""
     words: tuple[str, ...]
     place: Path
     after: tuple = ()

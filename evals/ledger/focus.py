@@ -28,7 +28,8 @@ def small_router(n):
 
 
 def by_construction(n):
-    return decide((n["fit"]["smollm2"] >= 0.98) & (n["difference"]["smollm2"] <= 1e-4), n["difference"]["smollm2"] > 1e-2)
+    fit, difference = n["fit"]["smollm2"], n["difference"]["smollm2"]
+    return decide((fit >= 0.98) & (difference <= 1e-4), difference > 1e-2)
 
 
 def frozen_better(n):
@@ -45,8 +46,8 @@ def as_good_as_full(n):
 
 
 def gap_stays(n):
-    slope = (n["top-2 at 512"]["focus-short"] - n["full at 512"]["softmax"]) - (n["top-2 at 256"]["focus-short"] - n["full at 256"]["softmax"])
-    slope, error = np.mean(slope), 2 * np.mean(n["error"]["focus-short"])
+    near, far = (n[f"top-2 at {T}"]["focus-short"] - n[f"full at {T}"]["softmax"] for T in (256, 512))
+    slope, error = np.mean(far - near), 2 * np.mean(n["error"]["focus-short"])
     return decide(slope <= error, slope > error)
 
 
@@ -97,108 +98,132 @@ def merged(n):
 
 # ------------------------------------------------------------------------------------------------------------- the rows
 
+SIZES = ("d8", "d16", "d64", "d512", "w16", "w64", "w128", "w256")      # of the router, of the window
+
 CLAIMS = [
-    Claim("focus-leak", "section 2, a premise", "Training with Sinkhorn over the tokens of a sequence respects causality.",
+    Claim("focus-leak", "section 2, a premise",
+          "Training with Sinkhorn over the tokens of a sequence respects causality.",
           "none; the paper does not discuss it", "lab",
           "largest change of earlier tokens' groups when the last token changes: agrees: 0; contradicts: > 1e-6",
           Reading({"change": ("sinkhorn", "focus_leak"), "with potentials": ("potential", "focus_leak")}, leaks),
-          note="Potentials, carried from batch to batch, are this repository's causal form. The other half of the rule, a "
-               "loss below the entropy of random text, is not needed once shares change."),
-    Claim("focus-gate-prunes", "eq. 2", "The gate drives scores across groups to 0, which prunes these pairs.", "none", "lab",
-          "share of rows' mass on shut pairs: agrees: < 1 %; contradicts: > 10 %",
+          note="Potentials, carried from batch to batch, are this repository's causal form. The other half of the "
+               "rule, a loss below the entropy of random text, is not needed once shares change."),
+    Claim("focus-gate-prunes", "eq. 2", "The gate drives scores across groups to 0, which prunes these pairs.", "none",
+          "lab", "share of rows' mass on shut pairs: agrees: < 1 %; contradicts: > 10 %",
           Reading({"mass": ("score", "focus_gate"), "with log gate": ("log", "focus_gate"),
                    "pairs that are shut": ("shut pairs", "focus_gate")}, pruned),
-          note="A score of 0 weighs exp(0) = 1. Scores N(0, 1), 4 random groups, 256 tokens; log gate: s + log sigmoid(z)."),
+          note="A score of 0 weighs exp(0) = 1. Scores N(0, 1), 4 random groups, 256 tokens; log gate: s + log "
+               "sigmoid(z)."),
     Claim("focus-small-router", "section 2, appendix B",
           "16 dimensions are enough for routing, and a small local window is best.",
-          "d_g 16, 32, 128, 768: 34.5, 34.5, 34.5, 34.8; w = 16 is 0.8 better than 128, w >= 512 3.7 worse; yet table 9 is "
-          "flat in w and best at 512 after fine-tuning", "gpu-minutes",
-          "perplexity with a frozen model: agrees: d_g = 16 within 0.5 % of full width, and rising with w = 16, 64, 128, 256; "
-          "contradicts: worse by > 1 %, and falling with w",
-          Reading({"loss": ("loss/loss", " ".join(f"focus-{x}@gpu" for x in ("d8", "d16", "d64", "d512", "w16", "w64", "w128",
-                                                                             "w256")))}, small_router), seeds=1),
+          "d_g 16, 32, 128, 768: 34.5, 34.5, 34.5, 34.8; w = 16 is 0.8 better than 128, w >= 512 3.7 worse; yet "
+          "table 9 is flat in w and best at 512 after fine-tuning",
+          "gpu-minutes",
+          "perplexity with a frozen model: agrees: d_g = 16 within 0.5 % of full width, and rising with w = 16, 64, "
+          "128, 256; contradicts: worse by > 1 %, and falling with w",
+          Reading({"loss": ("loss/loss", " ".join(f"focus-{x}@gpu" for x in SIZES))}, small_router), seeds=1),
     Claim("focus-zero-degradation", "tables 1 to 4 and 10, 3.2",
           "Centroids beside frozen weights leave all benchmarks as they were, where LoRA of equal size harms them.",
-          "31.1, 39.5, 62.5, 32.6 before and after; LoRA loses 0.4, 1.6, 0.5, 2.1 but reaches perplexity 31.6 against 34.2; "
-          "GSM8K 39.3 against 40.6", "cpu-minutes",
-          "agrees, by construction: 98 % of the requests or more fit into the window of 128, and logits of such texts are "
-          "unchanged by random centroids (1e-4); contradicts: they change by more than 1e-2",
+          "31.1, 39.5, 62.5, 32.6 before and after; LoRA loses 0.4, 1.6, 0.5, 2.1 but reaches perplexity 31.6 "
+          "against 34.2; GSM8K 39.3 against 40.6",
+          "cpu-minutes",
+          "agrees, by construction: 98 % of the requests or more fit into the window of 128, and logits of such "
+          "texts are unchanged by random centroids (1e-4); contradicts: they change by more than 1e-2",
           Reading({"fit": ("within_window/fit", "smollm2"), "difference": ("within_window/difference", "smollm2")},
                   by_construction),
-          note="Where it agrees, the claim says nothing about Focus: nothing is routed. SmolLM2's tokens; needs python "
-               "data/benchmarks.py."),
-    Claim("focus-frozen-ppl", "tables 1, 2, 3, 7, 9", "Centroids alone improve the perplexity of a frozen small model.",
-          "42.8 -> 36.2, 34.2, 34.5, 36.8 to 42.4, or 41.3 with the mask: five tables; 100K parameters fit no formula",
-          "gpu-minutes", "1000 steps on a frozen model: agrees: causal gate or top-2 mask below it beyond 2 standard errors; "
+          note="Where it agrees, the claim says nothing about Focus: nothing is routed. SmolLM2's tokens; needs "
+               "python data/benchmarks.py."),
+    Claim("focus-frozen-ppl", "tables 1, 2, 3, 7, 9",
+          "Centroids alone improve the perplexity of a frozen small model.",
+          "42.8 -> 36.2, 34.2, 34.5, 36.8 to 42.4, or 41.3 with the mask: five tables; 100K parameters fit no "
+          "formula",
+          "gpu-minutes",
+          "1000 steps on a frozen model: agrees: causal gate or top-2 mask below it beyond 2 standard errors; "
           "contradicts: none, or Sinkhorn over the sequence alone",
           Reading({"frozen": ("loss/loss", "softmax@gpu"), "error": ("loss/loss_error", "softmax@gpu"),
                    "sinkhorn gate": ("loss/loss", "focus-frozen-sinkhorn@gpu"),
                    "causal gate": ("loss/loss", "focus-frozen@gpu"), "top-2": ("loss-top2/loss", "focus-frozen@gpu")},
-                  frozen_better), seeds=1),
+                  frozen_better),
+          seeds=1),
     Claim("focus-ft-beats-full", "table 5, 3.4",
           "Trained fully, sparse Focus beats full attention at 124M, and matches it above and from scratch.",
           "30.3 against 31.4, 20.7/20.4, 19.7/19.3; from scratch 13.82/13.89; full fine-tuning is 36.4 in table 1",
-          "gpu-minutes", "from scratch, with the mask of inference: agrees: <= full + 2 SD; contradicts: worse beyond 2 SD",
+          "gpu-minutes",
+          "from scratch, with the mask of inference: agrees: <= full + 2 SD; contradicts: worse beyond 2 SD",
           Reading({"full": ("loss/loss", "softmax@gpu"), "gate": ("loss/loss", "focus@gpu"),
                    "top-2": ("loss-top2/loss", "focus@gpu")}, as_good_as_full)),
     Claim("focus-long-gap", "3.5", "Centroids trained at 1024 serve to 8192: what top-2 costs does not grow.",
-          "gaps of 0.26, 0.29, 0.31, 0.47, which grow; base Mistral is 6.13 here, 10.8 in tables 2 and 7", "gpu-minutes",
+          "gaps of 0.26, 0.29, 0.31, 0.47, which grow; base Mistral is 6.13 here, 10.8 in tables 2 and 7",
+          "gpu-minutes",
           "gap to full attention: agrees: no more at the longer length within 2 standard errors; contradicts: more",
           Reading({**{f"full at {T}": (f"loss-{T}/loss", "softmax@gpu") for T in (256, 512)},
                    **{f"top-2 at {T}": (f"loss-top2-{T}/loss", "focus-short@gpu") for T in (256, 512)},
                    "error": ("loss-top2-512/loss_error", "focus-short@gpu")}, gap_stays),
-          note="Centroids trained at 256 beside a model of 512, tested at both: beyond 512 the model itself would fail.",
+          note="Centroids trained at 256 beside a model of 512, tested at both: beyond 512 the model itself would "
+               "fail.",
           seeds=1),
     Claim("focus-speed", "tables 6 and 7, 3.6, section 7",
           "Two flash calls are up to 8.6 times as fast at 1M tokens, and no faster below 4k to 16k.",
-          "K = 8: 0.2, 0.6, 1.8, 3.1, 4.7, 7.6, 8.6 at 1k to 1M; above the bound K; table 7 has 2.0 to 4.0 at 1,024 tokens",
-          "gpu-minutes", "K = 8, top-1, sorting included: agrees: even between 4k and 16k and >= 5 x at 256k; contradicts: "
-          "even above 32k only",
-          Reading({f"T {T}": (f"lengths/{T}/top-1", "focus-speed") for T in (1024, 4096, 16_384, 65_536, 262_144)}, speeds_up),
+          "K = 8: 0.2, 0.6, 1.8, 3.1, 4.7, 7.6, 8.6 at 1k to 1M; above the bound K; table 7 has 2.0 to 4.0 at 1,024 "
+          "tokens",
+          "gpu-minutes",
+          "K = 8, top-1, sorting included: agrees: even between 4k and 16k and >= 5 x at 256k; contradicts: even "
+          "above 32k only",
+          Reading({f"T {T}": (f"lengths/{T}/top-1", "focus-speed") for T in (1024, 4096, 16_384, 65_536, 262_144)},
+                  speeds_up),
           seeds=1),
     Claim("focus-sparser-better", "table 7, 3.6",
           "Fewer groups a token are better: top-2 beats 3, 4 and the pretrained model; 1 is too few.",
           "GPT-2, 1 to 4: 82.9, 41.3, 47.2, 47.2, base 42.8; Mistral 16.2, 11.6, 10.8, 10.8, where sparser is worse",
-          "gpu-minutes", "agrees: top-2 below top-4 and below random groups, beyond 2 standard errors; contradicts: loss falls "
-          "with k",
+          "gpu-minutes",
+          "agrees: top-2 below top-4 and below random groups, beyond 2 standard errors; contradicts: loss falls with "
+          "k",
           Reading({**{f"top-{k}": (f"loss-top{k}/loss", "focus-frozen@gpu") for k in (1, 2, 3, 4)},
-                   "random, top-2": ("loss-top2/loss", "focus-random@gpu"), "error": ("loss-top2/loss_error", "focus-frozen@gpu"),
-                   "window alone": ("loss-window128/loss", "softmax@gpu")}, sparser_better), seeds=1),
+                   "random, top-2": ("loss-top2/loss", "focus-random@gpu"),
+                   "error": ("loss-top2/loss_error", "focus-frozen@gpu"),
+                   "window alone": ("loss-window128/loss", "softmax@gpu")}, sparser_better),
+          seeds=1),
     Claim("focus-topk-share", "1, table 7, 3.2, 3.5",
-          "Top-2 of 4 groups keeps half of the distant pairs; top-3 restores the pretrained model, so routing loses nothing.",
+          "Top-2 of 4 groups keeps half of the distant pairs; top-3 restores the pretrained model, so routing loses "
+          "nothing.",
           "half, 60 % (GPT-2), 73 % (Mistral); k = 3 equals k = 4, but 47.2 against 42.8 pretrained", "lab",
           "random balanced groups: agrees: 45 to 75 % kept; contradicts: >= 80 %",
           Reading({"pairs kept": ("pairs, top-2", "focus_topk"), "top-3": ("pairs, top-3", "focus_topk"),
                    "top-3 against full": ("difference, top-3", "focus_topk")}, half_kept),
           note="Two sets of 3 of 4 always meet, so top-3 is full attention: true, and empty."),
-    Claim("focus-collapse", "section 4, table 8", "Routing by softmax collapses into one group, by Sinkhorn it does not.",
+    Claim("focus-collapse", "section 4, table 8",
+          "Routing by softmax collapses into one group, by Sinkhorn it does not.",
           "K = 8: 99.4 against 15.9 % after full fine-tuning; by step 600", "cpu-minutes",
-          "largest group's share, any layer, all weights trained: agrees: softmax > 80 % and Sinkhorn < 30 %; contradicts: "
-          "softmax < 40 %",
+          "largest group's share, any layer, all weights trained: agrees: softmax > 80 % and Sinkhorn < 30 %; "
+          "contradicts: softmax < 40 %",
           Reading({"largest group": ("dominance/layers", "focus-softmax@text focus-entropy@text focus-sinkhorn@text")},
-                  collapses), note="Read at the end, after 600 steps, instead of every 50.", seeds=1),
+                  collapses),
+          note="Read at the end, after 600 steps, instead of every 50.", seeds=1),
     Claim("focus-sinkhorn-balance", "sections 2 and 4, table 9",
           "Ten iterations of Sinkhorn balance the groups by construction, three do not.",
-          "N = 3, 5, 10, 20: 95 / 97, 69 / \"5\", 21 / 20, 14 / 14 % (K = 8: below 12.5 is impossible); the same setting has "
-          "24 / 23, 26 / 23, 21 / 20 and 14.6 / 15.9", "lab",
-          "largest group at t = 0.1: agrees: N = 10 <= 1.5 / K and N = 3 >= 50 %; contradicts: N = 10 > 2 / K",
+          "N = 3, 5, 10, 20: 95 / 97, 69 / \"5\", 21 / 20, 14 / 14 % (K = 8: below 12.5 is impossible); the same "
+          "setting has 24 / 23, 26 / 23, 21 / 20 and 14.6 / 15.9",
+          "lab", "largest group at t = 0.1: agrees: N = 10 <= 1.5 / K and N = 3 >= 50 %; contradicts: N = 10 > 2 / K",
           Reading({f"K {K}, N {N}": (f"K {K}, t 0.1, N {N}", "focus_sinkhorn") for K in (4, 8) for N in (3, 5, 10, 20)},
                   balances),
           note="Scores N(0, 0.25), one group's 0.5 higher, over t; 1,024 tokens."),
     Claim("focus-groups-linguistic", "section 5", "Groups are linguistic classes.",
           "punctuation 96 % pure, confidence 0.89, groups of 10 to 16 %", "gpu-minutes",
-          "K = 8: agrees: adjusted mutual information with classes by rule >= 0.2 and punctuation >= 80 % pure; contradicts: "
-          "no more than random groups + 0.02",
+          "K = 8: agrees: adjusted mutual information with classes by rule >= 0.2 and punctuation >= 80 % pure; "
+          "contradicts: no more than random groups + 0.02",
           Reading({"mutual information": ("groups/mutual_information", "focus-k8@gpu"),
-                   "random groups": ("groups/random", "focus-k8@gpu"), "punctuation": ("groups/punctuation", "focus-k8@gpu")},
-                  linguistic), seeds=1),
+                   "random groups": ("groups/random", "focus-k8@gpu"),
+                   "punctuation": ("groups/punctuation", "focus-k8@gpu")},
+                  linguistic),
+          seeds=1),
     Claim("focus-balance-costs", "table 9, appendix A", "Sparser, balanced routing is what improves quality.",
           "frozen 35.8 at 95 % dominance, 42.4 at 21 %; fine-tuned best at 97 %; the text concedes N = 3 alone", "lab",
           "rank correlation of perplexity and the largest group's share: agrees: >= 0; contradicts: <= -0.5",
           Reading({"correlation": ("correlation", "focus_table")}, balance_costs),
           note="Asked of their own 16 rows, where dominance and low perplexity go together, without any run of ours."),
     Claim("focus-disjoint", "appendix D",
-          "Same-group pairs and near pairs of other groups merge exactly; to subtract the overlap instead is catastrophic.",
+          "Same-group pairs and near pairs of other groups merge exactly; to subtract the overlap instead is "
+          "catastrophic.",
           "cosine 1.0000 against 0.79", "lab",
           "agrees: merge exact to 1e-5 and subtraction's cosine < 0.95; contradicts, of the second half: >= 0.999",
           Reading({"merge error": ("merge float32 error", "focus_merge"),
