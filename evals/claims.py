@@ -63,7 +63,9 @@ def command(args, run):
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
     results = files.read_json(place) if place.exists() else {"claims": {}}
     if args.run:
-        measure(wanted(args.run), args, where, results)
+        asked = wanted(args.run)
+        check_gpu(asked, args)
+        measure(asked, args, where, results)
         files.write_json(place, results)
     if args.png:
         draw(args.png, results["claims"])
@@ -93,17 +95,25 @@ def cost_of(reading, claim):
 
 
 def wanted(text):
-    """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim all of its
-    own."""
-    names = text.split(",")
+    """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim those that cost
+    no more than itself."""
+    names, costs = text.split(","), list(COSTS)
     return [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
-            if claim.id in names or cost in names]
+            if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
 
 
 def seeds_of(claim, reading, seeds):
-    """Public weights have no seeds; some claims take fewer than there are."""
+    """Some claims take fewer than there are. Public weights and clocks have none: they are read once."""
     runs = " ".join(runs for _, runs in reading.reads.values()).split()
-    return seeds[:1] if all(run in PUBLIC for run in runs) else seeds[:claim.seeds]
+    return [0] if all(run in PUBLIC or run in TIMED for run in runs) else seeds[:claim.seeds]
+
+
+def check_gpu(asked, args):
+    """Raise ValueError where models would be trained for days."""
+    large = any("@gpu" in run for _, _, reading in asked for _, run in reading.reads.values())
+    if large and not torch.cuda.is_available() and not args.train_args:
+        raise ValueError(f"--run={args.run} trains models of 30M parameters and wants a GPU; to try it without one, make "
+                         "them small: --train_args='--n_layer=2 --n_embd=32 --n_head=2 --max_iters=3 --eval_interval=3'")
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -116,11 +126,12 @@ def measure(asked, args, where, results):
     jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
             for claim, name, reading in asked}
     do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
-    about = made_by() | {"machine": str(Machine()), "seeds": seeds}
+    about = made_by() | {"machine": str(Machine())}
     for claim, name, reading in asked:
         numbers = numbers_of(reading, jobs[claim.id, name])
         if numbers:
-            results["claims"].setdefault(claim.id, {})[name] = {**about, "numbers": numbers}
+            found = {**about, "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
+            results["claims"].setdefault(claim.id, {})[name] = found
 
 
 def jobs_of(reading, seeds, where):
@@ -134,12 +145,13 @@ def do_all(jobs, workers):
     missing = [job for job in jobs if result_of(job) is None]
     workers = workers or (1 if torch.cuda.is_available() else 2)
     depths, failed = {job: depth(job) for job in missing}, []
-    with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar:
-        for _, stage in itertools.groupby(sorted(missing, key=depths.get), key=depths.get):
-            with ThreadPoolExecutor(workers) as pool:
-                for error in pool.map(tried, stage):
-                    failed += [error] if error else []
-                    bar.update()
+    missing.sort(key=depths.get)
+    with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar, ThreadPoolExecutor(
+            workers) as pool:
+        for _, stage in itertools.groupby(missing, depths.get):
+            for error in (pool.map if workers > 1 else map)(tried, stage):
+                failed += [error] if error else []
+                bar.update()
     print("".join(f"{error}\n" for error in failed), end="", file=sys.stderr)
 
 
@@ -269,9 +281,9 @@ def named(run):
 
 
 def mean_of(values):
-    """The mean over seeds; of lists, from the least mean to the largest."""
-    mean = np.mean(np.array(values, float), 0)
-    return f"{mean:.3g}" if mean.ndim == 0 else f"{mean.min():.3g} to {mean.max():.3g}"
+    """The mean over seeds; of a list its numbers, of a long one the least and the largest."""
+    mean = np.mean(np.array(values, float), 0).ravel()
+    return ", ".join(f"{x:.3g}" for x in mean) if len(mean) <= 4 else f"{mean.min():.3g} to {mean.max():.3g}"
 
 
 def shown(claim, results, where):
@@ -287,7 +299,7 @@ def shown(claim, results, where):
         jobs = jobs_of(reading, seeds_of(claim, reading, found.get(name, {}).get("seeds", [2])), where)
         parts.append(f"\n{name or 'as it stands'}: {verdicts.get(name, NOT_RUN)}\n")
         parts += [by_seed(found[name])] if name in found else []
-        parts += [f"\n{commands(jobs)}"]
+        parts += [f"\n{commands(claim, jobs)}"]
     return "\n".join(parts)
 
 
@@ -295,17 +307,17 @@ def by_seed(found):
     """Every number, a column a seed."""
     rows = [[column, run, *(mean_of([value]) for value in values)]
             for column, group in found["numbers"].items() for run, values in group.items()]
-    seeds = [f"seed {seed}" for seed in found["seeds"]] if len(rows[0]) > 3 else [""]
+    seeds = [f"seed {seed}" if seed else "" for seed in found["seeds"]]
     made = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
-    return f"{table(rows, ['', 'run', *seeds[:len(rows[0]) - 2]])}\n{made}"
+    return f"{table(rows, ['', 'run', *seeds])}\n{made}"
 
 
-def commands(jobs):
-    """The commands of the first seed, in their order."""
+def commands(claim, jobs):
+    """The commands of the first seed, in their order, and what is measured by this one itself."""
     first = all_jobs(group[0] for group in jobs.values())
-    own = sorted({job.words[0] for job in first if not job.words[0].endswith(".py")})
     lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
-    return "\n".join(lines + [f"python eval.py claims --run=...        ({name}, in evals/ledger/)" for name in own])
+    own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
+    return "\n".join(lines + [f"python eval.py claims --run={claim.id}     {own}: evals/ledger/"] * bool(own))
 
 
 # --------------------------------------------------------------------------------------------------------- the picture

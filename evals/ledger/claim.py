@@ -46,11 +46,16 @@ class Claim(NamedTuple):
 
 
 def decide(agrees, contradicts, testable=True):
-    """The verdict of two conditions, each of which must hold with every seed; both or neither: mixed."""
-    if not np.all(testable):
+    """The verdict of two conditions, each of which must hold with every seed; where both do or neither, mixed."""
+    if not holds(testable):
         return UNTESTABLE
-    yes, no = bool(np.all(agrees)), bool(np.all(contradicts))
+    yes, no = holds(agrees), holds(contradicts)
     return MIXED if yes == no else AGREES if yes else CONTRADICTS
+
+
+def holds(condition):
+    """Is it true throughout? A truth, an array of them, or a list of either."""
+    return all(map(holds, condition)) if isinstance(condition, list) else bool(np.all(condition))
 
 
 def below(a, b):
