@@ -358,6 +358,9 @@ ATTENTIONS = {
     "mlp_norm": {"rule": "identity", "feature": "mlp", "normalize": "max1"},
     # learned groups of tokens: mixers/focus.py
     "focus": {"mixer": "focus", "rule": "softmax", "window": 128},
+    # softmax among the tokens of a cluster, mixers/routing.py; or estimated by random features, mixers/performer.py
+    "routing": {"mixer": "routing", "rule": "softmax"},
+    "performer": {"mixer": "performer", "rule": "favor", "normalize": "sum"},
     # a state instead of keys: the rules and axes of mixers/recurrent.py
     "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},    # `linear` in O(T)
     "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope", "out_norm": "head",

@@ -422,6 +422,7 @@ class Inputs(NamedTuple):
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
     far: Any                    # (H, 2) float32, or None: a constant from distance W on, a slope times any distance
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
+    sets: Any                   # (B, T) int64, or None: bits. Only pairs that have none in common are seen
     H: int
     GK: int
     GV: int
@@ -468,6 +469,15 @@ def visible(i, j, inputs):
 
 
 @triton.jit
+def strangers(i, j, inputs, head):
+    """Which tokens have no set in common."""
+    at = inputs.sets + head.batch * inputs.T
+    own = tl.load(at + tl.minimum(i, inputs.T - 1))                             # as i
+    others = tl.load(at + tl.minimum(j, inputs.T - 1))                          # as j
+    return (own & others) == 0
+
+
+@triton.jit
 def key_tiles(i, inputs, c: tl.constexpr):
     """The keys that rows i .. i+BM-1 see."""
     hi = tl.minimum(i + c.BM, inputs.T)
@@ -481,7 +491,9 @@ def key_tiles(i, inputs, c: tl.constexpr):
         lo = tl.maximum(lo, kept)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # from here on the last row does, too
         a = tl.minimum(tl.maximum(a, lo), end)
-    b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                          # nearer than W, or not seen by all rows
+    b = a                                                                       # sets may hide any pair
+    if inputs.sets is None:
+        b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                      # nearer than W, or not seen by all rows
     return kept, lo, a, tl.maximum(a, b), hi
 
 
@@ -496,6 +508,8 @@ def row_tiles(j, inputs, c: tl.constexpr):
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo = j // c.BM * c.BM
     a = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, tl.cdiv(hi, c.BM) * c.BM)
+    if inputs.sets is not None:
+        b = a
     return 0, lo, a, tl.maximum(a, b), hi
 
 
@@ -623,6 +637,8 @@ def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (inputs.scale * rule.unit)
     seen = visible(i, j, inputs)
+    if inputs.sets is not None:
+        seen &= strangers(i, j, inputs, head)
     if NEAR and inputs.table is not None:
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
@@ -991,13 +1007,14 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 class Call(NamedTuple):
     """What attend() hands to the operators. These take it flat, as the schema says, and put it together again."""
     rule: str                   # a name of RULES, or with a power: "tra:3.0"
-    q: Tensor                   # these seven as in Inputs
+    q: Tensor                   # these eight as in Inputs
     k: Tensor
     v: Tensor
     t: Tensor | None
     table: Tensor | None
     far: Tensor | None
     mix: Tensor | None
+    sets: Tensor | None
     scale: float
     window: int                 # 0: no limit
     first: int
@@ -1012,12 +1029,12 @@ class Call(NamedTuple):
         return 0 < self.window < self.q.shape[2]
 
 
-SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? far, Tensor? mix, float scale, "
-          "SymInt window, SymInt first")
+SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? far, Tensor? mix, Tensor? sets, "
+          "float scale, SymInt window, SymInt first")
 
 
 def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False,
-           power=None, skip=True, mix=None):
+           power=None, skip=True, mix=None, sets=None):
     """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where it has none.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0.
@@ -1026,12 +1043,14 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     returns the sum of its weights. power: another one than the rule's own; entmax takes one of each row as t, too.
     skip: the backward passes over tiles in which all weights are 0. mix: q has two heads for each of the output,
     whose weights are those of the first minus mix times those of the second; Hv divides H/2, mix broadcasts to (B,
-    H/2, T), and the rule must have no statistic. All is differentiable but entmax's statistic."""
+    H/2, T), and the rule must have no statistic. sets (B, T) int64: row i sees key j only if they have no bit in
+    common; a row that sees nothing has output and statistic 0. All is differentiable but entmax's statistic."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     rule = "alphamax" if rule == "entmax" and t is not None else rule
-    check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix)
-    call = prepare(rule + "_sum" if row_sum else rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix)
+    check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets)
+    call = prepare(rule + "_sum" if row_sum else rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix,
+                   sets)
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
     rule = named(call.rule)
@@ -1040,14 +1059,14 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     return o, r.detach() if rule.passes > 1 else r          # the slopes of such rules hold r to its equation already
 
 
-def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
+def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     """What the kernels cannot do ends here, in one line. (Whatever does not broadcast, PyTorch refuses by itself.)"""
-    for bad, why in problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
+    for bad, why in problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
         if bad:
             raise ValueError(why)
 
 
-def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
+def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     """Pairs of a condition and what to say about it. Each relies on those before."""
     yield not AVAILABLE, ("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
                           "(or set TRITON_INTERPRET=1 to test them on a CPU)")
@@ -1066,6 +1085,8 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix):
     given = [(part, dims) for part, dims in ((table, 2), (tail, 1), (slope, 1)) if part is not None]
     yield any(part.ndim != dims or len(part) != H for part, dims in given), (
         f"table must be (H, W), tail and slope (H,), with the {H} heads of q")
+    yield sets is not None and (sets.shape != q.shape[::2] or sets.dtype != torch.int64), (
+        f"sets must be (B, T) int64 with the B and T of q, {tuple(q.shape[::2])}")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     yield not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes, (
@@ -1080,7 +1101,7 @@ def fits(q, k, v, views):
             and q[1] % views == 0 and q[1] % k[1] == 0 and q[1] // views % v[1] == 0)
 
 
-def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix):
+def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix, sets):
     """attend()'s arguments as the operators take them."""
     B, H, T, _ = q.shape
     if RULES[rule].takes_t:
@@ -1092,7 +1113,8 @@ def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, m
         far = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
     table = table.float() if table is not None and table.shape[1] else None
     rule = rule if power is None else f"{rule}:{float(power)}"
-    return Call(rule, q, k, v, t, table, far, mix, float(scale), window, first)
+    sets = None if sets is None else sets.contiguous()
+    return Call(rule, q, k, v, t, table, far, mix, sets, float(scale), window, first)
 
 
 def along_rows(part, *shape):
@@ -1168,7 +1190,7 @@ def kernel_inputs(call):
     table, far = (None if part is None else (part * unit).contiguous() for part in (call.table, call.far))
     GK, GV, W = H // call.k.shape[1], call.heads // call.v.shape[1], 0 if table is None else table.shape[1]
     window = call.window if call.has_window else None
-    return Inputs(q, k, v, t, table, far, mix, H, GK, GV, T, W, window, call.first, call.scale)
+    return Inputs(q, k, v, t, table, far, mix, call.sets, H, GK, GV, T, W, window, call.first, call.scale)
 
 
 def launch(kernel, rule, call, args, diagonals=None):
@@ -1256,20 +1278,20 @@ def remember(ctx, inputs, output):
     *call, learn, skip = inputs
     call, rule = unpacked(call, learn, skip)
     o, r, u, alive = output
-    ctx.call = call._replace(**dict.fromkeys(("q", "k", "v", "t", "table", "far", "mix")))
-    ctx.save_for_backward(*call[1:8], u if rule.save_u else o, r, alive)
+    ctx.call = call._replace(**dict.fromkeys(("q", "k", "v", "t", "table", "far", "mix", "sets")))
+    ctx.save_for_backward(*call[1:9], u if rule.save_u else o, r, alive)
 
 
 def differentiate(ctx, do, dr, *_):
-    q, k, v, t, table, far, mix, *saved = ctx.saved_tensors
-    call = ctx.call._replace(q=q, k=k, v=v, t=t, table=table, far=far, mix=mix)
+    q, k, v, t, table, far, mix, sets, *saved = ctx.saved_tensors
+    call = ctx.call._replace(q=q, k=k, v=v, t=t, table=table, far=far, mix=mix, sets=sets)
     learn_table = table is not None and ctx.needs_input_grad[5]
     dq, dk, dv, dt, dfar, dmix, dtable = run_backward(*call, *saved, do, dr.contiguous(), learn_table)
     dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
     dt, dmix = None if t is None else dt, None if mix is None else dmix
     dfar = None if far is None else dfar.sum((0, 3))        # (H, 2)
     dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dfar, dmix, *[None] * 5
+    return None, dq, dk, dv, dt, dtable, dfar, dmix, *[None] * 6
 
 
 def over_groups(grad, heads):

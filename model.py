@@ -82,6 +82,23 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
 
 
+class LoRA(nn.Linear):
+    """A linear layer whose weight W is kept, and beside it a product of thin matrices that learns: W x + B A x, with A
+    (rank, in) and B (out, rank).
+
+    B is 0 at first, so nothing has changed. Hu et al. 2021 (arXiv 2106.09685), section 4.1, where alpha / rank is a
+    factor on B A: here alpha is the rank. dice: a generator of random numbers."""
+
+    def __init__(self, linear, rank, dice):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_a = nn.Parameter(torch.randn(rank, self.in_features, generator=dice) * 0.02)
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
@@ -130,7 +147,8 @@ class GPTConfig:
         "softmax (sdpa)", ("auto", "torch", "triton", "sdpa"))
     # the axes, one by one: of attention.py, and of mixers/
     mixer: str | None = axis("mixer", "what mixes tokens: attention; attention whose distant pairs need a group in "
-                             "common (focus); or a state that every token changes and reads")
+                             "common (focus), or within clusters (routing); or a state that every token changes and "
+                             "reads, which may stand for softmax (performer)")
     rule: str | None = axis("rule", "from scores to weights; of a state, how a token changes it")
     forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed share, what the token says")
     write: str | None = axis("write", "how much of its value a token writes into the state")
@@ -248,6 +266,27 @@ class GPT(nn.Module):
         there = shapes_of(config)
         return [name for name in self.state_dict() if name not in there and (".attn." in name or name == "sink_token")]
 
+    def add_lora(self, names, rank, seed):
+        """Put LoRA on these projections of every attention layer."""
+        for layer, block in enumerate(self.transformer.h):
+            for name in names:
+                dice = own_generator(seed, f"transformer.h.{layer}.attn.{name}.lora_a")
+                setattr(block.attn, name, LoRA(getattr(block.attn, name), rank, dice))
+
+    def freeze(self, rest):
+        """Train nothing from now on but the `rest`: LoRA ("lora"), or what the mixer adds to plain attention ("focus").
+        Raises ValueError where that is nothing."""
+        for name, p in self.named_parameters():
+            _, _, own = name.partition(".attn.")                        # as the layer calls it
+            p.requires_grad_(".lora_" in own if rest == "lora" else own in self.transformer.h[0].attn.added)
+        if not self.num_trained():
+            raise ValueError(f"--attn={self.config.attn} adds nothing to plain attention that --train_only=focus could "
+                             "train: give it --attn=focus, or --train_only=lora")
+
+    def frozen(self):
+        """Names of the parameters that are not trained."""
+        return {name for name, p in self.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
     def forward(self, idx, targets=None, cache=None, importance=False):
         """idx, targets: (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by the
         earlier calls that idx goes on from. importance: return that of every head, too, (layers, heads). Raises
@@ -291,6 +330,10 @@ class GPT(nn.Module):
         tables += [] if self.config.tied else [self.transformer.wte]
         return count if embeddings else count - sum(p.numel() for table in tables for p in table.parameters())
 
+    def num_trained(self):
+        """Parameters that are not frozen."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
     def flops_per_token(self):
         """Floating-point operations of training on one token, forward and backward, as PaLM's appendix B counts them:
         6 N + 12 L C T."""
@@ -298,15 +341,16 @@ class GPT(nn.Module):
         return 6 * self.num_params(embeddings=False) + 12 * c.n_layer * c.n_head * c.head_width * c.block_size
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
-        """AdamW, fused where the device has it. Only matrices and embeddings decay; what attention learns outside its
-        linear layers (tau and its kin) does not, and its learning rate is head_lr times the others'."""
+        """AdamW on what is not frozen, fused where the device has it. Only matrices and embeddings decay; what
+        attention learns outside its linear layers (tau and its kin) does not, and its learning rate is head_lr times
+        the others'."""
         # linear layers, embeddings and norms are plain; what stands in no such module is attention's own
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
             plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
-            for name, p in module.named_parameters(recurse=False):
-                matrix = name == "weight" and p.dim() > 1
-                groups["head" if not plain else "decay" if matrix else "no_decay"].append(p)
+            for p in module.parameters(recurse=False):
+                if p.requires_grad:
+                    groups["head" if not plain else "decay" if p.dim() > 1 else "no_decay"].append(p)
         groups = [{
             "params": list(dict.fromkeys(params)),                      # a tied weight is met twice
             "weight_decay": weight_decay if kind == "decay" else 0.0,   # not on biases and norms, as in nanoGPT

@@ -6,7 +6,8 @@
 
 A flag given here beats the recipe (--attn), which beats the preset (--preset), which beats the defaults below.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) \
-and log.csv.
+and log.csv. With --train_only=focus or lora it is an adapter: ckpt.pt holds only what was trained, and meta.json \
+names the run that it stands on.
 With -h every knob, its meaning and its default in brackets (the default preset, tiny, changes some; see the presets \
 at the end).
 """
@@ -28,7 +29,17 @@ import attention
 import mixers
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, shown, with_recipe
 from common.machine import Machine
-from common.runs import Run, describe, load_weights, read_checkpoint, read_run, what_is_new
+from common.runs import (
+    Run,
+    as_base,
+    describe,
+    load_weights,
+    on_base,
+    read_checkpoint,
+    read_run,
+    read_weights,
+    what_is_new,
+)
 from data import files, tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -97,6 +108,13 @@ class Train:
     out_dir: str = knob("", "where the run goes; empty: out/<dataset>-<attn>")
     init_from: str = knob(
         "scratch", "scratch; resume: go on from out_dir's checkpoint; or a run's path: start from its weights")
+    train_only: str = knob(
+        "all", "all weights; focus: what a mixer adds to plain attention; or LoRA on attention's projections. The rest "
+        "stays as --init_from has it, and the run saves an adapter, which holds only what was trained",
+        ("all", "focus", "lora"))
+    lora_rank: int = knob(4, "rank of what --train_only=lora adds to each projection")
+    lora_on: str = knob("both", "which projections; the Focus paper's 147K parameters are those of c_attn alone",
+                        ("both", "c_attn", "c_proj"))
     # how much
     max_iters: int = knob(1000, "optimizer steps")
     batch_size: int = knob(16, "sequences per forward pass on one device, at most")
@@ -134,7 +152,10 @@ class Train:
     def __post_init__(self):
         at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
                  log_interval=1, head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0,
-                 head_balance=0, balance_skip=0, balance_shared=0)
+                 lora_rank=1, head_balance=0, balance_skip=0, balance_shared=0)
+        if self.train_only != "all" and self.init_from == "scratch":
+            raise ValueError(f"--train_only={self.train_only} leaves the rest of the model as it is, so that must be a "
+                             "trained one: name its run with --init_from")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
                              "the first above 0")
@@ -247,9 +268,15 @@ def train(knobs, config, machine, folder, data, stored, flags):
     val = tokens.Tokens(folder, "val")
     tokens.fixed_windows(val, config.block_size, 1, stride)             # better found now than at the first evaluation
 
-    # the model, with fresh weights or another run's
+    # the model, with fresh weights or another run's, all of it to be trained or a part
     run, model = Run(knobs.out_dir, machine, ("balance",) if knobs.head_balance else ()), GPT(config, knobs.seed)
-    if knobs.init_from != "scratch" and not (stored and run.checkpoint.exists()):
+    if knobs.train_only == "lora":
+        names = ("c_attn", "c_proj") if knobs.lora_on == "both" else (knobs.lora_on,)
+        model.add_lora(names, knobs.lora_rank, knobs.seed)
+    if knobs.train_only != "all":
+        model.freeze(knobs.train_only)
+    resuming = stored and run.checkpoint.exists()
+    if knobs.init_from != "scratch" and not resuming:
         take_weights(model, knobs.init_from, run, machine)
     model.to(machine.device)
 
@@ -263,6 +290,8 @@ def train(knobs, config, machine, folder, data, stored, flags):
     meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
     earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
     meta |= {name: earlier[name] for name in ("ends",) if name in earlier}              # ids at which an answer ends
+    if knobs.train_only != "all":               # this run is an adapter
+        meta |= {"trained": model.num_trained(), "base": stored["base"] if resuming else as_base(knobs.init_from)}
     first = resume(run, stored, meta, model, optimizer, scaler) if stored else 0
 
     # what the loop calls is the model compiled and shared by the ranks; what it evaluates and saves is the model itself
@@ -375,7 +404,10 @@ def take_weights(model, path, run, machine):
     if run.checkpoint.resolve() == Path(path).resolve():
         raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
     new = model.beyond(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
-    load_weights(model, read_checkpoint(path, mmap=True)["model"], path, new)
+    if left := [name for name in new if name in model.frozen()]:
+        raise ValueError(f"{left[0]} is not in {path}, and would stay at its initial value: --train_only trains other "
+                         "parts, so leave away the flags that add this one")
+    load_weights(model, read_weights(path), path, new)
     if new and machine.main:
         print(what_is_new(new, path))
 
@@ -388,7 +420,7 @@ def resume(run, stored, meta, model, optimizer, scaler):
     if not run.checkpoint.exists():
         return 0
     checkpoint = read_checkpoint(run.checkpoint)
-    load_weights(model, checkpoint["model"], run.checkpoint)
+    load_weights(model, on_base(checkpoint["model"], stored, run.checkpoint), run.checkpoint)
     optimizer.load_state_dict(checkpoint["optimizer"])
     scaler.load_state_dict(checkpoint.get("scaler", {}))
     run.saved, meta["losses"] = checkpoint["step"], stored["losses"]
@@ -435,7 +467,8 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
     axes = [f"{name} {value}" for name, value in chosen.items()         # the rule, the positions, what is not as usual
             if name in ("rule", "pos") or value != mixers.DEFAULTS[name]]
     spelled = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
-    print(f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn} "
+    part = f" ({model.num_trained():,} of them trained)" if knobs.train_only != "all" else ""
+    print(f"model: {model.num_params() / 1e6:.2f}M parameters{part}, --attn={config.attn} "
           f"({', '.join(axes)}), computed by {kernel}\n"
           f"machine: {machine}\n"
           f"data: {knobs.dataset}{spelled}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a "
@@ -469,10 +502,13 @@ def say_what_next(knobs, config, meta, waited, flags):
     kept = [flag for flag in flags if flag.startswith("--") and "=" in flag
             and not flag.startswith(("--attn", "--out_dir", "--init_from=resume"))]
     other = " ".join([*kept, f"--attn={'elastic' if config.attn == 'softmax' else 'softmax'}"])
+    other += "    the same with another attention"
+    if knobs.train_only != "all":               # the second phase of a retrofit, as the Focus paper has it
+        other = f"--init_from={knobs.out_dir} --out_dir={knobs.out_dir}-all    all weights, from here on"
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text\n"
-          f"       python train.py {other}    the same with another attention")
+          f"       python train.py {other}")
 
 
 # --------------------------------------------------------------------------------------------------- the command line

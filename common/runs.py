@@ -1,7 +1,9 @@
 """A run on disk. Its folder holds these files, and only this module reads and writes the first three:
 
     ckpt.pt     model, optimizer, scaler and step; loads with weights_only=True; names of the uncompiled module
-    meta.json   every knob, versions, hashes, losses: enough to build the model again
+                (of an adapter, made by --train_only, the model is without what was frozen: that is its base's)
+    meta.json   every knob, versions, hashes, losses: enough to build the model again; of an adapter also its base, the
+                run that it was trained on top of: {path, weights}, the latter their fingerprint
     log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu, with --head_balance
                 also its loss; none where the weights are public ones
     tokenizer.json  of a model whose tokenizer is its own, in Hugging Face's format
@@ -12,6 +14,7 @@ checkpoint. Only rank 0 writes.
 import contextlib
 import csv
 import dataclasses
+import hashlib
 import itertools
 import os
 import platform
@@ -87,7 +90,9 @@ class Run:
         """A checkpoint, then meta.json: a kill between the two leaves an older meta.json, which does no harm."""
         if not self.main:
             return
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+        frozen = model.frozen()                 # these are the base's, as they were
+        learned = {name: value for name, value in model.state_dict().items() if name not in frozen}
+        state = {"model": learned, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                  "step": step}
         with self.writing(step):
             with files.replacing(self.checkpoint) as f:
@@ -204,6 +209,58 @@ def read_checkpoint(path, mmap=False):
     if not isinstance(checkpoint, dict) or not {"model", "optimizer", "step"} <= checkpoint.keys():
         raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step")
     return checkpoint
+
+
+def read_weights(out_dir):
+    """{name: tensor} of a run's whole model, on the disk until they are copied: what its ckpt.pt holds, and for an
+    adapter also what its base holds, with LoRA's matrices merged into the weights that they stand beside."""
+    meta, path = read_run(out_dir)
+    return merged(on_base(read_checkpoint(path, mmap=True)["model"], meta, path), path)
+
+
+def on_base(state, meta, path):
+    """The weights in a run's checkpoint, over those of its base if it is an adapter. A base may be one, too."""
+    return read_weights(find_base(meta, path.parent)) | state if "base" in meta else state
+
+
+def as_base(out_dir):
+    """The entry "base" in meta.json of an adapter that is trained on top of this run."""
+    return {"path": str(read_run(out_dir)[1].parent), "weights": fingerprint(out_dir)}
+
+
+def find_base(meta, folder):
+    """The run that an adapter in this folder was trained on: where it was then, or else beside the adapter. Raises
+    ValueError where it is gone, or its weights have changed."""
+    named = Path(meta["base"]["path"])
+    places = [named, folder.resolve().parent / named.name]
+    base = next((place for place in places if (place / "meta.json").exists()), None)
+    if base is None:
+        raise ValueError(f"{folder} is an adapter, trained on top of the run {named}, which is neither there nor in "
+                         f"{places[1]}: bring that run back, or call this from the folder that the path begins in")
+    if fingerprint(base) != meta["base"]["weights"]:
+        raise ValueError(f"{folder} is an adapter for other weights than those in {base}, which have changed or are "
+                         "another run's: bring back the run that it was trained on top of, or train it again on this")
+    return base
+
+
+def fingerprint(out_dir):
+    """One short name for all the weights in a run's checkpoint."""
+    digest = hashlib.sha256()
+    for name, value in sorted(read_checkpoint(read_run(out_dir)[1], mmap=True)["model"].items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy())      # its bytes
+    return digest.hexdigest()[:16]
+
+
+def merged(state, path):
+    """A model's weights without LoRA: W + B A in the place of W, A and B (see model.LoRA), in float32."""
+    for name in [name for name in state if name.endswith(".lora_a")]:
+        module = name.removesuffix(".lora_a")
+        a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
+        if b is None or weight is None or (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]):
+            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or is not whole")
+        state = state | {f"{module}.weight": weight.float() + b @ a}
+    return {name: value for name, value in state.items() if ".lora_" not in name}
 
 
 def load_weights(model, state, path, new=(), copy=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attention import parse_rope_scaling
 from common.flags import Parser, fields_of
-from common.runs import read_checkpoint, read_run
+from common.runs import read_run, read_weights
 from data import coders, files, lookup
 from data.families import FAMILIES, config_for, config_from, is_turned, own_shapes, pieces
 from model import GPTConfig
@@ -30,7 +30,7 @@ def export(run, folder):
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
-    tensors = their_tensors(read_checkpoint(path), config, family.names, path)
+    tensors = their_tensors(read_weights(path), config, family.names, path)
     with files.replacing(folder / "model.safetensors") as f:
         f.write(safetensors.save(tensors, metadata={"format": "pt"}))
     if tokenizer:
@@ -55,9 +55,9 @@ def bos_and_eos(meta, separator):
     return {key: public.get(key, separator) for key in BOS_AND_EOS}
 
 
-def their_tensors(checkpoint, config, names, path):
+def their_tensors(state, config, names, path):
     """{their name: tensor} of our weights: what weights.read_state put together, taken apart."""
-    tensors, state = {}, checkpoint["model"]
+    tensors = {}
     for name, shape in own_shapes(config).items():
         if name not in state or state[name].shape != shape:
             raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")

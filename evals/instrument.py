@@ -35,7 +35,7 @@ import attention
 import mixers
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import load_weights, read_checkpoint, read_run, what_is_new
+from common.runs import load_weights, read_run, read_weights, what_is_new
 from data import files, tokens
 from model import GPT, GPTConfig
 
@@ -170,7 +170,7 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     with torch.device("meta"):
         model = GPT(config)                     # no memory, no values yet
     new = model.beyond(model_config(meta["knobs"], {})) if overrides else []
-    state = read_checkpoint(path, mmap=True)["model"]
+    state = read_weights(path)
     if new:
         model = GPT(config)                     # whose initial values are wanted
     state = {name: value.to(precision_of(name, config, dtype)) for name, value in state.items()}

@@ -2,7 +2,7 @@
 
 All recipes are timed in turn, again and again, in one process (Machine.race). What slows the machine down meanwhile
 slows all of them alike, so ratios can be trusted where seconds cannot. evals/kernels.py does what --kernels asks for,
-evals/live.py what --live does.
+evals/live.py what --live does, evals/sparse.py what --focus does.
 """
 import os
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 from common.flags import at_least, knob
 from common.machine import Machine
-from evals import kernels, live
+from evals import kernels, live, sparse
 from evals.instrument import Common, OpenedRun, recipe_names, save_numbers, table, whole_numbers
 from model import GPT, GPTConfig
 
@@ -21,7 +21,8 @@ class Speed:
     """Flags of speed"""
     attn: str = knob("all", "recipes, separated by commas")
     lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; of the kernels 1024,4096,16384, "
-                            "or 64,128 on a CPU; of a run its block_size")
+                            "or 64,128 on a CPU; with --focus 1024,4096,16384, on a GPU up to a million; of a run its "
+                            "block_size")
     memory: str = knob("4096,8192,16384", "lengths at which the attention's memory is measured, separated by commas; "
                                           "empty: do not")
     tokens: int = knob(0, "tokens in a training step, or in a call of a kernel; "
@@ -36,6 +37,7 @@ class Speed:
     kernels: bool = knob(False, "instead, the fused kernels alone against torch's own")
     live: bool = knob(False, "instead, of a trained run (--out_dir): which tiles hold any weight, "
                              "and what skipping the others gains")
+    focus: bool = knob(False, "instead, attention over pairs that share a group (Focus) against full attention")
     out_dir: str = knob("", "with --live: the run")
     widths: str = knob("64,128", "with --kernels: head widths")
     out: str = knob("", "also save the figures as JSON here; "
@@ -51,6 +53,8 @@ def command(args, run):
     side in one process."""
     if args.kernels:
         return kernels.command(args, run)
+    if args.focus:
+        return sparse.command(args, run)
     if args.live:
         return live.command(args, open_run(args))
     machine, cases = Machine(args.device, args.dtype), cases_of(recipe_names(args.attn))

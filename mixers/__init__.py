@@ -5,9 +5,13 @@ knows them all: a new mixer is a row of MIXERS, and what it has to choose of its
 """
 import attention
 from mixers.focus import Focus
+from mixers.performer import Performer
 from mixers.recurrent import Recurrent
+from mixers.routing import Routing
 
-MIXERS = {"attention": attention.Attention, "focus": Focus, "recurrent": Recurrent}     # the first is the default
+MIXERS = {                                      # the first is the default
+    "attention": attention.Attention, "focus": Focus, "routing": Routing, "performer": Performer,
+    "recurrent": Recurrent}
 # axis: the values that some mixer knows. An axis that a mixer has nothing to say about is not in its own table
 AXES = {"mixer": MIXERS}
 for _mixer in MIXERS.values():

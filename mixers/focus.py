@@ -31,7 +31,6 @@ from torch.nn import functional as F
 import attention
 import kernels
 from attention import (
-    BLOCK,
     UNSEEN,
     Attention,
     Choice,
@@ -56,11 +55,11 @@ from attention import (
 class Balance(Choice):
     """How a token's scores become shares of groups; does layer, s (B, T, K) over the temperature -> g, rows of sum 1.
 
-    `count` says what a training step remembers of its tokens z (B, T, d_g) and their g, a tensor that is summed over
+    `count` says what a training step remembers of its tokens z (B, T, d_g), their s and g, a tensor that is summed over
     micro-batches and ranks; `settle` is told the sum when the step is over."""
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
-    count: Callable | None = None               # layer, z, g -> a tensor
+    count: Callable | None = None               # layer, s, z, g -> a tensor
     settle: Callable | None = None              # layer, that sum
     penalty: Callable | None = None             # layer, g -> what is added to the loss
 
@@ -70,30 +69,36 @@ def by_softmax(layer, s):
     return s.softmax(-1)
 
 
-def sinkhorn(layer, s):
-    """Q = exp(s), then N times: over the sum of its tokens, over the sum of its groups. Section 2, in logarithms.
+def potentials(layer, s):
+    """What Sinkhorn takes off the scores of each group, u (B, 1, K), mean 0: Q = exp(s), then N times over the sum of
+    its tokens, over the sum of its groups, in logarithms. The last division makes each row of Q softmax(s_i - u).
 
-    A group's sum runs over all tokens of the sequence: NOT causal."""
+    A group's sum runs over all tokens of a sequence: NOT causal."""
+    Q, u = s, 0.0
     for _ in range(layer.args["iterations"]):
-        s = s - s.logsumexp(1, keepdim=True)
-        s = s - s.logsumexp(2, keepdim=True)
-    return s.exp()
+        u = u + Q.logsumexp(1, keepdim=True)
+        Q = (s - u).log_softmax(-1)
+    return u - u.mean(-1, keepdim=True) if layer.args["iterations"] else torch.zeros_like(s[:, :1])
+
+
+def sinkhorn(layer, s):
+    """g = Q, as printed: section 2."""
+    return (s - potentials(layer, s)).softmax(-1)
 
 
 def with_potential(layer, s):
-    """g_i = softmax(s_i - u): what Sinkhorn comes to for one token, if the u_k of its groups are known. They are those
-    of the tokens of past steps, constants to the gradient, and stay as they are in evaluation: causal."""
+    """g_i = softmax(s_i - u), u the mean of what Sinkhorn found for the sequences of past steps: a constant to the
+    gradient, which stays as it is in evaluation. Causal."""
     return (s - layer.potential).softmax(-1)
 
 
-def sum_of_shares(layer, z, g):
-    return g.sum((0, 1))
+def sum_of_potentials(layer, s, z, g):
+    """Over sequences, and how many they are: (K + 1,)."""
+    return F.pad(potentials(layer, s).sum((0, 1)), (0, 1), value=len(s))
 
 
-def move_potential(layer, shares):
-    """One damped Sinkhorn iteration over the tokens of a step: a group that took more than its part gets dearer."""
-    part = shares / shares.sum() * layer.groups                         # (K,): 1 is even
-    layer.potential += layer.args["rate"] * part.clamp(min=1e-3).log()
+def move_potential(layer, sums):
+    layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"])
 
 
 def confident_and_even(layer, g):
@@ -106,7 +111,7 @@ def entropy(p):
     return -torch.special.xlogy(p, p).sum(-1)
 
 
-def sums_by_group(layer, z, g):
+def sums_by_group(layer, s, z, g):
     """Each group's sum of shares, and of its tokens weighted by them: (K, 1 + d_g)."""
     return torch.cat([g.sum((0, 1))[:, None], torch.einsum("btk,btd->kd", g, z)], 1)
 
@@ -117,7 +122,7 @@ def move_centroids(layer, sums):
     layer.centroids.lerp_(torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids), 0.01)
 
 
-def some_tokens(layer, z, g):
+def some_tokens(layer, s, z, g):
     """What k-means runs on: up to 64 tokens of each sequence, the first of the step's micro-batches."""
     return z[:, ::max(1, z.shape[1] // 64)].flatten(0, 1)
 
@@ -156,13 +161,16 @@ def router_alone(layer):
     return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1)), "steps": Fixed(torch.zeros(()))}
 
 
-ROUTER = {"groups": Constant(4, 1, 4096), "route_dim": Constant(16, 1, 65536),
+# a set of groups is the bits of a number, of which 62 are enough
+ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
           "temperature": Constant(0.1, 1e-6, math.inf)}
+SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
 BALANCES = {                                    # the default is ours, the others are the paper's: section 2, table 8
     "potential": Balance(with_potential, lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
-                         ROUTER | {"rate": Constant(0.2, 0.0, 1.0)}, count=sum_of_shares, settle=move_potential),
-    "sinkhorn": Balance(sinkhorn, router, ROUTER | {"iterations": Constant(10, 0, 1000)}, causal=False),
+                         SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, count=sum_of_potentials,
+                         settle=move_potential),
+    "sinkhorn": Balance(sinkhorn, router, SINKHORN, causal=False),
     "softmax": Balance(by_softmax, router, ROUTER),
     "entropy": Balance(by_softmax, router, ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
                        penalty=confident_and_even),
@@ -271,16 +279,18 @@ def sparse(q, k, v, members, local, scale, fused=False):
 
 def sparse_sequence(q, k, v, members, local, scale, fused):
     """One sequence: q (H, T, D), k and v with as many heads or fewer, members (T, K)."""
-    sets, own, sizes = members.unique(dim=0, return_inverse=True, return_counts=True)   # (S, K), (T,), (S,)
-    meet = wide(sets.to(v.dtype)) @ wide(sets.to(v.dtype)).mT > 0                       # (S, S)
+    bits = (members * 2 ** torch.arange(members.shape[1], device=q.device)).sum(-1)     # (T,): a set is a number
+    sets, own, sizes = bits.unique(return_inverse=True, return_counts=True)             # (S,), (T,), (S,)
+    meet = (sets[:, None] & sets) != 0                                  # (S, S)
     order = own.argsort(stable=True)            # by set, and within it by place
-    rows_of, outputs = order.split(sizes.tolist()), []
-    for number, rows in enumerate(rows_of):
+    outputs = []
+    for number, rows in enumerate(order.split(sizes.tolist())):
         keys = rows if meet[number].sum() == 1 else meet[number][own].nonzero()[:, 0]
         outputs.append(causal(q[:, rows], k[:, keys], v[:, keys], rows, keys, scale, fused))
     back = order.argsort()
     o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
-    near, near_r = strangers_nearby(q, k, v, own, meet, local, scale)
+    near, near_r = strangers(q, k, v, bits, local, scale, fused)
+    near_r = near_r.masked_fill(nobody(own, meet, local)[:, None], UNSEEN)
     share = torch.sigmoid(r - near_r)           # of the whole sum
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
@@ -288,36 +298,61 @@ def sparse_sequence(q, k, v, members, local, scale, fused):
 def causal(q, k, v, rows, keys, scale, fused):
     """Softmax of queries at the places `rows` over keys at the places `keys` that are not later, both in order:
     o (H, R, E) and log-sum-exp (H, R, 1). Where both are the same tokens a kernel can do it."""
-    if fused and len(rows) == len(keys):
+    same = len(rows) == len(keys)
+    if fused and same:
         o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale)
         return wide(o[0]), r[0][..., None]
+    if same and flash_is_enough(q):
+        return softmax_parts(q, k, v, None, scale)
     ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
-    for start in range(0, len(rows), BLOCK):
-        some, end = rows[start:start + BLOCK], ends[min(start + BLOCK, len(rows)) - 1]
-        s = wide(heads_product(q[:, start:start + BLOCK] * scale, k[:, :end].mT))       # (H, BLOCK, end)
-        outputs.append(softmax_parts(s, keys[:end] <= some[:, None], v[:, :end]))
+    for start in range(0, len(rows), ROWS):
+        some, end = rows[start:start + ROWS], ends[min(start + ROWS, len(rows)) - 1]
+        outputs.append(softmax_parts(q[:, start:start + ROWS], k[:, :end], v[:, :end], keys[:end] <= some[:, None],
+                                     scale))
     return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
 
 
-def strangers_nearby(q, k, v, own, meet, local, scale):
-    """Softmax over the keys within the window whose groups do not meet the row's: o (H, T, E), log-sum-exp (H, T, 1),
-    which is as good as minus infinity for a row that has none."""
-    T, outputs = len(own), []
-    size = max(BLOCK, local)
-    for start in range(0, T, size):
-        rows, keys = slice(start, min(start + size, T)), slice(max(0, start + 1 - local), min(start + size, T))
+def strangers(q, k, v, bits, local, scale, fused):
+    """Softmax over the keys within the window that have no group in common with the row: o (H, T, E) and log-sum-exp
+    (H, T, 1). Of a row that has none neither means anything."""
+    if fused:
+        o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale, window=local, sets=bits[None])
+        return wide(o[0]), r[0][..., None]
+    T, outputs = len(bits), []
+    for start in range(0, T, ROWS):
+        rows, keys = slice(start, min(start + ROWS, T)), slice(max(0, start + 1 - local), min(start + ROWS, T))
         i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
-        seen = visible(i[:, None], j, Sight(window=local)) & ~meet[own[rows]][:, own[keys]]
-        s = wide(heads_product(q[:, rows] * scale, k[:, keys].mT))
-        o, r = softmax_parts(s, seen, v[:, keys])
-        outputs.append((o, r.masked_fill(~seen.any(-1, keepdim=True), UNSEEN)))
+        seen = visible(i[:, None], j, Sight(window=local)) & ((bits[rows, None] & bits[keys]) == 0)
+        outputs.append(softmax_parts(q[:, rows], k[:, keys], v[:, keys], seen, scale))
     return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
 
 
-def softmax_parts(s, seen, v):
-    """Output and log-sum-exp of scores s (H, R, T) where seen (R, T)."""
+def nobody(own, meet, local):
+    """Rows (T,) without a stranger within the window, by where the last stranger of each set stands."""
+    i = torch.arange(len(own), device=own.device)
+    last = torch.where(meet[:, own], -1 - local, i).cummax(1).values    # (S, T): up to each place
+    return last[own, i] <= i - local
+
+
+ROWS = 512                                      # of a block: those of the sparse form are short of keys, not of memory
+
+
+def softmax_parts(q, k, v, seen, scale):
+    """Softmax of queries (H, R, D) over the keys (Hk, T, D) that are seen (R, T), None: causal, of as many queries as
+    keys. Output (H, R, E) and log-sum-exp (H, R, 1)."""
+    if flash_is_enough(q):                      # torch's fused kernel: its log-sum-exp has no gradient
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], k[None], v[None], 0.0, seen is None, attn_mask=bias, scale=scale)
+        return wide(o[0]), r[0][..., None]
+    s = wide(heads_product(q * scale, k.mT))    # (H, R, T)
     w = softmax(s, seen)
     return wide(heads_product(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
+
+
+def flash_is_enough(q):
+    return q.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def heads_product(a, b):
@@ -365,11 +400,12 @@ class Focus(Attention):
         balance = self.choices["balance"]
         with torch.autocast(x.device.type, enabled=False):
             z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)
-            g = balance.does(self, z @ self.centroids.mT / self.args["temperature"])
+            s = z @ self.centroids.mT / self.args["temperature"]        # (B, T, K)
+            g = balance.does(self, s)
         if self.training and balance.penalty:
             self.penalty = balance.penalty(self, g)
         if self.training and balance.count:
-            self.remember(balance.count(self, z.detach(), g.detach()))
+            self.remember(balance.count(self, s.detach(), z.detach(), g.detach()))
         return g
 
     def remember(self, found):

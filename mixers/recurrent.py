@@ -526,11 +526,15 @@ class Recurrent(Attention):
             outputs.append(run(self.rule.does, state, past["rows"], size)[0])
         return torch.cat(outputs, 2)[:, :, -new:]
 
+    def fresh(self, v):
+        """The state before the first token."""
+        return self.rule.start(self, len(v)) if self.rule.start else (
+            v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
+
     def state(self, past, v):
         """The state that the tokens with values v (B, H, T, E) find. Raises ValueError on one that is not of this
         recipe."""
-        start = self.rule.start(self, len(v)) if self.rule.start else (
-            v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
+        start = self.fresh(v)
         found = past.get("state", start)
         if [S.shape for S in found] != [S.shape for S in start]:
             raise ValueError("the cache holds a state of another recipe, or of another batch: begin with "

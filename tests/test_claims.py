@@ -488,17 +488,17 @@ def test_the_ledger_counts_what_its_table_has(capsys):
 
 
 def test_a_row_is_measured_once_and_twice_the_same(here, tmp_path, capsys):
-    flags = (*here, "--run=lazy-sink-gone,gate-identity", "--seeds=3")
+    flags = (*here, "--run=postnorm,gate-identity", "--seeds=3")
     run_claims(capsys, *flags)
     first = json.loads((tmp_path / "claims/claims.json").read_text())["claims"]
-    assert set(first) == {"lazy-sink-gone", "gate-identity"} and set(first["lazy-sink-gone"]) == {"", "lr3e-3"}
-    run = tmp_path / "claims/lab/lazy-3"
+    assert set(first) == {"postnorm", "gate-identity"} and first["postnorm"][""]["seeds"] == [3]
+    run = tmp_path / "claims/lab/postnorm-3"
     before = (run / "ckpt.pt").stat().st_mtime
     again = run_claims(capsys, *flags, "--json")
     assert (run / "ckpt.pt").stat().st_mtime == before                  # nothing is trained twice
     found = json.loads(again.out)
     assert found["claims"] == first and found["verdicts"]["gate-identity"] == {"": A}
-    said = run_claims(capsys, *here, "--show=lazy-sink-gone").out
+    said = run_claims(capsys, *here, "--show=postnorm").out
     assert "python train.py --preset=lab --seed=3" in said and "seed 3" in said and "rule" in said
 
 

@@ -30,8 +30,11 @@ def imports():
     files = {name: ROOT / file for name, file in ROOMS.items()}
     files |= {f"{folder}.{path.stem}".removesuffix(".__init__"): path
               for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
-    return {module: {name for wanted in imported(path) for name in files if f"{wanted}.".startswith(f"{name}.")}
-            - {module} for module, path in files.items()}
+
+    def target(wanted):                         # mixers.recurrent rather than mixers, which holds it
+        return max((name for name in files if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
+
+    return {module: {target(wanted) for wanted in imported(path)} - {module, None} for module, path in files.items()}
 
 
 def room(module):

@@ -100,7 +100,7 @@ def difference(rule, mix, q, k, v, t, biases, **options):
 
 
 def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, scale=1.0, window=0, first=0,
-          row_sum=False, power=None, mix=None):
+          row_sum=False, power=None, mix=None, sets=None):
     """What attend() should be: the T x T matrix in full, in the dtype of q (statistics at least in float32). bias (H,
     T, T) is added to the scores, too."""
     if mix is not None:
@@ -123,6 +123,8 @@ def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, s
     seen = distance >= 0
     if window:
         seen = seen & ((distance < window) | (torch.arange(T, device=q.device) < first))
+    if sets is not None:
+        seen = seen & ((sets[:, :, None] & sets[:, None]) == 0)[:, None]
     t = None if t is None else t.to(wide).expand(q.shape[:3])[..., None]
     # future scores, which nobody sees, are 0: nothing overflows there
     w, r = dense_weights(rule, s.masked_fill(~seen, 0.), seen, t, kernels.RULES[rule].power if power is None else power)
@@ -286,6 +288,30 @@ def test_float32(case, rule):
     compare(rule, **CASES[case])
 
 
+def random_sets(B, T, every):
+    """Two bits of eight for most tokens, none for every so many."""
+    dice = torch.Generator().manual_seed(3)
+    sets = sum(2 ** torch.randint(8, (B, T), generator=dice) for _ in range(2))
+    sets[:, ::every] = 0
+    return sets.to(DEVICE)
+
+
+@pytest.mark.parametrize("rule, options", [
+    by_default((rule, number) in (("softmax", 0), ("relu", 1)), rule, options) for rule in RULES
+    for number, options in enumerate((dict(T=70), dict(T=45, H=4, Hk=1, Hv=2, window=17, row_sum=True),
+                                      dict(T=70, window=9, first=3, **EVERYTHING)))], ids=str)
+def test_tokens_with_a_set_in_common_do_not_see_each_other(rule, options):
+    compare(rule, B=2, sets=random_sets(2, options["T"], 5), **options)
+
+
+def test_a_row_that_sees_nothing_is_zero():
+    x, options = draw("softmax", T=40)
+    o, r = kernels.attend("softmax", **x, **options, sets=torch.ones(1, 40, dtype=torch.int64, device=DEVICE))
+    assert o.count_nonzero() == 0 == r.count_nonzero()
+    with pytest.raises(ValueError, match=r"sets must be \(B, T\) int64"):
+        kernels.attend("softmax", **x, **options, sets=torch.ones(1, 39, dtype=torch.int64, device=DEVICE))
+
+
 @pytest.mark.parametrize("rule, power", [by_default((rule, power) in (("tra", 1.5), ("lssar", 5)), rule, power)
                                          for rule in ("entmax", "lssar", "tra") for power in (1, 1.5, 2, 3, 5)])
 def test_powers(rule, power):
@@ -410,7 +436,8 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     upstream = [torch.randn(*x["q"].shape[:3], 16, device=DEVICE), torch.randn(x["q"].shape[:3], device=DEVICE)]
     more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.RULES
     if kernels.INTERPRETED:                                           # a GPU's tiles are too large for these clusters
-        names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix")
+        names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix",
+                 "sets")
         given = {"window": 0, "first": 0} | x | more
         alive = kernels.run_forward(*kernels.prepare(rule, *map(given.get, names)), True, True)[3]
         assert 0.05 < alive.float().mean() < 0.55                     # 0.6 if no tile of the past were dead
@@ -758,7 +785,7 @@ def test_operators_say_what_they_return():
     """Shapes, strides and dtypes that tracing is told are those that the kernels deliver."""
     x, options = draw("elastic", T=20, D=16, E=24)
     x["t"] = x["t"].expand(1, 2, 20)
-    call = ("elastic", *x.values(), None, None, None, options["scale"], 0, 0)
+    call = ("elastic", *x.values(), None, None, None, None, options["scale"], 0, 0)
     inputs = (*call, True, True)
     torch.library.opcheck(kernels.run_forward, inputs, test_utils=CHECKS)
     o, r, u, alive = kernels.run_forward(*inputs)
@@ -770,7 +797,7 @@ def test_operators_of_two_views_say_what_they_return():
     x, options = draw("tra", T=20, D=16, E=24, H=4, W=4, mix=(1, 2, 20))
     x["t"] = x["t"].expand(1, 4, 20)
     q, k, v, t, table, mix = x.values()
-    call = ("tra", q, k, v, t, table, None, mix, options["scale"], 0, 0)
+    call = ("tra", q, k, v, t, table, None, mix, None, options["scale"], 0, 0)
     inputs = (*call, True, True)
     torch.library.opcheck(kernels.run_forward, inputs, test_utils=CHECKS)
     o, r, u, alive = kernels.run_forward(*inputs)
@@ -825,7 +852,8 @@ class Driver:
 
 def compile_rule(sm, rule, D, dtype, busy, only=None):
     """The kernels that one call and its backward launch, or one of them: name, sizes, warps, compiled. busy: with a
-    table, a tail, a slope, a window and first keys. A rule "tra mix": two views at once."""
+    table, a tail, a slope, a window and first keys. A rule "tra mix": two views at once; "softmax sets": of tokens
+    without a common set."""
     import triton
     compiled, run = [], triton.runtime.jit.JITFunction.run
 
@@ -834,15 +862,18 @@ def compile_rule(sm, rule, D, dtype, busy, only=None):
             done = run(function, *args, grid=grid, warmup=True, **options)
             compiled.append((function.__name__, args[-1], options["num_warps"], done))
 
-    rule, _, mix = rule.partition(" ")
-    q, k, v = (torch.empty(2, 1024, heads, D, dtype=dtype).transpose(1, 2) for heads in (4, 4, 2 if mix else 4))
-    mix = torch.empty(2, 2, 1024) if mix else None
+    rule, _, more = rule.partition(" ")
+    q, k, v = (torch.empty(2, 1024, heads, D, dtype=dtype).transpose(1, 2)
+               for heads in (4, 4, 2 if more == "mix" else 4))
+    mix = torch.empty(2, 2, 1024) if more == "mix" else None
+    sets = torch.empty(2, 1024, dtype=torch.int64) if more == "sets" else None
     t = torch.empty(2, 4, 1024) if kernels.named(rule).takes_t else None
-    table, far, window, first = (torch.empty(4, 512), torch.empty(4, 2), 256, 4) if busy else (None, None, 0, 0)
+    window = 128 if more == "sets" else 0                             # as Focus calls it
+    table, far, window, first = (torch.empty(4, 512), torch.empty(4, 2), 256, 4) if busy else (None, None, window, 0)
     triton.runtime.driver.set_active(Driver(sm))
     with (mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only),
           mock.patch.object(kernels, "generation", lambda device: sm)):
-        call = (rule, q, k, v, t, table, far, mix, 0.125, window, first)
+        call = (rule, q, k, v, t, table, far, mix, sets, 0.125, window, first)
         o, r, u, alive = kernels.run_forward(*call, True, True)
         if only != "forward":
             kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
@@ -862,7 +893,8 @@ def registers_and_stack(cubin):
 
 # exponentials a score, of the rules that the table shows
 EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0,
-                    sigmoid=1, elu=1, identity=0, alphamax=1, softplus_sum=1, sigmoid_sum=1, **{"tra mix": 0})
+                    sigmoid=1, elu=1, identity=0, alphamax=1, softplus_sum=1, sigmoid_sum=1,
+                    **{"tra mix": 0, "softmax sets": 1})
 
 
 def table_rows(task, only=None):
@@ -877,9 +909,9 @@ def table_rows(task, only=None):
         # so many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the
         # statistic, or delta, has a pass of its own), and some for rows where the running maximum moves. More would
         # mean that warps repeat each other's work
-        about = kernels.named(rule.removesuffix(" mix"))
+        about = kernels.named(rule.partition(" ")[0])
         twice = about.passes if name == "forward" else name == "backward_rows" and about.sum_delta
-        copies = 1 if name == "backward_table" else 4 if twice else 2
+        copies = 1 if name == "backward_table" or rule.endswith(" sets") else 4 if twice else 2   # of sets all masked
         scores = copies * c.BM.value * c.BN.value // (32 * warps)
         problem = [what for what, bad in (
             ("spills", stack > 0),
@@ -895,11 +927,11 @@ def table_rows(task, only=None):
 
 
 ALL = [(sm, rule, D, torch.bfloat16, busy) for sm in (80, 90) for D in (64, 128) for busy in (False, True)
-       for rule in EXPONENTIALS]
+       for rule in EXPONENTIALS if not (busy and rule.endswith(" sets"))]
 ALL += [(sm, "elastic", 256, torch.bfloat16, True) for sm in (80, 90)] + [(80, "elastic", 64, torch.float32, True)]
 # the nearest to spilling: full registers in most kernels, each with another table of tiles
 TIGHT = [(80, "lssar", 64, torch.bfloat16, True), (90, "elastic", 128, torch.bfloat16, True),
-         (80, "tra mix", 128, torch.bfloat16, True)]
+         (80, "tra mix", 128, torch.bfloat16, True), (90, "softmax sets", 64, torch.bfloat16, False)]
 
 
 def print_table(tasks=ALL):

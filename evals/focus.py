@@ -1,0 +1,271 @@
+"""What the knobs of Focus do, each table of the paper (3) as one command.
+
+    --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
+        its hard form at every k, and its soft one, beside full attention of the same weights: loss, perplexity, pairs
+        kept, speed. Table 7; at several lengths section 3.5.
+    --out_dir=A_BASE --sweep=groups (window, temperature, iterations, route_dim; all)
+        routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each
+        is a run beside the base, OUT_DIR-focus-KNOB-VALUE; those that are there are not trained again.
+
+Perplexities of --balance=sinkhorn are measured as printed, with later tokens in the balance: they are no predictions.
+"""
+import dataclasses
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import mixers
+from common.flags import at_least, knob
+from common.runs import ROOT, finished_run
+from data import tokens
+from evals import groups
+from evals.instrument import Common, OpenedRun, pyplot, read_windows, save_figure, table, whole_numbers
+from evals.loss import loss_and_error
+from model import GPT
+
+SWEEPS = {                                      # knob: the paper's values, but for widths, which are parts of ours
+    "groups": ("4", "8", "16", "32"),
+    "window": ("1/16", "1/8", "1/4", "1/2"),    # of block_size: 64 to 512 of 1024 there
+    "temperature": ("0.05", "0.1", "0.2", "0.5"),
+    "iterations": ("3", "5", "10", "20"),
+    "route_dim": ("16", "32", "128", "1/1"),    # d_g; the last is n_embd
+}
+DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": "10", "route_dim": "16"}
+
+
+@dataclass
+class FocusFlags:
+    """Flags of focus"""
+    k: str = knob("1,2,3,4", "groups that a token is a member of, separated by commas")
+    lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
+    split: str = knob("val", "which split", ("train", "val"))
+    windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
+    batch_size: int = knob(4, "windows per forward pass")
+    repeats: int = knob(5, "timed rounds over all forms; the median counts")
+    sweep: str = knob("", "instead, of a run of plain attention: train routers with other values of this knob",
+                      ("", *SWEEPS, "all"))
+    values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
+    steps: int = knob(200, "with --sweep: steps of each router's training (the paper: 4000)")
+    balancing: str = knob("sinkhorn", "with --sweep: the routers' --balance; sinkhorn is the paper's, and the only "
+                                      "one with iterations", tuple(mixers.AXES["balance"]))
+    train_args: str = knob("", "with --sweep: more flags for train.py, separated by spaces")
+
+    def __post_init__(self):
+        at_least(self, windows=0, batch_size=1, repeats=1, steps=1)
+        whole_numbers(self.k, "k")              # says what is wrong with it
+        if self.lengths:
+            whole_numbers(self.lengths, "lengths")
+        if self.values and self.sweep not in SWEEPS:
+            raise ValueError(f"--values={self.values} are those of one knob: name it, --sweep={'|'.join(SWEEPS)}")
+
+
+def command(args, run):
+    """Focus at every k and several lengths beside full attention: loss, perplexity, pairs kept, speed. With --sweep,
+    routers trained with other knobs."""
+    numbers = swept(args, run) if args.sweep else compared(args, run)
+    return numbers, tell(args, {str(run.out_dir): numbers})
+
+
+# --------------------------------------------------------------------------------------- one run, in all of its forms
+
+
+def compared(args, run):
+    """{"lengths": [{"length", "forms": {form: its figures}}]}."""
+    groups.check(run.model, run.out_dir)
+    ks, K = whole_numbers(args.k, "k"), run.model.transformer.h[0].attn.groups
+    if min(ks) < 1 or max(ks) > K:
+        raise ValueError(f"--k={args.k}, but a token can be a member of 1 to {K} groups of {run.out_dir}")
+    lengths = sorted({run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")})
+    forms = {"full": (full_attention(run.model), 0), "soft": (run.model, 0)} | {f"k={k}": (run.model, k) for k in ks}
+    trained = run.meta["knobs"]["block_size"]
+    return {"dataset": run.dataset, "split": args.split, "groups": K, "window": run.model.config.window,
+            "training_length": trained, "lengths": [at_length(args, run, forms, T) for T in lengths]}
+
+
+def full_attention(model):
+    """The same weights under plain softmax attention of all pairs."""
+    plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "window", "topk")}
+    config = dataclasses.replace(model.config, attn="softmax", attn_args="", **plain)
+    with torch.device("meta"):
+        full = GPT(config)
+    state = model.state_dict()
+    full.load_state_dict({name: state[name] for name in full.state_dict()}, assign=True)
+    full.tie()
+    return full.eval()
+
+
+def at_length(args, run, forms, T):
+    """Figures of every form in windows of T tokens."""
+    split, machine, before = run.split(args.split), run.machine, run.model.config.topk
+    seen = groups.look(groups.Groups(split=args.split, windows=args.windows, batch_size=args.batch_size), run,
+                       set_topk(run.model, 0), T)
+    mean = groups.mean_of([layer.result() for layer in seen])
+    rows = read_windows(split, tokens.fixed_windows(split, T, 1, run.stride), T, run.model, machine)
+    seconds = machine.race({form: reading(*model_and_k, rows, machine) for form, model_and_k in forms.items()},
+                           args.repeats)
+    found = {}
+    for form, (model, k) in forms.items():
+        loss, error, windows = loss_and_error(set_topk(model, k), split, machine, args.windows, args.batch_size,
+                                              run.stride, T)
+        found[form] = {"loss": loss, "loss_error": error, "perplexity": math.exp(min(loss, 700)),
+                       "kept": mean["kept"].get(str(k)), "speed": seconds["full"] / seconds[form]}
+    set_topk(run.model, before)
+    return {"length": T, "windows": windows, "mean": mean, "forms": found}
+
+
+def set_topk(model, k):
+    """The model with --topk=k from here on; 0 is the soft form."""
+    model.config.topk = k                       # which its layers ask at every call
+    return model
+
+
+def reading(model, k, rows, machine):
+    """A function that reads rows (1, T)."""
+    @torch.no_grad()
+    def read():
+        with machine.autocast():
+            set_topk(model, k)(rows)
+    return read
+
+
+# ------------------------------------------------------------------------------------ routers with other knobs, trained
+
+
+def swept(args, run):
+    """{"sweep": {knob: [{"value", ...}]}}: of every router its loss in the soft form and with two groups a token, and
+    how even its groups are."""
+    config = run.model.config
+    if config.mixer != "attention":
+        raise ValueError(f"--sweep trains routers on a run of plain attention, and {run.out_dir} has --attn="
+                         f"{config.attn}: name its base")
+    names = list(SWEEPS) if args.sweep == "all" else [args.sweep]
+    if args.balancing != "sinkhorn" and "iterations" in names:
+        if args.sweep == "iterations":
+            raise ValueError(f"--balancing={args.balancing} has no iterations: --sweep=iterations goes with sinkhorn")
+        names.remove("iterations")
+    found = {name: [router(args, run, name, value) for value in
+                    (args.values.split(",") if args.values else SWEEPS[name])] for name in names}
+    return {"dataset": run.dataset, "split": args.split, "balance": args.balancing, "steps": args.steps, "sweep": found}
+
+
+def router(args, run, name, value):
+    """Train one router, unless it is there, and take its figures."""
+    knobs = DEFAULTS | {name: value}
+    # what is the default in one sweep is in every other: one run for all of them
+    ending = "default" if knobs == DEFAULTS else f"{name}-{value.replace('/', '-')}"
+    folder = Path(run.out_dir).resolve()
+    folder = folder.with_name(f"{folder.name}-focus-{ending}")
+    flags = router_flags(args, run, knobs, folder)
+    if not finished_run(folder, flags):
+        print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
+        if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=2).returncode:
+            raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
+    common = Common(str(folder), run.dataset, str(run.machine.device), run.machine.dtype)
+    return {"value": value} | figures(args, OpenedRun(common, {}))
+
+
+def router_flags(args, run, knobs, folder):
+    """What train.py is told: the paper's knobs, on top of the run, of which nothing else is trained."""
+    config = run.model.config
+    sizes = {"window": config.block_size, "route_dim": config.n_embd}
+    knobs = {name: str(part_of(value, sizes[name])) if name in sizes else value for name, value in knobs.items()}
+    if args.balancing != "sinkhorn":
+        del knobs["iterations"]
+    constants = ",".join(f"{name}={value}" for name, value in knobs.items() if name != "window")
+    return [f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", f"--balance={args.balancing}",
+            f"--window={knobs['window']}", f"--attn_args={constants}", f"--dataset={run.dataset}",
+            f"--max_iters={args.steps}", f"--eval_interval={args.steps}", f"--device={run.machine.device}",
+            f"--out_dir={folder}", *args.train_args.split()]
+
+
+def part_of(value, size):
+    """"1/8" of a size, at least 1, or the number itself."""
+    top, slash, bottom = value.partition("/")
+    return max(1, size * int(top) // int(bottom)) if slash else int(value)
+
+
+def figures(args, run):
+    """Of a trained router: perplexities of both forms, its groups, its size."""
+    k = min(2, run.model.transformer.h[0].attn.groups)
+    found, = compared(dataclasses.replace(args, k=str(k), lengths="", repeats=1), run)["lengths"]
+    hard, mean = found["forms"][f"k={k}"], found["mean"]
+    size = sum(p.numel() for block in run.model.transformer.h for name, p in block.attn.named_parameters()
+               if name in ("router.weight", "centroids"))
+    return {"parameters": size, "full": found["forms"]["full"]["perplexity"],
+            "soft": found["forms"]["soft"]["perplexity"], "hard": hard["perplexity"], "kept": hard["kept"],
+            **{name: mean[name] for name in ("dominance", "evenness", "confidence")}}
+
+
+# ------------------------------------------------------------------------------------------------- text and a picture
+
+
+def tell(args, found):
+    return "\n\n".join((f"{place}\n\n" if len(found) > 1 else "")
+                       + (sweep_text(numbers) if "sweep" in numbers else forms_text(numbers))
+                       for place, numbers in found.items())
+
+
+def forms_text(numbers):
+    rows = [[str(part["length"]), form, *(figures[key] for key in (
+        "loss", "loss_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
+        for part in numbers["lengths"] for form, figures in part["forms"].items()]
+    windows = sorted({part["windows"] for part in numbers["lengths"]})
+    return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
+            f"{numbers['training_length']} tokens\n\n"
+            + table(rows, ["length", "form", "loss", "+-", "perplexity", "kept", "speed"]) +
+            "\n\n full  softmax attention of the same weights, all pairs\n soft  the gates that it was trained with\n"
+            f"  k=k  distant pairs open if they share one of each token's k largest of {numbers['groups']} groups\n"
+            f" kept  share of pairs {numbers['window']} apart or more that are open\n"
+            "speed  of reading one window with the whole model, against full")
+
+
+def sweep_text(numbers):
+    rows = [[name, row["value"], f"{row['parameters']:,}", *(row[key] for key in (
+        "full", "soft", "hard", "kept", "dominance", "evenness", "confidence"))]
+        for name, rows in numbers["sweep"].items() for row in rows]
+    return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
+            f"perplexity on {numbers['split']}\n\n"
+            + table(rows, ["knob", "value", "parameters", "full", "soft", "k=2", "kept", "dominance", "evenness",
+                           "confidence"]))
+
+
+def draw(path, found):
+    """Perplexity against speed, a line for each run and length, a mark for each form; or against each swept knob."""
+    sweeps = [numbers["sweep"] for numbers in found.values() if "sweep" in numbers]
+    panels = list(sweeps[0]) if sweeps else ["perplexity"]
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(max(5.5, 3.4 * len(panels)), 3.8), squeeze=False)
+    for place, numbers in found.items():
+        for ax, panel in zip(axes[0], panels, strict=True):
+            if sweeps:
+                draw_sweep(ax, panel, numbers["sweep"][panel])
+            else:
+                draw_forms(ax, Path(place).name, numbers)
+    for ax in axes[0]:
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    save_figure(figure, path)
+
+
+def draw_forms(ax, name, numbers):
+    for part in numbers["lengths"]:
+        hard = {form: f for form, f in part["forms"].items() if form != "soft"}
+        ax.plot([f["speed"] for f in hard.values()], [f["perplexity"] for f in hard.values()], "o",
+                label=f"{name}, T={part['length']}")
+        for form, f in hard.items():
+            ax.annotate(form, (f["speed"], f["perplexity"]), (4, 4), textcoords="offset points", fontsize=8)
+    ax.set_xlabel("speed against full attention")
+    ax.set_ylabel("perplexity")
+
+
+def draw_sweep(ax, knob, rows):
+    places = range(len(rows))
+    for key, label in (("full", "full attention"), ("soft", "soft gates"), ("hard", "k=2")):
+        ax.plot(places, [row[key] for row in rows], "o-", label=label)
+    ax.set_xticks(places, [f"{row['value']}\n{row['dominance']:.0%}" for row in rows])
+    ax.set_xlabel(f"{knob}, and below it the largest group's share", fontsize=8)
+    ax.set_ylabel("perplexity", fontsize=8)

@@ -1,0 +1,342 @@
+"""The groups that Focus has learned (the paper (3), sections 4 and 5): how even they are and how sure tokens are of
+theirs, which tokens are in them, which distant tokens they bring together, and how many pairs they keep.
+
+A token's group is the one of which it has the largest share. Everything is taken on fixed windows, layer by layer;
+layers have groups of their own, so that group 2 of one has nothing to do with group 2 of another.
+"""
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.flags import at_least, knob
+from data import tokens
+from evals.instrument import (
+    LENGTH,
+    Common,
+    OpenedRun,
+    first_line,
+    instead,
+    legend,
+    progress,
+    pyplot,
+    read_windows,
+    save_figure,
+    table,
+)
+from mixers.focus import Focus, entropy
+
+MEASURES = {                                    # name: its meaning, printed under the table
+    "dominance": "share of tokens in the largest group (section 4); evenly {even:.3f}",
+    "evenness": "entropy of the shares of tokens over log K: 1 where all groups are as large",
+    "confidence": "a token's share of its own group, mean (section 5)",
+    "stability": "share of tokens whose group is the same in --against, its groups named so that most agree (section "
+                 "4); by chance about {even:.3f} or more",
+    "kept": "share of distant pairs, {window} apart or more, that share one of the k largest groups of each (table 7)",
+}
+MOST = 4                                        # groups a token, for the share of pairs kept
+
+
+@dataclass
+class Groups:
+    """Flags of groups"""
+    split: str = knob("val", "which split", ("train", "val"))
+    windows: int = knob(16, "fixed windows, spread evenly; the first is the passage whose pairs are shown")
+    length: int = knob(0, LENGTH)
+    batch_size: int = knob(4, "windows per forward pass")
+    against: str = knob("", "another run of the same model, an earlier checkpoint say: are tokens in the same groups?")
+    layer: int = knob(-1, "whose groups are spelled out, the first being 0; -1: the one with the most even groups")
+    top: int = knob(8, "commonest tokens of a group, and longest pairs of the passage, to show")
+
+    def __post_init__(self):
+        at_least(self, windows=1, length=0, batch_size=1, layer=-1, top=1)
+
+
+def command(args, run):
+    """What groups of tokens Focus has learned, and which pairs they keep."""
+    check(run.model, run.out_dir)
+    T, layers = run.window(args.length), run.model.config.n_layer
+    if args.layer >= layers:
+        raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {layers - 1}")
+    seen = look(args, run, run.model, T)
+    found = [layer.result() for layer in seen]
+    if args.against:
+        other = groups_in(args, run, T, [layer.groups for layer in seen])
+        for layer, one, another in zip(found, seen, other, strict=True):
+            layer["stability"] = agreement(one.labels(), another.labels(), one.groups)
+    shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in found]))
+    numbers = run.reads(args.split, len(seen[0].labels()), T) | {
+        "groups": seen[0].groups, "window": seen[0].local, "topk": run.model.config.topk, "against": args.against,
+        "mean": mean_of(found), "layers": found,
+        "shown": spelled_out(seen[shown], shown, run, args.top)}
+    return numbers, tell(args, {str(run.out_dir): numbers})
+
+
+def check(model, out_dir):
+    """Raise ValueError on a run without groups."""
+    if not isinstance(model.transformer.h[0].attn, Focus):
+        raise ValueError(f"{out_dir} has --attn={model.config.attn}, which has no groups: this looks at runs that were "
+                         "trained with --attn=focus")
+
+
+# ------------------------------------------------------------------------------------------------------- what is taken
+
+
+class Layer:
+    """What is seen of one layer's groups, batch by batch."""
+
+    def __init__(self, module):
+        self.groups, self.local, self.memberships = module.groups, module.local, module.memberships
+        self.own, self.ids, self.confidence = [], [], 0.0
+        self.kept, self.distant, self.passage = np.zeros(min(MOST, self.groups)), 0, None
+
+    def see(self, g, idx):
+        """Shares g (B, T, K) of the tokens idx (B, T)."""
+        top, own = g.max(-1)
+        self.own.append(own.to(torch.int16).cpu().numpy())
+        self.ids.append(idx.cpu().numpy())
+        self.confidence += top.double().sum().item()
+        far = distant(g.shape[1], self.local, g.device)
+        self.distant += len(g) * far.sum().item()
+        for k in range(1, len(self.kept) + 1):
+            m = self.memberships(g, k).to(g.dtype)
+            self.kept[k - 1] += ((m @ m.mT > 0) & far).sum().item()
+        self.passage = g[0].float().cpu() if self.passage is None else self.passage         # (T, K)
+
+    def labels(self):
+        """The group of every token, (windows, T)."""
+        return np.concatenate(self.own)
+
+    def result(self):
+        """This layer's measures, by the names of MEASURES; shares of tokens by group, and of pairs kept by k."""
+        shares = np.bincount(self.labels().ravel(), minlength=self.groups) / self.labels().size
+        evenness = entropy(torch.from_numpy(shares)).item() / np.log(self.groups) if self.groups > 1 else 1.0
+        kept = {str(k): float(kept / self.distant) if self.distant else None for k, kept in enumerate(self.kept, 1)}
+        return {"dominance": float(shares.max()), "evenness": evenness,
+                "confidence": self.confidence / self.labels().size, "kept": kept, "shares": shares.tolist()}
+
+
+def distant(T, local, device="cpu"):
+    """Which pairs of a row and an earlier key are not near: (T, T)."""
+    places = torch.arange(T, device=device)
+    return places[:, None] - places >= local
+
+
+@torch.no_grad()
+def look(args, run, model, T):
+    """A Layer for each layer of a model, from the run's windows of T tokens."""
+    layers = [Layer(block.attn) for block in model.transformer.h]
+    split, batch = run.split(args.split), {}
+
+    def watch(attend, layer, module, q, k, v, x, table):
+        layers[layer].see(module.assign(x), batch["idx"])
+        return attend(q, k, v, x, table)
+
+    starts = tokens.fixed_windows(split, T, args.windows, run.stride)
+    with instead(model, watch):
+        for i in progress(range(0, len(starts), args.batch_size), run.machine.main):
+            batch["idx"] = read_windows(split, starts[i:i + args.batch_size], T, model, run.machine)        # (B, T)
+            with run.machine.autocast():
+                model(batch["idx"])
+    return layers
+
+
+# ------------------------------------------------------------------------------------------------ against another run
+
+
+def groups_in(args, run, T, groups):
+    """The same of the run --against, looked at as this one is. Raises ValueError where its layers have other groups."""
+    common = Common(args.against, run.dataset, str(run.machine.device), run.machine.dtype)
+    config = run.model.config
+    other = OpenedRun(common, {name: getattr(config, name) for name in ("window", "topk")}).model
+    check(other, args.against)
+    theirs = [block.attn.groups for block in other.transformer.h]
+    if theirs != groups:
+        raise ValueError(f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
+                         f"{run.out_dir} has {groups[0]} in each of {len(groups)}: name another run of the same model")
+    return look(args, run, other, T)
+
+
+def agreement(one, other, K):
+    """The share of tokens in the same group, with the groups of one labelling (windows, T) named after those of the
+    other so that it is largest. Exact up to 8 groups, of which all orders are tried; with more, the largest agreement
+    first."""
+    both = np.bincount((one.astype(np.int64) * K + other).ravel(), minlength=K * K).reshape(K, K)
+    if K <= 8:
+        return float(max(both[range(K), order].sum() for order in map(list, itertools.permutations(range(K))))
+                     / one.size)
+    matched, left = 0, both.astype(float)
+    for _ in range(K):
+        i, j = np.unravel_index(left.argmax(), left.shape)
+        matched += both[i, j]
+        left[i], left[:, j] = -1, -1
+    return float(matched / one.size)
+
+
+def mean_of(layers):
+    """The measures' means over layers."""
+    mean = {name: float(np.mean([layer[name] for layer in layers])) for name in MEASURES
+            if name in layers[0] and name != "kept"}
+    kept = {k: None if None in (values := [layer["kept"][k] for layer in layers]) else float(np.mean(values))
+            for k in layers[0]["kept"]}
+    return mean | {"kept": kept}
+
+
+# ------------------------------------------------------------------------------------------------ one layer's tokens
+
+
+def spelled_out(seen, layer, run, top):
+    """A layer's groups in words: the commonest tokens of each, [[text, how often, share of its occurrences that are in
+    this group]]; and of the passage the group of every token, and its longest pairs."""
+    own, ids = seen.labels().ravel(), np.concatenate(seen.ids).ravel()
+    everywhere, spelling = np.bincount(ids), Spelling(run.tokenizer)
+    common = []
+    for group in range(seen.groups):
+        counts = np.bincount(ids[own == group], minlength=len(everywhere))
+        best = [i for i in counts.argsort(kind="stable")[::-1][:top] if counts[i]]
+        common.append([[spelling[i], int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
+    texts = [spelling[i] for i in seen.ids[0][0]]
+    return {"layer": layer, "tokens": common, "passage": seen.own[0][0].tolist(),
+            "pairs": longest_pairs(texts, seen.passage, seen.local, top)}
+
+
+class Spelling(dict):
+    """{id: its text}, each looked up once."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __missing__(self, i):
+        self[i] = self.tokenizer.decode([int(i)])
+        return self[i]
+
+
+def longest_pairs(texts, g, local, top):
+    """The same-group pairs of a passage that are farthest apart, longest first, each group and each text in one only:
+    by turns of the groups, or what is at both ends would be in all. Only whole words of three letters or more, if the
+    tokens are words at all. texts: of its T tokens; g (T, K): their shares. Returns [{"one", "at", "other", "to",
+    "distance", "affinity", "group"}], the affinity being g_i . g_j."""
+    words = [i for i, text in enumerate(texts) if text[:1].isspace() and len(text) > 3 and text[1:].isalpha()]
+    places, own = words or range(len(texts)), g.argmax(-1).tolist()
+    pairs = sorted(((j - i, i, j) for i, j in itertools.combinations(places, 2)
+                    if own[i] == own[j] and j - i >= local and texts[i].lower() != texts[j].lower()), reverse=True)
+    found, used, turns = [], set(), dict.fromkeys(own, 0)
+    while pairs and len(found) < top:
+        turn = min(turns[own[i]] for _, i, _ in pairs)
+        distance, i, j = next(pair for pair in pairs if turns[own[pair[1]]] == turn)
+        found.append({"one": texts[i], "at": i, "other": texts[j], "to": j, "distance": distance,
+                      "affinity": (g[i] @ g[j]).item(), "group": own[i]})
+        turns[own[i]] += 1
+        used |= {texts[i].lower(), texts[j].lower()}
+        pairs = [pair for pair in pairs if not used & {texts[pair[1]].lower(), texts[pair[2]].lower()}]
+    return sorted(found, key=lambda pair: -pair["distance"])
+
+
+# ------------------------------------------------------------------------------------------------- text and a picture
+
+
+def tell(args, found):
+    """Of one run a line a layer, then its groups in words; of several a line each."""
+    if len(found) > 1:
+        header, *_ = columns(next(iter(found.values())))
+        body = table([[Path(place).name, *cells(numbers["mean"])] for place, numbers in found.items()],
+                     ["run", *header])
+        return f"{body}\n\n{meanings(next(iter(found.values())))}"
+    numbers, = found.values()
+    header, rows = columns(numbers)
+    return "\n\n".join([first_line(numbers), table(rows, ["layer", *header]), meanings(numbers),
+                        in_words(numbers["shown"])])
+
+
+def columns(numbers):
+    """Names of the measures, and a row for each layer and for their mean."""
+    names = [name for name in MEASURES if name in numbers["mean"] and name != "kept"]
+    header = names + [f"kept, k={k}" for k in numbers["mean"]["kept"]]
+    rows = [[str(i), *cells(layer)] for i, layer in enumerate(numbers["layers"])]
+    return header, [*rows, ["all", *cells(numbers["mean"])]]
+
+
+def cells(measures):
+    return [measures[name] for name in MEASURES if name in measures and name != "kept"] + [*measures["kept"].values()]
+
+
+def meanings(numbers):
+    """What the columns are."""
+    fill = {"even": 1 / numbers["groups"], "window": numbers["window"]}
+    return legend({name: text.format(**fill) for name, text in MEASURES.items() if name in numbers["mean"]})
+
+
+def in_words(shown):
+    """The shown layer's groups: their commonest tokens, and the passage's longest pairs."""
+    lines = [f"layer {shown['layer']}: the commonest tokens of each group, and how often they are in it"]
+    for group, common in enumerate(shown["tokens"]):
+        spelled = "  ".join(f"{text!r} x{count} ({share:.0%})" for text, count, share in common)
+        lines.append(f"{group:>3}  {spelled or '(no token)'}")
+    if shown["pairs"]:
+        lines += ["", "pairs of one group that are farthest apart in the first window"]
+        lines += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "
+                  f"affinity {p['affinity']:.3f}" for p in shown["pairs"]]
+    return "\n".join(lines)
+
+
+def draw(path, found):
+    """For each run: the share of tokens in each group, layer by layer; how sure tokens are, and how many distant pairs
+    are kept; and who may see whom in the passage, by the groups of one layer."""
+    plt = pyplot()
+    figure, axes = plt.subplots(len(found), 3, figsize=(13, 4.1 * len(found)), squeeze=False,
+                                width_ratios=[1, 1.1, 1])
+    for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):
+        draw_shares(left, numbers, Path(place).name)
+        draw_measures(middle, numbers)
+        draw_passage(right, numbers)
+    figure.tight_layout(w_pad=3)
+    save_figure(figure, path)
+
+
+def draw_shares(ax, numbers, name):
+    """A bar for each layer, of its groups; they have no order of their own, so the largest is the first."""
+    shares = np.sort([layer["shares"] for layer in numbers["layers"]])[:, ::-1]
+    ends = shares.cumsum(1)
+    for group in range(numbers["groups"]):
+        ax.barh(range(len(shares)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
+                color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
+    for even in range(1, numbers["groups"]):
+        ax.axvline(even / numbers["groups"], color="black", linestyle=":", linewidth=0.8)
+    ax.set_title(f"{name}: tokens by group, dotted: evenly", fontsize=10)
+    ax.set_xlabel("share of tokens, the largest group first")
+    ax.set_ylabel("layer")
+    ax.set_xlim(0, 1)
+    ax.invert_yaxis()
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_measures(ax, numbers):
+    layers = numbers["layers"]
+    lines = {name: [layer[name] for layer in layers] for name in ("dominance", "confidence", "stability")
+             if name in layers[0]}
+    kept = {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers] for k, mean in numbers["mean"]["kept"].items()
+            if mean is not None and int(k) < numbers["groups"]}
+    for look, named in (("o-", lines), ("s:", kept)):
+        for label, values in named.items():
+            ax.plot(values, look, label=label, markersize=4)
+    ax.set_ylim(0, 1.03)
+    ax.set_xlabel("layer")
+    ax.set_title("shares, by layer", fontsize=10)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def draw_passage(ax, numbers):
+    """White is later, grey shut, light blue near, dark blue of one group."""
+    own = np.array(numbers["shown"]["passage"])
+    i, j = np.arange(len(own))[:, None], np.arange(len(own))
+    kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))
+    colours = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
+    ax.imshow(kind, cmap=colours, vmin=0, vmax=3, interpolation="none")
+    ax.set_title(f"layer {numbers['shown']['layer']}: near, or of one group (dark)", fontsize=10)
+    ax.set_xlabel("key")
+    ax.set_ylabel("row")

@@ -1,0 +1,89 @@
+"""speed --focus: attention over the pairs that share a group, against full attention. Focus, the paper (3), table 6.
+
+Tokens are in random groups, all of one size: what a router finds does not change the time, but by the sizes. Sorting by
+group counts, and so does taking the largest groups of every token; the router's own products do not.
+"""
+import dataclasses
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+import kernels
+from common.machine import Machine
+from common.runs import ROOT
+from evals.instrument import save_numbers, table, whole_numbers
+from mixers.focus import sparse
+
+WIDTH, WINDOW = 64, 128                         # of a head; keys that are seen whatever their group
+CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # groups, and how many of them a token is in
+# the paper's table 6, on an H100, one group a token: {T: {groups: times as fast as full attention}}
+PRINTED = {1024: {4: 0.2, 8: 0.2}, 4096: {4: 0.5, 8: 0.6}, 16384: {4: 1.5, 8: 1.8}, 32768: {4: 2.2, 8: 3.1},
+           65536: {4: 3.0, 8: 4.7}, 262144: {4: 4.0, 8: 7.6}, 1048576: {4: 4.1, 8: 8.6}}
+
+
+def command(args, run):
+    """Forward passes of one layer's attention, full and sparse in turn, from short sequences to long ones."""
+    machine = Machine(args.device, args.dtype)
+    gpu = machine.device.type == "cuda"
+    lengths = args.lengths or "1024,4096,16384" + ",65536,262144,1048576" * gpu
+    if gpu and not args.out:
+        name = torch.cuda.get_device_name().split()[-1].lower()
+        args = dataclasses.replace(args, out=str(ROOT / "results" / f"speed-focus-{name}.json"))
+    found = {T: time_length(T, args.n_head, args.repeats, machine) for T in whole_numbers(lengths, "lengths")}
+    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
+    numbers = {"machine": str(machine), "triton": triton, "heads": args.n_head, "width": WIDTH, "window": WINDOW,
+               "lengths": found}
+    save_numbers(args.out, numbers)
+    return numbers, text_of(numbers)
+
+
+@torch.no_grad()
+def time_length(T, heads, repeats, machine):
+    """{"full": seconds, "sparse": [{"groups", "topk", "ratio" of times, "pairs" kept}]} at one length."""
+    dice, dtype = torch.Generator().manual_seed(0), getattr(torch, machine.dtype)
+    q, k, v = (torch.randn(1, heads, T, WIDTH, generator=dice).to(machine.device, dtype) for _ in range(3))
+    likes = {groups: torch.rand(1, T, groups, generator=dice).to(machine.device) for groups, _ in CASES}
+    fused = machine.device.type == "cuda" and kernels.AVAILABLE
+    cases = {"full": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)}
+    cases |= {(groups, topk): partial(focus, q, k, v, likes[groups], topk, fused) for groups, topk in CASES}
+    seconds = machine.race(cases, repeats)
+    return {"full": seconds["full"], "sparse": [
+        {"groups": groups, "topk": topk, "ratio": seconds["full"] / seconds[groups, topk],
+         "pairs": pairs_kept(memberships(likes[groups], topk)[0])} for groups, topk in CASES]}
+
+
+def memberships(like, topk):
+    """Which groups each token likes best: (1, T, K), true or false."""
+    return torch.zeros_like(like, dtype=torch.bool).scatter(-1, like.topk(topk, -1).indices, True)
+
+
+def focus(q, k, v, like, topk, fused):
+    """What a layer of Focus does in evaluation, from its shares of groups on."""
+    return sparse(q, k, v, memberships(like, topk), WINDOW, WIDTH ** -0.5, fused)[0]
+
+
+def pairs_kept(members, window=WINDOW):
+    """Of the pairs of tokens that are `window` or more apart, the share that has a group in common; None if there are
+    none. members (T, K)."""
+    T = len(members)
+    sets, own = members.unique(dim=0, return_inverse=True)              # (S, K), (T,)
+    meet = sets.float() @ sets.float().mT > 0                           # (S, S)
+    so_far = meet[:, own].cumsum(1)             # (S, T): tokens up to here that meet a set
+    late = torch.arange(window, T, device=own.device)
+    return (so_far[own[late], late - window].sum() / (late - window + 1).sum()).item() if len(late) else None
+
+
+def text_of(numbers):
+    """A row a length: how many times as fast as full attention, and in the paper where it says."""
+    rows = []
+    for T, row in numbers["lengths"].items():
+        cells = [f"{case['ratio']:.2f}" for case in row["sparse"]]
+        printed = [f"{PRINTED[T][groups]:.1f}" if T in PRINTED else "-" for groups in (4, 8)]
+        rows.append([f"{T}", f"{row['full'] * 1000:.1f}", *cells, *printed])
+    pairs = [case["pairs"] for case in numbers["lengths"][max(numbers["lengths"])]["sparse"]]
+    rows.append(["pairs kept", "", *("-" if share is None else f"{share:.2f}" for share in pairs), "0.25", "0.12"])
+    header = ["T", "full, ms", *(f"{topk} of {groups}" for groups, topk in CASES), "printed: 1 of 4", "1 of 8"]
+    return (f"{numbers['machine']}, triton {numbers['triton']}; {numbers['heads']} heads of {WIDTH}, "
+            f"a window of {WINDOW}\n\nhow many times as fast as full attention, when a token is in .. groups:\n"
+            + table(rows, header))

@@ -1,0 +1,324 @@
+"""--train_only: what is frozen stays as it is, an adapter is small and needs its base, LoRA merges into the weights."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_says, complain, log_rows, losses, meta, run, same_weights, tiny_config, train_here, weights
+
+import attention
+import eval as eval_script
+import train as train_script
+from common.runs import Run, merged, read_weights
+from data import export, files
+from evals.instrument import load_run
+from model import GPT
+
+SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--batch_size=4",
+         "--warmup_iters=2", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
+LORA = ("--train_only=lora", "--lora_rank=2")
+FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
+TAU = ("--train_only=focus", "--attn=elastic")          # for all that a mixer may add: see the fixture `adds_tau`
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory, data):
+    """A run to put adapters on."""
+    out = tmp_path_factory.mktemp("adapters") / "base"
+    train_here(f"--dataset={data}", f"--out_dir={out}", "--n_layer=2")
+    return out
+
+
+def adapt(base, out, *flags):
+    train_here(f"--init_from={base}", f"--out_dir={out}", *SHORT, *flags)
+    return out
+
+
+@pytest.fixture(scope="session")
+def lora(base):
+    """An adapter on it, in the folder beside it."""
+    return adapt(base, base.parent / "lora", *LORA)
+
+
+@pytest.fixture
+def adds_tau(monkeypatch):
+    """Elastic attention as a mixer that adds tau."""
+    monkeypatch.setattr(attention.Attention, "added", ("tau",))
+
+
+@pytest.fixture
+def pair(base, lora, tmp_path):
+    """Copies of the two, to change; the adapter still names the first base."""
+    for folder in (base, lora):
+        shutil.copytree(folder, tmp_path / folder.name)
+    return tmp_path / "base", tmp_path / "lora"
+
+
+def loss(capsys, folder, *flags):
+    capsys.readouterr()
+    eval_script.main(["loss", f"--out_dir={folder}", "--json", "--device=cpu", "--windows=4", *flags])
+    return json.loads(capsys.readouterr().out)["loss"]
+
+
+def cut_short(step, base, out, *flags):
+    """Train, but end like a process that is killed when it logs this step."""
+    def log(self, **row):
+        if row["step"] == step:
+            raise KeyboardInterrupt
+        real(self, **row)
+    real = Run.log
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Run, "log", log)
+        train_script.main([f"--init_from={base}", f"--out_dir={out}", *SHORT, *flags])
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- LoRA
+
+
+def lora_model(seed=1, **choices):
+    """A model with LoRA whose B, too, is far from 0."""
+    gpt = GPT(tiny_config(n_layer=2, **choices), seed).eval()
+    gpt.add_lora(("c_attn", "c_proj"), 3, seed)
+    for name, p in gpt.named_parameters():
+        if ".lora_" in name:
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
+    return gpt
+
+
+@pytest.mark.parametrize("choices", [
+    {}, {"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "diff2"},
+    {"attn": "gated_deltanet"}])
+def test_merged_weights_give_the_logits_of_w_and_b_a(choices):
+    gpt, plain = lora_model(**choices), GPT(tiny_config(n_layer=2, **choices), 1).eval()
+    idx = torch.arange(16)[None]
+    before = plain(idx)[0]
+    plain.load_state_dict(merged(gpt.state_dict(), "here"))
+    torch.testing.assert_close(gpt(idx)[0], plain(idx)[0], rtol=0, atol=1e-5)
+    assert (plain(idx)[0] - before).abs().max() > 0.01
+
+
+def test_lora_begins_as_the_model_that_it_stands_on():
+    plain, one, other = (GPT(tiny_config(n_layer=2)).eval() for _ in range(3))
+    for model in (one, other):
+        model.add_lora(("c_attn",), 2, seed=5)
+    idx = torch.arange(16)[None]
+    assert torch.equal(one(idx)[0], plain(idx)[0])
+    a, b = (model.transformer.h[1].attn.c_attn.lora_a for model in (one, other))
+    assert torch.equal(a, b) and not torch.equal(a, one.transformer.h[0].attn.c_attn.lora_a) and 0.01 < a.std() < 0.03
+    assert not hasattr(one.transformer.h[0].attn.c_proj, "lora_a")
+
+
+def test_only_lora_learns_and_its_matrices_decay():
+    gpt = lora_model(attn="elastic")
+    gpt.freeze("lora")
+    decay, = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
+    assert decay["weight_decay"] == 0.1 and len(decay["params"]) == 8
+    assert sum(p.numel() for p in decay["params"]) == gpt.num_trained() == 2 * 3 * (16 + 48 + 16 + 16)
+    assert gpt.frozen() == {name for name, _ in gpt.named_parameters(remove_duplicate=False) if ".lora_" not in name}
+
+
+# ------------------------------------------------------------------------------------------------------- what is saved
+
+
+def test_an_adapter_holds_what_was_trained_and_names_its_base(base, lora):
+    state = torch.load(lora / "ckpt.pt", weights_only=True)
+    shapes = {f"transformer.h.{layer}.attn.{module}.{part}": shape for layer in (0, 1)
+              for module, rows in (("c_attn", 48), ("c_proj", 16))
+              for part, shape in (("lora_a", (2, 16)), ("lora_b", (rows, 2)))}
+    assert {name: tuple(value.shape) for name, value in state["model"].items()} == shapes
+    assert len(state["optimizer"]["state"]) == len(shapes) and state["step"] == 8
+    assert meta(lora)["base"].keys() == {"path", "weights"} and meta(lora)["base"]["path"] == str(base)
+    assert meta(lora)["trained"] == sum(np.prod(shape) for shape in shapes.values())
+    assert (lora / "ckpt.pt").stat().st_size < 0.25 * (base / "ckpt.pt").stat().st_size
+
+
+def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, capsys):
+    """With the weights W + B A, and all others bit for bit the base's."""
+    own, below, together = weights(lora), weights(base), read_weights(lora)
+    assert together.keys() == below.keys()
+    for name, value in together.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_a" in own:
+            product = own[f"{module}.lora_b"].double() @ own[f"{module}.lora_a"].double()
+            torch.testing.assert_close(value.double(), below[name].double() + product, rtol=0, atol=1e-6)
+            assert product.abs().max() > 1e-3
+        else:
+            assert torch.equal(value, below[name]), name
+    model = load_run(lora, "cpu")[0]
+    assert all(torch.equal(value, together[name]) for name, value in model.state_dict().items())
+    assert loss(capsys, lora) < loss(capsys, base) - 0.001
+    assert loss(capsys, lora, "--attn=elastic", "--attn_args=tau_init=0") == pytest.approx(loss(capsys, lora), abs=1e-5)
+
+
+@pytest.mark.parametrize("flags", [LORA, TAU, FOCUS], ids=["lora", "tau", "focus"])
+def test_what_is_frozen_stays_bit_for_bit(flags, base, adds_tau, tmp_path, monkeypatch):
+    """In the model that was trained, after its last step, and in the base's folder."""
+    trained, before = [], {path.name: path.read_bytes() for path in base.iterdir()}
+    monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model))
+    out = adapt(base, tmp_path / "out", *flags)
+    now, own, below = trained[0].state_dict(), weights(out), weights(base)
+    assert set(now) - set(own) == set(below)
+    assert all(torch.equal(now[name], below[name]) for name in below)
+    assert all(torch.equal(now[name], own[name]) and own[name].abs().max() > 0 for name in own)
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def test_focus_saves_what_it_adds(base, tmp_path, capsys):
+    """Parameters that learned, and what was counted on the way."""
+    out = adapt(base, tmp_path / "out", *FOCUS)
+    model = load_run(out, "cpu")[0]
+    added = {f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in model.transformer.h[layer].attn.added}
+    assert weights(out).keys() == added & model.state_dict().keys()
+    assert any(name.endswith("centroids") for name in weights(out))
+    assert weights(out)["transformer.h.0.attn.potential"].abs().max() > 0
+    assert loss(capsys, out, "--topk=2") > 0
+
+
+def test_buffers_that_training_carries_are_saved(data, tmp_path):
+    """Dex's progress, which the loop sets."""
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=1")
+    out, name = adapt(tmp_path / "base", tmp_path / "lora", *LORA), "transformer.h.0.attn.progress"
+    cut_short(6, tmp_path / "base", tmp_path / "half", *LORA)
+    assert (weights(tmp_path / "base")[name], read_weights(out)[name], weights(out)[name]) == (1, 1, 1)
+    assert read_weights(tmp_path / "half")[name] == 0.5                 # the adapter's own counts, not the base's
+
+
+def test_an_exported_adapter_is_merged(data, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=softmax", "--norm=rmsnorm",
+               "--mlp=swiglu", "--max_iters=1")
+    out = adapt(tmp_path / "base", tmp_path / "lora", *LORA)
+    export.export(out, tmp_path / "exported")
+    theirs = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
+    name = "transformer.h.0.attn.c_proj.weight"
+    assert torch.equal(theirs["model.layers.0.self_attn.o_proj.weight"], read_weights(out)[name])
+    assert not torch.equal(theirs["model.layers.0.self_attn.o_proj.weight"], weights(tmp_path / "base")[name])
+
+
+# ------------------------------------------------------------------------------------------ killed, shared, going on
+
+
+@pytest.mark.parametrize("step, flags", [
+    pytest.param(2, LORA, marks=pytest.mark.exhaustive), (6, LORA), (2, TAU),
+    pytest.param(6, TAU, marks=pytest.mark.exhaustive), (6, FOCUS)])
+def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path, capsys):
+    """Before the first checkpoint, and after it."""
+    whole, killed = adapt(base, tmp_path / "whole", *flags), cut_short(step, base, tmp_path / "killed", *flags)
+    assert (killed / "ckpt.pt").exists() == (step > 4)
+    train_here(f"--out_dir={killed}", "--init_from=resume")
+    assert log_rows(killed) == log_rows(whole) and same_weights(killed, whole)
+    assert meta(killed)["base"] == meta(whole)["base"]
+    capsys.readouterr()
+    err = complain(train_script.main, capsys, f"--out_dir={killed}", "--init_from=resume", "--train_only=all")[1]
+    assert "cannot resume with train_only=all" in err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("only", [LORA, FOCUS], ids=["lora", "focus"])
+def test_two_ranks_equal_one(only, base, tmp_path):
+    """In losses, and in what was trained and counted."""
+    flags = (f"--init_from={base}", *SHORT, *only, "--learning_rate=1e-2", "--gradient_accumulation_steps=3")
+    run("train.py", *flags, f"--out_dir={tmp_path / '2'}", ranks=2)
+    train_here(*flags, f"--out_dir={tmp_path / '1'}")
+    np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=0, atol=1e-5)
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-4)
+
+
+def test_all_weights_are_trained_after_it(base, lora, tmp_path, capsys):
+    """The second phase: a full run, which needs no base."""
+    out = adapt(lora, tmp_path / "all", "--max_iters=2", "--learning_rate=1e-9", "--weight_decay=0")
+    together = read_weights(lora)
+    assert weights(out).keys() == together.keys() and "base" not in meta(out)
+    for name, value in weights(out).items():
+        torch.testing.assert_close(value, together[name], rtol=0, atol=1e-7)
+    assert loss(capsys, out) == pytest.approx(loss(capsys, lora), abs=1e-4)
+
+
+def test_an_adapter_may_stand_on_an_adapter(lora, base, adds_tau, tmp_path, capsys):
+    """Of another kind, or of the same: its base is the other one, with that one's base."""
+    taus, twice = adapt(lora, tmp_path / "taus", *TAU), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
+    assert sorted(weights(taus)) == [f"transformer.h.{layer}.attn.tau" for layer in (0, 1)]
+    assert meta(taus)["base"]["path"] == str(lora)
+    assert all(torch.equal(value, read_weights(taus)[name]) for name, value in read_weights(lora).items())
+    name = "transformer.h.0.attn.c_proj"
+    b, a = (weights(twice)[f"{name}.lora_{part}"] for part in "ba")
+    assert torch.equal(read_weights(twice)[f"{name}.weight"], read_weights(lora)[f"{name}.weight"] + b @ a)
+    assert loss(capsys, twice) < loss(capsys, lora)
+    assert all(".lora_" in name for name in weights(adapt(taus, tmp_path / "third", *LORA)))            # and no tau
+
+
+# ------------------------------------------------------------------------------------------------- where the base lies
+
+
+def test_the_base_is_where_it_was_or_beside_the_adapter(pair, tmp_path, monkeypatch, capsys):
+    base, lora = pair
+    about = meta(lora)
+    expected = loss(capsys, lora)
+
+    def named(path):
+        files.write_json(lora / "meta.json", about | {"base": about["base"] | {"path": path}})
+
+    named("elsewhere/base")                     # nothing is there: beside the adapter
+    assert loss(capsys, lora) == expected
+    named("out/before")                         # a path from here
+    (tmp_path / "here" / "out").mkdir(parents=True)
+    base.rename(tmp_path / "here" / "out" / "before")
+    monkeypatch.chdir(tmp_path / "here")
+    assert loss(capsys, lora) == expected
+    monkeypatch.chdir(lora)                     # neither
+    says = r"adapter, trained on top of the run out/before, which is neither there nor in .*/before: bring"
+    assert_says(says, complain(eval_script.main, capsys, "loss", f"--out_dir={lora}")[1])
+
+
+@pytest.mark.parametrize("how", ["eval", "resume", "init_from"])
+def test_a_base_with_other_weights_is_refused(how, pair, tmp_path, capsys):
+    base, lora = pair
+    files.write_json(lora / "meta.json", meta(lora) | {"base": meta(lora)["base"] | {"path": "base"}})
+    state = torch.load(base / "ckpt.pt", weights_only=True)
+    state["model"]["transformer.h.0.mlp.c_fc.weight"][0, 0] += 1e-3
+    torch.save(state, base / "ckpt.pt")
+    before = {path.name: path.read_bytes() for path in lora.iterdir()}
+    main, args = {"eval": (eval_script.main, ("loss", f"--out_dir={lora}")),
+                  "resume": (train_script.main, ("--init_from=resume", f"--out_dir={lora}", "--max_iters=9")),
+                  "init_from": (train_script.main, (f"--init_from={lora}", f"--out_dir={tmp_path / 'new'}"))}[how]
+    assert_says("lora is an adapter for other weights than those in .*base.*changed", complain(main, capsys, *args)[1])
+    assert {path.name: path.read_bytes() for path in lora.iterdir()} == before
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda state: state.pop("transformer.h.1.attn.c_proj.lora_b"), "h.1.attn.c_proj"),
+    (lambda state: state.update({"transformer.h.0.attn.c_attn.lora_a": torch.ones(2, 8)}), "h.0.attn.c_attn"),
+    (lambda state: state.update({"transformer.h.7.attn.tau": torch.ones(2)}), "h.7.attn.tau")])
+def test_an_adapter_that_does_not_fit_is_refused(change, says, pair, capsys):
+    _, lora = pair
+    state = torch.load(lora / "ckpt.pt", weights_only=True)
+    change(state["model"])
+    torch.save(state, lora / "ckpt.pt")
+    for main, args in ((eval_script.main, ("loss",)), (train_script.main, ("--init_from=resume", "--max_iters=9"))):
+        assert_says(f"does not fit.*{says}", complain(main, capsys, *args, f"--out_dir={lora}")[1])
+
+
+@pytest.mark.parametrize("flags, says", [
+    (("--train_only=lora", "--init_from=scratch"), "leaves the rest.*--init_from"),
+    (("--train_only=focus",), "--attn=softmax adds nothing.*--attn=focus"),
+    (("--train_only=focus", "--attn=elastic"), "--attn=elastic adds nothing.*--attn=focus"),
+    (("--train_only=lora", "--attn=elastic"), "h.0.attn.tau is not in .*base.*initial value"),
+    (("--train_only=lora", "--lora_rank=0"), "lora_rank=0 must be.*at least 1"),
+    (("--train_only=lora", "--lora_on=mlp"), "mlp.*both.*c_attn.*c_proj"),
+    (("--train_only=mlp",), "mlp.*all.*focus.*lora")])
+def test_what_cannot_be_trained(flags, says, base, tmp_path, capsys):
+    err = complain(train_script.main, capsys, f"--init_from={base}", *SHORT, f"--out_dir={tmp_path / 'out'}", *flags)[1]
+    assert_says(says, err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_does_not_replace_its_base(pair, capsys):
+    base, _ = pair
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    err = complain(train_script.main, capsys, f"--init_from={base}", *SHORT, f"--out_dir={base}", *LORA)[1]
+    assert "another --out_dir" in err and {path.name: path.read_bytes() for path in base.iterdir()} == before

@@ -1,0 +1,161 @@
+"""mixers/routing.py: clusters against a dense form, how centroids move, and that it is not causal."""
+import pytest
+import torch
+from conftest import tiny_config
+from torch.nn import functional as F
+
+import mixers
+from model import GPT
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(args="clusters=3", **choices):
+    config = tiny_config(**{"attn": "routing", "attn_args": args, "n_head": 4, "n_kv_head": 2, "n_embd": 32} | choices)
+    return mixers.layer_of(config, 0).double().eval()
+
+
+def inputs(module, T, R=None):
+    """Random q (of the last R rows), k, v and x for module.attend."""
+    q, k, v = (normal(2, heads, T, width, seed=n) for n, (heads, width) in enumerate(module.shapes.values()))
+    return q[:, :, T - (R or T):], k, v, normal(2, R or T, module.config.n_embd, seed=5)
+
+
+def weights_by_formula(module, q, k, size):
+    """Row by row: each cluster's softmax over the earlier keys that it has taken; the mean over the clusters that have
+    taken the query and an earlier key."""
+    (B, H, R, D), T, K = q.shape, k.shape[2], module.means.shape[1]
+    w = torch.zeros(B, H, R, T, dtype=torch.float64)
+    for b, h in torch.cartesian_prod(torch.arange(B), torch.arange(H)).tolist():
+        queries, keys = q[b, h], k[b, h * k.shape[1] // H]
+        for c in range(K):
+            mean = module.means[h, c]
+            near_q, near_k = ((x @ mean / x.norm(dim=-1)).argsort(descending=True)[:size].tolist()
+                              for x in (queries, keys))
+            for i in near_q:
+                seen = [j for j in near_k if j <= i + T - R]
+                if seen:
+                    w[b, h, i, seen] += torch.softmax(keys[seen] @ queries[i] / D ** 0.5, 0)
+    return w / w.sum(-1, keepdim=True).clamp(min=1)                     # each cluster has put out a sum of 1
+
+
+@pytest.mark.parametrize("args, T, R, size", [
+    ("clusters=3", 31, 31, 11), ("clusters=3,cluster_size=5", 31, 31, 5), ("clusters=1", 9, 9, 9),
+    ("clusters=5", 1, 1, 1), ("clusters=4,cluster_size=40", 20, 20, 20), ("clusters=12", 7, 7, 1),
+    ("clusters=3,cluster_size=6", 31, 9, 6)])
+def test_clusters_equal_the_dense_form(args, T, R, size):
+    module = layer(args)
+    q, k, v, x = inputs(module, T, R)
+    w = module.weights_of(q, k, x)
+    torch.testing.assert_close(w, weights_by_formula(module, q, k, size), rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.attend(q, k, v, x), w @ v.repeat_interleave(2, 1), rtol=0, atol=1e-12)
+
+
+def test_one_cluster_of_everything_is_softmax():
+    routing = layer("clusters=1")
+    softmax = mixers.layer_of(tiny_config(n_head=4, n_kv_head=2, n_embd=32), 0).double().eval()
+    softmax.load_state_dict(routing.state_dict(), strict=False)
+    x = normal(2, 40, 32)
+    torch.testing.assert_close(routing(x), softmax(x), rtol=0, atol=1e-12)
+
+
+def test_gradients_equal_finite_differences():
+    module = layer("clusters=2,cluster_size=4")
+    q, k, v, x = (y[:1].requires_grad_() for y in inputs(module, 7))
+    assert torch.autograd.gradcheck(lambda *qkv: module.attend(*qkv, x), (q, k, v))
+
+
+def test_weights_look_back_but_who_is_taken_does_not():
+    """No weight is on a later key; yet a changed last token changes what earlier rows read."""
+    module = layer()
+    assert not module.causal and not module.cached
+    q, k, v, x = inputs(module, 30)
+    w = module.weights_of(q, k, x)
+    assert w.triu(1).abs().max() == 0
+    nearer = k.clone()
+    nearer[:, :, -1] = module.means[::2, 0]
+    assert (module.weights_of(q, nearer, x) - w)[:, :, :-1].abs().max() > 0.1
+
+
+def test_who_is_in_no_cluster_gets_nothing():
+    module = layer("clusters=1,cluster_size=3")
+    q, k, v, x = inputs(module, 30)
+    empty = module.weights_of(q, k, x).sum(-1) == 0
+    assert (empty.sum(-1) >= 27).all()
+    assert module.attend(q, k, v, x)[empty].abs().max() == 0
+
+
+def test_a_hidden_key_is_seen_by_itself_only():
+    module = layer("clusters=2,cluster_size=20")
+    q, k, v, x = inputs(module, 20)
+    hidden = module.weights_of(q, k, x, sight=module.sight._replace(hidden=0))
+    assert hidden[:, :, 1:, 0].abs().max() == 0 and (hidden[:, :, 0, 0] == 1).all()
+
+
+class Ranks:
+    """As many ranks as tensors are handed in, in place of a machine: what each would see as the mean."""
+    def __init__(self, mean):
+        self.mean = mean
+
+
+ALONE = Ranks(lambda x: x)
+
+
+def test_centroids_move_to_what_is_near_them():
+    """At first to the mean direction of the queries and keys nearest to each, which is one round of k-means; the n-th
+    time by a share of 1 / n, at least 0.001. One to which nothing is near stays."""
+    module = layer("clusters=3").train()
+    far = -F.normalize(sum(F.normalize(y, dim=-1).sum((0, 1, 2)) for y in inputs(module, 20)[:2]), dim=0)
+    module.means[:, 2] = 1e-3 * far             # a direction is all that counts: closeness is not a cosine of centroids
+    before = module.means.clone()
+    q, k, v, x = inputs(module, 20)
+    module.attend(q, k, v, x)
+    module.finish_step(ALONE)
+    both = torch.cat([q, k.repeat_interleave(2, 1)], 2)
+    unit = both / both.norm(dim=-1, keepdim=True)
+    nearest = (unit @ before.mT).argmax(-1)     # (B, H, 2 T)
+    for h in range(4):
+        for c in range(3):
+            mine = unit[:, h][nearest[:, h] == c]
+            expected = F.normalize(mine.sum(0), dim=0) if len(mine) else before[h, c]
+            torch.testing.assert_close(module.means[h, c], expected, rtol=0, atol=1e-12)
+    module.moves.fill_(5000)
+    first = module.means.clone()
+    module.attend(-q, -k, v, x)
+    module.finish_step(ALONE)
+    assert 0 < (module.means - first).norm(dim=-1).max() <= 0.002 + 1e-9
+    assert module.sums == 0
+
+
+def test_nothing_moves_in_evaluation():
+    module = layer()
+    module.attend(*inputs(module, 20))
+    assert module.sums == 0
+
+
+def test_two_ranks_are_one():
+    """Sums over ranks decide: each with half of the batch ends where one with all of it does."""
+    whole, one, other = (layer().train() for _ in range(3))
+    q, k, v, x = inputs(whole, 20)
+    whole.attend(q, k, v, x)
+    one.attend(q[:1], k[:1], v[:1], x[:1])
+    other.attend(q[1:], k[1:], v[1:], x[1:])
+    mean = (one.sums + other.sums) / 2
+    whole.finish_step(ALONE)
+    one.finish_step(Ranks(lambda _: mean))
+    torch.testing.assert_close(one.means, whole.means, rtol=0, atol=1e-12)
+
+
+def test_the_checkpoint_holds_the_centroids():
+    gpt = GPT(tiny_config(attn="routing"))
+    assert {"transformer.h.0.attn.means", "transformer.h.0.attn.moves"} <= gpt.state_dict().keys()
+
+
+@pytest.mark.parametrize("choices, says", [
+    ({"rule": "elastic"}, "it knows softmax"), ({"window": 4}, "decided by clusters"), ({"pos": "alibi"}, "only rope"),
+    ({"attn_args": "clusters=0"}, "from 1 to"), ({"kernel": "sdpa"}, "plain softmax only")])
+def test_what_means_nothing_is_refused(choices, says):
+    with pytest.raises(ValueError, match=says):
+        mixers.choose_kernel(tiny_config(attn="routing", **choices), "cpu")
