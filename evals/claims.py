@@ -112,8 +112,8 @@ def check_gpu(asked, args):
     """Raise ValueError where models would be trained for days."""
     large = any("@gpu" in run for _, _, reading in asked for _, run in reading.reads.values())
     if large and not torch.cuda.is_available() and not args.train_args:
-        raise ValueError(f"--run={args.run} trains models of 30M parameters and wants a GPU; to try it without one, make "
-                         "them small: --train_args='--n_layer=2 --n_embd=32 --n_head=2 --max_iters=3 --eval_interval=3'")
+        raise ValueError(f"--run={args.run} trains models of 30M parameters and wants a GPU; to try it without one, "
+                         "make them small: --train_args='--n_layer=2 --n_embd=32 --max_iters=3 --eval_interval=3'")
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

@@ -383,14 +383,13 @@ def test_every_training_command_makes_a_model(jobs):
     assert len(trained) > 100
     for words in trained:
         fresh = [word for word in words if not word.startswith("--init_from")]          # there is no such run yet
-        parsed = parser.parse_args([word for word in fresh if word != "--train_only=focus"])
-        knobs = train_script.settle_knobs(parsed)[0]
+        knobs = train_script.settle_knobs(parser.parse_args(fresh))[0]
         GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
 
 
 def test_every_other_command_parses_and_every_look_exists(jobs):
     for words in {job.words for job in jobs if job.words[0] == "eval.py"}:
-        assert words[1] in eval_script.COMMANDS or words[1] == "groups", words
+        assert words[1] in eval_script.COMMANDS, words
     runs = {run for claim in CLAIMS.values() for reading, _ in readings(claim).values()
             for _, named in reading.reads.values() for run in named.split()}
     used = {run.split("@")[0] for run in runs}
@@ -452,6 +451,14 @@ def test_focus_by_hand():
     assert routing.largest_group(torch.tensor([[.9, .1], [.8, .2], [.3, .7]])) == pytest.approx(2 / 3)
     even = routing.focus_sinkhorn(0, T=256)
     assert all(1 / 8 <= share <= 0.4 for share in even.values())
+
+
+def test_groups_that_are_classes_say_everything():
+    kinds = routing.classes_of("The cat, of 12.")
+    assert [routing.CLASSES[k] for k in kinds] == ["article"] * 3 + ["space"] + ["other"] * 3 + ["punctuation", "space"] + [
+        "preposition"] * 2 + ["space", "digit", "digit", "punctuation"]
+    assert routing.mutual_information(kinds, kinds) == pytest.approx(1)
+    assert routing.mutual_information(np.zeros_like(kinds), kinds) == pytest.approx(0)
 
 
 def test_the_ranks_of_their_table():

@@ -193,7 +193,7 @@ CLAIMS = [
           "more than 14 % of the heads, cited", "gpu-minutes",
           "loss gained by zeroing 14 % of the heads: agrees: those with most sink <= 1/3 of random ones; "
           "contradicts: as much or more",
-          Reading({"most sink": ("heads-cost/cost/changes/-6/loss_change", "softmax@gpu"),
+          Reading({"most sink": ("heads-cost/cost/changes/-5/loss_change", "softmax@gpu"),
                    "random": ("heads-cost/cost/changes/-4/loss_change", "softmax@gpu")}, prunable),
           elsewhere={"SmolLM2": Reading({"most sink": ("public-heads/cost/changes/-5/loss_change", "smollm2"),
                                          "random": ("public-heads/cost/changes/-4/loss_change", "smollm2"),

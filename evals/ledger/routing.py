@@ -1,13 +1,16 @@
 """What the ledger measures of Focus itself: exact checks of its parts on random tensors, by seed, and looks into runs
 with a router."""
 import math
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from data import benchmarks
-from evals.instrument import Common, OpenedRun, instead, read_windows
+from evals import groups
+from evals.instrument import Common, OpenedRun, read_windows
 from evals.likelihood import row_requests
 from mixers import focus
 from model import GPT, GPTConfig
@@ -122,18 +125,48 @@ CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sink
 
 
 @torch.no_grad()
-def dominance(place):
-    """The share of tokens in the largest group, of each layer of a run with a router, on 16 windows."""
-    run, found = OpenedRun(Common(out_dir=place), {}), {}
+def classes(place):
+    """How much the groups of tokens say of their classes by rule, in the layer that says most: mutual information over
+    the classes' entropy, less what groups of these sizes by chance have; the same of groups by chance; and the share of
+    punctuation in the group that has most of it."""
+    run = OpenedRun(Common(out_dir=place), {})
+    T, dice, best = run.model.config.block_size, np.random.default_rng(0), None
+    for layer in groups.look(groups.Groups(), run, run.model, T):
+        own, ids = layer.labels().ravel(), np.concatenate(layer.ids).ravel()
+        kinds = classes_of("".join(chr(i) if i < 128 else "?" for i in ids))
+        chance = [mutual_information(dice.permutation(own), kinds) for _ in range(5)]
+        mark = own[kinds == CLASSES.index("punctuation")]
+        found = {"mutual information": mutual_information(own, kinds) - np.mean(chance),
+                 "random groups": float(np.std(chance)), "punctuation": np.bincount(mark).max() / max(1, len(mark))}
+        best = found if best is None or found["mutual information"] > best["mutual information"] else best
+    return {name: float(value) for name, value in best.items()}
 
-    def watch(attend, layer, module, q, k, v, x, *more, **given):
-        found.setdefault(layer, []).append(largest_group(module.assign(x)))
-        return attend(q, k, v, x, *more, **given)
 
-    T, split = run.model.config.block_size, run.split("val")
-    with instead(run.model, watch):
-        run.model(read_windows(split, [i * T for i in range(16)], T, run.model, run.machine))
-    return {"layers": [found[layer][0] for layer in sorted(found)]}
+CLASSES = ("punctuation", "digit", "space", "article", "preposition", "capitalised", "other")
+WORDS = {"article": "a an the", "preposition": "of in to for with on at from by about into over after under"}
+
+
+def classes_of(text):
+    """The number in CLASSES of each character, of a letter that of its word."""
+    found = np.empty(len(text), np.int64)
+    for match in re.finditer(r"[A-Za-z]+|.", text, re.S):
+        word = match[0]
+        kind = next((name for name, words in WORDS.items() if word.lower() in words.split()), "other")
+        if kind == "other":
+            kind = ("digit" if word.isdigit() else "space" if word.isspace() else "punctuation" if not word.isalpha()
+                    else "capitalised" if word[0].isupper() else "other")
+        found[match.start():match.end()] = CLASSES.index(kind)
+    return found
+
+
+def mutual_information(a, b):
+    """Of two labels, over the second one's entropy: 1 where a tells b."""
+    joint = np.zeros((a.max() + 1, b.max() + 1))
+    np.add.at(joint, (a, b), 1 / len(a))
+    known = joint > 0
+    information = (joint[known] * np.log(joint[known] / np.outer(joint.sum(1), joint.sum(0))[known])).sum()
+    p = joint.sum(0)[joint.sum(0) > 0]
+    return information / -(p * np.log(p)).sum()
 
 
 @torch.no_grad()
@@ -151,4 +184,4 @@ def within_window(place, window=128):
 
 
 PAGES = ("wikitext",)                           # read in windows: not a question with choices
-LOOKS = {look.__name__: look for look in (dominance, within_window)}
+LOOKS = {look.__name__: look for look in (classes, within_window)}
