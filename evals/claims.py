@@ -252,14 +252,14 @@ def row(claim, verdicts, found):
     """One claim in some lines."""
     lines = [f"{verdicts['']:<13} {claim.id}", hanging("claim", claim.says), hanging("theirs", claim.theirs)]
     if "" in found:
-        lines.append(hanging("ours", summary(found[""]["numbers"])))
+        lines.append(hanging("ours", summary(found[""])))
     elif claim.reading:
         lines.append(hanging("ours", f"takes {claim.cost}: python eval.py claims --run={claim.id}"))
     else:
         lines.append(hanging("ours", f"{claim.cost}: {claim.rule}"))
     for name in [name for name in verdicts if name]:
         lines.append(hanging("but" if name in flips(verdicts) else "also",
-                             f"{name}: {verdicts[name]}; {summary(found[name]['numbers'])}"))
+                             f"{name}: {verdicts[name]}; {summary(found[name])}"))
     return "\n".join(lines)
 
 
@@ -268,11 +268,13 @@ def hanging(label, text):
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:>24}  ", subsequent_indent=HANGING)
 
 
-def summary(numbers, most=6):
-    """The first columns, means over seeds: raw: softmax 0.97, elastic 0.001; mass: ..."""
+def summary(found, most=6):
+    """The first columns, means over seeds: raw: softmax 0.97, elastic 0.001; mass: ... (seeds 2, 3, 4)."""
     parts = [f"{column}: " + ", ".join(f"{named(run)}{mean_of(values)}" for run, values in group.items())
-             for column, group in itertools.islice(numbers.items(), most)]
-    return "; ".join(parts + ["..."] * (len(numbers) > most))
+             for column, group in itertools.islice(found["numbers"].items(), most)]
+    seeds = ", ".join(map(str, found["seeds"])) if any(found["seeds"]) else ""
+    more = "; ..." if len(found["numbers"]) > most else ""
+    return "; ".join(parts) + more + (f" (seed{'s' * (len(found['seeds']) > 1)} {seeds})" if seeds else "")
 
 
 def named(run):
