@@ -183,12 +183,12 @@ def numbers_of(reading, jobs):
 
 def value_at(found, path, job):
     """What a job's result has at this path of names and numbers, whose first may be the name of its look; * is every
-    item of a list. Raises ValueError where there is nothing."""
+    item of a list that has what follows. Raises ValueError where there is nothing."""
     def down(found, steps):
         if not steps:
             return found
-        if steps[0] == "*":
-            return [down(item, steps[1:]) for item in found]
+        if steps[0] == "*":                     # after the last layer, the stream has no values
+            return [down(item, steps[1:]) for item in found if steps[1] in item]
         return down(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
     steps = path.split("/")
     try:
@@ -221,7 +221,7 @@ def judge(reading, numbers):
 
 
 def flips(verdicts):
-    """Where the verdict is another one than of the claim as it stands."""
+    """Where the verdict is another one than of the claim as it stands, or the only one."""
     return {name: verdict for name, verdict in verdicts.items() if verdict != verdicts[""]}
 
 
@@ -258,7 +258,7 @@ def row(claim, verdicts, found):
     else:
         lines.append(hanging("ours", f"{claim.cost}: {claim.rule}"))
     for name in [name for name in verdicts if name]:
-        lines.append(hanging("but" if name in flips(verdicts) else "also",
+        lines.append(hanging("but" if "" in found and name in flips(verdicts) else "also",
                              f"{name}: {verdicts[name]}; {summary(found[name])}"))
     return "\n".join(lines)
 
@@ -325,7 +325,7 @@ def commands(claim, jobs):
 # --------------------------------------------------------------------------------------------------------- the picture
 
 
-COLOURS = {AGREES: "#2b8a5a", MIXED: "#e6b23c", CONTRADICTS: "#c8402f", UNTESTABLE: "#8fa3b5", NOT_RUN: "#e3e3e3"}
+COLOURS = {AGREES: "#2c6fb3", MIXED: "#efc25a", CONTRADICTS: "#c8402f", UNTESTABLE: "#8a8a8a", NOT_RUN: "#e3e3e3"}
 
 
 def draw(path, found):
@@ -338,10 +338,11 @@ def draw(path, found):
             for x, verdict in enumerate(dict.fromkeys(flips(verdicts).values())):
                 ax.scatter(0.075 + 0.05 * x, y, s=36, marker="s", color=COLOURS[verdict])
             ax.text(0.17, y, claim.id, va="center", fontsize=9.5, color="0.55" if verdicts[""] == NOT_RUN else "0.1")
-        ax.set_title(title.replace("] ", "]\n"), fontsize=11, loc="left")
+        ax.set_title(title, fontsize=11, loc="left")
         ax.set(xlim=(-0.05, 1), ylim=(max(map(len, PAPERS.values())) - 0.4, -0.7))
         ax.set_axis_off()
     handles = [axes[0].scatter([], [], s=120, marker="s", color=colour, label=name) for name, colour in COLOURS.items()]
+    handles.append(axes[0].scatter([], [], s=36, marker="s", color="0.3", label="small: elsewhere otherwise"))
     figure.legend(handles=handles, ncols=len(handles), loc="lower center", frameon=False, fontsize=11)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     save_figure(figure, path)

@@ -314,7 +314,8 @@ def test_a_verdict_on_invented_numbers(name, expected, columns):
 PLACES = (4, 8, 16, 32, 64)
 
 
-@pytest.mark.parametrize("won, expected", [((4, 8), A), ((4, 8, 16), A), ((4,), M), ((4, 8, 32), M), (PLACES, C), ((), C)])
+@pytest.mark.parametrize("won, expected", [
+    ((4, 8), A), ((4, 8, 16), A), ((4,), M), ((4, 8, 32), M), (PLACES, C), ((), C)])
 def test_where_a_fixed_token_wins(won, expected):
     columns = {f"fixed at {p}": 1.0 if p in won else 0.0 for p in PLACES} | {f"first at {p}": 0.5 for p in PLACES}
     assert verdict("fixed-token-16", **columns) == expected

@@ -108,7 +108,7 @@ CLAIMS = [
           note="Their relative code is the bare number of T5's bucket (t5-index). Loss is that on copy rows, one in "
                "ten, as the others need no positions.",
           elsewhere={"gpu": Reading({"x uniform": ("times_uniform", GPU_POSITIONS),
-                                     "loss": ("val", f"{GPU_POSITIONS} t5-index@gpu")}, everywhere)}),
+                                     "loss": ("best", f"{GPU_POSITIONS} t5-index@gpu")}, everywhere)}),
     Claim("postnorm", "7.2, figure 7", "Post-norm keeps the sink; activations are massive before its norm only.",
           "13.54 %, pre-norm 18.18 %; ratios of about 80 before and 10 after", "lab",
           "idle rows: agrees: >= 3 x uniform; contradicts: <= 1.5 x",
@@ -161,7 +161,7 @@ CLAIMS = [
           "3.70 against 3.73; 1B 3.10 against 3.07, sink 45.11 -> 2.46 %. [1] has it worse at 340M: 26.65 against "
           "25.76",
           "gpu-minutes", "validation loss: agrees: within 0.05 of softmax; contradicts: worse by more than 0.1",
-          Reading({"loss": ("val", "sigmoid@gpu sigmoid_raw@gpu softmax@gpu")}, as_well)),
+          Reading({"loss": ("best", "sigmoid@gpu sigmoid_raw@gpu softmax@gpu")}, as_well)),
     Claim("massive-iff-norm", "figure 8",
           "Activations are massive only with weights that are not negative and sum to one.",
           "peaks of about 30 (softmax) and 20 (normalised sigmoid), 1.0 to 1.8 without; 1B 22 against 6",

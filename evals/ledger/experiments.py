@@ -9,6 +9,7 @@ each is trained once, whoever reads it.
     long    the same task in sequences of 256 symbols, as many tokens a step
     gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
 """
+import csv
 import json
 import os
 import re
@@ -215,7 +216,7 @@ def result_of(job):
     """What a job has found, or None while it is not done: a run's report and losses, the numbers in a file."""
     if job.words[:1] == ("train.py",):
         meta = finished_run(job.place, list(job.words[1:]))
-        return meta and meta["report"] | {"commit": meta["git_commit"], "machine": meta["machine"]}
+        return meta and meta["report"] | {"best": best_loss(job.place)}
     if job.words[0].startswith("data/"):
         return {} if (job.place / "meta.json").exists() else None
     kept = files.read_json(job.place) if job.place.exists() else {}
@@ -224,6 +225,12 @@ def result_of(job):
         return None
     young = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in before)
     return kept["found"] if young else None
+
+
+def best_loss(folder):
+    """The lowest validation loss in a run's log: small models on few books are overfitted at the end."""
+    with open(folder / "log.csv", newline="") as f:
+        return min(float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"])
 
 
 def do(job):

@@ -205,7 +205,7 @@ CLAIMS = [
           "gpu-minutes",
           "agrees: the bias lowers the loss of both, elastic that of neither, beyond 2 SD; contradicts: the bias "
           "raises, or elastic lowers it, beyond 2 SD",
-          Reading({"loss": ("val", "softmax@gpu rope+bias@gpu elastic@gpu lazy@gpu")}, ablated)),
+          Reading({"loss": ("best", "softmax@gpu rope+bias@gpu elastic@gpu lazy@gpu")}, ablated)),
     Claim("bias-by-depth", "5.3, figure 4",
           "The learned distance bias decays like ALiBi in the first layer, half as much in the middle, not on top.",
           "about 50 % lower in the middle; 24 layers", "gpu-minutes",
@@ -243,7 +243,7 @@ CLAIMS = [
           "agrees: plain tau has the worst loss and tau/n from 1 the least sink; contradicts: plain tau within 2 SD "
           "of the best form, or tau/n from 1 not among the two least sinks",
           Reading({column: (figure, "elastic@gpu tau-from-0@gpu tau-fixed@gpu tau-plain@gpu softmax@gpu")
-                   for column, figure in (("loss", "val"), ("sink", "sink"), ("mass", "row_mass"))}, offsets),
+                   for column, figure in (("loss", "best"), ("sink", "sink"), ("mass", "row_mass"))}, offsets),
           seeds=2),
     Claim("lazy-sink-gone", "table 2, figure 7, 5.6",
           "Elastic-Softmax with a learned tau, 1 at first, removes the sink on the first token.",

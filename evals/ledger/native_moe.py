@@ -214,6 +214,6 @@ CLAIMS = [
           "their figures: fine-tuning of 4 to 8B. In their place, from scratch at 30M: agrees: a lower loss beyond 2 "
           "SD with eq. 9; contradicts: a higher one",
           None,
-          elsewhere={"gpu": Reading({"loss": ("val", "softmax@gpu balanced-0.001@gpu balanced-0.01@gpu")},
+          elsewhere={"gpu": Reading({"loss": ("best", "softmax@gpu balanced-0.001@gpu balanced-0.01@gpu")},
                                     balanced_is_better)}),
 ]

@@ -185,7 +185,7 @@ CLAIMS = [
           "gpu-minutes",
           "agrees: TDA <= softmax + 2 SD, and rank correlation with their order >= 0.5; contradicts: TDA > softmax + "
           "2 SD",
-          Reading({"loss": ("val", ELEVEN)}, lowest_loss)),
+          Reading({"loss": ("best", ELEVEN)}, lowest_loss)),
     Claim("tda-sparsity", "table 2, appendix D.1, table 1",
           "Of the weights TDA has 99 % zeros, Diff ReLA 96, ReLA 94, TRA 92, entmax 43, all others none.",
           "as said; but a difference is zero only where both views are, and LSSAR (0 %) has a ReLU", "lab",
@@ -200,7 +200,7 @@ CLAIMS = [
           "ReLA 3.1657, TRA 3.1320, softmax 3.1196", "gpu-minutes",
           "agrees: TRA below ReLA beyond 2 SD, and ReLA's gap to softmax grows with the place; contradicts: TRA no "
           "lower",
-          Reading({"loss": ("val", "rela@gpu tra@gpu softmax@gpu"),
+          Reading({"loss": ("best", "rela@gpu tra@gpu softmax@gpu"),
                    "by place": ("lengths/lengths/0/by_position/*/loss", "rela@gpu softmax@gpu")}, closes_gap)),
     Claim("tda-long-context", "table 3, figure 3",
           "TDA finds passkeys better than softmax at every length; TRA and TDA come second to entmax on SCROLLS.",
@@ -209,7 +209,7 @@ CLAIMS = [
     Claim("tda-power", "table 4a, 6.4", "A power of 2 is best, 1 clearly worst.",
           "p = 1, 2, 3, 5: 3.2068, 3.1190, 3.1408, 3.1412", "gpu-minutes",
           "agrees: 2 within 1 SD of the best and 1 worst; contradicts: 1 best beyond 2 SD",
-          Reading({"loss": ("val", "tda-p1@gpu tda@gpu tda-p3@gpu tda-p5@gpu")}, second_power), seeds=2),
+          Reading({"loss": ("best", "tda-p1@gpu tda@gpu tda-p3@gpu tda-p5@gpu")}, second_power), seeds=2),
     Claim("tda-beta", "table 4b, 6.4", "Results hardly depend on the scale of the threshold; beta = 1 is best.",
           "beta 1, 0.8, 0.5: 3.1190, 3.1140, 3.1288: the text says that 1 is best, its table 0.8", "lab",
           "means over beta 0.3, 0.5, 0.8 and 1: agrees: within 2 SD of each other; contradicts: beyond",
