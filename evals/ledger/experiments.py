@@ -236,6 +236,9 @@ def best_loss(folder):
 def do(job):
     """Do it, in a process of its own if it is a command. Raises ValueError where that fails."""
     name, *rest = job.words
+    for before in job.after:
+        if not (before.place / "meta.json").exists():
+            raise ValueError(f"{before.place} is not there, and {' '.join(job.words)} needs it")
     if name in CHECKS:
         found = CHECKS[name](int(rest[0]))
     elif name in LOOKS:

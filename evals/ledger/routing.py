@@ -173,11 +173,11 @@ def mutual_information(a, b):
 def within_window(place, window=128):
     """The share of benchmark requests that are no longer than the window, and how much Focus with random centroids
     changes the logits of texts of this length."""
-    run = OpenedRun(Common(out_dir=place), {})
+    run = OpenedRun(Common(out_dir=place, dtype="float32"), {})
     folder = benchmarks.HERE
     lengths = [len(request.ids) - 1 for name in benchmarks.those_in(folder) if name not in PAGES
                for row in benchmarks.read(name, folder) for request in row_requests(row, run.tokenizer, 10_000, False)]
-    routed = OpenedRun(Common(out_dir=place), {"attn": "focus", "window": window})
+    routed = OpenedRun(Common(out_dir=place, dtype="float32"), {"attn": "focus", "window": window})
     idx = read_windows(run.split("val"), [0, window], window, run.model, run.machine)
     difference = (run.model(idx)[0].float() - routed.model(idx)[0].float()).abs().max().item()
     return {"requests": len(lengths), "fit": sum(n <= window for n in lengths) / len(lengths), "difference": difference}
