@@ -13,9 +13,10 @@ from test_lab import train_here
 
 import eval as eval_script
 import train as train_script
-from common.flags import Parser, add_flags, fields_of
+from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims
 from evals.claims import CLAIMS, PAPERS, readings
+from evals.instrument import Common, Overrides
 from evals.ledger import checks, experiments, routing
 from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS, below, decide
 from evals.ledger.emerges import OTHERS, SUM_TO_ONE
@@ -433,7 +434,10 @@ def test_every_training_command_makes_a_model(jobs):
 
 def test_every_other_command_parses_and_every_look_exists(jobs):
     for words in {job.words for job in jobs if job.words[0] == "eval.py"}:
-        assert words[1] in eval_script.COMMANDS, words
+        command, parser = eval_script.COMMANDS[words[1]], Parser(prog="eval.py")
+        of_a_run = (Common, Overrides) if words[1] in eval_script.OF_A_RUN else ()
+        add_flags(parser, command.flags, *of_a_run)
+        command.flags(**given_flags(parser.parse_args(words[2:]), command.flags))
     runs = {run for claim in CLAIMS.values() for reading, _ in readings(claim).values()
             for _, named in reading.reads.values() for run in named.split()}
     used = {run.split("@")[0] for run in runs}
