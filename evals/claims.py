@@ -6,19 +6,18 @@
 
 A claim is a row of data (ledger/lazy.py, threshold.py, focus.py, native_moe.py, emerges.py: one paper each): what is
 said and where, their figures, what is read from which runs, and a verdict rule that was fixed before any run.
-ledger/experiments.py holds the runs, which claims share, and ledger/checks.py what no other instrument measures.
+ledger/experiments.py holds the runs, which claims share, checks.py and routing.py what no other instrument measures,
+book.py all claims and their verdicts, view.py how they are shown.
 
 What was measured stands in results/claims.json, by claim and seed; verdicts are taken from it anew at every call. A
 --run that is cut short goes on where it was.
 """
 import itertools
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -26,13 +25,11 @@ from common.flags import knob
 from common.machine import Machine
 from common.runs import ROOT, made_by
 from data import files
-from evals.instrument import pyplot, save_figure, table, whole_numbers
-from evals.ledger import emerges, focus, lazy, native_moe, threshold
-from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS
-from evals.ledger.experiments import CHECKS, COMMANDS, LOOKS, PUBLIC, TIMED, Place, all_jobs, do, job_of, result_of
-
-PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
-CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
+from evals.instrument import whole_numbers
+from evals.ledger.book import CLAIMS, jobs_of, readings, seeds_of, verdicts_of
+from evals.ledger.claim import COSTS
+from evals.ledger.experiments import COMMANDS, LOOKS, Place, all_jobs, do, result_of
+from evals.ledger.view import draw, ledger, shown
 
 
 @dataclass
@@ -77,35 +74,12 @@ def command(args, run):
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def readings(claim):
-    """{where: (Reading, its cost class)} of a claim: as it stands (""), in other set-ups, of other runs."""
-    found = {"": (claim.reading, claim.cost)} if claim.reading else {}
-    for setup in claim.variations:
-        moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
-                 for column, (path, runs) in claim.reading.reads.items()}
-        found[setup] = claim.reading._replace(reads=moved), claim.cost
-    return found | {name: (reading, cost_of(reading, claim)) for name, reading in claim.elsewhere.items()}
-
-
-def cost_of(reading, claim):
-    """The class of the same question to other runs."""
-    runs = " ".join(runs for _, runs in reading.reads.values()).split()
-    public, gpu = any(run in PUBLIC for run in runs), any("@gpu" in run for run in runs)
-    return "public-weights" if public else "gpu-minutes" if gpu else "lab"
-
-
 def wanted(text):
     """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim those that cost
     no more than itself."""
     names, costs = text.split(","), list(COSTS)
     return [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
             if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
-
-
-def seeds_of(claim, reading, seeds):
-    """Some claims take fewer than there are. Public weights and clocks have none: they are read once."""
-    runs = " ".join(runs for _, runs in reading.reads.values()).split()
-    return [0] if all(run in PUBLIC or run in TIMED for run in runs) else seeds[:claim.seeds]
 
 
 def check_gpu(asked, args):
@@ -134,12 +108,6 @@ def measure(asked, args, where, results):
             results["claims"].setdefault(claim.id, {})[name] = found
 
 
-def jobs_of(reading, seeds, where):
-    """{(column, run): [the job of each seed]}."""
-    return {(column, run): [job_of(run, path, seed, where) for seed in seeds]
-            for column, (path, runs) in reading.reads.items() for run in runs.split()}
-
-
 def do_all(jobs, workers):
     """What of these is missing, some at a time, each after what it needs."""
     missing = [job for job in jobs if result_of(job) is None]
@@ -164,8 +132,8 @@ def tried(job):
     """Do it; what went wrong, or None."""
     try:
         do(job)
-    except (ValueError, OSError) as e:
-        return str(e)
+    except (ValueError, OSError, RuntimeError) as e:                    # one that fails must not cost the others
+        return f"{' '.join(job.words)}: {e}"
 
 
 def numbers_of(reading, jobs):
@@ -199,150 +167,7 @@ def value_at(found, path, job):
 
 
 def rounded(value):
-    """A number or a list of them, to six digits."""
-    return [rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.6g}")
-
-
-# ------------------------------------------------------------------------------------------------------------- verdicts
-
-
-def verdicts_of(claim, found):
-    """{where: verdict} of a claim, from what was found of it."""
-    judged = {name: judge(reading, found[name]["numbers"]) for name, (reading, _) in readings(claim).items()
-              if name in found}
-    return {"": NOT_RUN} | judged
-
-
-def judge(reading, numbers):
-    """The verdict on numbers {column: {run: [a value for each seed]}}, which have the setup in their runs' names."""
-    arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
-              for column, group in numbers.items()}
-    return reading.verdict(arrays)
-
-
-def flips(verdicts):
-    """Where the verdict is another one than of the claim as it stands, or the only one."""
-    return {name: verdict for name, verdict in verdicts.items() if verdict != verdicts[""]}
-
-
-# -------------------------------------------------------------------------------------------------------------- as text
-
-
-WIDTH, HANGING = 118, " " * 26
-
-
-def ledger(found):
-    """All claims, a paper after the other: the verdict, what is said, their figures, ours."""
-    parts = []
-    for title, claims in PAPERS.items():
-        verdicts = [verdicts_of(claim, found.get(claim.id, {})) for claim in claims]
-        parts.append(f"{title}: {counted(verdicts)}")
-        parts += [row(claim, verdict, found.get(claim.id, {})) for claim, verdict in zip(claims, verdicts, strict=True)]
-    everything = [verdicts_of(claim, found.get(claim.id, {})) for claim in CLAIMS.values()]
-    return "\n\n".join([*parts, f"all {len(CLAIMS)} claims: {counted(everything)}"])
-
-
-def counted(verdicts):
-    """How many of each verdict there are, as text."""
-    here = [verdict[""] for verdict in verdicts]
-    return ", ".join(f"{here.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in here)
-
-
-def row(claim, verdicts, found):
-    """One claim in some lines."""
-    lines = [f"{verdicts['']:<13} {claim.id}", hanging("claim", claim.says), hanging("theirs", claim.theirs)]
-    if "" in found:
-        lines.append(hanging("ours", summary(found[""])))
-    elif claim.reading:
-        lines.append(hanging("ours", f"takes {claim.cost}: python eval.py claims --run={claim.id}"))
-    else:
-        lines.append(hanging("ours", f"{claim.cost}: {claim.rule}"))
-    for name in [name for name in verdicts if name]:
-        lines.append(hanging("but" if "" in found and name in flips(verdicts) else "also",
-                             f"{name}: {verdicts[name]}; {summary(found[name])}"))
-    return "\n".join(lines)
-
-
-def hanging(label, text):
-    """A label and a text of several lines to the right of it."""
-    return textwrap.fill(text, WIDTH, initial_indent=f"{label:>24}  ", subsequent_indent=HANGING)
-
-
-def summary(found, most=6):
-    """The first columns, means over seeds: raw: softmax 0.97, elastic 0.001; mass: ... (seeds 2, 3, 4)."""
-    parts = [f"{column}: " + ", ".join(f"{named(run)}{mean_of(values)}" for run, values in group.items())
-             for column, group in itertools.islice(found["numbers"].items(), most)]
-    seeds = ", ".join(map(str, found["seeds"])) if any(found["seeds"]) else ""
-    more = "; ..." if len(found["numbers"]) > most else ""
-    return "; ".join(parts) + more + (f" (seed{'s' * (len(found['seeds']) > 1)} {seeds})" if seeds else "")
-
-
-def named(run):
-    """A recipe's name before its number; of a check, which has but one, none."""
-    return "" if run in CHECKS or run in TIMED or run in PUBLIC else f"{run.split('@')[0]} "
-
-
-def mean_of(values):
-    """The mean over seeds; of a list its numbers, of a long one the least and the largest."""
-    mean = np.mean(np.array(values, float), 0).ravel()
-    return ", ".join(f"{x:.3g}" for x in mean) if len(mean) <= 4 else f"{mean.min():.3g} to {mean.max():.3g}"
-
-
-def shown(claim, results, where):
-    """One claim whole: the text, their figures, the rule, the verdict wherever it was asked, numbers by seed, and the
-    commands."""
-    found = results["claims"].get(claim.id, {})
-    verdicts = verdicts_of(claim, found)
-    parts = [f"{claim.id}: {verdicts['']}", hanging("claim", claim.says), hanging("place", claim.place),
-             hanging("theirs", claim.theirs), hanging("rule", claim.rule),
-             hanging("cost", f"{claim.cost}: {COSTS[claim.cost]}")]
-    parts += [hanging("note", claim.note)] if claim.note else []
-    for name, (reading, _) in readings(claim).items():
-        jobs = jobs_of(reading, seeds_of(claim, reading, found.get(name, {}).get("seeds", [2])), where)
-        parts.append(f"\n{name or 'as it stands'}: {verdicts.get(name, NOT_RUN)}\n")
-        parts += [by_seed(found[name])] if name in found else []
-        parts += [f"\n{commands(claim, jobs)}"]
-    return "\n".join(parts)
-
-
-def by_seed(found):
-    """Every number, a column a seed."""
-    rows = [[column, run, *(mean_of([value]) for value in values)]
-            for column, group in found["numbers"].items() for run, values in group.items()]
-    seeds = [f"seed {seed}" if seed else "" for seed in found["seeds"]]
-    made = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
-    return f"{table(rows, ['', 'run', *seeds])}\n{made}"
-
-
-def commands(claim, jobs):
-    """The commands of the first seed, in their order, and what is measured by this one itself."""
-    first = all_jobs(group[0] for group in jobs.values())
-    lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
-    own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
-    return "\n".join(lines + [f"python eval.py claims --run={claim.id}     {own}: evals/ledger/"] * bool(own))
-
-
-# --------------------------------------------------------------------------------------------------------- the picture
-
-
-COLOURS = {AGREES: "#2c6fb3", MIXED: "#efc25a", CONTRADICTS: "#c8402f", UNTESTABLE: "#8a8a8a", NOT_RUN: "#e3e3e3"}
-
-
-def draw(path, found):
-    """All claims, a column a paper, a square for the verdict; a small one beside it where another set-up flips it."""
-    figure, axes = pyplot().subplots(1, len(PAPERS), figsize=(16, 0.9 + 0.36 * max(map(len, PAPERS.values()))))
-    for ax, (title, claims) in zip(axes, PAPERS.items(), strict=True):
-        for y, claim in enumerate(claims):
-            verdicts = verdicts_of(claim, found.get(claim.id, {}))
-            ax.scatter(0, y, s=190, marker="s", color=COLOURS[verdicts[""]])
-            for x, verdict in enumerate(dict.fromkeys(flips(verdicts).values())):
-                ax.scatter(0.075 + 0.05 * x, y, s=36, marker="s", color=COLOURS[verdict])
-            ax.text(0.17, y, claim.id, va="center", fontsize=9.5, color="0.55" if verdicts[""] == NOT_RUN else "0.1")
-        ax.set_title(title, fontsize=11, loc="left")
-        ax.set(xlim=(-0.05, 1), ylim=(max(map(len, PAPERS.values())) - 0.4, -0.7))
-        ax.set_axis_off()
-    handles = [axes[0].scatter([], [], s=120, marker="s", color=colour, label=name) for name, colour in COLOURS.items()]
-    handles.append(axes[0].scatter([], [], s=36, marker="s", color="0.3", label="small: elsewhere otherwise"))
-    figure.legend(handles=handles, ncols=len(handles), loc="lower center", frameon=False, fontsize=11)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    save_figure(figure, path)
+    """A number or a list of them, to six digits; None of what has no meaning."""
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return None if value is None else float(f"{value:.6g}")

@@ -15,9 +15,9 @@ import eval as eval_script
 import train as train_script
 from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims
-from evals.claims import CLAIMS, PAPERS, readings
 from evals.instrument import Common, Overrides
-from evals.ledger import checks, experiments, routing
+from evals.ledger import checks, experiments, routing, view
+from evals.ledger.book import CLAIMS, PAPERS, jobs_of, judge, readings, verdicts_of
 from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS, below, decide
 from evals.ledger.emerges import OTHERS, SUM_TO_ONE
 from evals.ledger.experiments import COMMANDS, LOOKS, SETUPS, Place, all_jobs, flags_of
@@ -413,7 +413,7 @@ def test_the_rows_are_those_of_the_sheet():
 def everything():
     """Every job that a reading asks for, of one seed."""
     return [job for claim in CLAIMS.values() for reading, _ in readings(claim).values()
-            for group in claims.jobs_of(reading, [2], Place()).values() for job in all_jobs(group)]
+            for group in jobs_of(reading, [2], Place()).values() for job in all_jobs(group)]
 
 
 @pytest.fixture(scope="module")
@@ -604,10 +604,10 @@ def test_the_committed_numbers_are_those_that_the_rows_read(committed):
             reading = readings(CLAIMS[name])[where][0]
             assert {column: set(runs.split()) for column, (_, runs) in reading.reads.items()} == {
                 column: set(group) for column, group in kept["numbers"].items()}, (name, where)
-            assert claims.judge(reading, kept["numbers"]) in VERDICTS
+            assert judge(reading, kept["numbers"]) in VERDICTS
 
 
 def test_the_picture_shows_every_claim(committed, tmp_path):
-    claims.draw(tmp_path / "all.png", committed)
+    view.draw(tmp_path / "all.png", committed)
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
-    assert claims.verdicts_of(CLAIMS["lazy-vs-recurrent"], {}) == {"": NOT_RUN}
+    assert verdicts_of(CLAIMS["lazy-vs-recurrent"], {}) == {"": NOT_RUN}

@@ -238,7 +238,7 @@ def do(job):
     name, *rest = job.words
     for before in job.after:
         if not (before.place / "meta.json").exists():
-            raise ValueError(f"{before.place} is not there, and {' '.join(job.words)} needs it")
+            raise ValueError(f"{before.place} is not there")
     if name in CHECKS:
         found = CHECKS[name](int(rest[0]))
     elif name in LOOKS:
@@ -248,7 +248,7 @@ def do(job):
         process = subprocess.run([sys.executable, ROOT / name, *rest], capture_output=True, text=True,
                                  env=os.environ | threads)
         if process.returncode:
-            raise ValueError(f"{' '.join(job.words)} failed: {(process.stderr.strip() or '?').splitlines()[-1]}")
+            raise ValueError(f"failed: {(process.stderr.strip() or '?').splitlines()[-1]}")
         if name != "eval.py":
             return
         found = json.loads(process.stdout)
