@@ -1491,6 +1491,11 @@ class Attention(nn.Module):
                 w = w[:, 0::2] - self.mix(x[:, rows]) * w[:, 1::2]
             yield w
 
+    def flops_per_token(self):
+        """Floating-point operations of training on one token, forward and backward, beside those of the parameters: the
+        products of queries with keys and of weights with values, as if every row saw a whole block."""
+        return 12 * self.config.n_head * self.config.head_width * self.config.block_size
+
     def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, a block of rows at a time, as the block loop makes them."""
         q, k, t, n = self.prepare(q, k)
@@ -1519,15 +1524,20 @@ class Attention(nn.Module):
         widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
         if config.first and choices["pos"].rotates:                     # q and k become twice as wide, see `rotated`
             widest = max(widest, 2 * width)
-        here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
         yield "triton", config.rule not in kernels.RULES, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
         yield "triton", widest > 256, "its heads are wider than 256"
-        yield "triton", not here, "it needs triton and a CUDA GPU"
-        yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+        yield from triton_obstacles(config, device)
         plain = (config.rule == "softmax" and config.diff == "none" and not config.window and not choices["sink"].does
                  and not choices["pos"].does)
         yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
+
+
+def triton_obstacles(config, device):
+    """Those of any kernel in Triton."""
+    here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
+    yield "triton", not here, "it needs triton and a CUDA GPU"
+    yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 
 def as_distance(table):

@@ -10,8 +10,8 @@
     params    what attention has learned outside its linear layers: thresholds, distance biases, gates, lambdas
     groups    of Focus: how even its groups of tokens are, which tokens they hold, which pairs they keep; whether they
               are those of another checkpoint
-    focus     Focus at every k and several lengths beside full attention: perplexity, pairs kept, speed; with --sweep
-              routers trained with other knobs
+    routers   Focus at every k and several lengths beside full attention: perplexity, pairs kept, speed; with --sweep
+              routers trained with other knobs on a run of plain attention
     maps      the attention maps of a sentence
     lengths   loss and perplexity at several lengths on the same tokens, and by the place in the window
     passkey   whether a number hidden in a long text is found
@@ -41,7 +41,6 @@ from evals import (
     bench,
     claims,
     compare,
-    focus,
     groups,
     heads,
     lab,
@@ -51,6 +50,7 @@ from evals import (
     params,
     passkey,
     probe,
+    routers,
     sample,
     scrolls,
     show,
@@ -75,7 +75,7 @@ OF_A_RUN = {                                    # these look at a trained run, w
     "heads": Command(heads.Heads, heads.command, heads.draw, heads.tell),
     "params": Command(params.Params, params.command, params.draw, params.tell),
     "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
-    "focus": Command(focus.FocusFlags, focus.command, focus.draw, focus.tell),
+    "routers": Command(routers.Routers, routers.command, routers.draw, routers.tell),
     "maps": Command(maps.Maps, maps.command, maps.draw),
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw, lengths.tell),
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw, passkey.tell),

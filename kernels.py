@@ -1068,8 +1068,7 @@ def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
 
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     """Pairs of a condition and what to say about it. Each relies on those before."""
-    yield not AVAILABLE, ("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
-                          "(or set TRITON_INTERPRET=1 to test them on a CPU)")
+    yield from problems_anywhere(q, k, v)
     yield rule not in RULES, f"no kernel for the rule {rule!r}: choose one of {list(RULES)}"
     about = RULES[rule]
     yield row_sum and rule + "_sum" not in RULES, f"{rule} has no row sum to return: leave out row_sum"
@@ -1088,6 +1087,12 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     yield sets is not None and (sets.shape != q.shape[::2] or sets.dtype != torch.int64), (
         f"sets must be (B, T) int64 with the B and T of q, {tuple(q.shape[::2])}")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
+
+
+def problems_anywhere(q, k, v):
+    """Those of any kernel: where it runs, and on which numbers."""
+    yield not AVAILABLE, ("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
+                          "(or set TRITON_INTERPRET=1 to test them on a CPU)")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     yield not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes, (
         "q, k and v must share one of float32, float16 and bfloat16")

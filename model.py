@@ -336,9 +336,8 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """Floating-point operations of training on one token, forward and backward, as PaLM's appendix B counts them:
-        6 N + 12 L C T."""
-        c = self.config
-        return 6 * self.num_params(embeddings=False) + 12 * c.n_layer * c.n_head * c.head_width * c.block_size
+        6 N, and 12 C T for each layer of attention."""
+        return 6 * self.num_params(embeddings=False) + sum(block.attn.flops_per_token() for block in self.transformer.h)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW on what is not frozen, fused where the device has it. Only matrices and embeddings decay; what

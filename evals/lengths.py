@@ -129,15 +129,22 @@ def bin_ends(longest):
 def finetuned(run, length, args):
     """The model of a run after args.finetune more steps at this length, trained in a process of its own unless its
     folder holds what these flags make of the run as it is."""
-    folder, machine = Path(f"{run.out_dir}-{length}"), run.machine
+    folder = Path(f"{run.out_dir}-{length}")
     flags = finetune_flags(run, length, args.finetune) + [f"--out_dir={folder}", *args.train_args.split()]
+    return trained(run, folder, flags).model
+
+
+def trained(run, folder, flags):
+    """The run that goes on from this one with these flags of train.py, opened on the same data: trained in a process of
+    its own, unless the folder holds it."""
+    machine = run.machine
     if not is_made(folder, flags, run.out_dir):
         print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
         # its bar and its mistakes are shown as they come; stdout may be JSON
         if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=2).returncode:
             raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
     common = Common(out_dir=str(folder), dataset=run.dataset, device=str(machine.device), dtype=machine.dtype)
-    return OpenedRun(common, {}).model
+    return OpenedRun(common, {})
 
 
 def is_made(folder, flags, origin):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from evals.instrument import progress
 
@@ -174,8 +175,7 @@ def read_shared(model, batch, device):
     cache = model.new_cache()
     model(torch.tensor([unit.requests[0].ids[:unit.shared] for unit in batch], device=device), cache=cache)
     repeats = torch.tensor([len(unit.requests) for unit in batch], device=device)
-    return [{name: value.repeat_interleave(repeats, 0) if isinstance(value, torch.Tensor) else value
-             for name, value in layer.items()} for layer in cache]
+    return tree_map_only(torch.Tensor, lambda value: value.repeat_interleave(repeats, 0), cache)
 
 
 def predicted(logits, ids):

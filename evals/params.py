@@ -41,6 +41,10 @@ MEANINGS = {                                    # name: what is printed above it
     "|inner_scale|": "norm of the weights of the norm on what the memory answers",
     "|inner_bias|": "norm of the biases of that norm",
     "|place|": "norm of what is added to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
+    "|centroids|": "norm of the centroid of each of Focus' groups, in the place of heads",
+    "|potential|": "norm of what Focus takes off the scores of its groups, so that they are even",
+    "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
+    "gate_offset": "what two tokens must have in common to pass half of their score",
     "dex_lambda": "how much of Dex's correction is subtracted",
     "alpha": "entmax's alpha: 1 is softmax, 2 sparsemax",
     "sharpness": "what multiplies the scores of a row of block_size keys",
@@ -90,7 +94,8 @@ def command(args, run):
 
 
 # tensors that are shown by what the layer makes of them, or are no part of what was learned
-BEHIND = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress")
+BEHIND = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress", "steps",
+          "moves", "directions", "means")
 
 
 def figures(module, x=None):

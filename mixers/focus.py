@@ -55,12 +55,14 @@ from attention import (
 class Balance(Choice):
     """How a token's scores become shares of groups; does layer, s (B, T, K) over the temperature -> g, rows of sum 1.
 
-    `count` says what a training step remembers of its tokens z (B, T, d_g), their s and g, a tensor that is summed over
-    micro-batches and ranks; `settle` is told the sum when the step is over."""
+    `count` says what a training step remembers of its tokens z (B, T, d_g), their s and g: a tensor that is summed over
+    micro-batches and ranks, or a sample, of which the step's first one counts. `settle` is told when the step is
+    over."""
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
     count: Callable | None = None               # layer, s, z, g -> a tensor
-    settle: Callable | None = None              # layer, that sum
+    sample: bool = False
+    settle: Callable | None = None              # layer, what was counted
     penalty: Callable | None = None             # layer, g -> what is added to the loss
 
 
@@ -122,15 +124,15 @@ def move_centroids(layer, sums):
     layer.centroids.lerp_(torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids), 0.01)
 
 
-def some_tokens(layer, s, z, g):
-    """What k-means runs on: up to 64 tokens of each sequence, the first of the step's micro-batches."""
-    return z[:, ::max(1, z.shape[1] // 64)].flatten(0, 1)
+def a_sequence(layer, s, z, g):
+    """What k-means runs on: up to about 512 tokens of a sequence."""
+    return z[0, ::max(1, z.shape[1] // 512)]
 
 
 def recluster(layer, z):
-    """Every 100 steps the centroids become the directions of k-means of a step's tokens z (n, d_g) from their mean."""
+    """Every so many steps the centroids become the directions of k-means of the tokens z (n, d_g) from their mean."""
     layer.steps += 1
-    if layer.steps % 100 == 0:
+    if layer.steps % layer.args["every"] == 0:
         z = z - z.mean(0)
         layer.centroids.copy_(F.normalize(k_means(z, layer.groups), dim=-1))
 
@@ -176,7 +178,8 @@ BALANCES = {                                    # the default is ours, the other
                        penalty=confident_and_even),
     "stop_gradient": Balance(by_softmax, router, ROUTER, detached=True),
     "ema": Balance(by_softmax, router_alone, ROUTER, detached=True, count=sums_by_group, settle=move_centroids),
-    "recluster": Balance(by_softmax, router_alone, ROUTER, count=some_tokens, settle=recluster),
+    "recluster": Balance(by_softmax, router_alone, ROUTER | {"every": Constant(100, 1, 10**9)}, count=a_sequence,
+                         sample=True, settle=recluster),
 }
 
 # ------------------------------------------------------------------- the axis affinity: what a gate does to a score
@@ -376,15 +379,8 @@ class Focus(Attention):
         self.groups = attention.constants(config, AXES)["groups"]
         super().__init__(config, layer)
         self.local, self.sight = self.sight.window, self.sight._replace(window=0)       # who is near; all are in sight
+        self.causal = self.cached = self.choices["balance"].causal
         self.counted, self.penalty = None, 0.0
-
-    @property
-    def causal(self):
-        return self.choices["balance"].causal
-
-    @property
-    def cached(self):
-        return self.causal
 
     @property
     def hard(self):
@@ -409,15 +405,21 @@ class Focus(Attention):
         return g
 
     def remember(self, found):
-        """Add to what this step has counted; of samples, whose number of rows is theirs, the first is enough."""
-        sample = self.choices["balance"].count is some_tokens
-        self.counted = found if self.counted is None else self.counted if sample else self.counted + found
+        """Add to what this step has counted; the first micro-batch begins with the step's first sequence."""
+        if self.counted is None:
+            self.counted = found
+        elif not self.choices["balance"].sample:
+            self.counted = self.counted + found
 
     @torch.no_grad()
     def finish_step(self, machine):
         """A training step is over: settle what it counted, the same on all ranks."""
-        if self.counted is not None:
-            self.choices["balance"].settle(self, machine.mean(self.counted))
+        if self.counted is None:
+            return
+        balance, counted = self.choices["balance"], self.counted
+        if balance.sample:                      # the main rank's: the mean of it and of nothing, times the ranks
+            counted = counted * machine.world * machine.main
+        balance.settle(self, machine.mean(counted))
         self.counted = None
 
     def memberships(self, g, k):

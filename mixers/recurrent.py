@@ -41,7 +41,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Attention, Choice, Constant, Normal, only, split_heads, wide
+from attention import Attention, Choice, Constant, Normal, choose_kernel, only, split_heads, wide
+from mixers import recurrent_kernels
 
 # ---------------------------------------------------------------------------------------------- one chunk, and all
 
@@ -128,7 +129,7 @@ def learn(state, q, k, v, rate, forget, momentum):
     TTT-linear, Sun et al. 2407.04620, section 2.5."""
     M, P, weight, bias, spread = state
     u = -rate * slope(k @ M, v, weight, bias)
-    o, M, P = carry(M, P, q, k, u, forget, momentum, spread[:q.shape[2]])
+    o, M, P = carry(M, P, q, k, u, forget, momentum, spread[:, :, :q.shape[2]])
     return o, (M, P, weight, bias, spread)
 
 
@@ -155,6 +156,7 @@ class Rule(Choice):
     inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> what a chunk takes
     start: Callable | None = None               # layer, B -> the state before the first token; None: S is 0
     after: Callable | None = None               # layer, o, q, v -> o
+    products: int = 2                           # of a vector with a state, for every token: it reads, and it writes
     linear: bool = True                         # what is written is linear in v, so that there are weights
     places: Callable = lambda positions, chunk: positions               # what RoPE turns by
     heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
@@ -180,6 +182,8 @@ def needs_small_writes(config, args):
     if config.write == "dt":
         return ("--rule=delta erases as much as it writes, which above 1 would turn old values around, and --write=dt "
                 "has no bound: use beta")
+    if config.qk_norm != "l2":
+        return "--rule=delta takes off what stands under a key of length 1: give --qk_norm=l2"
 
 
 def one_rate(config, args):
@@ -197,7 +201,7 @@ def for_descent(layer, q, k, v, forget, write, x):
 def linear_memory(layer, B):
     M = torch.cat([layer.memory, layer.memory_bias], 1)
     spread = 1 / torch.arange(1, len(layer.place) + 1, device=M.device) + layer.place   # steps of a chunk are averaged
-    return (*at_rest(M, B), layer.inner_scale, layer.inner_bias, wide(spread).clamp(min=0)[:, None])
+    return (*at_rest(M, B), *norm_in_the_loss(layer, B), wide(spread).clamp(min=0)[:, None].expand(B, 1, -1, 1))
 
 
 def memory_of_descent(layer):
@@ -214,7 +218,7 @@ def for_momentum(layer, q, k, v, forget, write, x):
 
 
 def deep_memory(layer, B):
-    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B), layer.inner_scale, layer.inner_bias)
+    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B), *norm_in_the_loss(layer, B))
 
 
 def memory_of_momentum(layer):
@@ -227,6 +231,11 @@ def at_rest(M, B):
     """A memory (H, D, E) for every sequence, and its momentum of 0."""
     M = wide(M).expand(B, *M.shape)
     return M, torch.zeros_like(M)
+
+
+def norm_in_the_loss(layer, B):
+    """Weight and bias of the LayerNorm in the loss, for every sequence."""
+    return (x.expand(B, *x.shape) for x in (layer.inner_scale, layer.inner_bias))
 
 
 def inner_norm(layer):
@@ -247,11 +256,11 @@ RULES = {
     # state-space duality: all heads have one q and k, and tokens a way past the state. Mamba2, Dao and Gu 2405.21060
     "ssd": Rule(step, lambda layer: {"skip": torch.ones(layer.heads)}, CHUNK, inputs=told, after=plus_skip,
                 heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
-    "delta": Rule(step, args=CHUNK, refuse=needs_small_writes, inputs=told_and_erased),
+    "delta": Rule(step, args=CHUNK, refuse=needs_small_writes, inputs=told_and_erased, products=3),
     "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
-                    linear=False, places=lambda positions, chunk: positions % chunk),
+                    products=3, linear=False, places=lambda positions, chunk: positions % chunk),
     "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
-                     after=answer, linear=False),
+                     after=answer, products=7 * 4, linear=False),       # of two memories, four times as wide as a head
 }
 
 # ------------------------------------------------------------------------------- the axes: what is forgotten, written
@@ -463,9 +472,9 @@ class Recurrent(Attention):
         sight: only its `hidden` counts, a token that nobody reads but itself. past: see forward; empty at first.
         """
         self.check(k, x, table)
-        o = self.read(q, k, v, x, {} if past is None else past)
+        o = self.read(q, k, v, x, past)
         if sight is not None and sight.hidden >= 0:
-            without = self.read(q, k, v, x, {}, sight.hidden)           # of it nothing was written: but for itself
+            without = self.read(q, k, v, x, hidden=sight.hidden)        # of it nothing was written: but for itself
             here = torch.arange(k.shape[2], device=k.device) == sight.hidden
             o = torch.where(here[:, None], o, without)
         o, x = self.through("value_bias", o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
@@ -483,10 +492,11 @@ class Recurrent(Attention):
 
     # ------------------------------------------------------------------ the state
 
-    def read(self, q, k, v, x, past, hidden=-1):
-        """What every token reads, (B, H, T, E), before norm and gate; past is left as the next call wants it. In
-        float32 at least: these are sums of many products. hidden: a place at which nothing is written."""
-        q, k, v = self.prepare(q, k, v)
+    def read(self, q, k, v, x, past=None, hidden=-1):
+        """What every token reads, (B, H, T, E), before norm and gate, in float32 at least: these are sums of many
+        products. past, where there is one, is left as the next call wants it. hidden: a place at which nothing is
+        written."""
+        dtype, (q, k, v) = v.dtype, self.prepare(q, k, v)
         sums, forget, write = self.choices["normalize"].does, *(self.choices[axis].does for axis in ("forget", "write"))
         forget = wide(forget(self, x)) if forget else v.new_zeros(*v.shape[:3], 1)
         write = wide(write(self, x)) if write else v.new_ones(*v.shape[:3], 1)
@@ -494,7 +504,11 @@ class Recurrent(Attention):
             write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
         with torch.autocast(q.device.type, enabled=False):
             values = F.pad(v, (0, 1), value=1.0) if sums else v         # what comes out of ones is the sum of weights
-            o = self.remember(self.rule.inputs(self, q, k, values, forget, write, x), past)
+            inputs = self.rule.inputs(self, q, k, values, forget, write, x)
+            if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
+                o = self.fused(dtype, *inputs)
+            else:
+                o = self.remember(inputs, {} if past is None else past)
             if sums:
                 o = o[..., :-1] / sums(o[..., -1:], None)
             return self.rule.after(self, o, q, v) if self.rule.after else o
@@ -506,6 +520,11 @@ class Recurrent(Attention):
         if 1 < k.shape[1] < self.heads:         # heads that share keys, and below values
             k = self.for_score_heads(k, 1)
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
+
+    def fused(self, dtype, q, k, v, forget, erase=None):
+        """All tokens by the Triton kernels: (B, H, T, E), from products of numbers of this dtype."""
+        q, k, v = (y.to(dtype) for y in (q, k, v))
+        return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].does else None, erase))
 
     def remember(self, inputs, past):
         """All tokens: (B, H, T, E). Of a memory that learns only whole chunks count as learned: the rows of one that
@@ -578,10 +597,14 @@ class Recurrent(Attention):
     def slopes_of(self, rows, signs, *inputs):
         """`slopes` of these rows (R,), (B, H, R, T), in one backward pass."""
         q, k, v, x = (y.detach().repeat(len(rows), *[1] * (y.dim() - 1)) for y in inputs)
-        o = self.read(q, k, v.requires_grad_(), x, {}).unflatten(0, (len(rows), -1))    # (R, B, H, T, E)
+        o = self.read(q, k, v.requires_grad_(), x).unflatten(0, (len(rows), -1))    # (R, B, H, T, E)
         asked = o[torch.arange(len(rows)), :, :, rows]                  # (R, B, H, E), each of its row
         moved, = torch.autograd.grad((asked * signs[:, rows].movedim(1, 0)[:, None]).sum(), v)
         return (moved.unflatten(0, (len(rows), -1)) * signs).mean(-1).movedim(0, 2)
+
+    def flops_per_token(self):
+        """Those of the recurrence, whose cost does not depend on the length; chunks spend more, on the same result."""
+        return 6 * self.rule.products * self.heads * self.width * self.shapes["v"][1]
 
     def view_blocks(self, q, k, table=None, sight=None):
         raise ValueError(f"--attn={self.config.attn} has a state in place of scores: it has no views, and no tiles")
@@ -591,5 +614,7 @@ class Recurrent(Attention):
     @staticmethod
     def obstacles(config, device):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
-        yield "triton", True, f"rule {config.rule} of a state has no kernel"
+        yield "triton", not RULES[config.rule].linear, f"rule {config.rule} of a state has no kernel"
+        yield "triton", config.head_width > 256, "its heads are wider than 256"
+        yield from attention.triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

@@ -46,8 +46,7 @@ def pytest_collection_modifyitems(config, items):
 # tests of many cases take these recipes, which have every rule and every axis among them; with --all they take all
 FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
        "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
-       "elu_norm", "linear", "mlp_norm", "retnet",
-       "gated_deltanet", "ttt")
+       "elu_norm", "linear", "mlp_norm", "focus", "retnet", "gated_deltanet", "ttt")
 
 
 def some_recipes(*names):

@@ -283,13 +283,15 @@ FOCUS = ("--attn=focus", "--window=4", "--max_iters=12", "--eval_interval=12")
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_equal_one_process_potentials_too(tmp_path, data):
-    flags = (*FOCUS, "--batch_size=2", "--gradient_accumulation_steps=4")
+@pytest.mark.parametrize("balance, kept", [("potential", "potential"), ("recluster", "centroids"),
+                                           ("ema", "centroids")])
+def test_two_ranks_equal_one_process_potentials_too(balance, kept, tmp_path, data):
+    flags = (*FOCUS, "--batch_size=2", "--gradient_accumulation_steps=4", f"--balance={balance}")
+    flags += ("--attn_args=every=5",) if balance == "recluster" else ()
     train(tmp_path / "1", data, *flags)
     train(tmp_path / "2", data, *flags, ranks=2)
     one, two = (torch.load(tmp_path / ranks / "ckpt.pt", weights_only=True)["model"] for ranks in "12")
-    moved = [name for name in one if name.endswith("potential") and one[name].abs().max() > 1e-3]
-    assert moved
+    assert [name for name in one if name.endswith(kept) and one[name].abs().max() > 1e-3]
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-5)
 

@@ -973,9 +973,9 @@ def fingerprint():
     print(hashlib.sha256(compiled.asm["ptx"].encode()).hexdigest())
 
 
-def as_program(command, **environment):
+def as_program(command, program=__file__, **environment):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    return subprocess.run([sys.executable, __file__, command], env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, program, command], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("command", ["tight", by_default(False, "table")])

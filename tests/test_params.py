@@ -144,9 +144,10 @@ def test_every_recipe_before_its_first_step_is_where_it_started(attn, data):
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, n_layer=2), seed=5)
     numbers, text = params.command(Params(windows=1), opened(data, gpt, seed=5))
     own = {name for name in gpt.transformer.h[0].attn.state_dict() if not name.startswith("c_")}
-    norms_and_maps = {"out_norm.weight", "feature.0.weight", "feature.2.weight"}
+    norms_and_maps = {"out_norm.weight", "feature.0.weight", "feature.2.weight", "beta.weight", "conv",
+                      "directions", "means", "moves"}
     assert bool(numbers["figures"] or numbers["distance_bias"]) == bool(own - norms_and_maps)
-    assert ("(kept as it was)" in text) == (attn == "lssar")
+    assert ("(kept as it was)" in text) == (attn in ("lssar", "focus"))
     assert text and numbers["figures"].keys() <= MEANINGS.keys()
     for name, figure in numbers["figures"].items():
         assert len(figure["now"]) == 2

@@ -95,6 +95,8 @@ def test_an_answer_is_right_as_text_or_as_a_number(text, right):
 def test_reading_on_equals_reading_at_once(name, cached, monkeypatch):
     config = tiny_config(attn=name, block_size=64, **({"window": 8} if name in ("streaming", "gpt_oss") else {}))
     gpt = GPT(config).eval()
+    if not gpt.transformer.h[0].attn.causal:
+        pytest.skip("what it reads first depends on what comes after")
     if not cached:
         for block in gpt.transformer.h:
             monkeypatch.setattr(block.attn, "cached", False)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import mixers
 from attention import ATTENTIONS, BLOCK
 from common.machine import LiveMemory
-from mixers.recurrent import run, step
+from mixers.recurrent import gla_gate, run, share, step, time_gate
 from model import GPT
 
 RECURRENT = [name for name, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
@@ -259,7 +259,7 @@ def test_learners_take_the_steps_that_autograd_finds(attn):
     leaves = [y.requires_grad_() for y in inputs(module, 45)]
     parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
     above, results = normal(2, 4, 45, 8, seed=7), []
-    for o in (module.read(*leaves, {}), learner_by_formula(attn, module, *leaves)):
+    for o in (module.read(*leaves), learner_by_formula(attn, module, *leaves)):
         results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], above)])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
@@ -275,7 +275,7 @@ def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
     signs = torch.randint(2, v.shape[1:], generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
     move = torch.zeros_like(v)
     move[:, :, 3] = 1e-6 * signs[:, 3]
-    moved = (module.read(q, k, v + move, x, {}) - module.read(q, k, v - move, x, {})) / 2e-6
+    moved = (module.read(q, k, v + move, x) - module.read(q, k, v - move, x)) / 2e-6
     torch.testing.assert_close(w[..., 3], (moved * signs).mean(-1), rtol=1e-5, atol=1e-7)
 
 
@@ -370,6 +370,66 @@ def test_memory_is_linear_in_length(attn):
             module.attend(*leaves).square().sum().backward()
         return memory.peak
     assert peak(2048) < 4.6 * peak(512)
+
+
+def test_the_cost_of_a_token_does_not_depend_on_the_length():
+    def flops(attn, T):
+        model = GPT(tiny_config(attn=attn, block_size=T))
+        return model.flops_per_token() - 6 * model.num_params(embeddings=False)
+    assert flops("retnet", 16) == flops("retnet", 512) == 6 * 2 * 2 * 8 * 8     # two products, two heads of 8
+    assert flops("deltanet", 16) == 6 * 3 * 2 * 8 * 8
+    assert flops("softmax", 512) == 12 * 16 * 512
+
+
+# -------------------------------------------------------------------------------------------------- outside references
+
+
+def by_fla(attn, module, q, k, v, x):
+    """The same by the reference functions of flash-linear-attention, all (B, H, T, .) here and (B, T, H, .) there, but
+    in two."""
+    def reference(ops, name, *inputs):
+        function = getattr(pytest.importorskip(f"fla.ops.{ops}.naive"), name)
+        return function(*(y.transpose(1, 2) for y in inputs))[0].transpose(1, 2)
+    if attn == "retnet":
+        return pytest.importorskip("fla.ops.retention.naive").naive_retention(q, k, v)
+    if attn == "linear_state":
+        function = pytest.importorskip("fla.ops.linear_attn.naive").naive_recurrent_linear_attn
+        return function(*((F.elu(y) + 1).transpose(1, 2) for y in (q, k)), v.transpose(1, 2),
+                        normalize=True)[0].transpose(1, 2)
+    if attn == "gla":
+        return reference("gla", "naive_recurrent_gla", q, k, v, gla_gate(module, x))
+    q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), share(module, x)[..., 0]
+    if attn == "deltanet":
+        return pytest.importorskip("fla.ops.delta_rule.naive").delta_rule_recurrence(q, k, v, beta)[0]
+    gate = time_gate(module, x)[..., 0]
+    return reference("gated_delta_rule", "naive_recurrent_gated_delta_rule", q, k, v, beta, gate)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attn", ["linear_state", "retnet", "gla", "deltanet", "gated_deltanet"])
+def test_flash_linear_attention_reads_the_same(attn):
+    """Theirs are in float32."""
+    module = layer(attn, torch.float32, pos="none")
+    qkvx = inputs(module, 70, torch.float32)
+    torch.testing.assert_close(module.read(*qkvx), by_fla(attn, module, *qkvx), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_mamba2_of_transformers_is_ours_on_the_same_weights():
+    """The whole layer, projections, convolution, norm and gate included."""
+    pytest.importorskip("transformers")
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
+    module, x = layer("mamba2", torch.float32), normal(2, 70, 32).float()
+    config = Mamba2Config(num_heads=4, head_dim=8, hidden_size=32, state_size=8, expand=1, n_groups=1, conv_kernel=4,
+                          use_conv_bias=False, use_bias=False, layer_norm_epsilon=1e-6, chunk_size=16,
+                          num_hidden_layers=1)
+    theirs = Mamba2Mixer(config, 0).eval()
+    order = torch.cat([torch.arange(16, 48), torch.arange(8, 16), torch.arange(8)])     # they have v, k, q
+    theirs.load_state_dict({
+        "in_proj.weight": torch.cat([module.gate.weight, module.c_attn.weight[order], module.dt.weight]),
+        "conv1d.weight": module.conv[order], "dt_bias": module.dt_bias, "A_log": module.A_log, "D": module.skip,
+        "norm.weight": module.out_norm.weight, "out_proj.weight": module.c_proj.weight})
+    torch.testing.assert_close(module(x), theirs(x), rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

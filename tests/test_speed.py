@@ -10,7 +10,7 @@ from evals import kernels as kernel_speed
 from evals.speed import Speed, memory_of
 
 SOFTMAXES = {"softmax (sdpa)", "softmax (torch)"}
-EVERY_RULE = {recipe(name)["rule"]: name for name in ATTENTIONS}        # one recipe for each
+EVERY_RULE = {recipe(name)["rule"]: name for name in reversed(ATTENTIONS)}              # one recipe for each
 BY_DEFAULT = {*EVERY_RULE.values(), "softmax", "kv_bias", "streaming", "diff2", "dex", "lazy"}
 
 
@@ -43,7 +43,8 @@ def test_its_tables_are_for_people(capsys):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.exhaustive) for name in ATTENTIONS])
+    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.exhaustive) for name in ATTENTIONS
+    if name != "routing"])                      # a cluster's tokens grow with the length, and all of them meet
 def test_memory_grows_linearly_with_the_length(name):
     args, machine = Speed(n_layer=1, n_head=2, n_embd=16), Machine("cpu", "float32")
     memory = memory_of({name: (name, "auto")}, [512, 1024, 2048], args, machine)[name]

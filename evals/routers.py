@@ -1,8 +1,8 @@
-"""What the knobs of Focus do, each table of the paper (3) as one command.
+"""What the knobs of Focus' routers do, each table of the paper (3) as one command: eval.py routers
 
     --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
         its hard form at every k, and its soft one, beside full attention of the same weights: loss, perplexity, pairs
-        kept, speed. Table 7; at several lengths section 3.5.
+        kept, speed. Table 7; at several lengths section 3.5. (eval.py lengths --topk=2 reads the same tokens at each.)
     --out_dir=A_BASE --sweep=groups (window, temperature, iterations, route_dim; all)
         routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each
         is a run beside the base, OUT_DIR-focus-KNOB-VALUE; those that are there are not trained again.
@@ -11,8 +11,6 @@ Perplexities of --balance=sinkhorn are measured as printed, with later tokens in
 """
 import dataclasses
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +18,10 @@ import torch
 
 import mixers
 from common.flags import at_least, knob
-from common.runs import ROOT, finished_run
 from data import tokens
 from evals import groups
-from evals.instrument import Common, OpenedRun, pyplot, read_windows, save_figure, table, whole_numbers
+from evals.instrument import pyplot, read_windows, save_figure, table, whole_numbers
+from evals.lengths import trained
 from evals.loss import loss_and_error
 from model import GPT
 
@@ -38,8 +36,8 @@ DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": 
 
 
 @dataclass
-class FocusFlags:
-    """Flags of focus"""
+class Routers:
+    """Flags of routers"""
     k: str = knob("1,2,3,4", "groups that a token is a member of, separated by commas")
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
     split: str = knob("val", "which split", ("train", "val"))
@@ -160,12 +158,7 @@ def router(args, run, name, value):
     folder = Path(run.out_dir).resolve()
     folder = folder.with_name(f"{folder.name}-focus-{ending}")
     flags = router_flags(args, run, knobs, folder)
-    if not finished_run(folder, flags):
-        print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
-        if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=2).returncode:
-            raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
-    common = Common(str(folder), run.dataset, str(run.machine.device), run.machine.dtype)
-    return {"value": value} | figures(args, OpenedRun(common, {}))
+    return {"value": value} | figures(args, trained(run, folder, flags))
 
 
 def router_flags(args, run, knobs, folder):

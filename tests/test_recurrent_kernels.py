@@ -1,0 +1,265 @@
+"""mixers/recurrent_kernels.py against the recurrence in float64, token by token: in Triton's interpreter where there is
+no GPU, else on it. This compiles the kernels for GPUs that need not be there, and shows registers and spills:
+    python tests/test_recurrent_kernels.py table"""
+import multiprocessing
+import os
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = sys.argv[1] if __name__ == "__main__" else None
+if COMMAND:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+elif not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"                              # before triton is imported
+
+pytest.importorskip("triton")
+import kernels  # noqa: E402
+import mixers  # noqa: E402
+from attention import ATTENTIONS  # noqa: E402
+from conftest import tiny_config  # noqa: E402
+from mixers import recurrent_kernels  # noqa: E402
+from test_kernels import DEVICE, DTYPES, Driver, as_program, poison, registers_and_stack, rms  # noqa: E402, F401
+
+if COMMAND:                                                           # test_kernels wants the interpreter, we do not
+    os.environ.pop("TRITON_INTERPRET", None)
+
+FORMS = {                       # heads of q and k, forget, whether something is erased
+    "linear": (2, None, False), "one rate a head": (2, 1, False), "one key for all heads": (1, 1, False),
+    "a rate a channel": (2, "D", False), "delta": (2, None, True), "gated delta": (2, 1, True),
+    "delta, a rate a channel": (2, "D", True)}
+
+
+def tokens(q, k, v, forget=None, erase=None):
+    """One token after the other: the definition."""
+    B, H, T, E = v.shape
+    S, outputs = v.new_zeros(B, H, k.shape[3], E), []
+    for t in range(T):
+        if forget is not None:
+            S = forget[:, :, t, :, None].exp() * S
+        u, key = v[:, :, t, None], k[:, :, t, :, None]
+        if erase is not None:
+            u = u - erase[:, :, t, None] * (key.mT @ S)
+        S = S + key @ u
+        outputs.append(q[:, :, t, None] @ S)
+    return torch.cat(outputs, 2)
+
+
+def draw(form, T, D=16, E=16, B=1, dtype=torch.float32, strength=1.0):
+    """Inputs of recur(), by name. Keys have unit length, forget is a logarithm of strength times the usual."""
+    heads, rates, erases = FORMS[form]
+    g = torch.Generator().manual_seed(T)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g).to(DEVICE)
+    # as a fused projection leaves it: one head's rows lie apart
+    q, k, v = (normal(B, T, n, width).transpose(1, 2) for n, width in ((heads, D), (heads, D), (2, E)))
+    x = {name: y.to(dtype) for name, y in (("q", D**-0.5 * q), ("k", F.normalize(k, dim=-1)), ("v", v))}
+    if rates:
+        x["forget"] = strength * F.logsigmoid(normal(B, 2, T, D if rates == "D" else 1) + 2)
+    return x | ({"erase": torch.sigmoid(normal(B, 2, T, 1))} if erases else {})
+
+
+def with_gradients(function, x, dtype=None):
+    """The output, and every gradient for a random one from above."""
+    leaves = {name: y.detach().to(dtype or y.dtype).requires_grad_() for name, y in x.items()}
+    o = function(**leaves)
+    above = torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(o)
+    return {"o": o.detach()} | {"d" + name: grad for (name, y), grad in zip(
+        leaves.items(), torch.autograd.grad(o, list(leaves.values()), above), strict=True)}
+
+
+def compare(x, limit):
+    """Every difference from float64 is below the limit, as a share of the size of what it is the difference of. (Where
+    that is 0, as of forget at the first token, it is 0 only up to rounding.)"""
+    found, exact = with_gradients(recurrent_kernels.recur, x), with_gradients(tokens, x, torch.float64)
+    errors = {name: rms(found[name] - true) / max(rms(true), 0.03) for name, true in exact.items()}
+    print({name: f"{error:.0e}" for name, error in errors.items()})
+    assert all(error < limit for error in errors.values()), errors        # nan fails
+    assert all(found["d" + name].dtype == y.dtype and found["d" + name].shape == y.shape for name, y in x.items())
+
+
+exhaustive = pytest.mark.exhaustive
+
+
+def by_default(chosen, values):
+    """Those of a list of cases that are not chosen run with --all only."""
+    return [pytest.param(*case, marks=() if case in chosen else exhaustive) for case in values]
+
+
+# -------------------------------------------------------------------------------- outputs and gradients
+
+CASES = [(form, T) for form in FORMS for T in (1, 45, 63, 130)]
+
+
+@pytest.mark.parametrize("form, T", by_default([*((form, 45) for form in FORMS), ("gated delta", 1)], CASES))
+def test_float32(form, T):
+    """Two chunks and a part of one, or less; keys and values of one tile."""
+    compare(draw(form, T), 1e-5)
+
+
+@exhaustive
+@pytest.mark.parametrize("form", FORMS)
+def test_several_tiles_of_keys_and_values(form):
+    compare(draw(form, 45, D=24, E=40, B=2), 1e-5)
+
+
+@pytest.mark.parametrize("form, dtype", by_default(
+    [("gated delta", torch.float16)], [(form, dtype) for form in FORMS for dtype in DTYPES[1:]]))
+def test_low_precision(form, dtype):
+    """Inputs, states and what is multiplied are rounded to the dtype: a few roundings each."""
+    compare(draw(form, 63, D=24, dtype=dtype), 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("form, strength", by_default(
+    [("delta, a rate a channel", 400.0)], [(form, 400.0) for form, (_, rates, _) in FORMS.items() if rates]))
+def test_strong_decays(form, strength):
+    """log forget of -50 a token and more leaves the token itself: quotients of exponentials would be 0 / 0."""
+    x = draw(form, 45, strength=strength)
+    assert x["forget"].median() < -50
+    compare(x, 1e-5)
+
+
+def test_one_token_again_and_again():
+    """With erase 1 only the first is written: X has large powers, which cancel, and a small inverse."""
+    x = {name: y[:, :, :1].expand(-1, -1, 45, -1) for name, y in draw("delta", 45).items()}
+    compare(x | {"erase": torch.ones_like(x["erase"])}, 1e-5)
+
+
+def test_two_runs_agree_bit_for_bit():
+    runs = [with_gradients(recurrent_kernels.recur, draw("gated delta", 45)) for _ in range(2)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+# -------------------------------------------------------------------------------- the layer
+
+TOLD = [name for name, axes in ATTENTIONS.items()
+        if axes.get("mixer") == "recurrent" and axes["rule"] not in ("descent", "momentum")]
+
+
+@pytest.mark.parametrize("attn", by_default([("mamba2",)], [(name,) for name in TOLD]))
+def test_the_layer_by_either_code(attn):
+    """Output, and the gradients of all parameters and of the input."""
+    results = []
+    for kernel in ("triton", "torch"):
+        torch.manual_seed(0)
+        module = mixers.layer_of(tiny_config(attn=attn, n_head=2, n_embd=32, kernel=kernel), 0).to(DEVICE)
+        x = torch.randn(1, 45, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+        o = module(x)
+        results.append([o, *torch.autograd.grad(o.square().sum(), [x, *module.parameters()])])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"k": torch.randn(1, 2, 9, 8)}, "must agree"), ({"forget": torch.zeros(1, 2, 9, 2)}, "must agree"),
+    ({"v": torch.randn(1, 2, 9, 16).half()}, "must share one"), ({"erase": torch.ones(1, 2, 9)}, "must agree"),
+    ({name: torch.randn(1, 2, 9, 300) for name in "qk"}, "256 at most")])
+def test_mistakes_are_explained(changes, message):
+    x = draw("gated delta", 9)
+    with pytest.raises(ValueError, match=message):
+        recurrent_kernels.recur(**x | {name: y.to(DEVICE) for name, y in changes.items()})
+
+
+def test_who_has_a_kernel():
+    assert mixers.choose_kernel(tiny_config(attn="gla", kernel="triton"), DEVICE) == "triton"
+    with pytest.raises(ValueError, match="rule descent of a state has no kernel"):
+        mixers.choose_kernel(tiny_config(attn="ttt", kernel="triton"), DEVICE)
+    with pytest.raises(ValueError, match="wider than 256"):
+        mixers.choose_kernel(tiny_config(attn="gla", kernel="triton", n_head=1, n_embd=512), DEVICE)
+
+
+def test_a_second_derivative_is_refused():
+    x = {name: y.requires_grad_() for name, y in draw("linear", 9).items()}
+    gradient, = torch.autograd.grad(recurrent_kernels.recur(**x).square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="kernel=torch"):
+        gradient.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_operators_say_what_they_return():
+    """torch.compile plans with these shapes and strides before anything runs."""
+    x = draw("gated delta", 20)
+    call = (x["q"], x["k"], x["v"], recurrent_kernels.sums_of_chunks(x["forget"], 32), x["erase"][..., 0])
+    torch.library.opcheck(recurrent_kernels.run_forward, call, test_utils="test_faketensor")
+    o, X = recurrent_kernels.run_forward(*call)
+    torch.library.opcheck(recurrent_kernels.run_backward, (*call, X, o), test_utils="test_faketensor")
+
+
+# -------------------------------------------------------------------------------- compiling without a GPU
+
+def compile_form(sm, form, D, E, dtype):
+    """What one call and its backward launch: name, warps, compiled; see test_kernels.py."""
+    import triton
+    compiled, run = [], triton.runtime.jit.JITFunction.run
+
+    def compile_only(function, *args, grid, warmup, **options):
+        done = run(function, *args, grid=grid, warmup=True, **options)
+        compiled.append((function.__name__, options["num_warps"], done))
+
+    heads, rates, erases = FORMS[form]
+    heads = 4 if heads == 2 else 1
+    q, k, v = (torch.empty(2, 1024, n, width, dtype=dtype).transpose(1, 2).expand(-1, 4, -1, -1)
+               for n, width in ((heads, D), (heads, D), (4, E)))
+    c = torch.empty(2, 4, 1024, D if rates == "D" else 1) if rates else None
+    erase = torch.empty(2, 4, 1024) if erases else None
+    triton.runtime.driver.set_active(Driver(sm))
+    with (mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only),
+          mock.patch.object(kernels, "generation", lambda device: sm)):
+        o, X = recurrent_kernels.run_forward(q, k, v, c, erase)
+        forward = len(compiled)
+        recurrent_kernels.run_backward(q, k, v, c, erase, X, o)
+    return compiled[:forward] + [row for row in compiled[forward:] if row[0] != "scan"]    # once is enough
+
+
+def table_rows(task):
+    """One line of the table for each kernel of a task, and what is wrong with it."""
+    sm, form, D, E, dtype = task
+    rows = []
+    for name, warps, compiled in compile_form(*task):
+        ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+        registers, stack = registers_and_stack(compiled.asm["cubin"])
+        matmuls = ptx.count("wgmma.mma_async") or ptx.count("mma.sync")
+        problem = [what for what, bad in (
+            ("spills", stack > 0),
+            ("too much shared memory", shared > (232448 if sm == 90 else 101376)),   # 99 KiB: GPUs after sm_80, too
+            ("no tensor cores", dtype != torch.float32 and not matmuls)) if bad]
+        call = f"sm_{sm} {str(dtype)[6:]:9s}{D:4d}{E:4d} {form:24s}{name:10s}"
+        rows.append((f"{call} {warps} warps {registers:4d} registers {shared:7d} B shared {stack:3d} B stack "
+                     f"{matmuls:4d} matmuls  {', '.join(problem)}", problem))
+    return rows
+
+
+# what others have, these have too
+FULLEST = ("one rate a head", "gated delta", "delta, a rate a channel")
+TABLE = [(sm, form, D, D, torch.bfloat16) for sm in (80, 90) for D in (64, 128) for form in FULLEST]
+TABLE += [(sm, "gated delta", 256, 512, torch.bfloat16) for sm in (80, 90)]
+TABLE += [(80, form, 64, 64, torch.float32) for form in FULLEST[1:]]
+
+
+def print_table(tasks):
+    """Every kernel, in two processes."""
+    bad = 0
+    with multiprocessing.Pool(2) as pool:
+        for rows in pool.imap(table_rows, tasks):
+            print(*(line for line, _ in rows), sep="\n", flush=True)
+            bad += sum(bool(problem) for _, problem in rows)
+    return bad
+
+
+@exhaustive
+def test_kernels_compile_well():
+    """No spills, shared memory that exists, tensor cores."""
+    done = as_program("table", __file__)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    sys.exit(print_table(TABLE))

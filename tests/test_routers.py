@@ -1,0 +1,114 @@
+"""eval.py routers: every form of a run of Focus beside full attention, and routers with other knobs."""
+import json
+import math
+import subprocess
+
+import pytest
+import torch
+from conftest import assert_says, complain, meta, train_here
+
+import eval as eval_script
+from evals.instrument import Common, OpenedRun
+from evals.routers import full_attention, part_of, set_topk
+
+FLAGS = ("--device=cpu", "--windows=3", "--repeats=1")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, data):
+    """A run of plain attention."""
+    out = tmp_path_factory.mktemp("routers") / "base"
+    train_here(f"--dataset={data}", f"--out_dir={out}")
+    return out
+
+
+@pytest.fixture(scope="module")
+def focus_run(base, data):
+    """A router on top of it."""
+    out = base.with_name("focus")
+    train_here(f"--dataset={data}", f"--out_dir={out}", f"--init_from={base}", "--attn=focus", "--train_only=focus",
+               "--window=4", "--max_iters=3", "--eval_interval=3", "--eval_iters=1", "--batch_size=2", "--device=cpu")
+    return out
+
+
+def call(capsys, *flags):
+    eval_script.main(["routers", *map(str, flags), *FLAGS])
+    return capsys.readouterr().out
+
+
+def test_full_attention_is_the_base_and_so_are_all_groups_of_each_token(focus_run, base):
+    adapted, plain = (OpenedRun(Common(str(place), device="cpu"), {}).model for place in (focus_run, base))
+    idx = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = plain(idx)[0]
+        assert torch.equal(full_attention(adapted)(idx)[0], expected)
+        torch.testing.assert_close(set_topk(adapted, 4)(idx)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_form_at_every_length(focus_run, capsys, tmp_path):
+    found = json.loads(call(capsys, f"--out_dir={focus_run}", "--lengths=16,32", "--k=1,4", "--json",
+                            f"--png={tmp_path / 'forms.png'}"))
+    assert [part["length"] for part in found["lengths"]] == [16, 32] and found["training_length"] == 16
+    for part in found["lengths"]:
+        forms = part["forms"]
+        assert list(forms) == ["full", "soft", "k=1", "k=4"] and part["windows"] == 3
+        assert forms["k=4"]["loss"] == pytest.approx(forms["full"]["loss"], abs=1e-5)
+        assert forms["k=4"]["kept"] == 1 and forms["k=1"]["kept"] < 1
+        assert forms["k=1"]["perplexity"] == math.exp(forms["k=1"]["loss"])
+        assert forms["full"]["speed"] == 1 and all(form["speed"] > 0 for form in forms.values())
+    eval_script.main(["loss", f"--out_dir={focus_run}", "--topk=1", "--length=32", "--windows=3", "--json",
+                      "--device=cpu"])
+    alone = json.loads(capsys.readouterr().out)
+    assert found["lengths"][1]["forms"]["k=1"]["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    assert (tmp_path / "forms.png").stat().st_size > 5_000
+    text = call(capsys, f"--out_dir={focus_run}", "--k=2")
+    assert "perplexity" in text and "k=2" in text
+
+
+def test_a_sweep_trains_what_is_not_there_on_top_of_the_base(base, capsys, monkeypatch, tmp_path):
+    """Each router a process of train.py in truth; here in this one."""
+    process, trained = subprocess.run, []
+
+    def run_here(argv, **how):
+        if "train.py" not in str(argv[1]):
+            return process(argv, **how)
+        trained.append(argv[2:])
+        train_here(*argv[2:])
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    flags = (f"--out_dir={base}", "--sweep=groups", "--values=3,8", "--steps=2",
+             "--train_args=--batch_size=2 --eval_iters=1")
+    printed = call(capsys, *flags, "--json", f"--png={tmp_path / 'sweep.png'}")
+    found = json.loads(printed[printed.rindex("\n{\n"):])              # below what training printed
+    three, eight = found["sweep"]["groups"]
+    assert (three["value"], eight["value"]) == ("3", "8") and len(trained) == 2
+    assert eight["parameters"] - three["parameters"] == 5 * 16          # five centroids more
+    assert three["full"] == eight["full"] and 0 < three["dominance"] <= 1
+    made = meta(base.with_name("base-focus-groups-3"))
+    assert made["knobs"]["window"] == 2 and made["knobs"]["balance"] == "sinkhorn" and made["trained"] > 0
+    text = call(capsys, *flags)                 # both are there
+    assert len(trained) == 2 and "groups      3" in text
+    assert (tmp_path / "sweep.png").stat().st_size > 5_000
+
+
+def test_a_router_that_was_not_finished_says_so(base, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda argv, **how: subprocess.CompletedProcess(argv, 1))
+    with pytest.raises(SystemExit):
+        call(capsys, f"--out_dir={base}", "--sweep=window", "--values=1/4")
+    assert_says("focus-window-1-4 was not finished", capsys.readouterr().err.splitlines()[-1])
+
+
+def test_parts_of_a_size():
+    assert [part_of(text, 576) for text in ("16", "1/8", "1/1", "1/1000")] == [16, 72, 576, 1]
+
+
+@pytest.mark.parametrize("of, flags, says", [
+    ("base", (), "has no groups"), ("focus", ("--sweep=window",), "name its base"),
+    ("focus", ("--k=5",), "1 to 4 groups"), ("focus", ("--k=0",), "1 to 4 groups"),
+    ("focus", ("--k=x",), "whole numbers"), ("base", ("--values=3",), "name it, --sweep=groups"),
+    ("base", ("--sweep=iterations", "--balancing=softmax"), "has no iterations")])
+def test_what_cannot_be_is_said(base, focus_run, capsys, of, flags, says):
+    out_dir = {"base": base, "focus": focus_run}[of]
+    _, line = complain(eval_script.main, capsys, "routers", f"--out_dir={out_dir}", *FLAGS, *flags)
+    assert_says(says, line)
