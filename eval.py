@@ -19,11 +19,12 @@
     bench     zero-shot scores on public benchmarks, from HellaSwag to WikiText (python data/benchmarks.py fetches them)
     compare   several runs in one table: losses, sinks, sizes; seeds become means
     lab       train every recipe in the sink lab and compare them
+    claims    what five papers claim, and what is found here: the ledger, one claim, or --run what is missing of it
     speed     time every recipe's training step and attention on this machine. With --kernels, the fused kernels against
               torch's own; with --live (and --out_dir), what the zeros of a trained run are worth
     show      a recipe on one page: its choices, PyTorch, Triton, and where they stand (python eval.py show elastic)
 
-lab, speed and show need no run.
+lab, claims, speed and show need no run.
 
 The model is rebuilt from the run's meta.json alone; --attn and the flags of its axes override it where the parameters
 allow. --out_dir=out/a,out/b and --out_dir='out/lab-*' look at several runs, one after another. Where the measures come
@@ -38,6 +39,7 @@ from common.flags import Parser, add_flags, given_flags
 from data import files
 from evals import (
     bench,
+    claims,
     compare,
     groups,
     heads,
@@ -83,6 +85,7 @@ OF_A_RUN = {                                    # these look at a trained run, w
 }
 OF_THEIR_OWN = {                                # these train or build their models themselves, and get None as the run
     "lab": Command(lab.Lab, lab.command),
+    "claims": Command(claims.ClaimsFlags, claims.command),
     "speed": Command(speed.Speed, speed.command),
     "show": Command(show.Show, show.command),
 }

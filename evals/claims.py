@@ -1,0 +1,173 @@
+"""The ledger: what five papers claim, and what this repository finds.
+
+    python eval.py claims                               every claim, its verdict, their figures and ours
+    python eval.py claims --show=lazy-sink-gone         one claim whole
+    python eval.py claims --run=lab                     measure what is missing of these, or of ID,ID
+
+A claim is a row of data (ledger/lazy.py, threshold.py, focus.py, native_moe.py, emerges.py: one paper each): what is
+said and where, their figures, what is read from which runs, and a verdict rule that was fixed before any run.
+ledger/experiments.py holds the runs, which claims share, checks.py and routing.py what no other instrument measures,
+book.py all claims and their verdicts, view.py how they are shown.
+
+What was measured stands in results/claims.json, by claim and seed; verdicts are taken from it anew at every call. A
+--run that is cut short goes on where it was.
+"""
+import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common.flags import knob
+from common.machine import Machine
+from common.runs import ROOT, made_by
+from data import files
+from evals.instrument import whole_numbers
+from evals.ledger.book import CLAIMS, jobs_of, readings, seeds_of, verdicts_of
+from evals.ledger.claim import COSTS
+from evals.ledger.experiments import COMMANDS, LOOKS, Place, all_jobs, do, result_of
+from evals.ledger.view import draw, ledger, shown
+
+
+@dataclass
+class ClaimsFlags:
+    """Flags of claims"""
+    show: str = knob("", "print this claim whole")
+    run: str = knob("", f"measure what is missing of a class ({', '.join(COSTS)}), or of claims: ID,ID")
+    seeds: str = knob("2,3,4", "seeds, separated by commas")
+    workers: int = knob(0, "jobs at a time; 0: two with one thread each, on a GPU one")
+    out_dir: str = knob("out/claims", "where the runs go; those that are there are not trained again")
+    books: str = knob("books", "folder of texts for gpu-minutes, with a moby-dick among them")
+    train_args: str = knob("", "more flags for every train.py, as in '--max_iters=20 --n_layer=2' to try it out")
+    results: str = knob("", "the file with what was found; empty: results/claims.json, or with --train_args "
+                            "claims.json in out_dir")
+    png: str = knob("", "also draw all verdicts into this file")
+    json: bool = knob(False, "print JSON instead of text")
+
+    def __post_init__(self):
+        whole_numbers(self.seeds, "seeds")
+        for name in [*([self.show] if self.show else []), *(self.run.split(",") if self.run else [])]:
+            if name not in CLAIMS and not (name in COSTS and name != self.show):
+                raise ValueError(f"there is no claim {name!r}: choose from {', '.join([*COSTS, *CLAIMS])}")
+
+
+def command(args, run):
+    """What five papers claim, and what is found here: with --run measured, else as it was found."""
+    where = Place(args.out_dir, args.books, args.train_args)
+    place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
+    results = files.read_json(place) if place.exists() else {"claims": {}}
+    if args.run:
+        asked = wanted(args.run)
+        check_gpu(asked, args)
+        measure(asked, args, where, results)
+        files.write_json(place, results)
+    if args.png:
+        draw(args.png, results["claims"])
+    verdicts = {name: verdicts_of(claim, results["claims"].get(name, {})) for name, claim in CLAIMS.items()}
+    text = shown(CLAIMS[args.show], results, where) if args.show else ledger(results["claims"])
+    return results | {"verdicts": verdicts}, text
+
+
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
+def wanted(text):
+    """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim those that cost
+    no more than itself."""
+    names, costs = text.split(","), list(COSTS)
+    return [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
+            if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
+
+
+def check_gpu(asked, args):
+    """Raise ValueError where models would be trained for days."""
+    large = any("@gpu" in run for _, _, reading in asked for _, run in reading.reads.values())
+    if large and not torch.cuda.is_available() and not args.train_args:
+        raise ValueError(f"--run={args.run} trains models of 30M parameters and wants a GPU; to try it without one, "
+                         "make them small: --train_args='--n_layer=2 --n_embd=32 --max_iters=3 --eval_interval=3'")
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(asked, args, where, results):
+    """Do what is missing for these readings, and put what they read into the results. What fails is named at the end,
+    and its claims stay as they were."""
+    seeds = whole_numbers(args.seeds, "seeds")
+    jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
+            for claim, name, reading in asked}
+    do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
+    about = made_by() | {"machine": str(Machine())}
+    for claim, name, reading in asked:
+        numbers = numbers_of(reading, jobs[claim.id, name])
+        if numbers:
+            found = {**about, "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
+            results["claims"].setdefault(claim.id, {})[name] = found
+
+
+def do_all(jobs, workers):
+    """What of these is missing, some at a time, each after what it needs."""
+    missing = [job for job in jobs if result_of(job) is None]
+    workers = workers or (1 if torch.cuda.is_available() else 2)
+    depths, failed = {job: depth(job) for job in missing}, []
+    missing.sort(key=depths.get)
+    with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar, ThreadPoolExecutor(
+            workers) as pool:
+        for _, stage in itertools.groupby(missing, depths.get):
+            for error in (pool.map if workers > 1 else map)(tried, stage):
+                failed += [error] if error else []
+                bar.update()
+    print("".join(f"{error}\n" for error in failed), end="", file=sys.stderr)
+
+
+def depth(job):
+    """How many jobs come before it, one after another."""
+    return 1 + max(map(depth, job.after), default=0)
+
+
+def tried(job):
+    """Do it; what went wrong, or None."""
+    try:
+        do(job)
+    except (ValueError, OSError, RuntimeError) as e:                    # one that fails must not cost the others
+        return f"{' '.join(job.words)}: {e}"
+
+
+def numbers_of(reading, jobs):
+    """{column: {run: [what each seed's job found at the path]}}, or None while some is missing."""
+    found = {}
+    for (column, run), group in jobs.items():
+        results = [result_of(job) for job in group]
+        if None in results:
+            return None
+        path = reading.reads[column][0]
+        found.setdefault(column, {})[run] = [rounded(value_at(result, path, job))
+                                             for result, job in zip(results, group, strict=True)]
+    return found
+
+
+def value_at(found, path, job):
+    """What a job's result has at this path of names and numbers, whose first may be the name of its look; * is every
+    item of a list that has what follows. Raises ValueError where there is nothing."""
+    def down(found, steps):
+        if not steps:
+            return found
+        if steps[0] == "*":                     # after the last layer, the stream has no values
+            return [down(item, steps[1:]) for item in found if steps[1] in item]
+        return down(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
+    steps = path.split("/")
+    try:
+        return down(found, steps[1:] if steps[0] in COMMANDS or steps[0] in LOOKS else steps)
+    except (KeyError, IndexError, ValueError):
+        raise ValueError(f"{job.place} has nothing at {path}: it is of another version, remove it and measure "
+                         "again") from None
+
+
+def rounded(value):
+    """A number or a list of them, to six digits; None of what has no meaning."""
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return None if value is None else float(f"{value:.6g}")

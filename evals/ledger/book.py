@@ -1,0 +1,62 @@
+"""All claims, paper by paper: where each is asked, what has to be done for it, and the verdict on what was found."""
+import numpy as np
+
+from evals.ledger import emerges, focus, lazy, native_moe, threshold
+from evals.ledger.claim import NOT_RUN
+from evals.ledger.experiments import PUBLIC, TIMED, job_of
+
+PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
+CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
+
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
+def readings(claim):
+    """{where: (Reading, its cost class)} of a claim: as it stands (""), in other set-ups, of other runs."""
+    found = {"": (claim.reading, claim.cost)} if claim.reading else {}
+    for setup in claim.variations:
+        moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
+                 for column, (path, runs) in claim.reading.reads.items()}
+        found[setup] = claim.reading._replace(reads=moved), claim.cost
+    return found | {name: (reading, cost_of(reading)) for name, reading in claim.elsewhere.items()}
+
+
+def cost_of(reading):
+    """The class of the same question to other runs."""
+    runs = " ".join(runs for _, runs in reading.reads.values()).split()
+    public, gpu = any(run in PUBLIC for run in runs), any("@gpu" in run for run in runs)
+    return "public-weights" if public else "gpu-minutes" if gpu else "lab"
+
+
+def seeds_of(claim, reading, seeds):
+    """Some claims take fewer than there are. Public weights and clocks have none: they are read once."""
+    runs = " ".join(runs for _, runs in reading.reads.values()).split()
+    return [0] if all(run in PUBLIC or run in TIMED for run in runs) else seeds[:claim.seeds]
+
+
+def jobs_of(reading, seeds, where):
+    """{(column, run): [the job of each seed]}."""
+    return {(column, run): [job_of(run, path, seed, where) for seed in seeds]
+            for column, (path, runs) in reading.reads.items() for run in runs.split()}
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def verdicts_of(claim, found):
+    """{where: verdict} of a claim, from what was found of it."""
+    judged = {name: judge(reading, found[name]["numbers"]) for name, (reading, _) in readings(claim).items()
+              if name in found}
+    return {"": NOT_RUN} | judged
+
+
+def judge(reading, numbers):
+    """The verdict on numbers {column: {run: [a value for each seed]}}, which have the setup in their runs' names."""
+    arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
+              for column, group in numbers.items()}
+    return reading.verdict(arrays)
+
+
+def flips(verdicts):
+    """Where the verdict is another one than of the claim as it stands, or the only one."""
+    return {name: verdict for name, verdict in verdicts.items() if verdict != verdicts[""]}

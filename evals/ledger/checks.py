@@ -1,0 +1,180 @@
+"""What the ledger measures itself, where no other instrument does: exact checks on random tensors, by seed, and looks
+into the lab's runs that tell rows with something to copy (copy) from all others (idle)."""
+import math
+from pathlib import Path
+
+import torch
+
+import attention
+from data import tokens
+from evals.ablate import losses_with, unchanged
+from evals.instrument import Common, OpenedRun, read_windows
+from evals.lab import FIRST_ROW, true_process
+from evals.measures import split_extra
+from evals.stream import entering_the_score
+from model import GPT, GPTConfig
+
+# ------------------------------------------------------------------------------------------- checks: seed -> numbers
+
+
+def random_scores(seed, T=512, rows=8):
+    """Elastic-Softmax at tau = 1 on scores of several deviations: the mass it removes, and its share of exact zeros."""
+    dice, seen = torch.Generator().manual_seed(seed), torch.ones(T, T, dtype=torch.bool).tril()
+    n, found = seen.sum(-1, keepdim=True), {}
+    for deviation in (0.02, 0.5, 1, 2):
+        w = attention.elastic(deviation * torch.randn(rows, T, T, generator=dice), seen, 1 / n)
+        zeros = (w[:, seen] == 0).float().mean().item()
+        found[f"sd {deviation}"] = {"removed": 1 - w.sum(-1).mean().item(), "zeros": zeros}
+    return found
+
+
+def fixed_sum(seed):
+    """How far row sums of differential softmax are apart over rows, in its two versions."""
+    torch.manual_seed(seed)
+    found = {}
+    for name in ("diff", "diff2"):
+        config = GPTConfig(block_size=64, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn=name)
+        layer = GPT(config, seed).transformer.h[0].attn
+        q, k = (torch.randn(8, heads, 64, width) for heads, width in (layer.shapes[part] for part in "qk"))
+        sums = layer.weights_of(q, k, torch.randn(8, 64, 64)).sum(-1)   # (B, H, T)
+        found[name] = {"spread": (sums.amax((0, 2)) - sums.amin((0, 2))).max().item()}
+    return found
+
+
+LENGTHS = (64, 512, 4096, 65_536)
+
+
+def survivors(seed, d=64, queries=64, relevant=4):
+    """Threshold attention on random unit vectors, a list over LENGTHS: keys that pass in a row, keys that pass in both
+    of two views, rows in which none does, and the entropy of TRA, TDA and softmax over log n; that also where some keys
+    of each row are relevant, with a cosine of 0.8 in both views."""
+    dice, found = torch.Generator().manual_seed(seed), {}
+    for kappa in (1, 4):
+        rows = [chance_of(n, kappa, d, queries, relevant, dice) for n in LENGTHS]
+        found[f"kappa {kappa}"] = {name: [row[name] for row in rows] for name in rows[0]}
+    return found
+
+
+def chance_of(n, kappa, d, queries, relevant, dice):
+    """What `survivors` finds at one length."""
+    threshold = math.sqrt(2 * math.log(n / kappa) / d)
+    cosines = torch.stack([cosines_of_strangers(queries, n, d, dice) for _ in range(2)])            # (2, queries, n)
+    passed = cosines > threshold
+    found = {"empty": (~passed[0]).all(-1).double().mean().item()}
+    for name, alive in (("survivors", passed[0]), ("overlap", passed.all(0))):
+        count = alive.sum(-1).double()
+        found |= {name: count.mean().item(), f"{name} error": count.std().item() / queries ** 0.5}
+    found["sparsity"] = 1 - found["survivors"] / n
+    for suffix in ("", ", relevant keys"):
+        w = (cosines - threshold).relu() ** 2
+        found |= {f"tra{suffix}": dispersion(w[0]), f"tda{suffix}": dispersion(w[0] - 0.5 * w[1]),
+                  f"softmax{suffix}": dispersion((cosines[0] * d ** 0.5).softmax(-1))}
+        cosines[..., :relevant] = 0.8
+    return found
+
+
+def cosines_of_strangers(queries, n, d, dice):
+    """(queries, n): cosines of independent random directions."""
+    q, k = (torch.nn.functional.normalize(torch.randn(count, d, generator=dice), dim=-1) for count in (queries, n))
+    return q @ k.T
+
+
+def dispersion(w):
+    """Mean over rows of the entropy of absolute weights, made to sum to 1, over log n; of an empty row 0."""
+    p = w.abs() / w.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+    return (torch.special.entr(p).sum(-1) / math.log(w.shape[-1])).mean().item()
+
+
+def gate_identity(seed, T=64, d=32):
+    """Sink attention against (1 - sink weight) x softmax, in float64: largest difference; and vanilla attention against
+    (1 - w_0) x softmax over the other keys, where the first value has so much of the others' norm: mean difference,
+    over that norm."""
+    dice = torch.Generator().manual_seed(seed)
+    s, v, c = (torch.randn(*shape, generator=dice, dtype=torch.float64) for shape in ((T, T), (T, d), (1,)))
+    s = s.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
+    with_sink = torch.cat([c.expand(T, 1), s], 1).softmax(-1)
+    found = {"sink": ((1 - with_sink[:, :1]) * (s.softmax(-1) @ v) - with_sink[:, 1:] @ v).abs().max().item()}
+    s[:, 0] += 4                                # a sink: most rows park their weight there
+    w, rest = s.softmax(-1), s[1:, 1:].softmax(-1) @ v[1:]
+    for share in (0, 0.1, 0.3):
+        v[0] *= share * v[1:].norm(dim=-1).mean() / v[0].norm().clamp(min=1e-30)
+        full = w[1:] @ v
+        error = ((1 - w[1:, :1]) * rest - full).norm(dim=-1).mean() / v[1:].norm(dim=-1).mean()
+        found[f"drained to {share}"] = error.item()
+        v[0] = torch.ones(d, dtype=torch.float64)
+    return found
+
+
+CHECKS = {check.__name__: check for check in (random_scores, fixed_sum, survivors, gate_identity)}
+
+# -------------------------------------------------------------------------------------------- looks: a run -> numbers
+
+
+def opened(place, dataset=""):
+    """A run of the lab, 256 fixed sequences (N, T + 1) of its data or another's, their losses under the true process
+    and which queries are triggers, (N, T)."""
+    run = OpenedRun(Common(out_dir=place, dataset=dataset), {})
+    T = run.stride - 1
+    starts = tokens.fixed_windows(run.split("val"), T, 256, run.stride)
+    windows = read_windows(run.split("val"), starts, T + 1, run.model, run.machine)
+    return run, windows, *true_process(windows, run.data_meta)
+
+
+@torch.no_grad()
+def rows(place):
+    """Idle and copy rows apart, in the first layer: weight on the right key, rows without any weight, how far a gate is
+    open, cosines with the first key; weight on the fixed token and on the first one, after it; and what the loss gains
+    when the extra key is taken away."""
+    run, windows, _, trigger = opened(place)
+    fixed, late = run.data_meta["fixed_at"], torch.arange(windows.shape[1] - 1) >= FIRST_ROW
+    kinds, found = {"idle": ~trigger & late, "copy": trigger & late}, {}
+
+    def watch(attend, layer, module, q, k, v, x, table):
+        if layer == 0:
+            found.update(figures_of_rows(module, q, k, x, table, kinds, fixed))
+        return attend(q, k, v, x, table)
+
+    before = losses_with(watch, run.model, windows, run.machine)
+    if run.model.transformer.h[0].attn.has_extra_key:
+        found["deletion"] = (losses_with(extra_key_deleted, run.model, windows, run.machine) - before).mean().item()
+    return found
+
+
+def figures_of_rows(module, q, k, x, table, kinds, fixed):
+    """What `rows` finds in one layer. kinds: {name: which queries (N, T)}; fixed: the fixed token's place, or -1."""
+    w = split_extra(module, module.weights_of(q, k, x, table))[1].mean(1)               # (N, T, T), mean over heads
+    queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
+    w = w[:, module.ahead:]
+    right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): of each row but the first, the key before it
+    seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
+            "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
+    if module.choices["gate"].does:
+        ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
+        seen["gate"] = module.through("gate", ones, x).mean((1, 3))[:, module.ahead:]
+    found = {f"{name} {kind}": value[which].mean().item()
+             for name, value in seen.items() for kind, which in kinds.items()}
+    found["cos_kk"] = torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()
+    if fixed >= 0:
+        after = kinds["idle"] & (torch.arange(w.shape[1]) > fixed)
+        found |= {"on fixed": w[..., fixed][after].mean().item(), "on first": w[..., 0][after].mean().item()}
+    return found
+
+
+def extra_key_deleted(attend, layer, module, q, k, v, x, table):
+    """Attention without its extra key: softmax over the tokens alone."""
+    q, k, t, _ = module.prepare(q, k)
+    return module.run_rule(q, k, v, t, attention.as_distance(table), module.sight, None, False)[0]
+
+
+@torch.no_grad()
+def far(place):
+    """The loss in excess of the true process's in sequences of 256, four times what the run was trained on: by place,
+    from the training length on, less that within it."""
+    run, windows, bayes, _ = opened(place, str(Path(place).parents[1] / "data" / "long"))
+    excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)
+    within = excess[FIRST_ROW:64].mean()
+    return {"within": within.item(), "65-128": (excess[64:128].mean() - within).item(),
+            "129-256": (excess[128:256].mean() - within).item()}
+
+
+LOOKS = {look.__name__: look for look in (rows, far)}

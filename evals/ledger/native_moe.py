@@ -1,0 +1,219 @@
+"""The Attention Sink as Native Mixture-of-Experts."""
+import numpy as np
+
+from evals.ledger.claim import Claim, Reading, below, decide, layer_means, rank_correlation
+
+TITLE = "[4] Attention Sink as Native MoE"
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def drained(n):
+    """First layer with BOS; first and second layer without."""
+    with_bos = n["with BOS"]["softmax"]
+    first, second = (n[f"no BOS, layer {layer}"]["two-layers"] for layer in (1, 2))
+    return decide([with_bos <= 0.3, first >= 0.5, second <= 0.3], with_bos >= 0.8)
+
+
+def drained_in_depth(n):
+    """(layers, heads) of a text model without BOS: the median of the first layer, and of all later ones."""
+    ratio = n["|v0|/|v|"]["smollm2"][0]
+    return decide(np.median(ratio[0]) >= 0.5 and np.median(ratio[1:]) <= 0.3, np.median(ratio) >= 0.8)
+
+
+def harmless(n):
+    zero, hide = n["zero"], n["hide"]
+    return decide([(zero[name] <= 0.1 * hide[name]) & (zero[name] <= 0.02) for name in zero],
+                  [zero[name] >= 0.5 * hide[name] for name in zero])
+
+
+def pinned(n):
+    queries, keys = n["cos q"], n["cos k"]
+    outside = ("sink", "softmax1")
+    freed = [(queries[name] < queries["softmax"] - 0.1) & (keys[name] > keys["softmax"] + 0.1) for name in outside]
+    alike = [(np.abs(queries[name] - queries["softmax"]) <= 0.1) & (np.abs(keys[name] - keys["softmax"]) <= 0.1)
+             for name in outside]
+    return decide([queries["softmax"] >= 0.5, keys["softmax"] <= -0.2, *freed], alike)
+
+
+def blurs(n):
+    sharper = [name for name in ("gated", "softpick", "k_bias", "sigmoid")
+               if np.all(n["copy loss"][name] <= n["copy loss"]["softmax"] / 2)]
+    return decide(len(sharper) == 4, len(sharper) < 2)
+
+
+def moved(n):
+    pairs = [(n["virtual"][name], n["first"][name]) for name in n["virtual"]]
+    return decide([(virtual >= 0.5) & (first <= 0.05) for virtual, first in pairs],
+                  [(first >= 0.5) & (virtual <= 0.05) for virtual, first in pairs])
+
+
+def gate_for_sink(n):
+    times, gap = n["x uniform"]["gated"], n["gate on copy"]["gated"] - n["gate on idle"]["gated"]
+    return decide((times <= 2.5) & (gap >= 0.5), times >= 5)
+
+
+def identical(n):
+    exact, near = n["sink attention"]["gate_identity"], n["drained to 0.1"]["gate_identity"]
+    return decide((exact <= 1e-12) & (near <= 0.1), (exact > 1e-12) | (near > 0.1))
+
+
+def grows_with_depth(n):
+    (alpha,) = n["sink"].values()                                       # (seeds, layers, heads)
+    means = layer_means(alpha)
+    r = rank_correlation(range(len(means)), means)
+    return decide(r >= 0.5, r <= -0.5)
+
+
+def same_heads(n):
+    (r,), (apart,) = n["correlation"].values(), n["difference"].values()
+    return decide((r >= 0.9) & (apart <= 0.05), r <= 0.6)
+
+
+def larger_more(n):
+    shares = [np.mean(values) for values in n["dormant"].values()]
+    return decide(shares == sorted(shares), shares == sorted(shares, reverse=True))
+
+
+def prunable(n):
+    (most,), (chance,) = n["most sink"].values(), n["random"].values()
+    return decide(most <= chance / 3, most >= chance)
+
+
+def pinning(n):
+    alpha = {name: values.mean((1, 2)) for name, values in n["sink"].items()}
+    used = {name: 1 - values for name, values in n["sink"].items()}
+    cv = {name: values.std((1, 2)) / values.mean((1, 2)) for name, values in used.items()}
+    plain, all_heads, routed = "heads-plain", "heads-eq8", "heads-eq9"
+    return decide([alpha[all_heads] <= 0.7 * alpha[plain], alpha[routed] >= 0.9 * alpha[plain], cv[routed] < cv[plain]],
+                  alpha[all_heads] >= 0.9 * alpha[plain])
+
+
+def balanced_is_better(n):
+    loss = n["loss"]
+    return decide(any(below(loss[name], loss["softmax"]) for name in loss if name != "softmax"),
+                  all(below(loss["softmax"], loss[name]) for name in loss if name != "softmax"))
+
+
+# ------------------------------------------------------------------------------------------------------------- the rows
+
+FOUR = "softmax gated softpick k_bias sigmoid"
+DEPTH = {"sink": ("heads/maps/alpha_sink", "softmax@gpu"), "local": ("heads/maps/alpha_local", "softmax@gpu"),
+         "sigma2": ("heads/maps/sigma2", "softmax@gpu")}
+SMOLLM2_DEPTH = {column: (f"public-heads/maps/{name}", "smollm2")
+                 for column, name in (("sink", "alpha_sink"), ("local", "alpha_local"), ("sigma2", "sigma2"))}
+
+CLAIMS = [
+    Claim("v0-norm-drain", "2.1, figures 2, 7 to 9",
+          "The first token's value norm is near zero; without BOS not yet in the first layer.", "figures, six models",
+          "lab",
+          "over the others' norm: agrees: <= 0.3 in layer 1 with BOS, and without it >= 0.5 in layer 1 and <= 0.3 "
+          "later; contradicts: >= 0.8 with BOS",
+          Reading({"with BOS": ("value_norm_ratio", "softmax"),
+                   "no BOS, layer 1": ("probe/layers/0/value_norm_ratio/0", "two-layers@nobos"),
+                   "no BOS, layer 2": ("probe/layers/1/value_norm_ratio/0", "two-layers@nobos")},
+                  drained),
+          elsewhere={"SmolLM2, no BOS": Reading({"|v0|/|v|": ("public-probe/layers/*/value_norm_ratio", "smollm2")},
+                                                drained_in_depth)}),
+    Claim("zero-v0-harmless", "table 1, 2.1", "Setting the first token's value to zero does no harm.",
+          "Qwen3-8B 70.36 on average, 64.10 with it zeroed in all heads, 70.38 in those with a strong sink; called "
+          "comparable, yet in all heads MMLU falls from 75.42 to 50.27",
+          "lab", "loss gained: agrees: <= 10 % of what hiding its key costs, and <= 0.02; contradicts: >= 50 % of it",
+          Reading({"zero": ("zero_cost", "softmax"), "hide": ("hide_cost", "softmax")}, harmless),
+          variations=("nobos", "nobias", "tied", "lr3e-3"),
+          elsewhere={"SmolLM2": Reading({"hide": ("public-heads/cost/changes/0/loss_change", "smollm2"),
+                                         "another value zero": ("public-heads/cost/changes/1/loss_change", "smollm2"),
+                                         "zero": ("public-heads/cost/changes/2/loss_change", "smollm2")}, harmless)}),
+    Claim("q-pinned-geometry", "2.2, figure 3",
+          "A sink on the first token pins queries to its key and pushes other keys away; one outside the sequence "
+          "frees both.",
+          "a figure, Qwen3-8B and GPT-OSS-20B", "lab",
+          "mean cosines with the first key: agrees: softmax >= 0.5 of queries and <= -0.2 of keys, and nearer 0 or "
+          "reversed with an outside sink, by more than 0.1; contradicts: within 0.1 of softmax",
+          Reading({"cos q": ("rows/cos_qk idle", "softmax sink softmax1"),
+                   "cos k": ("rows/cos_kk", "softmax sink softmax1")}, pinned),
+          note="0.1 was our number for a difference.", variations=("nobos", "nobias")),
+    Claim("sink-blurs-focus", "2.2", "The sink on the first token makes the choice of the right key less precise.",
+          "none", "lab",
+          "excess loss on copy rows, every seed: agrees: gated, softpick, K bias and sigmoid at most half of "
+          "softmax; contradicts: fewer than two of them",
+          Reading({"copy loss": ("excess_copy", FOUR), "weight on the right key": ("rows/right copy", FOUR)}, blurs)),
+    Claim("sink-logit-moves-sink", "2.2",
+          "A learned logit, or + 1, in the denominator takes the sink away from the first token.", "figure 4 alone",
+          "lab",
+          "idle rows: agrees: outside >= 0.5 and first token <= 0.05; contradicts: first token >= 0.5 and outside <= "
+          "0.05",
+          Reading({"virtual": ("extra_idle", "softmax1 sink"), "first": ("sink_idle", "softmax1 sink")}, moved),
+          variations=("nobos", "nobias", "tied", "lr3e-3"),
+          elsewhere={"logit learns x30": Reading({"virtual": ("extra_idle", "sink-x30"),
+                                                  "first": ("sink_idle", "sink-x30")}, moved)}),
+    Claim("gated-no-sink", "2.2, A.4", "An output gate removes the sink on the first token and takes over its role.",
+          "none; gating consistently improves (A.4), while table 2 of [2] has gated at 3.1489 and softmax at 3.1196",
+          "lab",
+          "idle rows: agrees: <= 2.5 x uniform, and the gate is 0.5 further open on copy rows; contradicts: >= 5 x",
+          Reading({"x uniform": ("times_uniform_idle", "gated"), "raw": ("sink_idle", "gated"),
+                   "gate on idle": ("rows/gate idle", "gated"), "gate on copy": ("rows/gate copy", "gated"),
+                   "loss": ("excess_loss", "gated softmax")}, gate_for_sink),
+          variations=("nobos",)),
+    Claim("gate-identity", "3.1, eq. 4",
+          "Sink attention is (1 - sink weight) x softmax; vanilla attention too, where the first value is zero.",
+          "exact", "lab",
+          "agrees: equal to 1e-12, and vanilla within 0.1 of a value's norm where the first value has a tenth of the "
+          "others'; contradicts: otherwise",
+          Reading({"sink attention": ("sink", "gate_identity"),
+                   **{f"drained to {share}": (f"drained to {share}", "gate_identity") for share in (0, 0.1, 0.3)}},
+                  identical),
+          note="A tenth is the drain that the lab shows (v0-norm-drain)."),
+    Claim("early-layers-active", "3.2, figures 5, 10, 11, appendix C",
+          "First layers have little sink and flat maps, sinks grow with depth; active heads look near and far at "
+          "once.",
+          "figures; the text cites figure 3 for figure 4, and how many keys are recent is not given", "gpu-minutes",
+          "rank correlation of depth and the weight on the sink: agrees: >= 0.5; contradicts: <= -0.5",
+          Reading(DEPTH, grows_with_depth), elsewhere={"SmolLM2": Reading(SMOLLM2_DEPTH, grows_with_depth)}, seeds=1),
+    Claim("heads-fixed", "4.1, figure 6", "The same heads are dormant on every kind of text, and early in training.",
+          "differences close to zero between GSM8K and C-Eval", "gpu-minutes",
+          "alpha_sink over heads on two texts: agrees: correlation >= 0.9 and mean difference <= 0.05; contradicts: "
+          "correlation <= 0.6",
+          Reading({"correlation": ("heads-against/against/correlation", "softmax@gpu"),
+                   "difference": ("heads-against/against/mean_difference", "softmax@gpu")}, same_heads),
+          note="Novels against Python sources. When ranks settle needs checkpoints by step, which a run does not "
+               "keep.",
+          elsewhere={"SmolLM2": Reading({"correlation": ("public-against/against/correlation", "smollm2"),
+                                         "difference": ("public-against/against/mean_difference", "smollm2")},
+                                        same_heads)},
+          seeds=1),
+    Claim("bigger-more-dormant", "4.1, figure 4", "Larger models have a larger share of dormant heads.", "a figure",
+          "public-weights",
+          "share of heads with more than half of their weight on the first token, GPT-2 small to XL: agrees: it "
+          "rises over all four; contradicts: it falls",
+          Reading({"dormant": ("public-dormant/dormant", "gpt2 gpt2-medium gpt2-large gpt2-xl")}, larger_more),
+          note="GPT-2's weights cannot be fetched from the machine of this ledger: python data/weights.py gpt2, "
+               "gpt2-medium, gpt2-large, gpt2-xl where they can."),
+    Claim("dormant-prunable", "3.2, A.5", "Dormant heads contribute nothing and can be zeroed.",
+          "more than 14 % of the heads, cited", "gpu-minutes",
+          "loss gained by zeroing 14 % of the heads: agrees: those with most sink <= 1/3 of random ones; "
+          "contradicts: as much or more",
+          Reading({"most sink": ("heads-cost/cost/changes/-5/loss_change", "softmax@gpu"),
+                   "random": ("heads-cost/cost/changes/-4/loss_change", "softmax@gpu")}, prunable),
+          elsewhere={"SmolLM2": Reading({"most sink": ("public-heads/cost/changes/-5/loss_change", "smollm2"),
+                                         "random": ("public-heads/cost/changes/-4/loss_change", "smollm2"),
+                                         "least sink": ("public-heads/cost/changes/-3/loss_change", "smollm2")},
+                                        prunable)},
+          seeds=1),
+    Claim("head-pinning", "4.2, appendix D, figure 12",
+          "Balancing all heads in fine-tuning (eq. 8) lowers the sink everywhere; leaving out early layers and top "
+          "heads (eq. 9) does not.",
+          "a figure; lambda 0.01 in 4.2, 0.001 in appendix E", "lab",
+          "2 layers of 4 heads, 250 steps: agrees: mean weight on the sink with eq. 8 <= 0.7 of that without, with "
+          "eq. 9 >= 0.9 and less variation of use; contradicts: with eq. 8 >= 0.9",
+          Reading({"sink": ("heads/maps/alpha_sink", "heads-plain heads-eq8 heads-eq9"),
+                   "loss": ("excess_loss", "heads-plain heads-eq8 heads-eq9")}, pinning)),
+    Claim("aux-helps", "table 2",
+          "The balancing loss improves accuracy, more so in larger models, and would help pre-training.",
+          "+0.51 (4B), +1.70 (8B), +2.47 (LLaMA 8B), the best of three sampled runs", "out of reach",
+          "their figures: fine-tuning of 4 to 8B. In their place, from scratch at 30M: agrees: a lower loss beyond 2 "
+          "SD with eq. 9; contradicts: a higher one",
+          None,
+          elsewhere={"gpu": Reading({"loss": ("best", "softmax@gpu balanced-0.001@gpu balanced-0.01@gpu")},
+                                    balanced_is_better)}),
+]

@@ -1,0 +1,187 @@
+"""What the ledger measures of Focus itself: exact checks of its parts on random tensors, by seed, and looks into runs
+with a router."""
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from data import benchmarks
+from evals import groups
+from evals.instrument import Common, OpenedRun, read_windows
+from evals.likelihood import row_requests
+from mixers import focus
+from model import GPT, GPTConfig
+
+NEAR = 16                                       # keys that are near, in the checks
+
+# ------------------------------------------------------------------------------------------- checks: seed -> numbers
+
+
+def focus_leak(seed, T=64):
+    """How much the shares of earlier tokens change when only the last token does, with Sinkhorn and with potentials."""
+    x, found = torch.randn(1, T, 64, generator=torch.Generator().manual_seed(seed)), {}
+    for balance in ("sinkhorn", "potential"):
+        config = GPTConfig(block_size=T, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn="focus", window=NEAR,
+                           balance=balance)
+        layer = GPT(config, seed).eval().transformer.h[0].attn
+        other = torch.cat([x[:, :-1], -x[:, -1:]], 1)
+        found[balance] = (layer.assign(x) - layer.assign(other))[:, :-1].abs().max().item()
+    return found
+
+
+def focus_gate(seed, T=256, K=4, d=64):
+    """Mass that rows keep on distant pairs of different groups whose gate is 0, in both forms of the gate."""
+    dice, (i, j) = torch.Generator().manual_seed(seed), torch.tril_indices(T, T)
+    s, group = torch.randn(32, T, T, generator=dice), torch.randint(K, (T,), generator=dice)
+    seen = torch.zeros(T, T, dtype=torch.bool).index_put((i, j), torch.tensor(True))
+    shut = seen & (group[:, None] != group) & (torch.arange(T)[:, None] - torch.arange(T) >= NEAR)
+    found = {}
+    for name, gate in (("score", focus.score_gate), ("log", focus.log_gate)):
+        gated = torch.where(shut, gate(s, torch.tensor(-1e4)), s).masked_fill(~seen, -math.inf)
+        found[name] = gated.softmax(-1)[:, shut].sum().item() / (len(s) * T)
+    return found | {"shut pairs": (shut.sum() / seen.sum()).item()}
+
+
+def focus_sinkhorn(seed, T=1024):
+    """The largest group's share of tokens after N iterations on random scores of which one group's are higher."""
+    dice, found = torch.Generator().manual_seed(seed), {}
+    for K in (4, 8):
+        scores = 0.25 * torch.randn(1, T, K, generator=dice) + 0.5 * F.one_hot(torch.tensor(0), K)
+        for t in (0.1, 0.5):
+            for count in (3, 5, 10, 20):
+                g = focus.sinkhorn(SimpleNamespace(args={"iterations": count}), scores / t)
+                found[f"K {K}, t {t}, N {count}"] = largest_group(g)
+    return found
+
+
+def largest_group(g):
+    """The share of tokens in the largest group, each in the one that it has most of. g (..., T, K)."""
+    return (F.one_hot(g.argmax(-1), g.shape[-1]).flatten(0, -2).double().mean(0)).max().item()
+
+
+def focus_topk(seed, T=512, K=4):
+    """Of random balanced memberships: the share of distant pairs that top-2 and top-3 of 4 keep, and how far top-3's
+    output is from full attention."""
+    dice, far = torch.Generator().manual_seed(seed), torch.ones(T, T, dtype=torch.bool).tril(-NEAR)
+    q, k, v = (torch.randn(1, 2, T, 32, generator=dice) for _ in range(3))
+    full, found = F.scaled_dot_product_attention(q, k, v, is_causal=True), {}
+    order = torch.rand(1, T, K, generator=dice)
+    for count in (2, 3):
+        members = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order.topk(count, -1).indices, True)
+        meet = members[0].float() @ members[0].float().T > 0
+        found[f"pairs, top-{count}"] = (meet & far).sum().item() / far.sum().item()
+        o = focus.sparse(q, k, v, members, NEAR, 32 ** -0.5)[0]
+        found[f"difference, top-{count}"] = (o - full).abs().max().item()
+    return found
+
+
+def focus_merge(seed, T=256, K=4, d=32):
+    """Same-group and near-stranger sets merged by their log-sum-exps, and same-group and near ones with what they share
+    subtracted, against softmax over both: largest error and least cosine, in float32 and in float16."""
+    dice, places, found = torch.Generator().manual_seed(seed), torch.arange(T), {}
+    q, k, v = (torch.randn(8, T, d, generator=dice) for _ in range(3))
+    group, near = torch.randint(K, (T,), generator=dice), places[:, None] - places < NEAR
+    past, same = places[:, None] >= places, group[:, None] == group
+    s = q @ k.mT / d ** 0.5
+    right = s.masked_fill(~(past & (same | near)), -math.inf).softmax(-1) @ v
+    for name, kind in (("float32", torch.float32), ("float16", torch.float16)):
+        sets = (same, near & ~same, near, near & same)
+        a, strangers, b, both = (part_of(s.to(kind), v.to(kind), past & pairs) for pairs in sets)
+        ways = {"merge": [(1, a), (1, strangers)], "subtract": [(1, a), (1, b), (-1, both)]}
+        for way, parts in ways.items():
+            total = sum(sign * total for sign, (_, total) in parts)
+            o = (sum(sign * o * total for sign, (o, total) in parts) / total).float()
+            found |= {f"{way} {name} error": (o - right).abs().max().item(),
+                      f"{way} {name} cosine": F.cosine_similarity(o, right, dim=-1).min().item()}
+    return found
+
+
+def part_of(s, v, seen):
+    """Softmax over a set of pairs: output, 0 where a row has none, and the sum of exponentials (heads, T, 1)."""
+    e = s.exp() * seen
+    total = e.sum(-1, keepdim=True)
+    return (e / total.clamp(min=1e-6)) @ v, total
+
+
+# perplexity of centroids alone, dominance; K 4 to 32, window 64 to 512, temperature 0.05 to 0.5, iterations 3 to 20
+TABLE_9 = ((36.8, 40), (38.4, 24), (40.4, 20), (42.4, 21), (38.3, 17), (38.4, 26), (38.1, 26), (38.6, 27),
+           (36.9, 68), (38.4, 24), (39.1, 16), (40.5, 21), (35.8, 95), (36.8, 69), (38.4, 21), (39.0, 14))
+
+
+def focus_table(seed):
+    """Their own table 9: rank correlation of perplexity and dominance, of mean ranks where there are ties."""
+    ranks = [torch.tensor([[sum(x < y for x in column) + sum(x == y for x in column) / 2 for y in column]]) for column
+             in zip(*TABLE_9, strict=True)]
+    return {"correlation": torch.corrcoef(torch.cat(ranks))[0, 1].item()}
+
+
+CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sinkhorn, focus_topk, focus_merge,
+                                              focus_table)}
+
+# -------------------------------------------------------------------------------------------- looks: a run -> numbers
+
+
+@torch.no_grad()
+def classes(place):
+    """How much the groups of tokens say of their classes by rule, in the layer that says most: mutual information over
+    the classes' entropy, less what groups of these sizes by chance have; the same of groups by chance; and the share of
+    punctuation in the group that has most of it."""
+    run = OpenedRun(Common(out_dir=place), {})
+    T, dice, best = run.model.config.block_size, np.random.default_rng(0), None
+    for layer in groups.look(groups.Groups(), run, run.model, T):
+        own, ids = layer.labels().ravel(), np.concatenate(layer.ids).ravel()
+        kinds = classes_of("".join(chr(i) if i < 128 else "?" for i in ids))
+        chance = [mutual_information(dice.permutation(own), kinds) for _ in range(5)]
+        mark = own[kinds == CLASSES.index("punctuation")]
+        found = {"mutual information": mutual_information(own, kinds) - np.mean(chance),
+                 "random groups": float(np.std(chance)), "punctuation": np.bincount(mark).max() / max(1, len(mark))}
+        best = found if best is None or found["mutual information"] > best["mutual information"] else best
+    return {name: float(value) for name, value in best.items()}
+
+
+CLASSES = ("punctuation", "digit", "space", "article", "preposition", "capitalised", "other")
+WORDS = {"article": "a an the", "preposition": "of in to for with on at from by about into over after under"}
+
+
+def classes_of(text):
+    """The number in CLASSES of each character, of a letter that of its word."""
+    found = np.empty(len(text), np.int64)
+    for match in re.finditer(r"[A-Za-z]+|.", text, re.S):
+        word = match[0]
+        kind = next((name for name, words in WORDS.items() if word.lower() in words.split()), "other")
+        if kind == "other":
+            kind = ("digit" if word.isdigit() else "space" if word.isspace() else "punctuation" if not word.isalpha()
+                    else "capitalised" if word[0].isupper() else "other")
+        found[match.start():match.end()] = CLASSES.index(kind)
+    return found
+
+
+def mutual_information(a, b):
+    """Of two labels, over the second one's entropy: 1 where a tells b."""
+    joint = np.zeros((a.max() + 1, b.max() + 1))
+    np.add.at(joint, (a, b), 1 / len(a))
+    known = joint > 0
+    information = (joint[known] * np.log(joint[known] / np.outer(joint.sum(1), joint.sum(0))[known])).sum()
+    p = joint.sum(0)[joint.sum(0) > 0]
+    return information / -(p * np.log(p)).sum()
+
+
+@torch.no_grad()
+def within_window(place, window=128):
+    """The share of benchmark requests that are no longer than the window, and how much Focus with random centroids
+    changes the logits of texts of this length."""
+    run = OpenedRun(Common(out_dir=place, dtype="float32"), {})
+    folder = benchmarks.HERE
+    lengths = [len(request.ids) - 1 for name in benchmarks.those_in(folder) if name not in PAGES
+               for row in benchmarks.read(name, folder) for request in row_requests(row, run.tokenizer, 10_000, False)]
+    routed = OpenedRun(Common(out_dir=place, dtype="float32"), {"attn": "focus", "window": window})
+    idx = read_windows(run.split("val"), [0, window], window, run.model, run.machine)
+    difference = (run.model(idx)[0].float() - routed.model(idx)[0].float()).abs().max().item()
+    return {"requests": len(lengths), "fit": sum(n <= window for n in lengths) / len(lengths), "difference": difference}
+
+
+PAGES = ("wikitext",)                           # read in windows: not a question with choices
+LOOKS = {look.__name__: look for look in (classes, within_window)}

@@ -1,0 +1,613 @@
+"""The ledger of claims: verdicts on invented numbers either side of each threshold, what its rows name, exact checks
+against what can be known by hand, and the command."""
+import json
+import math
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, complain
+from test_lab import train_here
+
+import eval as eval_script
+import train as train_script
+from common.flags import Parser, add_flags, fields_of, given_flags
+from evals import claims
+from evals.instrument import Common, Overrides
+from evals.ledger import checks, experiments, routing, view
+from evals.ledger.book import CLAIMS, PAPERS, jobs_of, judge, readings, verdicts_of
+from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS, below, decide
+from evals.ledger.emerges import OTHERS, SUM_TO_ONE
+from evals.ledger.experiments import COMMANDS, LOOKS, SETUPS, Place, all_jobs, flags_of
+from evals.ledger.threshold import THEIR_ORDER
+from model import GPTConfig
+
+A, C, M, N = AGREES, CONTRADICTS, MIXED, UNTESTABLE
+SPREAD = np.array([-0.01, 0.0, 0.01])           # over seeds, of invented losses
+
+
+def seeds(value):
+    """A number or a list as three seeds have it; an array of seeds as it is."""
+    return value if isinstance(value, np.ndarray) else np.array([value] * 3, float)
+
+
+def verdict(name, where="", **columns):
+    """What a claim's rule says of {column: {run: value}}; a bare value is that of its only run. _ in the name of a
+    column stands for a space."""
+    reading = readings(CLAIMS[name])[where][0]
+    named = {column.replace("_", " "): value for column, value in columns.items()}
+    reads = {column.replace("_", " "): runs.split() for column, (_, runs) in reading.reads.items()}
+    numbers = {}
+    for column, runs in reading.reads.items():
+        value = named.get(column.replace("_", " "), 0.0)
+        runs = [run.split("@")[0] for run in runs[1].split()]
+        group = value if isinstance(value, dict) else dict.fromkeys(runs, value)
+        numbers[column] = {run: seeds(group.get(run, 0.0)) for run in runs}
+    assert named.keys() <= reads.keys(), named.keys() - reads.keys()
+    return reading.verdict(numbers)
+
+
+def ramp(layers, *values):
+    """(seeds, layers, heads): a number a layer, two heads alike."""
+    return np.broadcast_to(np.array(values, float)[None, :, None], (3, layers, 2))
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+LAZY = [
+    ("elastic-removed-mass", A, {"mass": 0.59}), ("elastic-removed-mass", M, {"mass": 0.61}),
+    ("elastic-removed-mass", M, {"mass": 0.19}), ("elastic-removed-mass", A, {"mass": 0.21}),
+    ("elastic-removed-mass", M, {"mass": 0.79}), ("elastic-removed-mass", C, {"mass": 0.81}),
+    ("repeat-tokens", A, {"x uniform": {"softmax": 3.1, "sinusoidal": 9, "rope": 1.6, "alibi": 1}, "extra": 0.6,
+                          "extra on text": 1, "spread": 9e-6}),
+    ("repeat-tokens", M, {"x uniform": {"softmax": 2.9, "sinusoidal": 9, "rope": 1.6, "alibi": 1}, "extra": 0.6,
+                          "extra on text": 1, "spread": 9e-6}),
+    ("repeat-tokens", M, {"x uniform": {"softmax": 3.1, "sinusoidal": 9, "rope": 1.8, "alibi": 1}, "extra": 0.6,
+                          "extra on text": 1}),
+    ("repeat-tokens", C, {"x uniform": {"softmax": 3.1, "sinusoidal": 9, "rope": 1.6, "alibi": 1}, "extra": 0.6,
+                          "extra on text": 1, "spread": 2e-5}),
+    ("repeat-tokens", C, {"x uniform": {"softmax": 3.1, "sinusoidal": 9, "rope": 1, "alibi": 1}, "extra": 0.4,
+                          "extra on text": 1}),
+    ("streaming-ppl", A, {"full": 1.0, "first and last": 1.1, "last": 1.2}),
+    ("streaming-ppl", M, {"full": 1.0, "first and last": 1.1, "last": 1.2, "short, full": 2e-5}),
+    ("streaming-ppl", C, {"full": 1.0, "first and last": 1.1, "last": 1.1}),
+    ("lazy-ablation", A, {"loss": {"softmax": 2.0, "rope+bias": 1.9, "elastic": 2.1, "lazy": 1.95}}),
+    ("lazy-ablation", M, {"loss": {"softmax": 2.0, "rope+bias": 2.0 + SPREAD, "elastic": 2.1, "lazy": 2.05}}),
+    ("lazy-ablation", C, {"loss": {"softmax": 2.0, "rope+bias": 2.1, "elastic": 2.2, "lazy": 2.25}}),
+    ("lazy-ablation", C, {"loss": {"softmax": 2.0, "rope+bias": 1.9, "elastic": 1.9, "lazy": 1.8}}),
+    ("tau-by-depth", A, {"tau": ramp(6, 3, 1, 1, 1, 1, 1) + ramp(6, 0, 0, .1, .1, .3, .3) * np.array([1, -1])}),
+    ("tau-by-depth", M, {"tau": ramp(6, 3, 1, 1, 1, 1, 1) + ramp(6, 0, 0, .1, .1, .14, .14) * np.array([1, -1])}),
+    ("tau-by-depth", C, {"tau": ramp(6, 0, 1, 1, 1, 1, 1) + ramp(6, 0, 0, .1, .1, .3, .3) * np.array([1, -1])}),
+    ("lazy-extrapolates", A, {"65-128": {"rope": 1.0, "elastic-rope": 2.0, "lazy": 0.49},
+                              "129-256": {"rope": 1.0, "elastic-rope": 2.0, "lazy": 0.49}}),
+    ("lazy-extrapolates", M, {"65-128": {"rope": 1.0, "elastic-rope": 2.0, "lazy": 0.51},
+                              "129-256": {"rope": 1.0, "elastic-rope": 2.0, "lazy": 0.49}}),
+    ("lazy-extrapolates", C, {"65-128": {"rope": 1.0, "lazy": 1.0}, "129-256": {"rope": 1.0, "lazy": 1.1}}),
+    ("elastic-offset-order", A, {"loss": {"softmax": 1.0, "elastic": 1.1, "tau-from-0": 1.2, "tau-fixed": 1.3,
+                                          "tau-plain": 1.4 + SPREAD},
+                                 "sink": {"softmax": .5, "elastic": .1, "tau-from-0": .3, "tau-fixed": .2,
+                                 "tau-plain": .4}}),
+    ("elastic-offset-order", M, {"loss": {"softmax": 1.0, "elastic": 1.1, "tau-from-0": 1.2, "tau-fixed": 1.5,
+                                          "tau-plain": 1.4 + SPREAD},
+                                 "sink": {"softmax": .5, "elastic": .1, "tau-from-0": .3, "tau-fixed": .2,
+                                 "tau-plain": .4}}),
+    ("elastic-offset-order", C, {"loss": {"softmax": 1.0, "elastic": 1.1, "tau-from-0": 1.2, "tau-fixed": 1.3,
+                                          "tau-plain": 1.01 + SPREAD},
+                                 "sink": {"softmax": .5, "elastic": .1, "tau-from-0": .3, "tau-fixed": .2,
+                                 "tau-plain": .4}}),
+    ("elastic-offset-order", C, {"loss": {"softmax": 1.0, "elastic": 1.1, "tau-from-0": 1.2, "tau-fixed": 1.3,
+                                          "tau-plain": 1.4},
+                                 "sink": {"softmax": .5, "elastic": .3, "tau-from-0": .1, "tau-fixed": .2,
+                                 "tau-plain": .4}}),
+    ("lazy-sink-gone", A, {"raw": {"softmax": 1.0, "elastic": 0.099, "lazy": 0.0}}),
+    ("lazy-sink-gone", M, {"raw": {"softmax": 1.0, "elastic": 0.101, "lazy": 0.0}}),
+    ("lazy-sink-gone", M, {"raw": {"softmax": 1.0, "elastic": 0.34, "lazy": 0.33}}),
+    ("lazy-sink-gone", C, {"raw": {"softmax": 1.0, "elastic": 0.34, "lazy": 0.34}}),
+    ("elastic-two-pass", A, {"forward": 0.51, "forward and backward": 0.63}),
+    ("elastic-two-pass", M, {"forward": 0.49, "forward and backward": 0.63}),
+    ("elastic-two-pass", C, {"forward": 0.49, "forward and backward": 0.62}),
+]
+
+THRESHOLD = [
+    ("diff-fixed-sum", A, {"spread": 2e-3}),
+    ("diff-fixed-sum", M, {"spread": 1e-4}),
+    ("diff-fixed-sum", C, {"spread": 1e-6}),
+    ("rela-sink-free", A, {"x uniform": 1.9, "cost of zero v0": 0.004}),
+    ("rela-sink-free", M, {"x uniform": 1.9, "cost of zero v0": 0.006}),
+    ("rela-sink-free", M, {"x uniform": 2.1, "cost of zero v0": 0.004}),
+    ("rela-sink-free", C, {"x uniform": {"rela": 4.1}, "cost of zero v0": 0.0}),
+    ("rela-sink-free", C, {"x uniform": 1.0, "cost of zero v0": {"tda": 0.021}}),
+    ("entmax-keeps-sink", A, {"raw": 0.51}),
+    ("entmax-keeps-sink", M, {"raw": 0.49}),
+    ("entmax-keeps-sink", C, {"raw": 0.09}),
+    ("thm-survivors", A, {"survivors, kappa 1": [1.1] * 4, "survivors error, kappa 1": [0.04] * 4,
+                          "survivors, kappa 4": [4.0] * 4, "survivors error, kappa 4": [0.0] * 4,
+                          "overlap, kappa 1": [0.0] * 4, "overlap error, kappa 1": [0.0] * 4,
+                          "overlap, kappa 4": [0.25, 0, 0, 0], "overlap error, kappa 4": [0.0] * 4}),
+    ("thm-survivors", C, {"survivors, kappa 1": [1.1] * 4, "survivors error, kappa 1": [0.03] * 4,
+                          "survivors, kappa 4": [4.0] * 4, "survivors error, kappa 4": [0.0] * 4,
+                          "overlap, kappa 1": [0.0] * 4, "overlap error, kappa 1": [0.0] * 4,
+                          "overlap, kappa 4": [0.0] * 4, "overlap error, kappa 4": [0.0] * 4}),
+    ("nondispersive", A, {"tra": [0.5, 0, 0, 0.39], "softmax": [0, 0, 0, 0.8]}),
+    ("nondispersive", M, {"tra": [0.5, 0, 0, 0.41], "softmax": [0, 0, 0, 0.8]}),
+    ("nondispersive", C, {"tra": [0.3, 0, 0, 0.31], "softmax": [0, 0, 0, 0.8]}),
+    ("tda-depth-profile", A, {"at 512": ramp(6, .9, .9, .84, .84, .9, .9)}),
+    ("tda-depth-profile", M, {"at 512": ramp(6, .9, .9, .86, .86, .9, .9)}),
+    ("tda-depth-profile", C, {"at 512": ramp(6, .9, .9, .91, .91, .9, .9)}),
+    ("tda-signed-peaks", A, {"view 1": 1.0, "view 2": 0.5, "difference": 0.39, "lambda": [[0.5]]}),
+    ("tda-signed-peaks", M, {"view 1": 1.0, "view 2": 0.5, "difference": 0.41, "lambda": [[0.5]]}),
+    ("tda-signed-peaks", M, {"view 1": 1.0, "view 2": 0.5, "difference": 0.94, "lambda": [[0.5]]}),
+    ("tda-signed-peaks", C, {"view 1": 1.0, "view 2": 0.5, "difference": 0.96, "lambda": [[0.5]]}),
+    ("tda-sink-growth", A, {f"at {T}": {"softmax": s, "tda": 1.4} for T, s in ((64, 2), (128, 3), (256, 4.1))}),
+    ("tda-sink-growth", M, {f"at {T}": {"softmax": s, "tda": 1.6} for T, s in ((64, 2), (128, 3), (256, 4.1))}),
+    ("tda-sink-growth", M, {f"at {T}": {"softmax": s, "tda": 1.4} for T, s in ((64, 2), (128, 3), (256, 3.9))}),
+    ("tda-sink-growth", C, {f"at {T}": {"softmax": 9, "tda": t} for T, t in ((64, 1), (128, 1), (256, 4.1))}),
+    ("tda-loss-order", A, {"loss": {**THEIR_ORDER, "tda": 3.11 + SPREAD}}),
+    ("tda-loss-order", M, {"loss": {name: 6 - loss for name, loss in THEIR_ORDER.items()} | {"tda": 2.8}}),
+    ("tda-loss-order", C, {"loss": {**THEIR_ORDER, "tda": 3.2}}),
+    ("tda-sparsity", A, {"zeros": {"tda": 0.91, "tra": 0.9, "diff_rela": 0.5, "rela": 0.5, "entmax": 0.4}}),
+    ("tda-sparsity", M, {"zeros": {"tda": 0.89, "tra": 0.8, "diff_rela": 0.5, "rela": 0.5, "entmax": 0.4}}),
+    ("tda-sparsity", M, {"zeros": {"tda": 0.91, "tra": 0.9, "diff_rela": 0.5, "rela": 0.5, "entmax": 0.95}}),
+    ("tda-sparsity", C, {"zeros": {"tda": 0.91, "tra": 0.92, "diff_rela": 0.5, "rela": 0.5, "entmax": 0.4}}),
+    ("tra-closes-gap", A, {"loss": {"rela": 2.0, "tra": 1.9}, "by place": {"rela": [2, 2.1, 2.2, 2.3],
+                           "softmax": [2] * 4}}),
+    ("tra-closes-gap", M, {"loss": {"rela": 2.0, "tra": 1.9}, "by place": {"rela": [2.3, 2.2, 2.1, 2],
+                           "softmax": [2] * 4}}),
+    ("tra-closes-gap", C, {"loss": {"rela": 2.0, "tra": 1.99 + SPREAD}, "by place": {"rela": [2, 2.1, 2.2, 2.3],
+                           "softmax": [2] * 4}}),
+    ("tda-power", A, {"loss": {"tda-p1": 2.0 + SPREAD, "tda": 1.905 + SPREAD, "tda-p3": 1.9 + SPREAD,
+                      "tda-p5": 1.9 + SPREAD}}),
+    ("tda-power", M, {"loss": {"tda-p1": 2.0 + SPREAD, "tda": 1.92 + SPREAD, "tda-p3": 1.9 + SPREAD,
+                      "tda-p5": 1.9 + SPREAD}}),
+    ("tda-power", C, {"loss": {"tda-p1": 1.8 + SPREAD, "tda": 1.92 + SPREAD, "tda-p3": 1.9, "tda-p5": 1.9}}),
+    ("tda-beta", A, {"loss": {"tda-0.3": 1 + SPREAD, "tda-0.5": 1.019 + SPREAD, "tda-0.8": 1 + SPREAD,
+                     "tda-1": 1 + SPREAD}}),
+    ("tda-beta", C, {"loss": {"tda-0.3": 1 + SPREAD, "tda-0.5": 1.021 + SPREAD, "tda-0.8": 1 + SPREAD,
+                     "tda-1": 1 + SPREAD}}),
+    ("dead-heads", A, {"empty": {"tda-0.3": .1, "tda-0.5": .1, "tda-0.8": .12, "tda-1": .16}}),
+    ("dead-heads", M, {"empty": {"tda-0.3": .1, "tda-0.5": .3, "tda-0.8": .2, "tda-1": .4}}),
+    ("dead-heads", C, {"empty": {"tda-0.3": .1, "tda-0.5": .1, "tda-0.8": .12, "tda-1": .14}}),
+    ("tda-kernel", A, {f"T {T}": 1.1 for T in (1024, 4096, 16_384)}), ("tda-kernel", M, {"T 1024": 1.1, "T 4096": 0.9}),
+    ("tda-kernel", C, {f"T {T}": 0.9 for T in (1024, 4096, 16_384)}),
+]
+
+FOCUS = [
+    ("focus-leak", A, {"change": 0}), ("focus-leak", M, {"change": 1e-7}), ("focus-leak", C, {"change": 1e-5}),
+    ("focus-gate-prunes", A, {"mass": .009}),
+    ("focus-gate-prunes", M, {"mass": .09}),
+    ("focus-gate-prunes", C, {"mass": .11}),
+    ("focus-small-router", A, {"loss": {"focus-d16": 2.004, "focus-d512": 2.0, "focus-w16": 1, "focus-w64": 2,
+                                        "focus-w128": 3, "focus-w256": 4}}),
+    ("focus-small-router", M, {"loss": {"focus-d16": 2.006, "focus-d512": 2.0, "focus-w16": 1, "focus-w64": 2,
+                                        "focus-w128": 3, "focus-w256": 4}}),
+    ("focus-small-router", C, {"loss": {"focus-d16": 2.011, "focus-d512": 2.0, "focus-w16": 4, "focus-w64": 3,
+                                        "focus-w128": 2, "focus-w256": 1}}),
+    ("focus-zero-degradation", A, {"fit": 0.98, "difference": 1e-5}),
+    ("focus-zero-degradation", M, {"fit": 0.97, "difference": 1e-5}),
+    ("focus-zero-degradation", C, {"fit": 0.99, "difference": 0.02}),
+    ("focus-frozen-ppl", A, {"frozen": 2.0, "error": 0.01, "causal gate": 2.1, "top-2": 1.97}),
+    ("focus-frozen-ppl", C, {"frozen": 2.0, "error": 0.01, "causal gate": 1.99, "top-2": 2.1, "sinkhorn gate": 1.5}),
+    ("focus-ft-beats-full", A, {"full": 2.0, "top-2": 2.015 + SPREAD}),
+    ("focus-ft-beats-full", C, {"full": 2.0, "top-2": 2.03 + SPREAD}),
+    ("focus-long-gap", A, {"full at 256": 2.0, "top-2 at 256": 2.1, "full at 512": 2.0, "top-2 at 512": 2.11,
+                           "error": 0.01}),
+    ("focus-long-gap", C, {"full at 256": 2.0, "top-2 at 256": 2.1, "full at 512": 2.0, "top-2 at 512": 2.13,
+                           "error": 0.01}),
+    ("focus-speed", A, {"T 1024": .5, "T 4096": .9, "T 16384": 1.1, "T 65536": 3, "T 262144": 5.1}),
+    ("focus-speed", M, {"T 1024": .5, "T 4096": .9, "T 16384": 1.1, "T 65536": 3, "T 262144": 4.9}),
+    ("focus-speed", M, {"T 1024": 1.1, "T 4096": 1.2, "T 16384": 1.3, "T 65536": 3, "T 262144": 6}),
+    ("focus-speed", C, {"T 1024": .5, "T 4096": .6, "T 16384": .9, "T 65536": 1.3, "T 262144": 6}),
+    ("focus-sparser-better", A, {"top-1": 3, "top-2": 1.9, "top-3": 2, "top-4": 2, "random, top-2": 2.1,
+                                 "error": 0.01}),
+    ("focus-sparser-better", M, {"top-1": 3, "top-2": 1.99, "top-3": 2, "top-4": 2, "random, top-2": 2.1,
+                                 "error": 0.01}),
+    ("focus-sparser-better", C, {"top-1": 3, "top-2": 2.5, "top-3": 2.2, "top-4": 2, "random, top-2": 2.6,
+                                 "error": 0.01}),
+    ("focus-topk-share", A, {"pairs kept": .74}), ("focus-topk-share", M, {"pairs kept": .76}),
+    ("focus-topk-share", M, {"pairs kept": .44}), ("focus-topk-share", C, {"pairs kept": .81}),
+    ("focus-collapse", A, {"largest group": {"focus-softmax": [.2, .81], "focus-sinkhorn": [.2, .29]}}),
+    ("focus-collapse", M, {"largest group": {"focus-softmax": [.2, .81], "focus-sinkhorn": [.2, .31]}}),
+    ("focus-collapse", C, {"largest group": {"focus-softmax": [.2, .39], "focus-sinkhorn": [.2, .2]}}),
+    ("focus-sinkhorn-balance", A, {"K 4, N 10": .37, "K 8, N 10": .18, "K 4, N 3": .5, "K 8, N 3": .6}),
+    ("focus-sinkhorn-balance", M, {"K 4, N 10": .37, "K 8, N 10": .18, "K 4, N 3": .5, "K 8, N 3": .49}),
+    ("focus-sinkhorn-balance", C, {"K 4, N 10": .37, "K 8, N 10": .26, "K 4, N 3": .5, "K 8, N 3": .6}),
+    ("focus-groups-linguistic", A, {"mutual information": .21, "punctuation": .81}),
+    ("focus-groups-linguistic", M, {"mutual information": .21, "punctuation": .79}),
+    ("focus-groups-linguistic", C, {"mutual information": .11, "random groups": .1}),
+    ("focus-balance-costs", A, {"correlation": 0.01}), ("focus-balance-costs", M, {"correlation": -0.4}),
+    ("focus-balance-costs", C, {"correlation": -0.6}),
+    ("focus-disjoint", A, {"merge error": 9e-6, "subtract cosine": .94}),
+    ("focus-disjoint", M, {"merge error": 9e-6, "subtract cosine": .96}),
+    ("focus-disjoint", C, {"merge error": 9e-6, "subtract cosine": .9995}),
+]
+
+NATIVE_MOE = [
+    ("v0-norm-drain", A, {"with BOS": .29, "no BOS, layer 1": .51, "no BOS, layer 2": .29}),
+    ("v0-norm-drain", M, {"with BOS": .31, "no BOS, layer 1": .51, "no BOS, layer 2": .29}),
+    ("v0-norm-drain", M, {"with BOS": .29, "no BOS, layer 1": .49, "no BOS, layer 2": .29}),
+    ("v0-norm-drain", C, {"with BOS": .81, "no BOS, layer 1": .51, "no BOS, layer 2": .29}),
+    ("zero-v0-harmless", A, {"zero": .009, "hide": .1}), ("zero-v0-harmless", M, {"zero": .011, "hide": .1}),
+    ("zero-v0-harmless", M, {"zero": .021, "hide": 1}), ("zero-v0-harmless", C, {"zero": .051, "hide": .1}),
+    ("q-pinned-geometry", A, {"cos q": {"softmax": .51, "sink": .3, "softmax1": .3}, "cos k": {"softmax": -.21}}),
+    ("q-pinned-geometry", M, {"cos q": {"softmax": .49, "sink": .3, "softmax1": .3}, "cos k": {"softmax": -.21}}),
+    ("q-pinned-geometry", M, {"cos q": {"softmax": .51, "sink": .42, "softmax1": .3}, "cos k": {"softmax": -.21}}),
+    ("q-pinned-geometry", C, {"cos q": {"softmax": .51, "sink": .42, "softmax1": .42}, "cos k": -.3}),
+    ("sink-blurs-focus", A, {"copy loss": {"softmax": 1, "gated": .5, "softpick": .5, "k_bias": .1, "sigmoid": .1}}),
+    ("sink-blurs-focus", M, {"copy loss": {"softmax": 1, "gated": .51, "softpick": .5, "k_bias": .1, "sigmoid": .1}}),
+    ("sink-blurs-focus", C, {"copy loss": {"softmax": 1, "gated": .51, "softpick": .51, "k_bias": .51, "sigmoid": .1}}),
+    ("sink-logit-moves-sink", A, {"virtual": .51, "first": .05}),
+    ("sink-logit-moves-sink", M, {"virtual": .51, "first": .06}),
+    ("sink-logit-moves-sink", M, {"virtual": {"softmax1": .05, "sink": .9}, "first": {"softmax1": .9, "sink": .0}}),
+    ("sink-logit-moves-sink", C, {"virtual": .05, "first": .5}),
+    ("gated-no-sink", A, {"x uniform": {"gated": 2.4}, "gate on copy": .9, "gate on idle": .39}),
+    ("gated-no-sink", M, {"x uniform": {"gated": 2.4}, "gate on copy": .9, "gate on idle": .41}),
+    ("gated-no-sink", M, {"x uniform": {"gated": 4.9}, "gate on copy": .9, "gate on idle": .1}),
+    ("gated-no-sink", C, {"x uniform": {"gated": 5.1}, "gate on copy": .9, "gate on idle": .1}),
+    ("gate-identity", A, {"sink attention": 9e-13, "drained to 0.1": .09}),
+    ("gate-identity", C, {"sink attention": 2e-12}),
+    ("gate-identity", C, {"sink attention": 9e-13, "drained to 0.1": .11}),
+    ("early-layers-active", A, {"sink": ramp(4, 1, 2, 4, 3)}),
+    ("early-layers-active", M, {"sink": ramp(4, 2, 4, 1, 3)}),
+    ("early-layers-active", C, {"sink": ramp(4, 4, 3, 2, 1)}),
+    ("heads-fixed", A, {"correlation": .91, "difference": .04}),
+    ("heads-fixed", M, {"correlation": .91, "difference": .06}),
+    ("heads-fixed", C, {"correlation": .59}),
+    ("bigger-more-dormant", A, {"dormant": {"gpt2": .1, "gpt2-medium": .2, "gpt2-large": .3, "gpt2-xl": .4}}),
+    ("bigger-more-dormant", M, {"dormant": {"gpt2": .1, "gpt2-medium": .3, "gpt2-large": .2, "gpt2-xl": .4}}),
+    ("bigger-more-dormant", C, {"dormant": {"gpt2": .4, "gpt2-medium": .3, "gpt2-large": .2, "gpt2-xl": .1}}),
+    ("dormant-prunable", A, {"most sink": .33, "random": 1}), ("dormant-prunable", M, {"most sink": .34, "random": 1}),
+    ("dormant-prunable", C, {"most sink": 1, "random": 1}),
+]
+
+EMERGES = [
+    ("postnorm", A, {"x uniform": 3.1}), ("postnorm", M, {"x uniform": 2.9}), ("postnorm", C, {"x uniform": 1.4}),
+    ("sigmoid-norm-sink", A, {"x uniform": 3.1}),
+    ("sigmoid-norm-sink", M, {"x uniform": 1.6}),
+    ("sigmoid-norm-sink", C, {"x uniform": 1.4}),
+    ("pe-all-sink", A, {"x uniform": 3.1, "loss": {"t5-index": 0.51}}),
+    ("pe-all-sink", M, {"x uniform": 3.1, "loss": {"t5-index": 0.49}}),
+    ("pe-all-sink", M, {"x uniform": 2.9, "loss": {"t5-index": 0.51}}),
+    ("pe-all-sink", C, {"x uniform": {"softmax": 9, "sinusoidal": 9, "rope": 9, "alibi": 1.4, "no-positions": 9}}),
+    ("kbias-shift", A, {"bias": .51, "first": {"softmax": .9, "v_bias": .8, "k_bias": .05}, "loss": 1 + SPREAD,
+                        "deletion": .06}),
+    ("kbias-shift", M, {"bias": .49, "first": {"softmax": .9, "v_bias": .8, "k_bias": .05}, "loss": 1 + SPREAD,
+                        "deletion": .06}),
+    ("kbias-shift", M, {"bias": .51, "first": {"softmax": .9, "v_bias": .7, "k_bias": .05}, "loss": 1 + SPREAD,
+                        "deletion": .06}),
+    ("kbias-shift", M, {"bias": .51, "first": {"softmax": .9, "v_bias": .8, "k_bias": .05}, "loss": 1 + SPREAD,
+                        "deletion": .04}),
+    ("kbias-shift", M, {"bias": .51, "first": {"softmax": .9, "v_bias": .8, "k_bias": .05},
+                        "loss": {"softmax": 1, "k_bias": 1.1, "kv_bias": 1, "v_bias": 1}, "deletion": .06}),
+    ("kbias-shift", C, {"bias": .49, "first": {"softmax": .9, "v_bias": .8, "k_bias": .5}, "loss": 1, "deletion": .06}),
+    ("bias-massive", A, {"massive": {"softmax": [1, 5.1], "v_bias": [1, 5.1], "k_bias": [1, 1.9], "kv_bias": [1, 1.9],
+                         "sink_token": [1, 1]}}),
+    ("bias-massive", M, {"massive": {"softmax": [1, 4.9], "v_bias": [1, 5.1], "k_bias": [1, 1.9], "kv_bias": [1, 1.9],
+                         "sink_token": [1, 1]}}),
+    ("bias-massive", C, {"massive": {"softmax": [1, 5], "v_bias": [1, 5.1], "k_bias": [1, 5], "kv_bias": [1, 1.9],
+                         "sink_token": [1, 1]}}),
+    ("sigmoid-none", A, {"raw": .049, "cost of zero v0": .004}), ("sigmoid-none", M, {"raw": .051}),
+    ("sigmoid-none", M, {"raw": .049, "cost of zero v0": .006}), ("sigmoid-none", C, {"raw": .31}),
+    ("linear-norm-sink", A, {"x uniform": 5.1, "loss": {"linear": 1.1, "softmax": 1}}),
+    ("linear-norm-sink", M, {"x uniform": 4.9, "loss": {"linear": 1.1, "softmax": 1}}),
+    ("linear-norm-sink", M, {"x uniform": 5.1, "loss": {"linear": 1.01 + SPREAD, "softmax": 1}}),
+    ("linear-norm-sink", C, {"x uniform": 1.4}),
+    ("unnorm-loss", A, {"loss": {"sigmoid": 3.04, "softmax": 3}}),
+    ("unnorm-loss", M, {"loss": {"sigmoid": 3.06, "softmax": 3}}),
+    ("unnorm-loss", C, {"loss": {"sigmoid": 3.11, "softmax": 3}}),
+    ("massive-iff-norm", A, {"massive": {"softmax": [1, 5.1], **dict.fromkeys(("sigmoid", "softpick", "elastic",
+                             "gated"), [1, 1.9])}}),
+    ("massive-iff-norm", M, {"massive": {"softmax": [1, 4.9], **dict.fromkeys(("sigmoid", "softpick", "elastic",
+                             "gated"), [1, 1.9])}}),
+    ("massive-iff-norm", C, {"massive": {"softmax": [1, 4.9], **dict.fromkeys(("sigmoid", "softpick", "elastic",
+                             "gated"), [1, 5])}}),
+    ("massive-iff-norm", N, {"massive": {"softmax": [1, 2.9], **dict.fromkeys(("sigmoid", "softpick", "elastic",
+                             "gated"), [1, 1])}}),
+]
+
+
+@pytest.mark.parametrize("name, expected, columns", [*LAZY, *THRESHOLD, *FOCUS, *NATIVE_MOE, *EMERGES])
+def test_a_verdict_on_invented_numbers(name, expected, columns):
+    assert verdict(name, **columns) == expected
+
+
+PLACES = (4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("won, expected", [
+    ((4, 8), A), ((4, 8, 16), A), ((4,), M), ((4, 8, 32), M), (PLACES, C), ((), C)])
+def test_where_a_fixed_token_wins(won, expected):
+    columns = {f"fixed at {p}": 1.0 if p in won else 0.0 for p in PLACES} | {f"first at {p}": 0.5 for p in PLACES}
+    assert verdict("fixed-token-16", **columns) == expected
+
+
+@pytest.mark.parametrize("v0, h, normed, expected", [
+    (.5, 11, .9, A), (.51, 11, .9, M), (.5, 9, .9, M), (.5, 11, 1.1, M), (.81, 11, .9, C)])
+def test_the_variance_of_a_sink(v0, h, normed, expected):
+    def pairs(ratio):                           # (1, layers, first and others); the first layer does not count
+        return np.array([[[9.0, 1.0]] + [[ratio, 1.0]] * 3])
+    found = {"|v0|": pairs(v0), "var of h": pairs(h), "after the norm": pairs(normed)}
+    assert verdict("sink-low-variance", **found) == expected
+
+
+@pytest.mark.parametrize("slopes, expected", [((6, 5, 4, 3, 2, 1), A), ((1, 2, 3, 4, 5, 6), C), ((3, 1, 4, 2, 6, 5), C),
+                                              ((3, 5, 1, 6, 2, 4), M), ((3, 2, 1), N)])
+def test_the_decay_of_biases_by_depth(slopes, expected):
+    falling = np.linspace(1, 0, 64)
+    bias = np.array(slopes, float)[None, :, None, None] * falling       # (1, layers, 1, W)
+    assert verdict("bias-by-depth", bias=bias) == expected
+
+
+@pytest.mark.parametrize("share, expected", [(0.6, A), (0.4, M), (0.1, C)])
+def test_the_shape_of_inhibition_of_return(share, expected):
+    shaped, flat = np.zeros(200), np.zeros(200)
+    shaped[1], shaped[2:30] = 1, -1
+    heads = np.stack([shaped if h < share * 10 else flat for h in range(10)])
+    assert verdict("ior-shape", bias=np.stack([np.zeros((10, 200)), heads])[None]) == expected
+
+
+@pytest.mark.parametrize("alone, beside, expected", [(100, 40, A), (100, 60, M), (50, 60, C)])
+def test_the_range_of_biases(alone, beside, expected):
+    def until(distance):
+        return (np.arange(200) < distance).astype(float)[None, None, None]
+    assert verdict("bias-range", bias={"bias-alone": until(alone), "rope+bias": until(beside)}) == expected
+
+
+@pytest.mark.parametrize("all_heads, routed, cv, expected", [
+    (.69, .91, .1, A), (.71, .91, .1, M), (.69, .89, .1, M), (.69, .91, .6, M), (.91, .91, .1, C)])
+def test_head_pinning(all_heads, routed, cv, expected):
+    def alpha(mean, apart):
+        return np.array([[[mean - apart, mean + apart]] * 2] * 3) * 0.4
+    sinks = {"heads-plain": alpha(1, .5), "heads-eq8": alpha(all_heads, 0), "heads-eq9": alpha(routed, cv)}
+    assert verdict("head-pinning", sink=sinks) == expected
+
+
+@pytest.mark.parametrize("bias, first, expected", [
+    ((.91, .8, .3, .09), (.05, .1, .5, .91), A), ((.89, .8, .3, .09), (.05, .1, .5, .91), M),
+    ((.91, .8, .3, .11), (.05, .1, .5, .91), M), ((.91, .95, .3, .09), (.05, .1, .5, .91), C)])
+def test_the_norm_of_a_bias_value(bias, first, expected):
+    names = [f"value-norm-{m}" for m in (0, 1, 5, 20)]
+    assert verdict("bias-value-norm", bias=dict(zip(names, bias, strict=True)),
+                   first=dict(zip(names, first, strict=True))) == expected
+
+
+@pytest.mark.parametrize("exceptions, expected", [((), A), (("linear",), M), (("linear", "elastic"), C)])
+def test_a_sink_with_the_sum(exceptions, expected):
+    sinks = set(SUM_TO_ONE) ^ set(exceptions)
+    raw = {name: 0.2 if name in sinks else 0.09 for name in (*SUM_TO_ONE, *OTHERS)}
+    assert verdict("sum-dependence", raw=raw, **{"x uniform": 3.1}) == expected
+
+
+@pytest.mark.parametrize("losses, expected", [((2, 1.9, 2), A), ((2, 2.01, 2.005), M), ((2, 2.1, 2.1), C)])
+def test_whether_balanced_heads_are_better(losses, expected):
+    runs = dict(zip(("softmax", "balanced-0.001", "balanced-0.01"), losses, strict=True))
+    runs["softmax"] = 2 + SPREAD
+    assert verdict("aux-helps", "gpu", loss=runs) == expected
+
+
+def test_every_rule_has_been_asked():
+    asked = {name for name, *_ in [*LAZY, *THRESHOLD, *FOCUS, *NATIVE_MOE, *EMERGES]}
+    asked |= {"fixed-token-16", "sink-low-variance", "bias-by-depth", "ior-shape", "bias-range", "head-pinning",
+              "bias-value-norm", "sum-dependence"}
+    assert asked == {claim.id for claim in CLAIMS.values() if claim.reading}
+
+
+def test_what_counts_as_lower():
+    assert below(np.array([1, 1.1, 1.2]), np.array([2, 2.1, 2.2])) and not below([1.0], [2.0])
+    assert not below(np.array([1, 1, 1.0]), np.array([1.0, 1.2, 1.0]))
+    assert decide([True], [True]) == decide([False], [np.array([True, False])]) == M
+    assert decide(True, False, testable=np.array([True, False])) == N
+
+
+# ------------------------------------------------------------------------------------------------------------ the rows
+
+
+def test_the_rows_are_those_of_the_sheet():
+    assert [len(rows) for rows in PAPERS.values()] == [15, 16, 15, 13, 11] and len(CLAIMS) == 70
+    count = {cost: sum(claim.cost == cost for claim in CLAIMS.values()) for cost in COSTS}
+    assert count == {"lab": 36, "cpu-minutes": 2, "public-weights": 2, "gpu-minutes": 27, "out of reach": 3}
+    assert all(claim.reading or claim.cost == "out of reach" for claim in CLAIMS.values())
+
+
+def everything():
+    """Every job that a reading asks for, of one seed."""
+    return [job for claim in CLAIMS.values() for reading, _ in readings(claim).values()
+            for group in jobs_of(reading, [2], Place()).values() for job in all_jobs(group)]
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return list(dict.fromkeys(everything()))
+
+
+def test_every_training_command_makes_a_model(jobs):
+    parser = Parser(prog="train.py")
+    add_flags(parser, train_script.Train, GPTConfig)
+    trained = [job.words[1:] for job in jobs if job.words[0] == "train.py"]
+    assert len(trained) > 100
+    for words in trained:
+        fresh = [word for word in words if not word.startswith("--init_from")]          # there is no such run yet
+        knobs = train_script.settle_knobs(parser.parse_args(fresh))[0]
+        GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
+
+
+def test_every_other_command_parses_and_every_look_exists(jobs):
+    for words in {job.words for job in jobs if job.words[0] == "eval.py"}:
+        command, parser = eval_script.COMMANDS[words[1]], Parser(prog="eval.py")
+        of_a_run = (Common, Overrides) if words[1] in eval_script.OF_A_RUN else ()
+        add_flags(parser, command.flags, *of_a_run)
+        command.flags(**given_flags(parser.parse_args(words[2:]), command.flags))
+    runs = {run for claim in CLAIMS.values() for reading, _ in readings(claim).values()
+            for _, named in reading.reads.values() for run in named.split()}
+    used = {run.split("@")[0] for run in runs}
+    assert used >= set(experiments.RECIPES) - {"heads"}, "a recipe that nobody reads"
+    assert {path.split("/")[0] for claim in CLAIMS.values() for reading, _ in readings(claim).values()
+            for path, _ in reading.reads.values()} >= {*COMMANDS, *LOOKS}, "a look that nobody takes"
+    assert {run.partition("@")[2] for run in runs} | {"lab", "books"} == set(SETUPS) | {""}
+    with pytest.raises(ValueError, match="unknown --attn=nonsense"):
+        flags_of("nonsense", "lab")
+
+
+def test_the_lab_is_small_enough(jobs):
+    trained = [job for job in jobs if job.words[:2] == ("train.py", "--preset=lab")]
+    assert len(trained) <= 75
+
+
+def test_a_claim_takes_no_gpu_unless_it_is_asked_for():
+    asked = claims.wanted("pe-all-sink")
+    assert [name for _, name, _ in asked] == [""]
+    assert "gpu" in [name for claim, name, _ in claims.wanted("gpu-minutes") if claim.id == "pe-all-sink"]
+    assert {claim.id for claim, *_ in claims.wanted("lab")} >= {c.id for c in CLAIMS.values() if c.cost == "lab"}
+
+
+# --------------------------------------------------------------------------------------------------------- exact checks
+
+
+def test_scores_that_are_even_remove_everything():
+    found = checks.random_scores(0, T=64)
+    assert found["sd 0.02"]["removed"] > 0.98 and found["sd 2"]["removed"] < found["sd 1"]["removed"] < 1
+    assert 0.4 < found["sd 0.02"]["zeros"] < 0.6                        # half of the weights are below the mean
+
+
+def test_differential_softmax_sums_to_one_minus_lambda():
+    found = checks.fixed_sum(0)
+    assert found["diff"]["spread"] < 1e-5 and found["diff2"]["spread"] > 1e-3
+
+
+def test_survivors_of_a_threshold_are_as_many_as_chance_says():
+    """At d = 64 a cosine is nearly N(0, 1/d): of 64 keys 64 P(z > sqrt(2 log 64)) pass."""
+    row = checks.chance_of(64, 1, 64, 20_000, 4, torch.Generator().manual_seed(0))
+    chance = 64 * 0.5 * math.erfc(math.sqrt(math.log(64)))
+    assert row["survivors"] == pytest.approx(chance, rel=0.35) and row["overlap"] < 0.01
+    assert row["tra, relevant keys"] == pytest.approx(math.log(4) / math.log(64), abs=0.02)
+
+
+def test_the_gate_identity_is_exact():
+    found = checks.gate_identity(0)
+    assert found["sink"] < 1e-14 and found["drained to 0"] < 1e-14 < found["drained to 0.1"] < found["drained to 0.3"]
+
+
+def test_focus_by_hand():
+    leak, gate = routing.focus_leak(0), routing.focus_gate(0)
+    assert leak["potential"] == 0 < 1e-3 < leak["sinkhorn"] and gate["log"] == 0 and gate["score"] > 0.3
+    found = routing.focus_topk(0)
+    assert found["pairs, top-2"] == pytest.approx(5 / 6, abs=0.01)      # 1 - 1 / (4 choose 2)
+    assert found["pairs, top-3"] == 1 and found["difference, top-3"] < 1e-5
+    merge = routing.focus_merge(0)
+    assert merge["merge float32 error"] < 1e-5 and merge["subtract float32 cosine"] > 0.999
+    assert routing.largest_group(torch.tensor([[.9, .1], [.8, .2], [.3, .7]])) == pytest.approx(2 / 3)
+    even = routing.focus_sinkhorn(0, T=256)
+    assert all(1 / 8 <= share <= 0.4 for share in even.values())
+
+
+def test_groups_that_are_classes_say_everything():
+    kinds = routing.classes_of("The cat, of 12.")
+    assert [routing.CLASSES[k] for k in kinds] == ["article"] * 3 + ["space"] + ["other"] * 3 + ["punctuation",
+    "space"] + [
+        "preposition"] * 2 + ["space", "digit", "digit", "punctuation"]
+    assert routing.mutual_information(kinds, kinds) == pytest.approx(1)
+    assert routing.mutual_information(np.zeros_like(kinds), kinds) == pytest.approx(0)
+
+
+def test_the_ranks_of_their_table():
+    by_scipy = -0.734927                        # scipy.stats.spearmanr of the same 16 rows
+    assert routing.focus_table(0)["correlation"] == pytest.approx(by_scipy, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+TOY = "--max_iters=3 --eval_interval=3 --batch_size=4 --eval_iters=1 --device=cpu"
+
+
+def run_claims(capsys, *flags):
+    eval_script.main(["claims", *map(str, flags)])
+    return capsys.readouterr()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Flags of a toy ledger. Training stays in this process, as processes of their own would take most of the time."""
+    def run_here(argv, **how):                  # [python, train.py, flags ...]
+        assert argv[1] == ROOT / "train.py"
+        return subprocess.CompletedProcess(argv, 0, train_here(argv[2:]), "")
+    monkeypatch.setattr(experiments, "subprocess", SimpleNamespace(run=run_here))
+    return f"--out_dir={tmp_path / 'claims'}", f"--train_args={TOY}", "--workers=1"
+
+
+def test_the_ledger_counts_what_its_table_has(capsys):
+    said = run_claims(capsys).out
+    for title, rows in PAPERS.items():
+        line = next(line for line in said.splitlines() if line.startswith(f"{title}: "))
+        assert sum(int(part.split()[0]) for part in line[len(title) + 2:].split(", ")) == len(rows)
+    assert all(f" {name}\n" in said for name in CLAIMS) and "all 70 claims: " in said
+
+
+def test_a_row_is_measured_once_and_twice_the_same(here, tmp_path, capsys):
+    flags = (*here, "--run=postnorm,gate-identity", "--seeds=3")
+    run_claims(capsys, *flags)
+    first = json.loads((tmp_path / "claims/claims.json").read_text())["claims"]
+    assert set(first) == {"postnorm", "gate-identity"} and first["postnorm"][""]["seeds"] == [3]
+    run = tmp_path / "claims/lab/postnorm-3"
+    before = (run / "ckpt.pt").stat().st_mtime
+    again = run_claims(capsys, *flags, "--json")
+    assert (run / "ckpt.pt").stat().st_mtime == before                  # nothing is trained twice
+    found = json.loads(again.out)
+    assert found["claims"] == first and found["verdicts"]["gate-identity"] == {"": A}
+    said = run_claims(capsys, *here, "--show=postnorm").out
+    assert "python train.py --preset=lab --seed=3" in said and "seed 3" in said and "rule" in said
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_run_goes_on_in_real_processes_and_gives_the_same(tmp_path, capsys):
+    flags = (f"--out_dir={tmp_path / 'claims'}", f"--train_args={TOY}", "--run=entmax-keeps-sink", "--seeds=2",
+             "--results", tmp_path / "x.json")
+    run_claims(capsys, *flags)
+    first = json.loads((tmp_path / "x.json").read_text())
+    (tmp_path / "claims/lab/entmax-2/meta.json").unlink()               # as if it had been cut short
+    kept = (tmp_path / "claims/lab/sparsemax-2/ckpt.pt").stat().st_mtime
+    run_claims(capsys, *flags)
+    assert (tmp_path / "claims/lab/sparsemax-2/ckpt.pt").stat().st_mtime == kept
+    again = json.loads((tmp_path / "x.json").read_text())
+    assert again["claims"]["entmax-keeps-sink"][""]["numbers"] == first["claims"]["entmax-keeps-sink"][""]["numbers"]
+
+
+def test_what_fails_is_named_and_the_rest_is_measured(here, tmp_path, capsys, monkeypatch):
+    def fails(argv, **how):
+        return subprocess.CompletedProcess(argv, 2, "", "step 1\ntrain.py: error: no luck today\n")
+    monkeypatch.setattr(experiments, "subprocess", SimpleNamespace(run=fails))
+    said = run_claims(capsys, *here, "--run=postnorm,gate-identity", "--seeds=2")
+    assert "--norm_place=post" in said.err and "failed: train.py: error: no luck today" in said.err
+    assert set(json.loads((tmp_path / "claims/claims.json").read_text())["claims"]) == {"gate-identity"}
+
+
+def test_wrong_words(capsys, tmp_path):
+    assert "there is no claim 'nonsense'" in complain(eval_script.main, capsys, "claims", "--show=nonsense")[1]
+    assert "choose from lab" in complain(eval_script.main, capsys, "claims", "--run=lab,nonsense")[1]
+    assert "whole numbers" in complain(eval_script.main, capsys, "claims", "--seeds=a")[1]
+    if not torch.cuda.is_available():
+        flags = ("claims", "--run=gpu-minutes", f"--out_dir={tmp_path}")
+        assert "--train_args" in complain(eval_script.main, capsys, *flags)[1]
+
+
+# ---------------------------------------------------------------------------------------------------- committed results
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return json.loads((ROOT / "results" / "claims.json").read_text())["claims"]
+
+
+def test_the_committed_numbers_are_those_that_the_rows_read(committed):
+    for name, found in committed.items():
+        for where, kept in found.items():
+            reading = readings(CLAIMS[name])[where][0]
+            assert {column: set(runs.split()) for column, (_, runs) in reading.reads.items()} == {
+                column: set(group) for column, group in kept["numbers"].items()}, (name, where)
+            assert judge(reading, kept["numbers"]) in VERDICTS
+
+
+def test_the_picture_shows_every_claim(committed, tmp_path):
+    view.draw(tmp_path / "all.png", committed)
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert verdicts_of(CLAIMS["lazy-vs-recurrent"], {}) == {"": NOT_RUN}
