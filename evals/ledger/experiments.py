@@ -133,7 +133,7 @@ COMMANDS = {
     "loss-top2": "loss --windows=128 --length=512 --topk=2",
     "loss-window128": "loss --windows=128 --length=512 --attn=window --window=128",
     "groups": "groups",
-    "focus": "focus --windows=64 --lengths=256,512 --k=1,2,3,4 --repeats=1",
+    "focus": "routers --windows=64 --lengths=256,512 --k=1,2,3,4 --repeats=1",
     "lengths": "lengths --lengths=512",
     "public-probe": "probe --windows=20 --length=64 --batch_size=20",
     "public-bos": "probe --windows=20 --length=64 --batch_size=20 --input=bos",
