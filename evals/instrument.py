@@ -35,7 +35,7 @@ import attention
 import mixers
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import load_weights, read_run, read_weights, what_is_new
+from common.runs import ROOT, load_weights, read_run, read_weights, what_is_new
 from data import files, tokens
 from model import GPT, GPTConfig
 
@@ -276,6 +276,11 @@ def mean_and_error(values):
     values = np.asarray(values, np.float64)
     error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
     return float(values.mean()), error
+
+
+def file_of_gpu(stem):
+    """Where this GPU's figures go, with the results that the repository comes with: results/STEM-h200.json."""
+    return str(ROOT / "results" / f"{stem}-{torch.cuda.get_device_name().split()[-1].lower()}.json")
 
 
 def save_numbers(path, numbers):

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 import kernels
 from common.machine import Machine
-from common.runs import ROOT
-from evals.instrument import save_numbers, table, whole_numbers
+from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
 
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio")
 RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}     # torch's names of its fused softmaxes
@@ -50,7 +49,7 @@ def with_sizes(args, machine):
     defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
         "lengths": "64,128", "tokens": 128, "n_embd": 128}
     if gpu:
-        defaults["out"] = str(ROOT / "results" / f"speed-{torch.cuda.get_device_name().split()[-1].lower()}.json")
+        defaults["out"] = file_of_gpu("speed")
     return dataclasses.replace(args, **{name: getattr(args, name) or default for name, default in defaults.items()})
 
 

@@ -19,6 +19,7 @@ import torch
 
 import mixers
 from common.flags import at_least, knob
+from common.runs import load_weights
 from data import tokens
 from evals import groups
 from evals.instrument import pyplot, read_windows, save_figure, table, whole_numbers
@@ -97,9 +98,7 @@ def full_attention(model):
     config = dataclasses.replace(model.config, attn="softmax", attn_args="", **plain)
     with torch.device("meta"):
         full = GPT(config)
-    state = model.state_dict()
-    full.load_state_dict({name: state[name] for name in full.state_dict()}, assign=True)
-    full.tie()
+    load_weights(full, model.state_dict(), "the run", copy=False)
     return full.eval()
 
 

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 import kernels
 from common.machine import Machine
-from common.runs import ROOT
-from evals.instrument import save_numbers, table, whole_numbers
-from mixers.focus import sparse
+from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
+from mixers.focus import Focus, sets_of, sparse
 
 WIDTH, WINDOW = 64, 128                         # of a head; keys that are seen whatever their group
 CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # groups, and how many of them a token is in
@@ -28,8 +27,7 @@ def command(args, run):
     gpu = machine.device.type == "cuda"
     lengths = args.lengths or "1024,4096,16384" + ",65536,262144,1048576" * gpu
     if gpu and not args.out:
-        name = torch.cuda.get_device_name().split()[-1].lower()
-        args = dataclasses.replace(args, out=str(ROOT / "results" / f"speed-focus-{name}.json"))
+        args = dataclasses.replace(args, out=file_of_gpu("speed-focus"))
     found = {T: time_length(T, args.n_head, args.repeats, machine) for T in whole_numbers(lengths, "lengths")}
     triton = kernels.triton.__version__ if kernels.AVAILABLE else None
     numbers = {"machine": str(machine), "triton": triton, "heads": args.n_head, "width": WIDTH, "window": WINDOW,
@@ -50,25 +48,19 @@ def time_length(T, heads, repeats, machine):
     seconds = machine.race(cases, repeats)
     return {"full": seconds["full"], "sparse": [
         {"groups": groups, "topk": topk, "ratio": seconds["full"] / seconds[groups, topk],
-         "pairs": pairs_kept(memberships(likes[groups], topk)[0])} for groups, topk in CASES]}
-
-
-def memberships(like, topk):
-    """Which groups each token likes best: (1, T, K), true or false."""
-    return torch.zeros_like(like, dtype=torch.bool).scatter(-1, like.topk(topk, -1).indices, True)
+         "pairs": pairs_kept(Focus.memberships(likes[groups], topk)[0])} for groups, topk in CASES]}
 
 
 def focus(q, k, v, like, topk, fused):
     """What a layer of Focus does in evaluation, from its shares of groups on."""
-    return sparse(q, k, v, memberships(like, topk), WINDOW, WIDTH ** -0.5, fused)[0]
+    return sparse(q, k, v, Focus.memberships(like, topk), WINDOW, WIDTH ** -0.5, fused)[0]
 
 
 def pairs_kept(members, window=WINDOW):
     """Of the pairs of tokens that are `window` or more apart, the share that has a group in common; None if there are
     none. members (T, K)."""
     T = len(members)
-    sets, own = members.unique(dim=0, return_inverse=True)              # (S, K), (T,)
-    meet = sets.float() @ sets.float().mT > 0                           # (S, S)
+    _, own, _, meet = sets_of(members)
     so_far = meet[:, own].cumsum(1)             # (S, T): tokens up to here that meet a set
     late = torch.arange(window, T, device=own.device)
     return (so_far[own[late], late - window].sum() / (late - window + 1).sum()).item() if len(late) else None

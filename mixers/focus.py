@@ -289,11 +289,17 @@ def sparse(q, k, v, members, local, scale, fused=False):
     return tuple(torch.stack(parts) for parts in zip(*sequences, strict=True))
 
 
+def sets_of(members):
+    """The different sets of groups among tokens, members (T, K): each token's as the bits of a number (T,), which of
+    the S sets it is (T,), how many tokens each has (S,), and which sets have a group in common (S, S)."""
+    bits = (members * 2 ** torch.arange(members.shape[1], device=members.device)).sum(-1)
+    sets, own, sizes = bits.unique(return_inverse=True, return_counts=True)
+    return bits, own, sizes, (sets[:, None] & sets) != 0
+
+
 def sparse_sequence(q, k, v, members, local, scale, fused):
     """One sequence: q (H, T, D), k and v with as many heads or fewer, members (T, K)."""
-    bits = (members * 2 ** torch.arange(members.shape[1], device=q.device)).sum(-1)     # (T,): a set is a number
-    sets, own, sizes = bits.unique(return_inverse=True, return_counts=True)             # (S,), (T,), (S,)
-    meet = (sets[:, None] & sets) != 0                                  # (S, S)
+    bits, own, sizes, meet = sets_of(members)
     order = own.argsort(stable=True)            # by set, and within it by place
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
@@ -380,16 +386,19 @@ class Focus(Attention):
 
     past, which generation carries, holds the tokens' shares of groups beside their keys and values.
     """
-    axes, refused, heads_by = AXES, REFUSED, "diff"
-    numbers = {"window": attention.Number(0), "topk": attention.Number(0, more_than_groups)}
+    axes, refused = AXES, REFUSED
+    numbers = {"window": attention.NUMBERS["window"], "topk": attention.Number(0, more_than_groups)}
     added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "middle", "steps")
 
     def __init__(self, config, layer):
-        self.groups = attention.constants(config, AXES)["groups"]
         super().__init__(config, layer)
         self.local, self.sight = self.sight.window, self.sight._replace(window=0)       # who is near; all are in sight
         self.causal = self.cached = self.choices["balance"].causal
         self.counted, self.penalty = None, 0.0
+
+    @property
+    def groups(self):
+        return self.args["groups"]
 
     @property
     def hard(self):
@@ -432,7 +441,8 @@ class Focus(Attention):
             counted = counted * machine.world * machine.main
         balance.settle(self, machine.mean(counted))
 
-    def memberships(self, g, k):
+    @staticmethod
+    def memberships(g, k):
         """The k largest groups of each token: (B, T, K), true or false."""
         return torch.zeros_like(g, dtype=torch.bool).scatter(-1, g.topk(k, -1).indices, True)
 
