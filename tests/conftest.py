@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,14 @@ if not torch.cuda.is_available():
 
 import attention  # noqa: E402
 from data import files, tokens  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def own_proxies(monkeypatch):
+    """urllib keeps to the proxies of its first request, so every test starts anew; its own servers need none."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    urllib.request.install_opener(None)
+
 
 # ---------------------------------------------------------------------------------------------------- which tests run
 

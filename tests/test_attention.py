@@ -1044,12 +1044,17 @@ def test_every_number_type_comes_back_and_is_accurate(attn, dtype):
     module = layer(attn, dtype=torch.float32)
     q, k, v, x = inputs(module, 40, dtype=dtype)
     x = x.float()                                                       # the layer's input has the layer's own type
-    o, exact = module.attend(q, k, v, x), module.double().attend(q.double(), k.double(), v.double(), x.double())
+    o = module.attend(q, k, v, x)
     assert o.dtype == dtype
+    # How far off may it be? As far as a few roundings of what goes in take the exact result: where signed weights
+    # cancel, and by powers and norms, that is more than a few roundings of what comes out.
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)   # the scalars are float32 all along
-    # a power multiplies relative errors, and so does a norm that makes small rows large
-    harder = module.args.get("power", 1) * (4 if module.config.out_norm != "none" else 1)
-    torch.testing.assert_close(o.double(), exact, rtol=0, atol=8 * harder * eps * exact.abs().max().item())
+    given = [a.double() for a in (q, k, v, x)]
+    exact = module.double().attend(*given)
+    noise = torch.Generator().manual_seed(0)
+    rounded = [a * (1 + eps * (2 * torch.rand(a.shape, generator=noise, dtype=a.dtype) - 1)) for a in given]
+    moved = (module.attend(*rounded) - exact).abs().max().item()
+    torch.testing.assert_close(o.double(), exact, rtol=0, atol=8 * max(eps * exact.abs().max().item(), moved))
 
 
 @recipes
