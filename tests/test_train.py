@@ -93,10 +93,11 @@ def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path
     assert same_weights(tmp_path, elastic_run)
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("attn", RECIPES)
-def test_every_recipe_learns(attn, tmp_path, data):
+def test_every_recipe_learns(attn, dtype, tmp_path, data):
     """From the loss of a guess to that of one who has read the text."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", *LEARN,
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", f"--dtype={dtype}", *LEARN,
                *(["--window=4"] if attn == "focus" else []))            # its router needs pairs beyond the window
     assert abs(losses(tmp_path)[0] - np.log(257)) < 0.1
     assert losses(tmp_path)[-1] < 3.5 and meta(tmp_path)["losses"]["val"] < 3.5
@@ -382,9 +383,11 @@ def test_gradient_accumulation_equals_one_big_batch(total, how, tmp_path, data):
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "big"), rtol=0, atol=1e-5)
 
 
-def test_two_ranks_equal_one_process(tmp_path, data):
+@pytest.mark.parametrize("attn", ["elastic", pytest.param("gated_deltanet", marks=pytest.mark.exhaustive),
+                                  pytest.param("titans", marks=pytest.mark.exhaustive)])
+def test_two_ranks_equal_one_process(attn, tmp_path, data):
     """12 sequences a step: micro-batches of 4 4 4, or of 4 2 on each rank."""
-    flags = ("--attn=elastic", "--gradient_accumulation_steps=3", "--eval_iters=3")
+    flags = (f"--attn={attn}", "--gradient_accumulation_steps=3", "--eval_iters=3")
     train(tmp_path / "2", data, *flags, ranks=2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *flags)
     one, two = (np.array([[float(x or 0) for x in row] for row in log_rows(tmp_path / ranks)[1:]]) for ranks in "12")
