@@ -133,7 +133,7 @@ def tried(job):
     try:
         do(job)
     except (ValueError, OSError, RuntimeError) as e:                    # one that fails must not cost the others
-        return f"{' '.join(job.words)}: {e}"
+        return f"{job.place}: {e}"
 
 
 def numbers_of(reading, jobs):

@@ -9,7 +9,6 @@ evals/report.py) and writes them to meta.json. The command collects them in a ta
 import dataclasses
 import math
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 import attention
 from common.flags import knob
-from common.runs import ROOT, finished_run
+from common.runs import ROOT, finished_run, output_of
 from data import files, tokens
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import markdown, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
@@ -122,10 +121,7 @@ def train_one(seed, folder, more):
     done = finished_run(folder, flags)
     if not done:                                # new, cut short, or of another lab
         print(f"training {folder.name}", file=sys.stderr, flush=True)
-        # a process each: nothing that one leaves behind, not even in memory, reaches the next
-        process = subprocess.run([sys.executable, ROOT / "train.py", *flags], capture_output=True, text=True)
-        if process.returncode:
-            raise ValueError(f"train.py {' '.join(flags)} failed: {process.stderr.strip().splitlines()[-1]}")
+        output_of("train.py", *flags)
         done = files.read_json(folder / "meta.json")
     return done
 

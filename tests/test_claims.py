@@ -2,14 +2,12 @@
 against what can be known by hand, and the command."""
 import json
 import math
-import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, complain
-from test_lab import train_here
+from test_lab import output_here
 
 import eval as eval_script
 import train as train_script
@@ -528,10 +526,7 @@ def run_claims(capsys, *flags):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """Flags of a toy ledger. Training stays in this process, as processes of their own would take most of the time."""
-    def run_here(argv, **how):                  # [python, train.py, flags ...]
-        assert argv[1] == ROOT / "train.py"
-        return subprocess.CompletedProcess(argv, 0, train_here(argv[2:]), "")
-    monkeypatch.setattr(experiments, "subprocess", SimpleNamespace(run=run_here))
+    monkeypatch.setattr(experiments, "output_of", output_here)
     return f"--out_dir={tmp_path / 'claims'}", f"--train_args={TOY}", "--workers=1"
 
 
@@ -573,11 +568,11 @@ def test_an_interrupted_run_goes_on_in_real_processes_and_gives_the_same(tmp_pat
 
 
 def test_what_fails_is_named_and_the_rest_is_measured(here, tmp_path, capsys, monkeypatch):
-    def fails(argv, **how):
-        return subprocess.CompletedProcess(argv, 2, "", "step 1\ntrain.py: error: no luck today\n")
-    monkeypatch.setattr(experiments, "subprocess", SimpleNamespace(run=fails))
+    def fails(script, *flags, **how):
+        raise ValueError(f"{script} {' '.join(flags)} failed: no luck today")
+    monkeypatch.setattr(experiments, "output_of", fails)
     said = run_claims(capsys, *here, "--run=postnorm,gate-identity", "--seeds=2")
-    assert "--norm_place=post" in said.err and "failed: train.py: error: no luck today" in said.err
+    assert "--norm_place=post" in said.err and "failed: no luck today" in said.err
     assert set(json.loads((tmp_path / "claims/claims.json").read_text())["claims"]) == {"gate-identity"}
 
 

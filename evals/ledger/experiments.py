@@ -11,16 +11,13 @@ each is trained once, whoever reads it.
 """
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from common.runs import ROOT, finished_run
+from common.runs import finished_run, output_of
 from data import files
 from evals.lab import flags_in_lab
 from evals.ledger import checks, routing
@@ -245,11 +242,8 @@ def do(job):
         found = LOOKS[name](rest[0])
     else:
         threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
-        process = subprocess.run([sys.executable, ROOT / name, *rest], capture_output=True, text=True,
-                                 env=os.environ | threads)
-        if process.returncode:
-            raise ValueError(f"failed: {(process.stderr.strip() or '?').splitlines()[-1]}")
+        output = output_of(name, *rest, **threads)
         if name != "eval.py":
             return
-        found = json.loads(process.stdout)
+        found = json.loads(output)
     files.write_json(job.place, {"words": job.words, "found": found})
