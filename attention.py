@@ -1230,7 +1230,7 @@ class Attention(nn.Module):
     axes, numbers = AXES, NUMBERS               # a mixer derived from this layer has others
     heads_by = "diff"                           # the axis that says how many heads q, k and v have
     refused = {}                                # axis: why its values mean nothing to a mixer that does not know them
-    penalty = 0.0                               # what the layer adds to the training loss
+    penalized, penalty = False, 0.0             # does the layer add to the training loss, and what
     added = ()                                  # names of parameters and buffers that a mixer adds to this layer's
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step

@@ -324,6 +324,11 @@ class GPT(nn.Module):
             return logits, None, *more
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1), *more
 
+    @property
+    def penalized(self):
+        """Does any layer ask for something on top of the loss?"""
+        return any(block.attn.penalized for block in self.transformer.h)
+
     def penalty(self):
         """What layers ask on top of the loss of the last training batch (Focus with --balance=entropy)."""
         return sum(block.attn.penalty for block in self.transformer.h)

@@ -265,8 +265,9 @@ def train(knobs, config, machine, folder, data, stored, flags):
     tokens.fixed_windows(val, config.block_size, 1, stride)             # better found now than at the first evaluation
 
     # the model, with fresh weights or another run's, all of it to be trained or a part
-    balanced = knobs.head_balance or config.balance == "entropy"        # then there is a loss beside the model's own
-    run, model = Run(knobs.out_dir, machine, ("balance",) if balanced else ()), GPT(config, knobs.seed)
+    model = GPT(config, knobs.seed)
+    balanced = knobs.head_balance or model.penalized                    # then there is a loss beside the model's own
+    run = Run(knobs.out_dir, machine, ("balance",) if balanced else ())
     if knobs.train_only == "lora":
         names = ("c_attn", "c_proj") if knobs.lora_on == "both" else (knobs.lora_on,)
         model.add_lora(names, knobs.lora_rank, knobs.seed)

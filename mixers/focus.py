@@ -394,7 +394,7 @@ class Focus(Attention):
         super().__init__(config, layer)
         self.local, self.sight = self.sight.window, self.sight._replace(window=0)       # who is near; all are in sight
         self.causal = self.cached = self.choices["balance"].causal
-        self.counted, self.penalty = None, 0.0
+        self.counted, self.penalized = None, self.choices["balance"].penalty is not None
 
     @property
     def groups(self):
