@@ -57,11 +57,23 @@ def faded(c):
     return (c[..., :, None, :] - c[..., None, :, :]).masked_fill(later[..., None], -math.inf).exp()
 
 
-def scores(a, b, left):
-    """a_i . b_j times what is left: (.., C, C)."""
-    if left.shape[-1] == 1:
-        return a @ b.mT * left[..., 0]
-    return torch.einsum("...id,...jd,...ijd->...ij", a, b, left)        # each channel of the keys fades at its own rate
+def scores(a, b, c):
+    """a_i . b_j, of which each channel fades from token j to token i; 0 for later j: (.., C, C). c as in `faded`.
+
+    Where each channel of the keys fades at its own rate, that is a sum over (.., C, C, D). So the chunk is halved: what
+    the later half sees of the earlier one fades first to the middle and from there on, which makes it a product of two
+    matrices, and no exponent is above 0. Source: the second level of chunks of GLA, Yang et al. 2312.06635, section 4.
+    """
+    if c.shape[-1] == 1:
+        return a @ b.mT * faded(c)[..., 0]
+    if a.shape[-2] <= 16:
+        return (a[..., :, None, :] * b[..., None, :, :] * faded(c)).sum(-1)
+    half = a.shape[-2] // 2
+    (a, later_a), (b, later_b), (c, later_c) = (x.tensor_split([half], -2) for x in (a, b, c))
+    middle = c[..., -1:, :]
+    across = (later_a * (later_c - middle).exp()) @ (b * (middle - c).exp()).mT
+    earlier = F.pad(scores(a, b, c), (0, across.shape[-2]))
+    return torch.cat([earlier, torch.cat([across, scores(later_a, later_b, later_c)], -1)], -2)
 
 
 def step(state, q, k, v, forget, erase=None):
@@ -73,12 +85,12 @@ def step(state, q, k, v, forget, erase=None):
     """
     S, = state
     c = forget.cumsum(-2)
-    left, end = faded(c), c[..., -1:, :]
+    end = c[..., -1:, :]
     u = v
     if erase is not None:
         u = v - erase * ((k * c.exp()) @ S)
-        u = torch.linalg.solve_triangular(erase * scores(k, k, left), u, upper=False, unitriangular=True)
-    o = (q * c.exp()) @ S + scores(q, k, left) @ u
+        u = torch.linalg.solve_triangular(erase * scores(k, k, c), u, upper=False, unitriangular=True)
+    o = (q * c.exp()) @ S + scores(q, k, c) @ u
     return o, (end.exp().mT * S + (k * (end - c).exp()).mT @ u,)
 
 

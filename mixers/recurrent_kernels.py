@@ -249,7 +249,7 @@ def read(inputs, U, States, O, c: tl.constexpr):
     q = load(head.q, inputs.q.row, i, inputs.T, 0, c.D, c.DP)                   # (C, DP)
     S = load(state_of(States, head, start, c), c.E, tl.arange(0, c.DP), c.D, left, c.E, c.BE)               # (DP, BE)
     u = load(begin(U, head.batch, head.number), U.row, i, inputs.T, left, c.E, c.BE)                      # (C, BE)
-    # o = (q * c.exp()) @ S + scores(q, k, left) @ u
+    # o = (q * c.exp()) @ S + scores(q, k, c) @ u
     o = times(q * first, S) + times(scores(head.q, inputs.q.row, inputs, head, start, c), u)
     save(O + head.rows * c.E, o, c.E, i, inputs.T, left, c.E, c.BE)
 
@@ -262,7 +262,7 @@ def read_back(inputs, DO, DR, c: tl.constexpr):
     head, start = my_chunk(inputs, c)
     i, left = start + tl.arange(0, c.C), tl.program_id(1) * c.BE
     do = load(DO + head.rows * c.E, c.E, i, inputs.T, left, c.E, c.BE)          # (C, BE)
-    # du = scores(q, k, left).mT @ do
+    # du = scores(q, k, c).mT @ do
     du = times(tl.trans(scores(head.q, inputs.q.row, inputs, head, start, c)), do)
     save(DR + head.rows * c.E, du, c.E, i, inputs.T, left, c.E, c.BE)
 
@@ -299,7 +299,7 @@ def gradients(inputs, U, States, DStates, DO, DR, DQ, DK, DC, DErase, c: tl.cons
     head, start = my_chunk(inputs, c)
     left, tiles = tl.program_id(1) * c.BD, tl.cdiv(c.D, c.BD)
     i, d = start + tl.arange(0, c.C), left + tl.arange(0, c.BD)
-    dp = tl.zeros((c.C, c.C), tl.float32)                                       # of scores(q, k, left),
+    dp = tl.zeros((c.C, c.C), tl.float32)                                       # of scores(q, k, c),
     da = dp                                                                     # of those by which w is read
     dq = tl.zeros((c.C, c.BD), tl.float32)
     dw, dk = dq, dq                                                             # of erase k, as w's query; and of k
