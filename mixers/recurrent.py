@@ -596,23 +596,23 @@ class Recurrent(Attention):
     def slopes(self, q, k, x):
         """How much o_i moves with v_j, as weights are given: (B, H, BLOCK or fewer, T). The mean over channels c of
         the derivative of o_ic in v_jc, which in an attention is w_ij; estimated along one direction of random signs
-        (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row is a pass of its own."""
+        (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row has a backward pass."""
         R, T = q.shape[2], k.shape[2]
         q, v = F.pad(q, (0, 0, T - R, 0)), self.prepare(q, k, self.projected(x, None)[2])[2]
         signs = torch.randint(2, v.shape[1:], generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
-        few = max(1, 2**19 // v.numel())        # rows at a time, each with a copy of the batch
         for start, stop in blocks(T - R, T):
-            some = torch.arange(start, stop, device=v.device).split(few)
-            yield torch.cat([self.slopes_of(rows, signs, q, k, v, x) for rows in some], 2)
+            seen = (y[..., :stop, :] for y in (signs, q, k, v, x))
+            yield F.pad(self.slopes_of(start, *seen), (0, T - stop))
 
     @torch.enable_grad()
-    def slopes_of(self, rows, signs, *inputs):
-        """`slopes` of these rows (R,), (B, H, R, T), in one backward pass."""
-        q, k, v, x = (y.detach().repeat(len(rows), *[1] * (y.dim() - 1)) for y in inputs)
-        o = self.read(q, k, v.requires_grad_(), x).unflatten(0, (len(rows), -1))    # (R, B, H, T, E)
-        asked = o[torch.arange(len(rows)), :, :, rows]                  # (R, B, H, E), each of its row
-        moved, = torch.autograd.grad((asked * signs[:, rows].movedim(1, 0)[:, None]).sum(), v)
-        return (moved.unflatten(0, (len(rows), -1)) * signs).mean(-1).movedim(0, 2)
+    def slopes_of(self, start, signs, q, k, v, x):
+        """`slopes` of the rows from start on, (B, H, T - start, T), a few at a time so that memory stays small."""
+        q, k, v, x = (y.detach() for y in (q, k, v, x))
+        asked = (self.read(q, k, v.requires_grad_(), x) * signs)[:, :, start:].sum((0, 1, 3))       # (T - start,)
+        few = max(1, 2**22 // v.numel())
+        moved = [torch.autograd.grad(asked, v, rows, retain_graph=True, is_grads_batched=True)[0]   # (few, B, H, T, E)
+                 for rows in torch.eye(len(asked), device=v.device, dtype=asked.dtype).split(few)]
+        return torch.cat([(each * signs).mean(-1) for each in moved]).movedim(0, 2)
 
     def flops_per_token(self):
         """Those of the recurrence, whose cost does not depend on the length; chunks spend more, on the same result."""
