@@ -223,10 +223,10 @@ def memory_of_descent(layer):
 
 
 def for_momentum(layer, q, k, v, forget, write, x):
-    """What `learn_deep` takes. The sum of a chunk's slopes moves, so the rate is over its length: there is no official
-    code, and with more it diverges."""
+    """What `learn_deep` takes. The sum of a chunk's slopes moves, each a sum over channels, so the rate is over both
+    numbers: there is no official code, and with more it diverges."""
     momentum = F.logsigmoid(wide(split_heads(layer.momentum(x), layer.heads, 1)))
-    return q, k, v - k, write / layer.args["chunk"], forget, momentum
+    return q, k, v - k, write / layer.args["chunk"] / layer.width, forget, momentum
 
 
 def deep_memory(layer, B):
@@ -234,8 +234,10 @@ def deep_memory(layer, B):
 
 
 def memory_of_momentum(layer):
+    """Initial values with which answers to a key of length 1 have a deviation near 1: smaller ones make the LayerNorm
+    in the loss so steep that the first chunks throw the memory far away."""
     H, D = layer.heads, layer.width
-    return inner_norm(layer) | {"memory_in": Normal(0.02, (H, D, 4 * D)), "memory_out": Normal(0.02, (H, 4 * D, D)),
+    return inner_norm(layer) | {"memory_in": Normal(D**-0.5, (H, D, 4 * D)), "memory_out": Normal(1.0, (H, 4 * D, D)),
                                 "momentum": nn.Linear(layer.config.n_embd, H)}
 
 
@@ -595,14 +597,16 @@ class Recurrent(Attention):
 
     def slopes(self, q, k, x):
         """How much o_i moves with v_j, as weights are given: (B, H, BLOCK or fewer, T). The mean over channels c of
-        the derivative of o_ic in v_jc, which in an attention is w_ij; estimated along one direction of random signs
-        (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row has a backward pass."""
+        the derivative of o_ic in v_jc, which in an attention is w_ij; estimated along one direction of random signs,
+        the same for every token (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row
+        has a backward pass."""
         R, T = q.shape[2], k.shape[2]
         q, v = F.pad(q, (0, 0, T - R, 0)), self.prepare(q, k, self.projected(x, None)[2])[2]
-        signs = torch.randint(2, v.shape[1:], generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
+        dice = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=dice).to(v) * 2 - 1
         for start, stop in blocks(T - R, T):
-            seen = (y[..., :stop, :] for y in (signs, q, k, v, x))
-            yield F.pad(self.slopes_of(start, *seen), (0, T - stop))
+            seen = (y[..., :stop, :] for y in (q, k, v, x))
+            yield F.pad(self.slopes_of(start, signs, *seen), (0, T - stop))
 
     @torch.enable_grad()
     def slopes_of(self, start, signs, q, k, v, x):
