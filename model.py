@@ -297,6 +297,8 @@ class GPT(nn.Module):
         """idx, targets: (B, T) token ids; targets of -1 do not count. cache: what new_cache() gave, filled by the
         earlier calls that idx goes on from. importance: return that of every head, too, (layers, heads). Raises
         ValueError where absolute positions run out."""
+        if cache is not None and cache[0].setdefault("config", self.config) != self.config:
+            raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         past = 0 if cache is None else cache[0].get("tokens", 0)        # tokens that the cache has seen
         ahead = self.ahead if past == 0 else 0                          # the sink token stands in the cache already
 

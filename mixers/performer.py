@@ -23,7 +23,7 @@ import torch
 
 from attention import Choice, Constant, Fixed, only
 from mixers.recurrent import AXES as STATES
-from mixers.recurrent import FORGETS, NEVER, WRITES, Recurrent, Rule
+from mixers.recurrent import FORGETS, WRITES, Recurrent, Rule
 
 
 def orthogonal_normal(m, D, dice):
@@ -53,7 +53,7 @@ def log_features(layer, q, k, v, forget, write, x):
     root, W = math.sqrt(layer.sight.scale), layer.directions.mT
     q, k = q / root, k * root
     b = k @ W - k.square().sum(-1, keepdim=True) / 2
-    return q @ W, torch.where(write == 0, NEVER, b), v                  # (one head of keys may do for all)
+    return q @ W, torch.where(write == 0, -1e30, b), v                  # (one head of keys may do for all)
 
 
 def step(state, a, b, v):

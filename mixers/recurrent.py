@@ -111,20 +111,23 @@ def run(one, state, inputs, size):
 
 # ---------------------------------------------------------------------------------- one chunk of a memory that learns
 
-NEVER = -1e30                                   # the logarithm of a momentum of 0 that may be summed
+
+def carry(M, q, k, u, c, arrived):
+    """Read and write a memory M (B, H, D, E), M_t = forget_t M_{t-1} + k_t u_t^T, of which arrived_ij (.., C, C) of
+    what token j wrote is there at token i. c (.., C, 1): the sums of log forget. Returns o and M."""
+    o = (q * c.exp()) @ M + (q @ k.mT * arrived) @ u
+    return o, c[..., -1:, :].exp() * M + (k * arrived[..., -1:, :].mT).mT @ u
 
 
-def carry(M, P, q, k, u, forget, momentum, spread):
-    """Read and write a memory M (B, H, D, E) that moves by a momentum P: P_t = momentum_t P_{t-1} + k_t u_t^T and
-    M_t = forget_t M_{t-1} + P_t. spread (C, 1): a factor on what token i sees of its own chunk. Returns o, M, P."""
+def carry_on(M, P, q, k, u, forget, momentum):
+    """The same of a memory that moves by a momentum P, P_t = momentum_t P_{t-1} + k_t u_t^T and M_t = forget_t M_{t-1}
+    + P_t. Returns o, M and P."""
     c, m = forget.cumsum(-2), momentum.cumsum(-2)
-    moving = faded(m)[..., 0]                   # (.., C, C): what of token j's write still moves at token i,
-    arrived = faded(c)[..., 0] @ moving * spread                        # and what of it has arrived in M by then
-    late = faded(c)[..., 0] @ m.exp()           # (.., C, 1): the same of the momentum that the chunk began with
-    o = (q * c.exp()) @ M + (q * late) @ P + (q @ k.mT * arrived) @ u
-    M = c[..., -1:, :].exp() * M + late[..., -1:, :] * P + (k * arrived[..., -1:, :].mT).mT @ u
-    P = m[..., -1:, :].exp() * P + (k * moving[..., -1:, :].mT).mT @ u
-    return o, M, P
+    left, moving = faded(c)[..., 0], faded(m)[..., 0]                   # (.., C, C): of what token j wrote, at token i
+    late = left @ m.exp()                       # (.., C, 1): what has come of the momentum that the chunk began with
+    o, M = carry(M, q, k, u, c, left @ moving)
+    return (o + (q * late) @ P, M + late[..., -1:, :] * P,
+            m[..., -1:, :].exp() * P + (k * moving[..., -1:, :].mT).mT @ u)
 
 
 def slope(z, v, weight, bias):
@@ -135,27 +138,29 @@ def slope(z, v, weight, bias):
     return (g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True)) / deviation
 
 
-def learn(state, q, k, v, rate, forget, momentum):
+def learn(state, q, k, v, rate, forget):
     """One chunk of a memory z = k M, each token a step of gradient descent whose slope is taken where the chunk began.
-    The weight and bias of the norm in its loss, and carry's spread, ride along in the state. Source: the dual form of
-    TTT-linear, Sun et al. 2407.04620, section 2.5."""
-    M, P, weight, bias, spread = state
-    u = -rate * slope(k @ M, v, weight, bias)
-    o, M, P = carry(M, P, q, k, u, forget, momentum, spread[:, :, :q.shape[2]])
-    return o, (M, P, weight, bias, spread)
+    The weight and bias of the norm in its loss ride along in the state, and so does spread (C, 1), a factor on what
+    token i sees of its own chunk. Source: the dual form of TTT-linear, Sun et al. 2407.04620, section 2.5."""
+    M, weight, bias, spread = state
+    u, c = -rate * slope(k @ M, v, weight, bias), forget.cumsum(-2)
+    o, M = carry(M, q, k, u, c, faded(c)[..., 0] * spread[:, :, :q.shape[2]])
+    return o, (M, weight, bias, spread)
 
 
 def learn_deep(state, q, k, v, rate, forget, momentum):
-    """The same of an MLP, z = gelu(k M) N: two such memories, the second one's keys are the first one's answers.
-    Titans, Behrouz et al. 2501.00663, sections 3.1 and 3.2, with two layers."""
+    """The same of an MLP, z = gelu(k M) N: two such memories, the second one's keys are the first one's answers. The
+    neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no attention beside
+    it), with two layers. The paper's loss is |z - v|^2; here, as in TTT and fla, it goes through a residual and a
+    LayerNorm, and so does the answer."""
     M, P, N, Q, weight, bias = state
     z = k @ M
     h = F.gelu(z)
     g = slope(h @ N, v, weight, bias)
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
-    a, M, P = carry(M, P, q, k, -rate * below, forget, momentum, 1.0)
-    o, N, Q = carry(N, Q, F.gelu(a), h, -rate * g, forget, momentum, 1.0)
+    a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
+    o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q, weight, bias)
 
 
@@ -196,6 +201,8 @@ def needs_small_writes(config, args):
                 "has no bound: use beta")
     if config.qk_norm != "l2":
         return "--rule=delta takes off what stands under a key of length 1: give --qk_norm=l2"
+    if config.feature != "none":
+        return "--rule=delta takes off what stands under a key of length 1, which --feature would change"
 
 
 def one_rate(config, args):
@@ -206,14 +213,13 @@ def one_rate(config, args):
 def for_descent(layer, q, k, v, forget, write, x):
     """What `learn` takes: one more number of q and k, always 1, makes a bias of a row of M; the answer to a key is
     k + LayerNorm, so that the norm is to be v - k."""
-    momentum = torch.full_like(forget, NEVER)
-    return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0), v - k, write / layer.width, forget, momentum
+    return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0), v - k, write / layer.width, forget
 
 
 def linear_memory(layer, B):
-    M = torch.cat([layer.memory, layer.memory_bias], 1)
+    M = wide(torch.cat([layer.memory, layer.memory_bias], 1))
     spread = 1 / torch.arange(1, len(layer.place) + 1, device=M.device) + layer.place   # steps of a chunk are averaged
-    return (*at_rest(M, B), *norm_in_the_loss(layer, B), wide(spread).clamp(min=0)[:, None].expand(B, 1, -1, 1))
+    return (M.expand(B, *M.shape), *norm_in_the_loss(layer, B), wide(spread).clamp(min=0)[:, None].expand(B, 1, -1, 1))
 
 
 def memory_of_descent(layer):
@@ -282,14 +288,14 @@ RULES = {
 
 def gamma(layer, x):
     """forget_h = 1 - 2^(-5-h), fixed: half-lives from 22 tokens on, twice as long from head to head. RetNet, Sun et al.
-    2307.08621, eq. 8."""
+    2307.08621, eq. 8; torchscale also divides by max(|sum of a row's weights|, 1), here the norm on the output does."""
     h = torch.arange(layer.heads, dtype=torch.float64)
     return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
 
 
 def gla_gate(layer, x):
     """forget = sigmoid(x W1 W2 + b)^(1/16), one for each channel of a key, through 16 numbers. GLA, Yang et al.
-    2312.06635, section 4.4."""
+    2312.06635, section 4.4; their keys have half the width of the values, here the same."""
     return F.logsigmoid(wide(split_heads(layer.fade(x), layer.heads, -1))) / 16
 
 
@@ -304,13 +310,14 @@ def time_step(layer, x):
 
 
 def time_gate(layer, x):
-    """forget = exp(-A_h dt_t). Mamba2; Gated DeltaNet, Yang et al. 2412.06464."""
+    """forget = exp(-A_h dt_t). Mamba2; Gated DeltaNet, Yang et al. 2412.06464. Their code gives the convolution of
+    Mamba2 a bias, and twice the width and 128 numbers of state a head; here it is as wide as all others."""
     return -layer.A_log.exp()[:, None, None] * time_step(layer, x)
 
 
 def time_scalars(layer):
     """The papers draw A from U(1, 16) (or U(0, 16)) and the softplus of b from 0.001 to 0.1, evenly in its logarithm;
-    here heads are spread evenly over both."""
+    here heads are spread evenly over both at once, the first slow in both, the last fast."""
     spread = (torch.arange(layer.heads) + 0.5) / layer.heads
     dt = torch.exp(math.log(0.001) + spread * math.log(100))
     return {"dt": nn.Linear(layer.config.n_embd, layer.heads, bias=False), "A_log": (1 + 15 * spread).log(),
@@ -458,7 +465,7 @@ class Recurrent(Attention):
             places = self.rule.places(torch.arange(seen, seen + x.shape[1], device=x.device), self.args["chunk"])
             frequency = attention.rope_frequencies(self.config, self.width, x.device)
             q, k = (attention.rotate(y, frequency, places) for y in (q, k))
-        attend = self.attend if past is None else partial(self.attend, past=past)
+        attend = self.attend if past is None else partial(self.attend, past=past)       # which instruments replace
         y = attend(q, k, v, x, None)            # (B, H, T, E)
         if past is not None:
             past["tokens"] = seen + x.shape[1]
@@ -468,10 +475,10 @@ class Recurrent(Attention):
         """Queries, keys and values (B, heads, T, width), through the short convolution where there is one."""
         y = self.c_attn(x)
         if self.choices["conv"].does:
-            before = y.new_zeros(len(y), CONV_REACH, y.shape[2]) if not past else past["conv"]
+            before = (past or {}).get("conv", y.new_zeros(len(y), CONV_REACH, y.shape[2]))
             y = torch.cat([before, y], 1)
             if past is not None:
-                past["conv"] = y[:, -CONV_REACH:]
+                past["conv"] = y[:, -CONV_REACH:].clone()               # a view would keep all of y alive
             y = self.through("conv", y)
         parts = y.split([heads * width for heads, width in self.shapes.values()], -1)
         q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
@@ -554,7 +561,7 @@ class Recurrent(Attention):
             outputs.append(o)
         past["state"] = state
         if self.rule.start:
-            past["rows"] = [y[:, :, full:] for y in inputs]
+            past["rows"] = [y[:, :, full:].clone() for y in inputs]
         if full < T:
             outputs.append(run(self.rule.does, state, past["rows"], size)[0])
         return torch.cat(outputs, 2)[:, :, -new:]
@@ -579,23 +586,32 @@ class Recurrent(Attention):
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """The w_ij of o_i = sum_j w_ij v_j before norm and gate, a block of rows at a time: (B, H, BLOCK or fewer, T).
-        Memory is O(T): they are what comes out where each value is a mark of its own place. Where the rule is not
-        linear in the values there are no such w_ij, and `slopes` stand in."""
+        Where the rule is not linear in the values there are no such w_ij, and `slopes` stand in. sight: see attend."""
         self.check(k, x, table)
-        if not self.rule.linear:
-            yield from self.slopes(q, k, x)
+        look = self.marks if self.rule.linear else self.slopes
+        if sight is None or sight.hidden < 0:
+            yield from look(q, k, x)
             return
+        row = k.shape[2] - q.shape[2]
+        for w, without in zip(look(q, k, x), look(q, k, x, sight.hidden), strict=True):
+            here = torch.arange(row, row + w.shape[2], device=w.device) == sight.hidden
+            row += w.shape[2]
+            yield torch.where(here[:, None], w, without)
+
+    def marks(self, q, k, x, hidden=-1):
+        """weight_blocks of a rule that is linear in the values: what comes out where each value is a mark of its own
+        place. Memory is O(T)."""
         R, T = q.shape[2], k.shape[2]
         places, past = torch.arange(T, device=q.device), {}
         q = F.pad(q, (0, 0, T - R, 0))
         for start, stop in (*blocks(0, T - R), *blocks(T - R, T)):
             marks = (places[start:stop, None] == places).to(x.dtype).expand(len(k), self.heads, -1, -1)
             rows = slice(start, stop)
-            w = self.read(q[:, :, rows], k[:, :, rows], marks, x[:, rows], past)
+            w = self.read(q[:, :, rows], k[:, :, rows], marks, x[:, rows], past, hidden - start)
             if start >= T - R:
                 yield w
 
-    def slopes(self, q, k, x):
+    def slopes(self, q, k, x, hidden=-1):
         """How much o_i moves with v_j, as weights are given: (B, H, BLOCK or fewer, T). The mean over channels c of
         the derivative of o_ic in v_jc, which in an attention is w_ij; estimated along one direction of random signs,
         the same for every token (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row
@@ -606,13 +622,14 @@ class Recurrent(Attention):
         signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=dice).to(v) * 2 - 1
         for start, stop in blocks(T - R, T):
             seen = (y[..., :stop, :] for y in (q, k, v, x))
-            yield F.pad(self.slopes_of(start, signs, *seen), (0, T - stop))
+            yield F.pad(self.slopes_of(start, signs, hidden, *seen), (0, T - stop))
 
     @torch.enable_grad()
-    def slopes_of(self, start, signs, q, k, v, x):
+    def slopes_of(self, start, signs, hidden, q, k, v, x):
         """`slopes` of the rows from start on, (B, H, T - start, T), a few at a time so that memory stays small."""
         q, k, v, x = (y.detach() for y in (q, k, v, x))
-        asked = (self.read(q, k, v.requires_grad_(), x) * signs)[:, :, start:].sum((0, 1, 3))       # (T - start,)
+        o = self.read(q, k, v.requires_grad_(), x, hidden=hidden)
+        asked = (o * signs)[:, :, start:].sum((0, 1, 3))                # (T - start,)
         few = max(1, 2**22 // v.numel())
         moved = [torch.autograd.grad(asked, v, rows, retain_graph=True, is_grads_batched=True)[0]   # (few, B, H, T, E)
                  for rows in torch.eye(len(asked), device=v.device, dtype=asked.dtype).split(few)]

@@ -377,6 +377,10 @@ def problems(q, k, v, forget, erase):
            or erase is not None and erase.shape != (B, H, T, 1)), (
         f"q and k (B, H or 1, T, D), v (B, H, T, E), forget (B, H, T, 1 or D) and erase (B, H, T, 1) must agree, "
         f"but they are {shapes}")
+    if v.device.type == "cpu" and not torch.compiler.is_compiling():    # a GPU would have to be waited for
+        yield erase is not None and not bool(((erase >= 0) & (erase <= 1)).all()), (
+            "erase is the share of what stands under a key that is taken off: from 0 to 1")
+        yield forget is not None and bool((forget > 0).any()), "forget is the logarithm of a share: at most 0"
 
 
 def sums_of_chunks(forget, size):

@@ -328,6 +328,8 @@ def test_a_hidden_token_is_read_by_itself_alone(attn):
     here = (torch.arange(30) == 4)[:, None]
     other = module.attend(q, torch.where(here, -k, k), torch.where(here, 2 * v + 1, v), x, sight=hidden)
     torch.testing.assert_close(other[:, :, 5:], o[:, :, 5:], rtol=0, atol=1e-12)
+    w, free = module.weights_of(q, k, x, sight=hidden), module.weights_of(q, k, x)
+    assert (w[:, :, 5:, 4] == 0).all() and torch.equal(w[:, :, :5], free[:, :, :5])
 
 
 @recipes
@@ -445,7 +447,7 @@ def test_mamba2_of_transformers_is_ours_on_the_same_weights():
     ({"attn_args": "chunk=0"}, "from 1 to"), ({"attn_args": "chunk=2.5"}, "WHOLE"),
     ({"attn": "softmax", "forget": "fixed"}, "mixer attention"), ({"mixer": "attention"}, "softmax, elastic"),
     ({"write": "dt"}, "forget=dt"), ({"attn": "mamba2", "rule": "delta"}, "has no bound"),
-    ({"attn": "gla", "normalize": "sum"}, "either sign")])
+    ({"attn": "deltanet", "feature": "elu"}, "key of length 1"), ({"attn": "gla", "normalize": "sum"}, "either sign")])
 def test_what_means_nothing_says_so(choices, reason):
     with pytest.raises(ValueError, match=reason):
         config = tiny_config(**{"attn": "retnet"} | choices)
@@ -462,3 +464,14 @@ def test_inputs_that_do_not_fit_say_so():
     module(x, past)
     with pytest.raises(ValueError, match="another recipe"):
         layer("gla", n_head=2)(x, past)
+
+
+@pytest.mark.parametrize("first, then", [("retnet", "gla"), ("deltanet", "mamba2"), ("retnet", "deltanet"),
+                                         ("softmax", "retnet"), ("retnet", "softmax"), ("ttt", "titans")])
+def test_a_cache_that_another_recipe_began_is_refused(first, then):
+    begun, other = (GPT(tiny_config(attn=attn)).eval() for attn in (first, then))
+    idx, cache = torch.arange(5)[None], begun.new_cache()
+    begun(idx, cache=cache)
+    with pytest.raises(ValueError, match="another recipe"):
+        other(idx, cache=cache)
+    begun(idx, cache=cache)

@@ -166,6 +166,14 @@ def test_mistakes_are_explained(changes, message):
         recurrent_kernels.recur(**x | {name: y.to(DEVICE) for name, y in changes.items()})
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is on a GPU is not looked at")
+@pytest.mark.parametrize("changes, message", [
+    ({"erase": torch.full((1, 2, 9, 1), 1.5)}, "from 0 to 1"), ({"forget": torch.ones(1, 2, 9, 1)}, "at most 0")])
+def test_rates_out_of_range_are_explained(changes, message):
+    with pytest.raises(ValueError, match=message):
+        recurrent_kernels.recur(**draw("gated delta", 9) | changes)
+
+
 def test_who_has_a_kernel():
     assert mixers.choose_kernel(tiny_config(attn="gla", kernel="triton"), DEVICE) == "triton"
     with pytest.raises(ValueError, match="rule descent of a state has no kernel"):
