@@ -34,7 +34,9 @@ def check_axes(config):
         value, known = getattr(config, axis), (mixer.axes | {"mixer": MIXERS}).get(axis, [default])
         if value in known or axis in mixer.numbers:
             continue
-        why = mixer.refused.get(axis) or f"it knows {', '.join(map(str, known))}"
+        others = [name for name, other in MIXERS.items() if value in other.axes.get(axis, ())]
+        why = mixer.refused.get(axis) or (f"it knows {', '.join(map(str, known))}" if axis in mixer.axes else
+                                          f"it is of mixer {' or '.join(others)}")
         raise ValueError(f"--{axis}={value} means nothing to mixer {config.mixer} of --attn={config.attn}: {why}")
     attention.check_axes(config, mixer.axes, mixer.numbers)
 
