@@ -27,7 +27,7 @@ from common.machine import Machine
 from common.runs import ROOT, made_by
 from data import files
 from evals.instrument import whole_numbers
-from evals.ledger.book import CLAIMS, fits, jobs_of, readings, runs_of, seeds_of, verdicts_of
+from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
 from evals.ledger.claim import COSTS
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
 from evals.ledger.view import draw, ledger, shown
@@ -62,7 +62,7 @@ def command(args, run):
     """What five papers claim, and what is found here: with --run measured, else as it was found."""
     where = Place(args.out_dir, args.books, args.train_args)
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
-    results = files.read_json(place) if place.exists() else {"claims": {}}
+    results = {"claims": readable(files.read_json(place)["claims"] if place.exists() else {})}
     asked = wanted(args) if args.run else []
     if asked:
         measure(asked, args, where, results)
@@ -123,7 +123,7 @@ def measure(asked, args, where, results):
         if numbers:
             found = {**about, "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
-            kept[name] = merged(kept[name], found) if name in kept and fits(reading, kept[name]["numbers"]) else found
+            kept[name] = merged(kept[name], found) if name in kept else found
 
 
 def merged(old, new):

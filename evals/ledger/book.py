@@ -50,12 +50,19 @@ def jobs_of(reading, seeds, where):
 def verdicts_of(claim, found):
     """{where: verdict} of a claim, from what was found of it."""
     judged = {name: judge(reading, found[name]["numbers"]) for name, (reading, _) in readings(claim).items()
-              if name in found and fits(reading, found[name]["numbers"])}
+              if name in found}
     return {"": NOT_RUN} | judged
 
 
+def readable(found):
+    """{claim: {where: what was found}} without what another version of the ledger measured: other columns or runs."""
+    return {claim.id: {name: found[claim.id][name] for name, (reading, _) in readings(claim).items()
+                       if name in found[claim.id] and fits(reading, found[claim.id][name]["numbers"])}
+            for claim in CLAIMS.values() if claim.id in found}
+
+
 def fits(reading, numbers):
-    """Are these the columns and the runs that it reads? An earlier ledger may have read others."""
+    """Are these the columns and the runs that it reads?"""
     return {column: runs.split() for column, (_, runs) in reading.reads.items()} == {
         column: list(group) for column, group in numbers.items()}
 

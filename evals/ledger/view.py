@@ -4,7 +4,7 @@ import textwrap
 import numpy as np
 
 from evals.instrument import pyplot, save_figure, table
-from evals.ledger.book import PAPERS, fits, flips, jobs_of, readings, seeds_of, verdicts_of
+from evals.ledger.book import PAPERS, flips, jobs_of, readings, seeds_of, verdicts_of
 from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS
 from evals.ledger.experiments import CHECKS, CONSTANT, all_jobs
 
@@ -92,7 +92,7 @@ def shown(claim, results, where):
     for name, (reading, _) in readings(claim).items():
         jobs = jobs_of(reading, seeds_of(claim, reading, found.get(name, {}).get("seeds", [2])), where)
         parts.append(f"\n{name or 'as it stands'}: {verdicts.get(name, NOT_RUN)}\n")
-        if name in found and fits(reading, found[name]["numbers"]):
+        if name in found:
             parts += [hanging("decided by", line) for line in ["; ".join(decided_by(verdicts[name]))] if line]
             parts.append(by_seed(found[name]))
         parts += [f"\n{commands(claim, jobs)}"]
