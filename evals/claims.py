@@ -95,7 +95,7 @@ def without_gpu(asked, args):
     large = timed or any("@gpu" in run for _, _, reading in asked for run in runs_of(reading))
     if large and (not args.train_args or timed == asked):
         raise ValueError(f"--run={args.run} times kernels or trains models of 30M parameters and wants a GPU; models "
-                         "can be tried small: --train_args='--n_layer=2 --n_embd=32 --n_head=2 --max_iters=3 "
+                         "can be tried small: --train_args='--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 "
                          "--eval_interval=3'")
     if timed:
         print(f"left out, for they time kernels and want a GPU: {', '.join(claim.id for claim, *_ in timed)}",

@@ -2,6 +2,7 @@
 against what can be known by hand, and the command."""
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -506,7 +507,7 @@ def jobs():
     return list(dict.fromkeys(everything()))
 
 
-SMALL = "--n_layer=2 --n_embd=32 --n_head=2 --max_iters=3 --eval_interval=3"
+SMALL = "--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 --eval_interval=3"
 
 
 def test_every_training_command_makes_a_model(jobs):
@@ -518,7 +519,8 @@ def test_every_training_command_makes_a_model(jobs):
         fresh = [word for word in words if not word.startswith("--init_from")]          # there is no such run yet
         for small in ([], SMALL.split()):       # these are what a GPU's rows are tried out with
             knobs = train_script.settle_knobs(parser.parse_args(fresh + small))[0]
-            GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
+            config = GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
+            train_script.check_balance(SimpleNamespace(**knobs), config)
 
 
 def test_every_other_command_parses_and_every_look_exists(jobs):

@@ -23,7 +23,8 @@ def ledger(found, names):
         parts += [f"{title}: {counted(verdicts)}"] * bool(claims)
         parts += [row(claim, verdict, found.get(claim.id, {})) for claim, verdict in zip(claims, verdicts, strict=True)]
         everything += verdicts
-    return "\n\n".join([*parts, f"all {len(everything)} claims: {counted(everything)}"])
+    total = f"all {len(everything)} claims: {counted(everything)}"
+    return "\n\n".join([*parts, *[total] * (len(everything) > 1)])
 
 
 def counted(verdicts):
