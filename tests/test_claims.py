@@ -2,7 +2,6 @@
 against what can be known by hand, and the command."""
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -520,7 +519,8 @@ def test_every_training_command_makes_a_model(jobs):
         for small in ([], SMALL.split()):       # these are what a GPU's rows are tried out with
             knobs = train_script.settle_knobs(parser.parse_args(fresh + small))[0]
             config = GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
-            train_script.check_balance(SimpleNamespace(**knobs), config)
+            heads = train_script.Train(**fields_of(train_script.Train, knobs) | {"train_only": "all"})
+            train_script.check_balance(heads, config)
 
 
 def test_every_other_command_parses_and_every_look_exists(jobs):
