@@ -10,8 +10,9 @@ ledger/experiments.py holds the runs, which claims share, checks.py and routing.
 book.py all claims and their verdicts, view.py how they are shown.
 
 What was measured stands in results/claims.json, by claim and seed; verdicts are taken from it anew at every call. A
---run that is cut short goes on where it was.
+--run that is cut short goes on where it was, and one with other seeds adds them to those that are there.
 """
+import difflib
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,9 @@ from common.machine import Machine
 from common.runs import ROOT, made_by
 from data import files
 from evals.instrument import whole_numbers
-from evals.ledger.book import CLAIMS, jobs_of, readings, seeds_of, verdicts_of
+from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
 from evals.ledger.claim import COSTS
-from evals.ledger.experiments import COMMANDS, LOOKS, Place, all_jobs, do, result_of
+from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
 from evals.ledger.view import draw, ledger, shown
 
 
@@ -51,43 +52,55 @@ class ClaimsFlags:
         whole_numbers(self.seeds, "seeds")
         for name in [*([self.show] if self.show else []), *(self.run.split(",") if self.run else [])]:
             if name not in CLAIMS and not (name in COSTS and name != self.show):
-                raise ValueError(f"there is no claim {name!r}: choose from {', '.join([*COSTS, *CLAIMS])}")
+                near = difflib.get_close_matches(name, [*COSTS, *CLAIMS], n=1)
+                hint = f", did you mean {near[0]}?" if near else "."
+                raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all; --run takes "
+                                 f"{', '.join(COSTS)}, too")
 
 
 def command(args, run):
     """What five papers claim, and what is found here: with --run measured, else as it was found."""
     where = Place(args.out_dir, args.books, args.train_args)
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
-    results = files.read_json(place) if place.exists() else {"claims": {}}
-    if args.run:
-        asked = wanted(args.run)
-        check_gpu(asked, args)
+    results = {"claims": readable(files.read_json(place)["claims"] if place.exists() else {})}
+    asked = wanted(args) if args.run else []
+    if asked:
         measure(asked, args, where, results)
         files.write_json(place, results)
     if args.png:
         draw(args.png, results["claims"])
     verdicts = {name: verdicts_of(claim, results["claims"].get(name, {})) for name, claim in CLAIMS.items()}
-    text = shown(CLAIMS[args.show], results, where) if args.show else ledger(results["claims"])
+    text = shown(CLAIMS[args.show], results, where) if args.show else ledger(
+        results["claims"], {claim.id for claim, *_ in asked} or CLAIMS)
     return results | {"verdicts": verdicts}, text
 
 
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def wanted(text):
+def wanted(args):
     """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim those that cost
-    no more than itself."""
-    names, costs = text.split(","), list(COSTS)
-    return [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
-            if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
+    no more than itself. Raises ValueError where there is nothing to measure, or where it takes a GPU."""
+    names, costs = args.run.split(","), list(COSTS)
+    asked = [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
+             if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
+    if not asked:
+        raise ValueError(f"--run={args.run}: out of reach, there is nothing to measure; --show=ID says why")
+    return asked if torch.cuda.is_available() else without_gpu(asked, args)
 
 
-def check_gpu(asked, args):
-    """Raise ValueError where models would be trained for days."""
-    large = any("@gpu" in run for _, _, reading in asked for _, run in reading.reads.values())
-    if large and not torch.cuda.is_available() and not args.train_args:
-        raise ValueError(f"--run={args.run} trains models of 30M parameters and wants a GPU; to try it without one, "
-                         "make them small: --train_args='--n_layer=2 --n_embd=32 --max_iters=3 --eval_interval=3'")
+def without_gpu(asked, args):
+    """What can be tried without one: no clocks, and large models only where --train_args make them small."""
+    timed = [row for row in asked if not TIMED.keys().isdisjoint(runs_of(row[2]))]
+    large = timed or any("@gpu" in run for _, _, reading in asked for run in runs_of(reading))
+    if large and (not args.train_args or timed == asked):
+        raise ValueError(f"--run={args.run} times kernels or trains models of 30M parameters and wants a GPU; models "
+                         "can be tried small: --train_args='--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 "
+                         "--eval_interval=3'")
+    if timed:
+        print(f"left out, for they time kernels and want a GPU: {', '.join(claim.id for claim, *_ in timed)}",
+              file=sys.stderr)
+    return [row for row in asked if row not in timed]
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -102,10 +115,28 @@ def measure(asked, args, where, results):
     do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
     about = made_by() | {"machine": str(Machine())}
     for claim, name, reading in asked:
-        numbers = numbers_of(reading, jobs[claim.id, name])
+        try:
+            numbers = numbers_of(reading, jobs[claim.id, name])
+        except ValueError as e:                 # one that has nothing there must not cost the others
+            print(e, file=sys.stderr)
+            continue
         if numbers:
             found = {**about, "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
-            results["claims"].setdefault(claim.id, {})[name] = found
+            kept = results["claims"].setdefault(claim.id, {})
+            kept[name] = merged(kept[name], found) if name in kept else found
+
+
+def merged(old, new):
+    """By seed: what was measured again is the new, the rest stays; earlier: where the latter was made."""
+    stay = [seed for seed in old["seeds"] if seed not in new["seeds"]]
+    if not stay:
+        return new
+    seeds = sorted(stay + new["seeds"])
+    numbers = {column: {run: [old["numbers"][column][run][old["seeds"].index(seed)] if seed in stay else
+                              values[new["seeds"].index(seed)] for seed in seeds] for run, values in group.items()}
+               for column, group in new["numbers"].items()}
+    earlier = {name: value for name, value in old.items() if name != "numbers"} | {"seeds": stay}
+    return new | {"seeds": seeds, "numbers": numbers, "earlier": earlier}
 
 
 def do_all(jobs, workers):

@@ -14,8 +14,9 @@ import kernels
 from common.machine import Machine
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
 
-COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio")
-RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION"}     # torch's names of its fused softmaxes
+COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio")
+RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION",     # torch's names of its fused softmaxes,
+          "sdpa efficient": "EFFICIENT_ATTENTION"}                      # of which this one has float32, too
 
 # products of a T x T and a T x width matrix that each needs: (forward, backward); of tda a view, for two are one pass
 PRODUCTS = {
@@ -94,7 +95,8 @@ def our_cases(q, k, v):
 
 def time_kernels(T, width, args, machine):
     """Time every case at one size, forward and backward apart. Returns {name: {"forward", "backward": TFLOP/s,
-    "forward_ratio", "backward_ratio": speed against our softmax}}, or of what does not run {name: {"missing": why}}."""
+    "forward_ratio", "backward_ratio", "both_ratio": speed against our softmax}}, or of what does not run {name:
+    {"missing": why}}."""
     batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # as much work at every length and width
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
@@ -112,10 +114,11 @@ def time_kernels(T, width, args, machine):
             rows[name] = {"missing": str(e).splitlines()[0]}
     seconds = {"forward": machine.race({name: cases[name][0] for name in backward}, args.repeats),
                "backward": machine.race(backward, args.repeats)}
+    both = {name: sum(times[name] for times in seconds.values()) for name in backward}
     base = "softmax" if "softmax" in backward else next(iter(backward))
     for name in backward:
         # a product is 2 T T width operations for each head, of which causality needs half
         operations = {way: n * batch * heads * T * T * width for way, n in zip(seconds, cases[name][1:], strict=True)}
         rows[name] = {way: operations[way] / times[name] / 1e12 for way, times in seconds.items()}
-        rows[name] |= {f"{way}_ratio": times[base] / times[name] for way, times in seconds.items()}
+        rows[name] |= {f"{way}_ratio": times[base] / times[name] for way, times in (seconds | {"both": both}).items()}
     return rows

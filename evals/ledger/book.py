@@ -2,8 +2,8 @@
 import numpy as np
 
 from evals.ledger import emerges, focus, lazy, native_moe, threshold
-from evals.ledger.claim import NOT_RUN
-from evals.ledger.experiments import PUBLIC, TIMED, job_of
+from evals.ledger.claim import GATE, NOT_RUN, SINK, decide
+from evals.ledger.experiments import CONSTANT, PUBLIC, TIMED, job_of
 
 PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
 CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
@@ -23,15 +23,19 @@ def readings(claim):
 
 def cost_of(reading):
     """The class of the same question to other runs."""
-    runs = " ".join(runs for _, runs in reading.reads.values()).split()
-    public, gpu = any(run in PUBLIC for run in runs), any("@gpu" in run for run in runs)
-    return "public-weights" if public else "gpu-minutes" if gpu else "lab"
+    runs = runs_of(reading)
+    gpu = any("@gpu" in run or run in TIMED for run in runs)
+    return "gpu-minutes" if gpu else "public-weights" if any(run in PUBLIC for run in runs) else "lab"
+
+
+def runs_of(reading):
+    """The names of all runs that it reads."""
+    return " ".join(runs for _, runs in reading.reads.values()).split()
 
 
 def seeds_of(claim, reading, seeds):
-    """Some claims take fewer than there are. Public weights and clocks have none: they are read once."""
-    runs = " ".join(runs for _, runs in reading.reads.values()).split()
-    return [0] if all(run in PUBLIC or run in TIMED for run in runs) else seeds[:claim.seeds]
+    """Some claims take fewer than there are. What has no seeds is read once."""
+    return [0] if CONSTANT.issuperset(runs_of(reading)) else seeds[:claim.seeds]
 
 
 def jobs_of(reading, seeds, where):
@@ -50,10 +54,26 @@ def verdicts_of(claim, found):
     return {"": NOT_RUN} | judged
 
 
+def readable(found):
+    """{claim: {where: what was found}} without what another version of the ledger measured: other columns or runs."""
+    return {claim.id: {name: found[claim.id][name] for name, (reading, _) in readings(claim).items()
+                       if name in found[claim.id] and fits(reading, found[claim.id][name]["numbers"])}
+            for claim in CLAIMS.values() if claim.id in found}
+
+
+def fits(reading, numbers):
+    """Are these the columns and the runs that it reads?"""
+    return {column: runs.split() for column, (_, runs) in reading.reads.items()} == {
+        column: list(group) for column, group in numbers.items()}
+
+
 def judge(reading, numbers):
     """The verdict on numbers {column: {run: [a value for each seed]}}, which have the setup in their runs' names."""
     arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
               for column, group in numbers.items()}
+    gate = np.array(list(arrays.pop(GATE, {}).values()))
+    if np.any(gate < SINK):
+        return decide(False, False, testable=False, by={GATE: gate.ravel()})
     return reading.verdict(arrays)
 
 

@@ -44,13 +44,13 @@ def fixed_sum(seed):
 LENGTHS = (64, 512, 4096, 65_536)
 
 
-def survivors(seed, d=64, queries=64, relevant=4):
-    """Threshold attention on random unit vectors, a list over LENGTHS: keys that pass in a row, keys that pass in both
-    of two views, rows in which none does, and the entropy of TRA, TDA and softmax over log n; that also where some keys
-    of each row are relevant, with a cosine of 0.8 in both views."""
+def survivors(seed, d=64, pairs=2 ** 22, relevant=4):
+    """Threshold attention on random unit vectors, a list over LENGTHS, as many pairs of each: keys that pass in a row,
+    keys that pass in both of two views, rows in which none does, and the entropy of TRA, TDA and softmax over log n;
+    that also where some keys of each row are relevant, with a cosine of 0.8 in both views."""
     dice, found = torch.Generator().manual_seed(seed), {}
     for kappa in (1, 4):
-        rows = [chance_of(n, kappa, d, queries, relevant, dice) for n in LENGTHS]
+        rows = [chance_of(n, kappa, d, pairs // n, relevant, dice) for n in LENGTHS]
         found[f"kappa {kappa}"] = {name: [row[name] for row in rows] for name in rows[0]}
     return found
 
@@ -110,28 +110,26 @@ CHECKS = {check.__name__: check for check in (random_scores, fixed_sum, survivor
 # -------------------------------------------------------------------------------------------- looks: a run -> numbers
 
 
-def opened(place, dataset=""):
-    """A run of the lab, 256 fixed sequences (N, T + 1) of its data or another's, their losses under the true process
-    and which queries are triggers, (N, T)."""
+def opened(place, dataset="", count=256):
+    """A run and so many fixed sequences (N, T + 1) of its data or another's."""
     run = OpenedRun(Common(out_dir=place, dataset=dataset), {})
     T = run.stride - 1
-    starts = tokens.fixed_windows(run.split("val"), T, 256, run.stride)
-    windows = read_windows(run.split("val"), starts, T + 1, run.model, run.machine)
-    return run, windows, *true_process(windows, run.data_meta)
+    starts = tokens.fixed_windows(run.split("val"), T, count, run.stride)
+    return run, read_windows(run.split("val"), starts, T + 1, run.model, run.machine)
 
 
 @torch.no_grad()
 def rows(place):
     """Idle and copy rows apart, in the first layer: weight on the right key, rows without any weight, how far a gate is
-    open, cosines with the first key; weight on the fixed token and on the first one, after it; and what the loss gains
-    when the extra key is taken away."""
-    run, windows, _, trigger = opened(place)
-    fixed, late = run.data_meta["fixed_at"], torch.arange(windows.shape[1] - 1) >= FIRST_ROW
+    open, cosines with the first key; and what the loss gains when the extra key is taken away."""
+    run, windows = opened(place)
+    trigger = true_process(windows, run.data_meta)[1]                   # (N, T)
+    late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW
     kinds, found = {"idle": ~trigger & late, "copy": trigger & late}, {}
 
     def watch(attend, layer, module, q, k, v, x, table):
         if layer == 0:
-            found.update(figures_of_rows(module, q, k, x, table, kinds, fixed))
+            found.update(figures_of_rows(module, q, k, x, table, kinds))
         return attend(q, k, v, x, table)
 
     before = losses_with(watch, run.model, windows, run.machine)
@@ -140,11 +138,10 @@ def rows(place):
     return found
 
 
-def figures_of_rows(module, q, k, x, table, kinds, fixed):
-    """What `rows` finds in one layer. kinds: {name: which queries (N, T)}; fixed: the fixed token's place, or -1."""
-    w = split_extra(module, module.weights_of(q, k, x, table))[1].mean(1)               # (N, T, T), mean over heads
+def figures_of_rows(module, q, k, x, table, kinds):
+    """What `rows` finds in one layer. kinds: {name: which queries (N, T)}."""
+    w = weights_on_tokens(module, q, k, x, table)
     queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
-    w = w[:, module.ahead:]
     right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): of each row but the first, the key before it
     seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
             "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
@@ -153,11 +150,27 @@ def figures_of_rows(module, q, k, x, table, kinds, fixed):
         seen["gate"] = module.through("gate", ones, x).mean((1, 3))[:, module.ahead:]
     found = {f"{name} {kind}": value[which].mean().item()
              for name, value in seen.items() for kind, which in kinds.items()}
-    found["cos_kk"] = torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()
-    if fixed >= 0:
-        after = kinds["idle"] & (torch.arange(w.shape[1]) > fixed)
-        found |= {"on fixed": w[..., fixed][after].mean().item(), "on first": w[..., 0][after].mean().item()}
-    return found
+    return found | {"cos_kk": torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()}
+
+
+def weights_on_tokens(module, q, k, x, table):
+    """(N, T, T): of each query on each key, mean over heads; a key outside the sequence is left out."""
+    return split_extra(module, module.weights_of(q, k, x, table))[1].mean(1)[:, module.ahead:]
+
+
+@torch.no_grad()
+def fixed(place):
+    """Weight on the fixed token of all sequences and on the first one, of queries after it, mean over layers."""
+    run, windows = opened(place, count=64)
+    at, found = run.data_meta["fixed_at"], []
+
+    def watch(attend, layer, module, q, k, v, x, table):
+        found.append(weights_on_tokens(module, q, k, x, table)[:, at + 1:].mean((0, 1)))                # (T,)
+        return attend(q, k, v, x, table)
+
+    losses_with(watch, run.model, windows, run.machine)
+    mean = torch.stack(found).mean(0)
+    return {"on fixed": mean[at].item(), "on first": mean[0].item()}
 
 
 def extra_key_deleted(attend, layer, module, q, k, v, x, table):
@@ -170,11 +183,12 @@ def extra_key_deleted(attend, layer, module, q, k, v, x, table):
 def far(place):
     """The loss in excess of the true process's in sequences of 256, four times what the run was trained on: by place,
     from the training length on, less that within it."""
-    run, windows, bayes, _ = opened(place, str(Path(place).parents[1] / "data" / "long"))
+    run, windows = opened(place, str(Path(place).parents[1] / "data" / "long"))
+    bayes = true_process(windows, run.data_meta)[0]
     excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)
     within = excess[FIRST_ROW:64].mean()
     return {"within": within.item(), "65-128": (excess[64:128].mean() - within).item(),
             "129-256": (excess[128:256].mean() - within).item()}
 
 
-LOOKS = {look.__name__: look for look in (rows, far)}
+LOOKS = {look.__name__: look for look in (rows, fixed, far)}

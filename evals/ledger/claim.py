@@ -14,6 +14,11 @@ COSTS = {                                       # class: what it takes
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 
+# A claim about sinks is not testable on runs in which softmax has none: a column of this name holds its weight on the
+# first token over uniform, and below so much there is no sink.
+GATE, SINK = "softmax itself, x uniform", 4
+GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
+
 
 class Reading(NamedTuple):
     """What is measured, and what follows.
@@ -21,7 +26,7 @@ class Reading(NamedTuple):
     reads: {column: (path, runs)}: in the report of each of these runs, separated by spaces, the number or list at this
     path; where the path begins with a look of experiments.LOOKS, in what that look found; where a run is one of
     checks.CHECKS, in what that found.
-    verdict: {column: {run: array}} -> one of VERDICTS; arrays have a row for each seed.
+    verdict: {column: {run: array}} -> a Verdict; arrays have a row for each seed.
     """
     reads: dict[str, tuple[str, str]]
     verdict: Callable
@@ -45,12 +50,18 @@ class Claim(NamedTuple):
 # ----------------------------------------------------------------------------------------------- the words of the rules
 
 
-def decide(agrees, contradicts, testable=True):
-    """The verdict of two conditions, each of which must hold with every seed; where both do or neither, mixed."""
-    if not holds(testable):
-        return UNTESTABLE
+class Verdict(str):
+    """One of VERDICTS, and by: the numbers that decided it, {name: (seeds,), one, or words}."""
+    by = {}
+
+
+def decide(agrees, contradicts, testable=True, by=None):
+    """The verdict of two conditions, each of which must hold with every seed that it is given; where both do or
+    neither, mixed. by: what they compare, where a reading's columns do not show it."""
     yes, no = holds(agrees), holds(contradicts)
-    return MIXED if yes == no else AGREES if yes else CONTRADICTS
+    found = Verdict(UNTESTABLE if not holds(testable) else MIXED if yes == no else AGREES if yes else CONTRADICTS)
+    found.by = by or {}
+    return found
 
 
 def holds(condition):
@@ -70,9 +81,9 @@ def every(column, bound):
 
 
 def rank_correlation(a, b):
-    """Spearman's, of two lists without ties."""
-    ranks = [np.argsort(np.argsort(np.ravel(x))) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    """Spearman's, of two lists; equal values share their mean rank. 0 where a list is all the same."""
+    a, b = ((x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in (np.ravel(a), np.ravel(b)))
+    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else 0.0
 
 
 def layer_means(values):
@@ -81,5 +92,5 @@ def layer_means(values):
 
 
 def thirds(values):
-    """The means of the first, middle and last third of a list."""
-    return [float(np.mean(part)) for part in np.array_split(np.asarray(values, float), 3)]
+    """The means of the first, middle and last third of a list; nan of a third that two layers do not have."""
+    return [float(np.mean(part)) if len(part) else np.nan for part in np.array_split(np.asarray(values, float), 3)]

@@ -6,6 +6,7 @@ each is trained once, whoever reads it.
     lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 14 s on one core
     nobos   the same without BOS: sequences begin with a symbol drawn at random
     nobias, tied, lr3e-3    the same without biases, with a tied head, with a third of the learning rate
+    heads8  the same with eight heads
     long    the same task in sequences of 256 symbols, as many tokens a step
     gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
 """
@@ -40,6 +41,7 @@ SETUPS = {
     "nobias": Setup("--preset=lab --bias=0"),
     "tied": Setup("--preset=lab --tied=1"),
     "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
+    "heads8": Setup("--preset=lab --n_head=8"),
     "long": Setup("--preset=lab --dataset={data}/long --block_size=256 --bias_range=256 --batch_size=12",
                   f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
     **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}",
@@ -62,14 +64,17 @@ TUNED = f"{HEADS} --init_from={{runs}}/heads-{{seed}} --max_iters=250 --learning
 
 RECIPES = {                                     # {name: flags of train.py}; beside them every recipe by its own name
     # positions (when sinks emerge, table 3), and norms
+    "learned": "--attn=softmax --pos=learned",
     "rope": "--attn=softmax --pos=rope",
     "sinusoidal": "--attn=softmax --pos=sinusoidal",
     "alibi": "--attn=softmax --pos=alibi",
     "no-positions": "--attn=softmax --pos=none",
+    "t5": "--attn=softmax --pos=t5",
     "t5-index": "--attn=softmax --pos=t5_index",
+    "alibi-learned": "--attn=softmax --pos=alibi --attn_args=learn_alibi=1",
     "sink-rope": "--attn=sink --pos=rope",
-    "rope-untrained": "--attn=softmax --pos=rope --max_iters=1",
-    "alibi-untrained": "--attn=softmax --pos=alibi --max_iters=1",
+    **{f"{pos}-untrained": f"--attn=softmax --pos={pos} --max_iters=1"
+       for pos in ("learned", "sinusoidal", "rope", "alibi")},
     "postnorm": "--attn=softmax --norm_place=post",
     # the lazy family, one part at a time
     "elastic-rope": "--attn=elastic --pos=rope",
@@ -86,7 +91,7 @@ RECIPES = {                                     # {name: flags of train.py}; bes
     "elastic-x30": "--attn=elastic --head_lr=30",
     "bias-alone": "--attn=softmax --pos=bias",
     **{f"tda-p{power}": f"--attn=tda --attn_args=power={power}" for power in (1, 3, 5)},
-    **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=2" for weight in (0.001, 0.01)},
+    **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=1" for weight in (0.001, 0.01)},
     # Focus: from scratch; its router alone, beside a frozen model
     **{f"focus-{balance}": f"--attn=focus --window=64 --balance={balance} --attn_args=groups=8"
        for balance in ("softmax", "entropy", "sinkhorn")},
@@ -94,6 +99,8 @@ RECIPES = {                                     # {name: flags of train.py}; bes
     "focus-frozen": FROZEN, "focus-frozen-sinkhorn": f"{FROZEN} --balance=sinkhorn",
     "focus-random": f"{FROZEN} --max_iters=1", "focus-short": f"{FROZEN} --block_size=256 --window=64",
     "focus-k8": f"{FROZEN} --attn_args=groups=8",
+    "focus-k8-random": f"{FROZEN} --attn_args=groups=8 --max_iters=1",
+    **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 10, 20)},
     **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 16, 64, 512)},
     **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 128, 256)},
     # two layers; and of four heads, before and after 250 steps with and without the balancing loss
@@ -106,32 +113,36 @@ RECIPES = {                                     # {name: flags of train.py}; bes
 
 PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}      # weights
 # what is timed, without a run
-TIMED = {"kernels": "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512",
-         "focus-speed": "speed --focus --lengths=1024,4096,16384,65536,262144"}
+KERNELS = "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512"
+TIMED = {"kernels": KERNELS, "kernels-float32": f"{KERNELS} --dtype=float32",
+         "focus-speed": "speed --focus --lengths=1024,4096,8192,16384,32768,65536,262144"}
+CONSTANT = {*PUBLIC, *TIMED, "focus_table"}     # what has no seeds: it is read once
 
 # what eval.py says of a run, as JSON; checks.LOOKS are more
 COMMANDS = {
     "probe": "probe --windows=256 --batch_size=64",
-    "repeat": "probe --windows=64 --batch_size=64 --input=repeat",
+    "repeat": "probe --windows=64 --batch_size=64 --input=repeat --dataset={data}/nobos",
+    "repeat-bos": "probe --windows=64 --batch_size=64 --input=repeat",
     "probe-lengths": "probe --lengths=64,128,256 --windows=128 --batch_size=16",
+    "probe-far": "probe --lengths=64,128,256,512,1024,2048 --windows=16 --batch_size=2",
     "probe-10": "probe --length=10",
     "probe-512": "probe --length=512 --windows=16",
-    **{f"at-{place}": f"probe --windows=64 --k={place + 1}" for place in (0, 4, 8, 16, 32)},
-    "at-64": "probe --windows=64 --k=64",       # Sink_k^eps looks at the first 64 tokens
     "params": "params",
     "heads": "heads --windows=64 --batch_size=16",
     "heads-against": "heads --windows=64 --against=stdlib",
     "heads-cost": "heads --windows=32 --cost --prune=14",
     "loss": "loss --windows=128 --length=512",
-    "loss-streaming": "loss --windows=128 --length=512 --attn=streaming --window=68 --first=4",
+    "loss-streaming": "loss --windows=128 --length=512 --attn=streaming --window=64 --first=4",
     "loss-window": "loss --windows=128 --length=512 --attn=window --window=64",
     "loss-short": "loss --windows=128 --length=48",
-    "loss-short-streaming": "loss --windows=128 --length=48 --attn=streaming --window=68 --first=4",
+    "loss-short-streaming": "loss --windows=128 --length=48 --attn=streaming --window=64 --first=4",
     "loss-top2": "loss --windows=128 --length=512 --topk=2",
     "loss-window128": "loss --windows=128 --length=512 --attn=window --window=128",
     "groups": "groups",
     "focus": "routers --windows=64 --lengths=256,512 --k=1,2,3,4 --repeats=1",
     "lengths": "lengths --lengths=512",
+    "lengths-far": "lengths --lengths=512,1024,2048",
+    "passkey": "passkey --lengths=512,1024,2048",
     "public-probe": "probe --windows=20 --length=64 --batch_size=20",
     "public-bos": "probe --windows=20 --length=64 --batch_size=20 --input=bos",
     "public-heads": "heads --windows=16 --length=256 --cost --prune=14",

@@ -1,7 +1,7 @@
 """The Attention Sink as Native Mixture-of-Experts."""
 import numpy as np
 
-from evals.ledger.claim import Claim, Reading, below, decide, layer_means, rank_correlation
+from evals.ledger.claim import GPU_GATE, Claim, Reading, below, decide, layer_means, rank_correlation
 
 TITLE = "[4] Attention Sink as Native MoE"
 
@@ -16,9 +16,11 @@ def drained(n):
 
 
 def drained_in_depth(n):
-    """(layers, heads) of a text model without BOS: the median of the first layer, and of all later ones."""
-    ratio = n["|v0|/|v|"]["smollm2"][0]
-    return decide(np.median(ratio[0]) >= 0.5 and np.median(ratio[1:]) <= 0.3, np.median(ratio) >= 0.8)
+    """A text model without BOS: the median of the first layer, and of all later ones."""
+    (ratio,) = n["|v0|/|v|"].values()           # (seeds, layers, heads)
+    first, later = np.median(ratio[:, 0]), np.median(ratio[:, 1:])
+    return decide(first >= 0.5 and later <= 0.3, np.median(ratio) >= 0.8,
+                  by={"median of layer 1": first, "of all later": later})
 
 
 def harmless(n):
@@ -37,9 +39,10 @@ def pinned(n):
 
 
 def blurs(n):
-    sharper = [name for name in ("gated", "softpick", "k_bias", "sigmoid")
-               if np.all(n["copy loss"][name] <= n["copy loss"]["softmax"] / 2)]
-    return decide(len(sharper) == 4, len(sharper) < 2)
+    left = {f"{name} over softmax": n["copy loss"][name] / n["copy loss"]["softmax"]
+            for name in ("gated", "softpick", "k_bias", "sigmoid")}
+    sharper = [name for name, ratio in left.items() if np.all(ratio <= 0.5)]
+    return decide(len(sharper) == 4, len(sharper) < 2, by=left)
 
 
 def moved(n):
@@ -50,7 +53,7 @@ def moved(n):
 
 def gate_for_sink(n):
     times, gap = n["x uniform"]["gated"], n["gate on copy"]["gated"] - n["gate on idle"]["gated"]
-    return decide((times <= 2.5) & (gap >= 0.5), times >= 5)
+    return decide((times <= 2.5) & (gap >= 0.5), times >= 5, by={"x uniform": times, "gate further open by": gap})
 
 
 def identical(n):
@@ -62,7 +65,7 @@ def grows_with_depth(n):
     (alpha,) = n["sink"].values()                                       # (seeds, layers, heads)
     means = layer_means(alpha)
     r = rank_correlation(range(len(means)), means)
-    return decide(r >= 0.5, r <= -0.5)
+    return decide(r >= 0.5, r <= -0.5, by={"rank correlation of depth and weight on the sink": r})
 
 
 def same_heads(n):
@@ -77,7 +80,7 @@ def larger_more(n):
 
 def prunable(n):
     (most,), (chance,) = n["most sink"].values(), n["random"].values()
-    return decide(most <= chance / 3, most >= chance)
+    return decide(most <= chance / 3, most >= chance, by={"over random ones": most / chance})
 
 
 def pinning(n):
@@ -85,8 +88,10 @@ def pinning(n):
     used = {name: 1 - values for name, values in n["sink"].items()}
     cv = {name: values.std((1, 2)) / values.mean((1, 2)) for name, values in used.items()}
     plain, all_heads, routed = "heads-plain", "heads-eq8", "heads-eq9"
-    return decide([alpha[all_heads] <= 0.7 * alpha[plain], alpha[routed] >= 0.9 * alpha[plain], cv[routed] < cv[plain]],
-                  alpha[all_heads] >= 0.9 * alpha[plain])
+    lowered, left = alpha[all_heads] / alpha[plain], alpha[routed] / alpha[plain]
+    return decide([lowered <= 0.7, left >= 0.9, cv[routed] < cv[plain]], lowered >= 0.9,
+                  by={"weight on the sink, eq. 8 over none": lowered, "eq. 9 over none": left,
+                      "variation, eq. 9 over none": cv[routed] / cv[plain]})
 
 
 def balanced_is_better(n):
@@ -98,8 +103,9 @@ def balanced_is_better(n):
 # ------------------------------------------------------------------------------------------------------------- the rows
 
 FOUR = "softmax gated softpick k_bias sigmoid"
+LAB_ALONE = "The lab alone: text models of these recipes would be trained for this row only."
 DEPTH = {"sink": ("heads/maps/alpha_sink", "softmax@gpu"), "local": ("heads/maps/alpha_local", "softmax@gpu"),
-         "sigma2": ("heads/maps/sigma2", "softmax@gpu")}
+         "sigma2": ("heads/maps/sigma2", "softmax@gpu"), **GPU_GATE}
 SMOLLM2_DEPTH = {column: (f"public-heads/maps/{name}", "smollm2")
                  for column, name in (("sink", "alpha_sink"), ("local", "alpha_local"), ("sigma2", "sigma2"))}
 
@@ -114,7 +120,9 @@ CLAIMS = [
                    "no BOS, layer 2": ("probe/layers/1/value_norm_ratio/0", "two-layers@nobos")},
                   drained),
           elsewhere={"SmolLM2, no BOS": Reading({"|v0|/|v|": ("public-probe/layers/*/value_norm_ratio", "smollm2")},
-                                                drained_in_depth)}),
+                                                drained_in_depth),
+                     "gpu, no BOS": Reading({"|v0|/|v|": ("probe/layers/*/value_norm_ratio", "softmax@gpu")} | GPU_GATE,
+                                            drained_in_depth)}),
     Claim("zero-v0-harmless", "table 1, 2.1", "Setting the first token's value to zero does no harm.",
           "Qwen3-8B 70.36 on average, 64.10 with it zeroed in all heads, 70.38 in those with a strong sink; called "
           "comparable, yet in all heads MMLU falls from 75.42 to 50.27",
@@ -123,7 +131,11 @@ CLAIMS = [
           variations=("nobos", "nobias", "tied", "lr3e-3"),
           elsewhere={"SmolLM2": Reading({"hide": ("public-heads/cost/changes/0/loss_change", "smollm2"),
                                          "another value zero": ("public-heads/cost/changes/1/loss_change", "smollm2"),
-                                         "zero": ("public-heads/cost/changes/2/loss_change", "smollm2")}, harmless)}),
+                                         "zero": ("public-heads/cost/changes/2/loss_change", "smollm2")}, harmless),
+                     "gpu": Reading({"hide": ("heads-cost/cost/changes/0/loss_change", "softmax@gpu"),
+                                     "another value zero": ("heads-cost/cost/changes/1/loss_change", "softmax@gpu"),
+                                     "zero": ("heads-cost/cost/changes/2/loss_change", "softmax@gpu"), **GPU_GATE},
+                                    harmless)}),
     Claim("q-pinned-geometry", "2.2, figure 3",
           "A sink on the first token pins queries to its key and pushes other keys away; one outside the sequence "
           "frees both.",
@@ -132,19 +144,20 @@ CLAIMS = [
           "reversed with an outside sink, by more than 0.1; contradicts: within 0.1 of softmax",
           Reading({"cos q": ("rows/cos_qk idle", "softmax sink softmax1"),
                    "cos k": ("rows/cos_kk", "softmax sink softmax1")}, pinned),
-          note="0.1 was our number for a difference.", variations=("nobos", "nobias")),
+          note=f"0.1 was our number for a difference. {LAB_ALONE}", variations=("nobos", "nobias")),
     Claim("sink-blurs-focus", "2.2", "The sink on the first token makes the choice of the right key less precise.",
           "none", "lab",
           "excess loss on copy rows, every seed: agrees: gated, softpick, K bias and sigmoid at most half of "
           "softmax; contradicts: fewer than two of them",
-          Reading({"copy loss": ("excess_copy", FOUR), "weight on the right key": ("rows/right copy", FOUR)}, blurs)),
+          Reading({"copy loss": ("excess_copy", FOUR), "weight on the right key": ("rows/right copy", FOUR)}, blurs),
+          note="The lab alone: text has no copy rows, and its losses are under unnorm-loss and tda-loss-order."),
     Claim("sink-logit-moves-sink", "2.2",
           "A learned logit, or + 1, in the denominator takes the sink away from the first token.", "figure 4 alone",
           "lab",
           "idle rows: agrees: outside >= 0.5 and first token <= 0.05; contradicts: first token >= 0.5 and outside <= "
           "0.05",
           Reading({"virtual": ("extra_idle", "softmax1 sink"), "first": ("sink_idle", "softmax1 sink")}, moved),
-          variations=("nobos", "nobias", "tied", "lr3e-3"),
+          note=LAB_ALONE, variations=("nobos", "nobias", "tied", "lr3e-3"),
           elsewhere={"logit learns x30": Reading({"virtual": ("extra_idle", "sink-x30"),
                                                   "first": ("sink_idle", "sink-x30")}, moved)}),
     Claim("gated-no-sink", "2.2, A.4", "An output gate removes the sink on the first token and takes over its role.",
@@ -154,6 +167,7 @@ CLAIMS = [
           Reading({"x uniform": ("times_uniform_idle", "gated"), "raw": ("sink_idle", "gated"),
                    "gate on idle": ("rows/gate idle", "gated"), "gate on copy": ("rows/gate copy", "gated"),
                    "loss": ("excess_loss", "gated softmax")}, gate_for_sink),
+          note="The lab alone: text has no copy rows for the gate to be open on.",
           variations=("nobos",)),
     Claim("gate-identity", "3.1, eq. 4",
           "Sink attention is (1 - sink weight) x softmax; vanilla attention too, where the first value is zero.",
@@ -169,15 +183,17 @@ CLAIMS = [
           "once.",
           "figures; the text cites figure 3 for figure 4, and how many keys are recent is not given", "gpu-minutes",
           "rank correlation of depth and the weight on the sink: agrees: >= 0.5; contradicts: <= -0.5",
-          Reading(DEPTH, grows_with_depth), elsewhere={"SmolLM2": Reading(SMOLLM2_DEPTH, grows_with_depth)}, seeds=1),
+          Reading(DEPTH, grows_with_depth),
+          note="Sink and depth alone are in the rule; local weight and spread are printed beside them.",
+          elsewhere={"SmolLM2": Reading(SMOLLM2_DEPTH, grows_with_depth)}, seeds=1),
     Claim("heads-fixed", "4.1, figure 6", "The same heads are dormant on every kind of text, and early in training.",
           "differences close to zero between GSM8K and C-Eval", "gpu-minutes",
           "alpha_sink over heads on two texts: agrees: correlation >= 0.9 and mean difference <= 0.05; contradicts: "
           "correlation <= 0.6",
           Reading({"correlation": ("heads-against/against/correlation", "softmax@gpu"),
-                   "difference": ("heads-against/against/mean_difference", "softmax@gpu")}, same_heads),
-          note="Novels against Python sources. When ranks settle needs checkpoints by step, which a run does not "
-               "keep.",
+                   "difference": ("heads-against/against/mean_difference", "softmax@gpu"), **GPU_GATE}, same_heads),
+          note="Novels against Python sources; Wealth of Nations is among what is trained on. When ranks settle needs "
+               "checkpoints by step, which a run does not keep.",
           elsewhere={"SmolLM2": Reading({"correlation": ("public-against/against/correlation", "smollm2"),
                                          "difference": ("public-against/against/mean_difference", "smollm2")},
                                         same_heads)},
@@ -194,7 +210,7 @@ CLAIMS = [
           "loss gained by zeroing 14 % of the heads: agrees: those with most sink <= 1/3 of random ones; "
           "contradicts: as much or more",
           Reading({"most sink": ("heads-cost/cost/changes/-5/loss_change", "softmax@gpu"),
-                   "random": ("heads-cost/cost/changes/-4/loss_change", "softmax@gpu")}, prunable),
+                   "random": ("heads-cost/cost/changes/-4/loss_change", "softmax@gpu"), **GPU_GATE}, prunable),
           elsewhere={"SmolLM2": Reading({"most sink": ("public-heads/cost/changes/-5/loss_change", "smollm2"),
                                          "random": ("public-heads/cost/changes/-4/loss_change", "smollm2"),
                                          "least sink": ("public-heads/cost/changes/-3/loss_change", "smollm2")},
@@ -207,13 +223,17 @@ CLAIMS = [
           "2 layers of 4 heads, 250 steps: agrees: mean weight on the sink with eq. 8 <= 0.7 of that without, with "
           "eq. 9 >= 0.9 and less variation of use; contradicts: with eq. 8 >= 0.9",
           Reading({"sink": ("heads/maps/alpha_sink", "heads-plain heads-eq8 heads-eq9"),
-                   "loss": ("excess_loss", "heads-plain heads-eq8 heads-eq9")}, pinning)),
+                   "loss": ("excess_loss", "heads-plain heads-eq8 heads-eq9")}, pinning),
+          note="lambda 0.01. The lab alone: text models would be tuned for this row only; from scratch, with both "
+               "lambdas, see aux-helps."),
     Claim("aux-helps", "table 2",
           "The balancing loss improves accuracy, more so in larger models, and would help pre-training.",
           "+0.51 (4B), +1.70 (8B), +2.47 (LLaMA 8B), the best of three sampled runs", "out of reach",
           "their figures: fine-tuning of 4 to 8B. In their place, from scratch at 30M: agrees: a lower loss beyond 2 "
           "SD with eq. 9; contradicts: a higher one",
           None,
+          note="lambda 0.001 and 0.01: agrees where either is better, contradicts where both are worse. The first "
+               "layer of 8 is left out, as 7 of 36 are in the paper.",
           elsewhere={"gpu": Reading({"loss": ("best", "softmax@gpu balanced-0.001@gpu balanced-0.01@gpu")},
                                     balanced_is_better)}),
 ]

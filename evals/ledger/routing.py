@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from data import benchmarks
 from evals import groups
 from evals.instrument import Common, OpenedRun, read_windows
+from evals.ledger.claim import rank_correlation
 from evals.likelihood import row_requests
 from mixers import focus
 from model import GPT, GPTConfig
@@ -112,10 +113,8 @@ TABLE_9 = ((36.8, 40), (38.4, 24), (40.4, 20), (42.4, 21), (38.3, 17), (38.4, 26
 
 
 def focus_table(seed):
-    """Their own table 9: rank correlation of perplexity and dominance, of mean ranks where there are ties."""
-    ranks = [torch.tensor([[sum(x < y for x in column) + sum(x == y for x in column) / 2 for y in column]]) for column
-             in zip(*TABLE_9, strict=True)]
-    return {"correlation": torch.corrcoef(torch.cat(ranks))[0, 1].item()}
+    """Their own table 9: rank correlation of perplexity and dominance."""
+    return {"correlation": rank_correlation(*zip(*TABLE_9, strict=True))}
 
 
 CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sinkhorn, focus_topk, focus_merge,
@@ -127,19 +126,23 @@ CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sink
 @torch.no_grad()
 def classes(place):
     """How much the groups of tokens say of their classes by rule, in the layer that says most: mutual information over
-    the classes' entropy, less what groups of these sizes by chance have; the same of groups by chance; and the share of
-    punctuation in the group that has most of it."""
+    the classes' entropy, less what groups of these sizes by chance have; and how pure the group is that has most of the
+    punctuation: the share of punctuation in it."""
     run = OpenedRun(Common(out_dir=place), {})
-    T, dice, best = run.model.config.block_size, np.random.default_rng(0), None
+    T, dice, best = run.model.config.block_size, np.random.default_rng(0), {"mutual information": -math.inf}
     for layer in groups.look(groups.Groups(), run, run.model, T):
         own, ids = layer.labels().ravel(), np.concatenate(layer.ids).ravel()
         kinds = classes_of("".join(chr(i) if i < 128 else "?" for i in ids))
         chance = [mutual_information(dice.permutation(own), kinds) for _ in range(5)]
-        mark = own[kinds == CLASSES.index("punctuation")]
-        found = {"mutual information": mutual_information(own, kinds) - np.mean(chance),
-                 "random groups": float(np.std(chance)), "punctuation": np.bincount(mark).max() / max(1, len(mark))}
-        best = found if best is None or found["mutual information"] > best["mutual information"] else best
+        found = {"mutual information": mutual_information(own, kinds) - np.mean(chance), "purity": purity(own, kinds)}
+        best = max(best, found, key=lambda found: found["mutual information"])
     return {name: float(value) for name, value in best.items()}
+
+
+def purity(own, kinds):
+    """The share of punctuation in the group that has most of it. own, kinds (tokens,): groups and classes."""
+    mark = kinds == CLASSES.index("punctuation")
+    return mark[own == np.bincount(own[mark], minlength=1).argmax()].mean()
 
 
 CLASSES = ("punctuation", "digit", "space", "article", "preposition", "capitalised", "other")

@@ -1,13 +1,12 @@
 """The ledger as text and as a picture. found: {claim: {where it was asked: what was found}}, of results/claims.json."""
-import itertools
 import textwrap
 
 import numpy as np
 
 from evals.instrument import pyplot, save_figure, table
-from evals.ledger.book import CLAIMS, PAPERS, flips, jobs_of, readings, seeds_of, verdicts_of
+from evals.ledger.book import PAPERS, flips, jobs_of, readings, seeds_of, verdicts_of
 from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS
-from evals.ledger.experiments import CHECKS, PUBLIC, TIMED, all_jobs
+from evals.ledger.experiments import CHECKS, CONSTANT, all_jobs
 
 # -------------------------------------------------------------------------------------------------------------- as text
 
@@ -15,35 +14,38 @@ from evals.ledger.experiments import CHECKS, PUBLIC, TIMED, all_jobs
 WIDTH, HANGING = 118, " " * 26
 
 
-def ledger(found):
-    """All claims, a paper after the other: the verdict, what is said, their figures, ours."""
-    parts = []
+def ledger(found, names):
+    """The claims of these names, a paper after the other: the verdict, what is said, their figures, the rule, ours."""
+    parts, everything = [], []
     for title, claims in PAPERS.items():
+        claims = [claim for claim in claims if claim.id in names]
         verdicts = [verdicts_of(claim, found.get(claim.id, {})) for claim in claims]
-        parts.append(f"{title}: {counted(verdicts)}")
+        parts += [f"{title}: {counted(verdicts)}"] * bool(claims)
         parts += [row(claim, verdict, found.get(claim.id, {})) for claim, verdict in zip(claims, verdicts, strict=True)]
-    everything = [verdicts_of(claim, found.get(claim.id, {})) for claim in CLAIMS.values()]
-    return "\n\n".join([*parts, f"all {len(CLAIMS)} claims: {counted(everything)}"])
+        everything += verdicts
+    total = f"all {len(everything)} claims: {counted(everything)}"
+    return "\n\n".join([*parts, *[total] * (len(everything) > 1)])
 
 
 def counted(verdicts):
     """How many of each verdict there are, as text."""
     here = [verdict[""] for verdict in verdicts]
-    return ", ".join(f"{here.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in here)
+    return ", ".join(f"{verdict}: {here.count(verdict)}" for verdict in VERDICTS if verdict in here)
 
 
 def row(claim, verdicts, found):
     """One claim in some lines."""
     lines = [f"{verdicts['']:<13} {claim.id}", hanging("claim", claim.says), hanging("theirs", claim.theirs)]
-    if "" in found:
-        lines.append(hanging("ours", summary(found[""])))
+    lines += [hanging("rule", claim.rule)] if claim.reading else []
+    if verdicts[""] != NOT_RUN:
+        lines.append(hanging("ours", summary(found[""], verdicts[""])))
     elif claim.reading:
         lines.append(hanging("ours", f"takes {claim.cost}: python eval.py claims --run={claim.id}"))
     else:
         lines.append(hanging("ours", f"{claim.cost}: {claim.rule}"))
     for name in [name for name in verdicts if name]:
-        lines.append(hanging("but" if "" in found and name in flips(verdicts) else "also",
-                             f"{name}: {verdicts[name]}; {summary(found[name])}"))
+        lines.append(hanging("but" if verdicts[""] != NOT_RUN and name in flips(verdicts) else "also",
+                             f"{name}: {verdicts[name]}; {summary(found[name], verdicts[name])}"))
     return "\n".join(lines)
 
 
@@ -52,18 +54,25 @@ def hanging(label, text):
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:>24}  ", subsequent_indent=HANGING)
 
 
-def summary(found, most=6):
-    """The first columns, means over seeds: raw: softmax 0.97, elastic 0.001; mass: ... (seeds 2, 3, 4)."""
-    parts = [f"{column}: " + ", ".join(f"{named(run)}{mean_of(values)}" for run, values in group.items())
-             for column, group in itertools.islice(found["numbers"].items(), most)]
+def summary(found, verdict):
+    """What decided; where that are the columns as they stand, their means over seeds: raw: softmax 0.97, elastic
+    0.001; mass: ... (seeds 2, 3, 4)."""
+    parts = decided_by(verdict) or [
+        f"{column}: " + ", ".join(f"{named(run)}{mean_of(values)}" for run, values in group.items())
+        for column, group in found["numbers"].items()]
     seeds = ", ".join(map(str, found["seeds"])) if any(found["seeds"]) else ""
-    more = "; ..." if len(found["numbers"]) > most else ""
-    return "; ".join(parts) + more + (f" (seed{'s' * (len(found['seeds']) > 1)} {seeds})" if seeds else "")
+    return "; ".join(parts) + (f" (seed{'s' * (len(found['seeds']) > 1)} {seeds})" if seeds else "")
+
+
+def decided_by(verdict):
+    """The numbers that a verdict compared, by seed, or means of all: ["eq. 8 over none: 0.93, 0.70, 0.61", ...]."""
+    return [f"{name}: " + (value if isinstance(value, str) else ", ".join(f"{x:.3g}" for x in np.ravel(value)))
+            for name, value in verdict.by.items()]
 
 
 def named(run):
     """A recipe's name before its number; of a check, which has but one, none."""
-    return "" if run in CHECKS or run in TIMED or run in PUBLIC else f"{run.split('@')[0]} "
+    return "" if run in CHECKS or run in CONSTANT else f"{run.split('@')[0]} "
 
 
 def mean_of(values):
@@ -84,7 +93,9 @@ def shown(claim, results, where):
     for name, (reading, _) in readings(claim).items():
         jobs = jobs_of(reading, seeds_of(claim, reading, found.get(name, {}).get("seeds", [2])), where)
         parts.append(f"\n{name or 'as it stands'}: {verdicts.get(name, NOT_RUN)}\n")
-        parts += [by_seed(found[name])] if name in found else []
+        if name in found:
+            parts += [hanging("decided by", line) for line in ["; ".join(decided_by(verdicts[name]))] if line]
+            parts.append(by_seed(found[name]))
         parts += [f"\n{commands(claim, jobs)}"]
     return "\n".join(parts)
 
@@ -94,8 +105,14 @@ def by_seed(found):
     rows = [[column, run, *(mean_of([value]) for value in values)]
             for column, group in found["numbers"].items() for run, values in group.items()]
     seeds = [f"seed {seed}" if seed else "" for seed in found["seeds"]]
-    made = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
-    return f"{table(rows, ['', 'run', *seeds])}\n{made}"
+    return f"{table(rows, ['', 'run', *seeds])}\n{made(found)}"
+
+
+def made(found):
+    """Where the numbers of these seeds come from."""
+    own = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
+    earlier = found.get("earlier")
+    return own + (f"\nof seeds {', '.join(map(str, earlier['seeds']))}: {made(earlier)}" if earlier else "")
 
 
 def commands(claim, jobs):
@@ -103,7 +120,8 @@ def commands(claim, jobs):
     first = all_jobs(group[0] for group in jobs.values())
     lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
     own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
-    return "\n".join(lines + [f"python eval.py claims --run={claim.id}     {own}: evals/ledger/"] * bool(own))
+    return "\n".join(lines + [f"python eval.py claims --run={claim.id}",
+                              f"# which also measures what no command does: {own}, in evals/ledger/"] * bool(own))
 
 
 # --------------------------------------------------------------------------------------------------------- the picture
@@ -113,15 +131,19 @@ COLOURS = {AGREES: "#2c6fb3", MIXED: "#efc25a", CONTRADICTS: "#c8402f", UNTESTAB
 
 
 def draw(path, found):
-    """All claims, a column a paper, a square for the verdict; a small one beside it where another set-up flips it."""
+    """All claims, a column a paper, a square for the verdict; small ones below, with their names, of set-ups that flip
+    it."""
     figure, axes = pyplot().subplots(1, len(PAPERS), figsize=(16, 0.9 + 0.36 * max(map(len, PAPERS.values()))))
     for ax, (title, claims) in zip(axes, PAPERS.items(), strict=True):
         for y, claim in enumerate(claims):
             verdicts = verdicts_of(claim, found.get(claim.id, {}))
             ax.scatter(0, y, s=190, marker="s", color=COLOURS[verdicts[""]])
-            for x, verdict in enumerate(dict.fromkeys(flips(verdicts).values())):
-                ax.scatter(0.075 + 0.05 * x, y, s=36, marker="s", color=COLOURS[verdict])
-            ax.text(0.17, y, claim.id, va="center", fontsize=9.5, color="0.55" if verdicts[""] == NOT_RUN else "0.1")
+            x = 0.07
+            for name, verdict in flips(verdicts).items():
+                ax.scatter(x, y + 0.4, s=16, marker="s", color=COLOURS[verdict])
+                ax.text(x + 0.02, y + 0.4, name, va="center", fontsize=6.5, color="0.35")
+                x += 0.07 + 0.016 * len(name)   # the marker, and so many letters
+            ax.text(0.06, y, claim.id, va="center", fontsize=9.5, color="0.55" if verdicts[""] == NOT_RUN else "0.1")
         ax.set_title(title, fontsize=11, loc="left")
         ax.set(xlim=(-0.05, 1), ylim=(max(map(len, PAPERS.values())) - 0.4, -0.7))
         ax.set_axis_off()
