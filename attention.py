@@ -1235,6 +1235,7 @@ class Attention(nn.Module):
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
     exact = True                                # weights_of times the values is what the rule puts out
+    fused_by = ()                               # Triton functions of a mixer that has its own, in their order
 
     def __init__(self, config, layer):
         super().__init__()

@@ -29,9 +29,9 @@ from evals.instrument import model_config
 WIDTH = 110
 # what happens in a pass through a layer: (axis, part of its row), and what in the layer makes use of it
 PASS = [("conv", "does"), ("qk_norm", "does"), ("feature", "does"), ("scale", "does"), ("pos", "does"),
-        ("forget", "does"), ("write", "does"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "does"),
-        ("normalize", "does"), ("sink", "does"), ("sink", "value"), ("diff", "does"),
-        ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"), ("gate", "does")]
+        ("forget", "does"), ("write", "does"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
+        ("rule", "does"), ("rule", "after"), ("normalize", "does"), ("sink", "does"), ("sink", "value"),
+        ("diff", "does"), ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"), ("gate", "does")]
 AROUND = {("normalize", "does"): attention.Attention.share, ("sink", "does"): attention.Attention.share,
           ("sink", "value"): attention.Attention.kept, ("diff", "does"): attention.Attention.attend,
           ("pos", "does"): attention.Distance}
@@ -128,7 +128,8 @@ class Page:
         found = []
         for axis, part in PASS:
             found.append(getattr(self.layer.choices.get(axis), part, None))
-            if found[-1] and (axis, part) in AROUND:
+            found += called(found[-1])
+            if found[-1] and (axis, part) in AROUND and type(self.layer).attend is attention.Attention.attend:
                 found.append(AROUND[axis, part])
         if self.config.window:
             found += [attention.visible, attention.Attention.rotated]
@@ -136,6 +137,8 @@ class Page:
 
     def triton_functions(self):
         """(role, function) of the kernel's rule, those of the call before it first."""
+        for function in self.layer.fused_by:
+            yield "a state", getattr(function, "fn", function)
         names = [name for name in (self.layer.rule.counted_in, self.config.rule) if name]
         for name in names:
             rule = kernels.RULES.get(name)
@@ -162,9 +165,9 @@ class Page:
         return "\n".join([*(lines or ["nothing beside its projections"]), sizes])
 
     def start(self, name, p):
-        std = self.layer.init_std.get(name)
-        if std is None and isinstance(getattr(self.layer, name.removesuffix(".weight"), None), nn.Linear):
-            std = 0.02                          # every linear layer's, see GPT.init_weights
+        std, (inside, _, last) = self.layer.init_std.get(name), name.rpartition(".")
+        if std is None and isinstance(self.layer.get_submodule(inside), nn.Linear):
+            std = 0.02 if last == "weight" else 0                       # every linear layer's, see GPT.init_weights
         if std is not None:
             return f"N(0, {std:.3g}) at first" if std else "0 at first"
         low, high = p.min().item(), p.max().item()
@@ -188,6 +191,15 @@ def origin(meta):
 
 def section(title, *parts):
     return ["", f"---- {title} " + "-" * (WIDTH - 6 - len(title)), *"\n\n".join(parts).splitlines()]
+
+
+def called(function):
+    """What a mixer's function calls in its own file, and what that calls. (attention.py's would fill the page.)"""
+    if not inspect.isfunction(function) or not function.__module__.startswith("mixers."):
+        return []
+    names = (function.__globals__.get(name) for name in function.__code__.co_names)
+    others = [other for other in names if inspect.isfunction(other) and other.__module__ == function.__module__]
+    return [deeper for other in others if other is not function for deeper in (other, *called(other))]
 
 
 def source(function, title=None):

@@ -457,6 +457,11 @@ class Recurrent(Attention):
     def exact(self):
         return self.rule.linear
 
+    @property
+    def fused_by(self):
+        taking_off = (recurrent_kernels.invert,) if self.config.rule == "delta" else ()
+        return (*taking_off, recurrent_kernels.scan, recurrent_kernels.read) if self.rule.linear else ()
+
     def forward(self, x, past=None, importances=None):
         """x (B, T, C), the layer's normed input. past: a dict that keeps what the next call goes on from."""
         seen = 0 if past is None else past.get("tokens", 0)

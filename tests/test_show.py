@@ -52,6 +52,15 @@ def test_a_page_names_every_choice_and_all_that_is_learned(attn):
             assert re.search(rf"^{re.escape(name)} +{re.escape(str(tuple(p.shape)))}", text, re.M)
 
 
+def test_a_state_shows_its_chunk_and_its_own_kernels():
+    numbers = {attn: page_of(attn).numbers() for attn in ("retnet", "deltanet", "ttt")}
+    assert list(numbers["retnet"]["triton"]) == ["scan", "read"] and not numbers["ttt"]["triton"]
+    assert list(numbers["deltanet"]["triton"]) == ["invert", "scan", "read"]
+    assert {"gamma", "step", "scores", "faded"} <= set(numbers["retnet"]["pytorch"])
+    assert {"learn", "slope", "carry", "answer", "linear_memory"} <= set(numbers["ttt"]["pytorch"])
+    assert re.search(r"^fade.1.bias +\(128,\) +0 at first", str(page_of("gla")), re.M)
+
+
 def test_what_comes_before_and_after_the_rule_is_there():
     """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
     found = list(page_of("tda").numbers()["pytorch"])
