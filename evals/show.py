@@ -31,7 +31,8 @@ WIDTH = 110
 PASS = [("conv", "does"), ("qk_norm", "does"), ("feature", "does"), ("scale", "does"), ("pos", "does"),
         ("forget", "does"), ("write", "does"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
         ("rule", "does"), ("rule", "after"), ("normalize", "does"), ("sink", "does"), ("sink", "value"),
-        ("diff", "does"), ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"), ("gate", "does")]
+        ("diff", "does"), ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"),
+        ("gate", "does")]
 AROUND = {("normalize", "does"): attention.Attention.share, ("sink", "does"): attention.Attention.share,
           ("sink", "value"): attention.Attention.kept, ("diff", "does"): attention.Attention.attend,
           ("pos", "does"): attention.Distance}

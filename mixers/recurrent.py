@@ -349,7 +349,7 @@ def needs_time(config, args):
 
 
 def share(layer, x):
-    """beta = sigmoid(x W), between 0 and 1. DeltaNet."""
+    """beta = sigmoid(x W + b), between 0 and 1: DeltaNet's share, without b; what TTT and Titans learn at, with b."""
     return torch.sigmoid(wide(split_heads(layer.beta(x), layer.heads, 1)))
 
 
