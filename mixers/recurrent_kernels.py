@@ -466,7 +466,8 @@ def launch(kernel, inputs, sizes, more, columns=None):
     walks = kernel in (scan, scan_back)
     grid = (B * heads * (1 if walks else count(T, sizes.C)),
             1 if columns is None else count(sizes.D if kernel is gradients else E, columns))
-    warps = 8 if walks or kernel is gradients else 4
+    wide = inputs.v.at.dtype == torch.float32   # its numbers take twice the registers
+    warps = 8 if walks or kernel is gradients or wide else 4
     with torch.cuda.device_of(inputs.v.at):
         kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=warps)
 
