@@ -43,7 +43,7 @@ def value_zeroed(chosen, place=0, to_itself=True):
         here = torch.arange(v.shape[2], device=v.device) == row
         o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *more)
         if not to_itself:                       # what it saw itself, from the tokens up to it
-            upto = slice(row + 1)
+            upto = slice(row + 1 if module.causal else None)
             o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[:, :, row]
         return o
     return change

@@ -104,7 +104,9 @@ def test_a_value_zeroed_for_later_rows_leaves_the_tokens_own_row(attn, rows):
                value_zeroed(one_head(0, 0, heads=module.heads), place, to_itself=False))
     before, to_all, to_later = (changed_output(change, module, inputs) for change in changes)
     torch.testing.assert_close(to_later[:, :, own], before[:, :, own])           # to float32's rounding
-    assert torch.equal(to_later[:, :, own + 1:], to_all[:, :, own + 1:]) and not torch.equal(to_later, to_all)
+    assert torch.equal(to_later[:, :, own + 1:], to_all[:, :, own + 1:])
+    if attn != "routing":                       # where clusters decide, a token need not see itself
+        assert not torch.equal(to_later, to_all)
 
 
 def test_no_heads_cost_nothing(rows):
