@@ -15,7 +15,7 @@ Every token does four things to it, and what tells one published model from anot
     deltanet        1                           beta_t    beta_t    conv, unit q and k      RMSNorm a head
     gated_deltanet  exp(-A_h dt_t)              beta_t    beta_t    conv, unit q and k      RMSNorm a head, silu gate
     ttt             1                           rate_t    slope     RoPE within a chunk     q + LayerNorm, LayerNorm
-    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q and k      q + LayerNorm, as retnet
+    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q and k      as retnet
 
 The last two take off more than S answers: each write is a step of gradient descent on a loss, and its slope is taken
 where the chunk began, of an S through a LayerNorm (ttt) or of an MLP in place of S (titans).
@@ -149,19 +149,18 @@ def learn(state, q, k, v, rate, forget):
 
 
 def learn_deep(state, q, k, v, rate, forget, momentum):
-    """The same of an MLP, z = gelu(k M) N: two such memories, the second one's keys are the first one's answers. The
-    neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no attention beside
-    it), with two layers. The paper's loss is |z - v|^2; here, as in TTT and fla, it goes through a residual and a
-    LayerNorm, and so does the answer."""
-    M, P, N, Q, weight, bias = state
+    """The same of an MLP, z = gelu(k M) N, by its |z - v|^2 / 2: two such memories, the second one's keys are the first
+    one's answers. The neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no
+    attention beside it), with two layers. With TTT's LayerNorm in the loss, as fla has it, gradients explode."""
+    M, P, N, Q = state
     z = k @ M
     h = F.gelu(z)
-    g = slope(h @ N, v, weight, bias)
+    g = h @ N - v
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
-    return o, (M, P, N, Q, weight, bias)
+    return o, (M, P, N, Q)
 
 
 # ------------------------------------------------------------------------------------- the axes: how a state learns
@@ -229,22 +228,21 @@ def memory_of_descent(layer):
 
 
 def for_momentum(layer, q, k, v, forget, write, x):
-    """What `learn_deep` takes. The sum of a chunk's slopes moves, each a sum over channels, so the rate is over both
-    numbers: there is no official code, and with more it diverges."""
+    """What `learn_deep` takes. The sum of a chunk's slopes moves, so the rate is over its length: there is no official
+    code, and with more it diverges."""
     momentum = F.logsigmoid(wide(split_heads(layer.momentum(x), layer.heads, 1)))
-    return q, k, v - k, write / layer.args["chunk"] / layer.width, forget, momentum
+    return q, k, v, write / layer.args["chunk"], forget, momentum
 
 
 def deep_memory(layer, B):
-    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B), *norm_in_the_loss(layer, B))
+    return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B))
 
 
 def memory_of_momentum(layer):
-    """Initial values with which answers to a key of length 1 have a deviation near 1: smaller ones make the LayerNorm
-    in the loss so steep that the first chunks throw the memory far away."""
+    """Initial values with which a step at a rate of 1 takes off about what it sees, in either layer."""
     H, D = layer.heads, layer.width
-    return inner_norm(layer) | {"memory_in": Normal(D**-0.5, (H, D, 4 * D)), "memory_out": Normal(1.0, (H, 4 * D, D)),
-                                "momentum": nn.Linear(layer.config.n_embd, H)}
+    return {"memory_in": Normal(D**-0.5, (H, D, 4 * D)), "memory_out": Normal(D**-0.5, (H, 4 * D, D)),
+            "momentum": nn.Linear(layer.config.n_embd, H)}
 
 
 def at_rest(M, B):
@@ -280,7 +278,7 @@ RULES = {
     "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
                     products=3, linear=False, places=lambda positions, chunk: positions % chunk),
     "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
-                     after=answer, products=7 * 4, linear=False),       # of two memories, four times as wide as a head
+                     products=7 * 4, linear=False),       # of two memories, four times as wide as a head
 }
 
 # ------------------------------------------------------------------------------- the axes: what is forgotten, written

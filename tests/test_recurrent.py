@@ -207,7 +207,7 @@ def descent_by_autograd(answer, loss, memory, q, k, v, rate, forget, momentum, s
     """TTT's and Titans' updates (eq. 13 and 14 of the latter) with autograd's own slopes, for one head: q, k, v (T, D),
     the others (T,). A token's step is taken with the slope where its chunk began; `spread` scales what a token sees of
     its own chunk's steps. memory: a tuple of matrices."""
-    slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), v))
+    slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), k, v))
     moving, outputs = [torch.zeros_like(w) for w in memory], []
     for t in range(len(q)):
         if t % size == 0:
@@ -233,22 +233,27 @@ def learner_by_formula(attn, module, q, k, v, x):
         rate, forget, momentum = rate / 8, ones, 0 * ones
     else:
         q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
-        rate, spread = rate / size / 8, ones
+        rate, spread = rate / size, ones
         forget = torch.sigmoid(module.forget_bias[:, None] - heads_of(x @ module.alpha.weight.T)[..., 0])
         momentum = torch.sigmoid(heads_of(x @ module.momentum.weight.T + module.momentum.bias))[..., 0]
     o = torch.empty_like(v)
     for b in range(2):
         for h in range(4):
-            norm = (module.inner_scale[h, 0], module.inner_bias[h, 0], 1e-6)
+            if attn == "ttt":                   # a residual and a LayerNorm around a linear memory with a bias
+                norm = (module.inner_scale[h, 0], module.inner_bias[h, 0], 1e-6)
+                memory, answer = (module.memory[h], module.memory_bias[h]), lambda w, x: x @ w[0] + w[1][0]
 
-            def loss(z, v, norm=norm):
-                return (F.layer_norm(z, (8,), *norm) - v).square().sum() / 2
-            memory = (module.memory[h], module.memory_bias[h]) if attn == "ttt" else (module.memory_in[h],
-                                                                                      module.memory_out[h])
-            answers = {"ttt": lambda w, x: x @ w[0] + w[1][0], "titans": lambda w, x: F.gelu(x @ w[0]) @ w[1]}
-            z = descent_by_autograd(answers[attn], loss, memory, q[b, h], k[b, h], (v - k)[b, h],
+                def seen(z, k, norm=norm):
+                    return k + F.layer_norm(z, (8,), *norm)
+            else:
+                memory, answer = (module.memory_in[h], module.memory_out[h]), lambda w, x: F.gelu(x @ w[0]) @ w[1]
+
+                def seen(z, k):
+                    return z
+            z = descent_by_autograd(answer, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
+                                    q[b, h], k[b, h], v[b, h],
                                     *(y[b, h] for y in (rate, forget, momentum, spread)), size)
-            o[b, h] = q[b, h] + F.layer_norm(z, (8,), *norm)
+            o[b, h] = seen(z, q[b, h])
     return o
 
 
@@ -355,7 +360,7 @@ ADDED = {                                       # what the README's table says: 
     "deltanet": lambda C, D, H: (C + 12 * D) * H + D,
     "gated_deltanet": lambda C, D, H: (C * D + 2 * C + 12 * D + 2) * H + D,
     "ttt": lambda C, D, H: (D * D + C + 5 * D + 1) * H + 16,
-    "titans": lambda C, D, H: (8 * D * D + C * D + 3 * C + 14 * D + 3) * H + D}
+    "titans": lambda C, D, H: (8 * D * D + C * D + 3 * C + 12 * D + 3) * H + D}
 
 
 @recipes
