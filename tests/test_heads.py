@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import WORDS, assert_says, complain, some_recipes, tiny_config, write_data
+from conftest import WORDS, assert_says, complain, enliven, some_recipes, tiny_config, write_data
 
 import eval as eval_script
 from attention import ATTENTIONS, Sight, gated, visible
@@ -103,9 +103,7 @@ def double_measures(module, w, local):
 def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn):
     few = {"window": 20} if ATTENTIONS[attn].get("window") else {}
     gpt, whole = GPT(tiny_config(attn=attn, n_layer=2, block_size=140, **few)).eval(), []
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.mul_(4 if p.dim() > 1 else 0.7)
+    enliven(gpt)
     rows = torch.randint(31, (3, 141), generator=torch.Generator().manual_seed(0))
 
     def look(attend, layer, module, q, k, v, x, table):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import enliven, tiny_config
 
 from attention import ATTENTIONS, Sight, visible
 from evals.instrument import instead
@@ -184,9 +184,7 @@ def dense(w, seen):
 def test_streamed_equals_dense(attn):
     """Of a model with large random weights, in blocks of 128 rows of 150."""
     gpt = GPT(tiny_config(attn=attn, block_size=150)).eval()
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.mul_(4 if p.dim() > 1 else 0.7)
+    enliven(gpt)
     probe, whole, views = Probe(), [], []
 
     def look(attend, layer, module, q, k, v, x, table):

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_says, complain, tiny_config, train_here
+from conftest import assert_says, complain, enliven, tiny_config, train_here
 
 import eval as eval_script
 from attention import ATTENTIONS, visible
@@ -40,9 +40,7 @@ def probed(elastic_run, capsys):
 def test_probe_of_a_model_equals_its_weights(attn, fox):
     """The streamed means of two layers and heads equal those of the whole weight matrices."""
     gpt, whole = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257, block_size=200)).eval(), []
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.mul_(4 if p.dim() > 1 else 0.7)
+    enliven(gpt)
     found = probe(gpt, fox, MACHINE, count=3, batch_size=2)
     starts = tokens.fixed_windows(fox, 200, 3)
 
