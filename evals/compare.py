@@ -12,7 +12,7 @@ import attention
 import mixers
 from common.flags import at_least, knob
 from common.runs import read_run
-from evals.instrument import LENGTH, first_line, legend, markdown, pyplot, save_figure, table
+from evals.instrument import LENGTH, first_line, legend, markdown, marked, pyplot, save_figure, table
 from evals.loss import bits_per_byte, loss_and_error
 from evals.measures import MEASURES
 from evals.probe import probe
@@ -54,7 +54,7 @@ def command(args, run):
         "attn": run.model.config.attn, "knobs": knobs_of(run), "seed": run.meta["knobs"].get("seed"),
         "loss": loss, "loss_error": error,
         "perplexity": math.exp(loss), "bits per byte": bits_per_byte(loss, run.data_meta, args.split),
-        **{measure: mean[measure] for measure in PROBED}, "uniform": mean["uniform"],
+        **{measure: mean[measure] for measure in PROBED}, "uniform": mean["uniform"], "has_weights": run.has_weights,
         "parameters": run.model.num_params(), "tokens": trained_on(run.meta), "seconds": run.meta.get("seconds")}
     return numbers, ""                          # `tell` writes the one text of all runs
 
@@ -114,8 +114,8 @@ def groups_of(found):
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
     firsts = [group[0] for group in groups.values()]
-    return {name_of(group[0], [other for other in firsts if other["attn"] == group[0]["attn"]]): group
-            for group in groups.values()}
+    return {marked(name_of(group[0], [other for other in firsts if other["attn"] == group[0]["attn"]]),
+                   group[0]["has_weights"]): group for group in groups.values()}
 
 
 def name_of(numbers, alike):

@@ -96,9 +96,14 @@ class OpenedRun:
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides, self.machine.dtype)
         self.out_dir = checkpoint.parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
-        if not self.model.transformer.h[0].attn.exact and self.machine.main:
+        if not self.has_weights and self.machine.main:
             print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
                   "values: where weights are shown, derivatives of outputs in values stand in", file=sys.stderr)
+
+    @property
+    def has_weights(self):
+        """Are what is shown as attention weights just that? Else derivatives of outputs in values stand in."""
+        return self.model.transformer.h[0].attn.exact
 
     @cached_property
     def data(self):
@@ -255,6 +260,11 @@ def table(rows, header):
     cells = [header] + [[c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+
+
+def marked(name, has_weights):
+    """The name of a row, which says where derivatives stand in for weights."""
+    return name if has_weights else f"{name} (derivatives)"
 
 
 def markdown(rows, header):

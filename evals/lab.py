@@ -18,11 +18,12 @@ import torch
 from torch.nn import functional as F
 
 import attention
+import mixers
 from common.flags import knob
 from common.runs import ROOT, finished_run, output_of
 from data import files, tokens
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
-from evals.instrument import markdown, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
+from evals.instrument import markdown, marked, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
 from evals.measures import Probe, mean_of
 from evals.sweeps import SWEEPS, cases, side_by_side
 
@@ -192,7 +193,8 @@ def mean_rows(runs):
     for name, group in runs.items():
         mean = {key: np.mean([figures[key] for figures in group]) for key in group[0]}
         cells = [f"{mean[key]:.3f}" for key in COLUMNS.values()]
-        rows.append([name, *cells, f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
+        shown = marked(name, name not in attention.ATTENTIONS or mixers.has_weights(name))
+        rows.append([shown, *cells, f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
     return rows, ["recipe", *COLUMNS, "parameters", "s"]
 
 

@@ -27,6 +27,11 @@ def layer_of(config, layer):
     return MIXERS[config.mixer](config, layer)
 
 
+def has_weights(recipe):
+    """Is a recipe linear in its values, so that there are weights to look at?"""
+    return getattr(AXES["rule"][attention.recipe(recipe)["rule"]], "linear", True)
+
+
 def check_axes(config):
     """Raise ValueError, with the reason, on choices that mean nothing to a config's mixer, or not together."""
     mixer = MIXERS[config.mixer]

@@ -8,7 +8,7 @@ from conftest import WORDS, complain, meta, train_here, write_data
 
 import eval as eval_script
 from data import files
-from evals import compare
+from evals import compare, lab
 from evals.compare import COLUMNS, Compare, cell, groups_of, mark, markdown, tell
 
 # ------------------------------------------------------------------------------------------------------ known numbers
@@ -19,7 +19,8 @@ READ = {"dataset": "books", "split": "val", "windows": 4, "length": 16, "uniform
 
 def numbers(attn="softmax", seed=0, loss=2.0, **other):
     """What the command finds in a run; other: its knobs."""
-    found = dict.fromkeys(COLUMNS, 0.5) | READ | {"loss": loss, "perplexity": math.exp(loss), "parameters": 1000.0}
+    found = dict.fromkeys(COLUMNS, 0.5) | READ | {"loss": loss, "perplexity": math.exp(loss), "parameters": 1000.0,
+                                                  "has_weights": attn != "ttt"}
     return found | {"attn": attn, "seed": seed, "knobs": {"attn": attn, **other}}
 
 
@@ -35,6 +36,14 @@ def test_a_recipe_is_named_with_the_flags_that_changed_it():
     found = {"a": numbers("lazy", gate="head", pos="rope+bias", rule="elastic", n_embd=64),
              "b": numbers("tra", attn_args="kappa=2", gate="none", pos="learned", rule="tra", n_embd=64)}
     assert list(groups_of(found)) == ["lazy --gate=head", "tra --attn_args=kappa=2"]
+
+
+def test_rows_say_where_derivatives_stand_in_for_weights():
+    found = {"a": numbers("ttt"), "b": numbers("deltanet")}
+    assert list(groups_of(found)) == ["ttt (derivatives)", "deltanet"]
+    run = {"excess_copy": 1.0} | dict.fromkeys(lab.COLUMNS.values(), 0.5) | {"parameters": 10, "seconds": 1}
+    rows, _ = lab.mean_rows({"softmax": [run], "titans": [run], "focus": [run], "blind": [run]})
+    assert [row[0] for row in rows] == ["softmax", "titans (derivatives)", "focus", "blind"]
 
 
 def test_mean_and_sample_deviation():
