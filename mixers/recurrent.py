@@ -148,16 +148,24 @@ def learn(state, q, k, v, rate, forget):
     return o, (M, weight, bias, spread)
 
 
+def square(x):
+    return x.square().sum(-1, keepdim=True)
+
+
 def learn_deep(state, q, k, v, rate, forget, momentum):
     """The same of an MLP, z = gelu(k M) N, by its |z - v|^2 / 2: two such memories, the second one's keys are the first
     one's answers. The neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no
-    attention beside it), with two layers. With TTT's LayerNorm in the loss, as fla has it, gradients explode."""
+    attention beside it), with two layers. Not in the paper: a token's slopes are clipped together to a norm of 1, or a
+    chunk whose steps overshoot makes the next one's larger until they are nan. With TTT's LayerNorm in the loss, as fla
+    has it, gradients explode."""
     M, P, N, Q = state
     z = k @ M
     h = F.gelu(z)
     g = h @ N - v
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
+    squares = square(k) * square(below) + square(h) * square(g)         # the slopes are k below^T and h g^T
+    rate = rate * squares.clamp(min=1).rsqrt()
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q)

@@ -148,10 +148,9 @@ def toy_run(tmp_path_factory, toy_data):
 
 @torch.no_grad()
 def enliven(gpt):
-    """Weights larger than the initial ones, so that attention matters. A memory that learns stays where its steps of
-    descent fit: with one four times as large they diverge, as too large a learning rate does."""
-    for name, p in gpt.named_parameters():
-        p.mul_(1.0 if ".memory" in name else 4.0 if p.dim() > 1 else 0.7)
+    """Weights larger than the initial ones, so that attention matters."""
+    for p in gpt.parameters():
+        p.mul_(4.0 if p.dim() > 1 else 0.7)
 
 
 # --------------------------------------------------------------------------------------------------------- the scripts

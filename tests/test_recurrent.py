@@ -203,17 +203,18 @@ def test_the_convolution_sees_three_tokens_back():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def descent_by_autograd(answer, loss, memory, q, k, v, rate, forget, momentum, spread, size):
+def descent_by_autograd(answer, loss, memory, largest, q, k, v, rate, forget, momentum, spread, size):
     """TTT's and Titans' updates (eq. 13 and 14 of the latter) with autograd's own slopes, for one head: q, k, v (T, D),
     the others (T,). A token's step is taken with the slope where its chunk began; `spread` scales what a token sees of
-    its own chunk's steps. memory: a tuple of matrices."""
+    its own chunk's steps. memory: a tuple of matrices. largest: norm that a token's slopes are clipped to."""
     slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), k, v))
     moving, outputs = [torch.zeros_like(w) for w in memory], []
     for t in range(len(q)):
         if t % size == 0:
             anchor = start = memory
         slopes = slope(anchor, k[t], v[t])
-        moving = [momentum[t] * p - rate[t] * g for p, g in zip(moving, slopes, strict=True)]
+        clipped = rate[t] * (largest / torch.cat([g.flatten() for g in slopes]).norm()).clamp(max=1)
+        moving = [momentum[t] * p - clipped * g for p, g in zip(moving, slopes, strict=True)]
         start = [forget[t] * w for w in start]  # what would be left without this chunk's steps
         memory = tuple(forget[t] * w + p for w, p in zip(memory, moving, strict=True))
         seen = tuple(w0 + spread[t] * (w - w0) for w0, w in zip(start, memory, strict=True))
@@ -251,7 +252,7 @@ def learner_by_formula(attn, module, q, k, v, x):
                 def seen(z, k):
                     return z
             z = descent_by_autograd(answer, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
-                                    q[b, h], k[b, h], v[b, h],
+                                    1e9 if attn == "ttt" else 1, q[b, h], k[b, h], v[b, h],
                                     *(y[b, h] for y in (rate, forget, momentum, spread)), size)
             o[b, h] = seen(z, q[b, h])
     return o
@@ -261,12 +262,27 @@ def learner_by_formula(attn, module, q, k, v, x):
 def test_learners_take_the_steps_that_autograd_finds(attn):
     """Values and gradients: more than two whole chunks, and one that has begun."""
     module = layer(attn)
-    leaves = [y.requires_grad_() for y in inputs(module, 45)]
+    q, k, v, x = inputs(module, 45)
+    leaves = [y.requires_grad_() for y in (q, k, v * 0.3, x)]           # v: some of titans' slopes are clipped, not all
     parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
     above, results = normal(2, 4, 45, 8, seed=7), []
     for o in (module.read(*leaves), learner_by_formula(attn, module, *leaves)):
         results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], above)])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("bias", [0.0, 3.0])
+def test_a_memory_that_learns_too_fast_stays_finite(bias):
+    """With all of a step's rate, and more so with momentum, what a chunk writes overshoots: it must not grow from chunk
+    to chunk."""
+    module = layer("titans")
+    with torch.no_grad():
+        for of, value in ((module.momentum.bias, bias), (module.beta.bias, 5.0), (module.forget_bias, 12.0)):
+            of.fill_(value)
+    x = normal(1, 400, 32).requires_grad_()
+    o = module(x)
+    slope, = torch.autograd.grad(o.square().mean(), x)
+    assert o.isfinite().all() and slope.norm() < 10
 
 
 @learners
