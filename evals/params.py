@@ -1,7 +1,7 @@
 """What attention has learned outside its linear layers, by layer and head, beside the value that it started from.
 
 Lazy Attention's figures 4, 5, 8, 9 and 10, and the like for every recipe: thresholds, distance biases, sink logits, the
-norms of key and value biases, lambdas, gates, temperatures.
+norms of key and value biases, lambdas, gates, temperatures, what a state keeps and writes.
 
 A layer's own tensors are found by themselves: whatever it holds that belongs to no linear layer and no norm. A scalar
 of each head is shown as it is, a vector by its norm. Where a raw number says little (a lambda that is made of four
@@ -13,6 +13,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 import torch
+from torch import nn
 
 from common.flags import at_least, knob
 from data import tokens
@@ -50,6 +51,8 @@ MEANINGS = {                                    # name: what is printed above it
     "alpha": "entmax's alpha: 1 is softmax, 2 sparsemax",
     "sharpness": "what multiplies the scores of a row of block_size keys",
     "lambda": "share of the second view that is subtracted; mean over tokens, where it depends on them",
+    "kept": "share of its state that a head keeps at each token; mean over tokens, and channels if each has its own",
+    "written": "what a head multiplies a token's value with as it writes, or learns it at; mean over tokens",
     "gate": "how far the gate on the output is open, from 0 to 1 if it is no silu; mean over tokens",
 }
 
@@ -147,7 +150,20 @@ def gate(module, x):
         return module.through("gate", ones, x).mean((0, 2, 3))
 
 
-MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "gate": gate}      # module, x -> (heads,), or None
+def kept(module, x):
+    """What is left of a state, made from the logarithms of `forget`."""
+    forget = module.choices.get("forget")
+    return forget.does(module, x).exp().mean((0, 2, 3)) if forget and forget.does else None
+
+
+def written(module, x):
+    """Mamba2's step in time, the delta rule's beta, a learner's rate."""
+    write = module.choices.get("write")
+    return write.does(module, x).mean((0, 2, 3)) if write and write.does else None
+
+
+MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "kept": kept, "written": written,
+        "gate": gate}                           # module, x -> (heads,), or None
 
 
 def bias_by_distance(module):
@@ -166,8 +182,9 @@ def learns(modules):
 
 
 def depends_on_text(modules):
-    """Is there a linear layer that makes a gate or a lambda from the layer's input?"""
-    return any(hasattr(modules[0], name) for name in ("gate", "lambda_proj"))
+    """Is there a linear layer beside the projections, which makes a gate or a lambda from the layer's input?"""
+    return any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in module.modules())
+               for name, module in modules[0].named_children())
 
 
 @torch.no_grad()

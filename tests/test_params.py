@@ -106,6 +106,18 @@ def test_a_gate_is_its_mean_opening(gate, data):
     assert numbers["figures"]["gate"]["start"] == [[0.5, 0.5]] * 2 and "gate  how far" in text
 
 
+def test_what_a_state_keeps_and_what_is_written():
+    """Of an input of zeros, where the numbers are those of the biases alone; RetNet's are fixed."""
+    found = figures(layer(attn="retnet"))
+    assert found["kept"].tolist() == pytest.approx([1 - 1 / 32, 1 - 1 / 64]) and "written" not in found
+    module = layer(attn="gated_deltanet")
+    fill(module.A_log, [0.0, math.log(3)])
+    fill(module.dt_bias, [math.log(math.e - 1), math.log(math.e**2 - 1)])                           # softplus: 1 and 2
+    found = figures(module)
+    assert found["kept"].tolist() == pytest.approx([math.exp(-1), math.exp(-6)])
+    assert found["written"].tolist() == pytest.approx([0.5, 0.5])
+
+
 def test_the_distance_bias_is_what_is_added():
     """The table, beyond it 0, and no farther than the context; against the scores themselves."""
     module = layer(attn="lazy", bias_range=4)
@@ -144,8 +156,8 @@ def test_every_recipe_before_its_first_step_is_where_it_started(attn, data):
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, n_layer=2), seed=5)
     numbers, text = params.command(Params(windows=1), opened(data, gpt, seed=5))
     own = {name for name in gpt.transformer.h[0].attn.state_dict() if not name.startswith("c_")}
-    norms_and_maps = {"out_norm.weight", "feature.0.weight", "feature.2.weight", "beta.weight", "conv",
-                      "directions", "means", "moves"}
+    norms_and_maps = {"out_norm.weight", "feature.0.weight", "feature.2.weight", "conv", "directions",
+                      "means", "moves"}
     assert bool(numbers["figures"] or numbers["distance_bias"]) == bool(own - norms_and_maps)
     assert ("(kept as it was)" in text) == (attn in ("lssar", "focus"))
     assert text and numbers["figures"].keys() <= MEANINGS.keys()
@@ -153,7 +165,7 @@ def test_every_recipe_before_its_first_step_is_where_it_started(attn, data):
         assert len(figure["now"]) == 2
         for now, start in zip(figure["now"], figure["start"], strict=True):
             # of a text, a gate that has learned nothing is not quite as open as for an input of zeros
-            assert now == pytest.approx(start, abs=0.1 if name in ("gate", "lambda") else 0)
+            assert now == pytest.approx(start, abs=0.1 if name in ("gate", "lambda", "kept", "written") else 0)
 
 
 def test_a_run_that_learns_nothing_there_says_so(tmp_path, data, capsys):
