@@ -466,6 +466,8 @@ def launch(kernel, inputs, sizes, more, columns=None):
     walks = kernel in (scan, scan_back)
     grid = (B * heads * (1 if walks else count(T, sizes.C)),
             1 if columns is None else count(sizes.D if kernel is gradients else E, columns))
+    # so that none spills registers to memory in Triton 3.9; in 3.6 four of `tests/test_recurrent_kernels.py table`'s 92
+    # spill 8 or 16 bytes
     wide = inputs.v.at.dtype == torch.float32   # its numbers take twice the registers
     warps = 8 if walks or kernel is gradients or wide else 4
     with torch.cuda.device_of(inputs.v.at):
