@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+import attention
 from common.runs import finished_run, output_of
 from data import files
 from evals.lab import flags_in_lab
@@ -191,8 +192,10 @@ def flags_of(recipe, setup):
     """What train.py is told of a recipe. Raises ValueError on a name that is none."""
     if recipe in RECIPES:
         return RECIPES[recipe]
-    in_lab = flags_in_lab(recipe)               # what it needs in one layer with one head, and nowhere else
-    return f"--attn={recipe}" if setup.startswith("gpu") else " ".join(in_lab)
+    in_lab, pos = flags_in_lab(recipe), attention.recipe(recipe).get("pos")
+    if not setup.startswith("gpu"):             # in_lab: what it needs in one layer with one head, and nowhere else
+        return " ".join(in_lab)
+    return f"--attn={recipe}" + (f" --pos={pos}" if pos else "")        # its own positions go before the set-up's
 
 
 def job_of(run, path, seed, where):
