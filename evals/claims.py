@@ -54,8 +54,8 @@ class ClaimsFlags:
             if name not in CLAIMS and not (name in COSTS and name != self.show):
                 near = difflib.get_close_matches(name, [*COSTS, *CLAIMS], n=1)
                 hint = f", did you mean {near[0]}?" if near else "."
-                raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all; --run takes "
-                                 f"{', '.join(COSTS)}, too")
+                more = "" if name == self.show else f"; --run takes {', '.join(COSTS)}, too"
+                raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all{more}")
 
 
 def command(args, run):
@@ -192,7 +192,7 @@ def value_at(found, path, job):
     steps = path.split("/")
     try:
         return down(found, steps[1:] if steps[0] in COMMANDS or steps[0] in LOOKS else steps)
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, TypeError):               # the last: of None, where a list is looked for
         raise ValueError(f"{job.place} has nothing at {path}: it is of another version, remove it and measure "
                          "again") from None
 

@@ -377,6 +377,13 @@ def test_without_a_sink_there_is_nothing_to_ask(softmax, expected):
     gated = {claim.id for claim in CLAIMS.values() for reading, cost in readings(claim).values()
              if cost == "gpu-minutes" and GATE in reading.reads}
     assert gated >= {"fixed-token-16", "elastic-offset-order", "pe-all-sink", "early-layers-active", "heads-fixed"}
+    assert all(GATE in readings(claim)["nobos"][0].reads for claim in CLAIMS.values() if "nobos" in claim.variations)
+
+
+@pytest.mark.parametrize("second, expected", [(.81, A), (.7, M), (.3, M)])
+def test_a_collapse_must_come_with_every_seed(second, expected):
+    shares = {"focus-softmax": np.array([[.2, .9], [second, .2]]), "focus-sinkhorn": np.full((2, 2), .2)}
+    assert CLAIMS["focus-collapse"].reading.verdict({"largest group": shares}) == expected
 
 
 def test_a_verdict_says_what_decided_it():
@@ -519,6 +526,7 @@ def test_every_training_command_makes_a_model(jobs):
         for small in ([], SMALL.split()):       # these are what a GPU's rows are tried out with
             knobs = train_script.settle_knobs(parser.parse_args(fresh + small))[0]
             config = GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
+            assert config.attn != "lazy" or config.pos == "rope+bias", "a set-up's positions in place of lazy's own"
             heads = train_script.Train(**fields_of(train_script.Train, knobs) | {"train_only": "all"})
             train_script.check_balance(heads, config)
 
@@ -683,8 +691,15 @@ def test_what_fails_is_named_and_the_rest_is_measured(here, tmp_path, capsys, mo
     assert set(json.loads((tmp_path / "claims/claims.json").read_text())["claims"]) == {"gate-identity"}
 
 
+def test_a_claim_says_what_changes_it():
+    assert view.changed_by({"": A, "nobias": C, "tied": A, "lr3e-3": M}) == (
+        "nobias (contradicts); lr3e-3 (mixed); not tied")
+    assert "no other set-up was tried" in view.changed_by({"": A})
+
+
 def test_wrong_words(capsys, tmp_path):
-    assert "there is no claim 'nonsense'" in complain(eval_script.main, capsys, "claims", "--show=nonsense")[1]
+    said = complain(eval_script.main, capsys, "claims", "--show=nonsense")[1]
+    assert "there is no claim 'nonsense'" in said and "--run" not in said
     assert "--run takes lab" in complain(eval_script.main, capsys, "claims", "--run=lab,nonsense")[1]
     assert "did you mean postnorm?" in complain(eval_script.main, capsys, "claims", "--show=post-norm")[1]
     assert "out of reach" in complain(eval_script.main, capsys, "claims", "--run=lazy-vs-recurrent")[1]

@@ -2,7 +2,7 @@
 import numpy as np
 
 from evals.ledger import emerges, focus, lazy, native_moe, threshold
-from evals.ledger.claim import GATE, NOT_RUN, SINK, decide
+from evals.ledger.claim import GATE, NOBOS_GATE, NOT_RUN, SINK, decide
 from evals.ledger.experiments import CONSTANT, PUBLIC, TIMED, job_of
 
 PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
@@ -17,7 +17,8 @@ def readings(claim):
     for setup in claim.variations:
         moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
                  for column, (path, runs) in claim.reading.reads.items()}
-        found[setup] = claim.reading._replace(reads=moved), claim.cost
+        gate = NOBOS_GATE if setup == "nobos" else {}
+        found[setup] = claim.reading._replace(reads=moved | gate), claim.cost
     return found | {name: (reading, cost_of(reading)) for name, reading in claim.elsewhere.items()}
 
 

@@ -18,6 +18,7 @@ VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 # first token over uniform, and below so much there is no sink.
 GATE, SINK = "softmax itself, x uniform", 4
 GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
+NOBOS_GATE = {GATE: ("times_uniform_idle", "softmax@nobos")}
 
 
 class Reading(NamedTuple):

@@ -2,8 +2,8 @@
 import numpy as np
 
 from evals.ledger.claim import (
-    GATE,
     GPU_GATE,
+    NOBOS_GATE,
     Claim,
     Reading,
     below,
@@ -184,7 +184,7 @@ CLAIMS = [
           Reading(GPU_FIXED | GPU_GATE, fixed_token),
           note="Wins: by mean weight, of queries after the fixed token; no BOS. The lab's 64 tokens end before a fixed "
                "one at 64.",
-          elsewhere={"lab without BOS": Reading(FIXED | {GATE: ("times_uniform_idle", "softmax@nobos")}, fixed_token)},
+          elsewhere={"lab without BOS": Reading(FIXED | NOBOS_GATE, fixed_token)},
           seeds=1),
     Claim("sink-low-variance", "3.1, appendix G, tables 4 to 7",
           "The sink token has tiny values, and a hidden state of abnormal variance.",

@@ -90,14 +90,30 @@ def shown(claim, results, where):
              hanging("theirs", claim.theirs), hanging("rule", claim.rule),
              hanging("cost", f"{claim.cost}: {COSTS[claim.cost]}")]
     parts += [hanging("note", claim.note)] if claim.note else []
+    parts += [hanging("what changes it", changed_by(verdicts))]
+    parts += [hanging("columns", columns(claim.reading))] if claim.reading else []
     for name, (reading, _) in readings(claim).items():
         jobs = jobs_of(reading, seeds_of(claim, reading, found.get(name, {}).get("seeds", [2])), where)
         parts.append(f"\n{name or 'as it stands'}: {verdicts.get(name, NOT_RUN)}\n")
         if name in found:
             parts += [hanging("decided by", line) for line in ["; ".join(decided_by(verdicts[name]))] if line]
-            parts.append(by_seed(found[name]))
-        parts += [f"\n{commands(claim, jobs)}"]
+            parts.append(by_seed(found[name]) + "\n")
+        parts.append(commands(claim, jobs))
     return "\n".join(parts)
+
+
+def changed_by(verdicts):
+    """The other set-ups that were tried, those first that give another verdict."""
+    tried, flipped = [name for name in verdicts if name], flips(verdicts)
+    parts = [f"{name} ({verdict})" for name, verdict in flipped.items()]
+    same = [name for name in tried if name not in flipped]
+    parts += [f"not {', '.join(same)}"] if same else []
+    return "; ".join(parts) or "numbers beyond the bounds of the rule; no other set-up was tried"
+
+
+def columns(reading):
+    """What each column reads: the figure's place in a run's report, or in what an instrument prints as JSON."""
+    return "; ".join(f"{column} is {path}" for column, (path, _) in reading.reads.items())
 
 
 def by_seed(found):
@@ -119,6 +135,7 @@ def commands(claim, jobs):
     """The commands of the first seed, in their order, and what is measured by this one itself."""
     first = all_jobs(group[0] for group in jobs.values())
     lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
+    lines += ["# and so with the other seeds"] * (bool(lines) and any(len(group) > 1 for group in jobs.values()))
     own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
     return "\n".join(lines + [f"python eval.py claims --run={claim.id}",
                               f"# which also measures what no command does: {own}, in evals/ledger/"] * bool(own))
