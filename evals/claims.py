@@ -140,11 +140,13 @@ def merged(old, new):
 
 
 def do_all(jobs, workers):
-    """What of these is missing, some at a time, each after what it needs."""
-    missing = [job for job in jobs if result_of(job) is None]
+    """What of these is missing, some at a time, each after what it needs. jobs: in an order that allows it."""
+    depths, failed = {}, []                     # of what is missing, and of what stands on it
+    for job in jobs:
+        if result_of(job) is None or not depths.keys().isdisjoint(job.after):
+            depths[job] = depth(job)
+    missing = sorted(depths, key=depths.get)
     workers = workers or (1 if torch.cuda.is_available() else 2)
-    depths, failed = {job: depth(job) for job in missing}, []
-    missing.sort(key=depths.get)
     with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar, ThreadPoolExecutor(
             workers) as pool:
         for _, stage in itertools.groupby(missing, depths.get):

@@ -52,7 +52,9 @@ MEANINGS = {                                    # name: what is printed above it
     "sharpness": "what multiplies the scores of a row of block_size keys",
     "lambda": "share of the second view that is subtracted; mean over tokens, where it depends on them",
     "kept": "share of its state that a head keeps at each token; mean over tokens, and channels if each has its own",
-    "written": "what a head multiplies a token's value with as it writes, or learns it at; mean over tokens",
+    "written": "what a head multiplies a token's value with as it writes; of ttt its rate times width, of titans times "
+               "chunk; mean over tokens",
+    "momentum": "share of its last step that a learning memory goes on with; mean over tokens",
     "gate": "how far the gate on the output is open, from 0 to 1 if it is no silu; mean over tokens",
 }
 
@@ -156,6 +158,11 @@ def kept(module, x):
     return forget.does(module, x).exp().mean((0, 2, 3)) if forget and forget.does else None
 
 
+def momentum(module, x):
+    """Titans' eta."""
+    return module.momentum(x).sigmoid().mean((0, 1)) if hasattr(module, "momentum") else None
+
+
 def written(module, x):
     """Mamba2's step in time, the delta rule's beta, a learner's rate."""
     write = module.choices.get("write")
@@ -163,7 +170,7 @@ def written(module, x):
 
 
 MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "kept": kept, "written": written,
-        "gate": gate}                           # module, x -> (heads,), or None
+        "momentum": momentum, "gate": gate}     # module, x -> (heads,), or None
 
 
 def bias_by_distance(module):

@@ -40,5 +40,6 @@ def first_look(model, split, machine, stride):
     has a meaning for this recipe."""
     mean = probe(model, split, machine, 16, 4, stride)["mean"]
     print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
-          f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}\n")
+          f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"
+          f"{'' if model.transformer.h[0].attn.exact else ', all of derivatives in place of weights'}\n")
     return {name: value for name, value in mean.items() if value is not None}

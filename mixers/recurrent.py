@@ -20,9 +20,10 @@ Every token does four things to it, and what tells one published model from anot
 The last two take off more than S answers: each write is a step of gradient descent on a loss, and its slope is taken
 where the chunk began, of an S through a LayerNorm (ttt) or of an MLP in place of S (titans).
 
-There is no row of scores, hence nothing that must be spent and no sink; but what is read was written once, under a key
-of D numbers. The state has the same size after any number of tokens. All of it is in the order of time, so many tokens
-are taken at once, a chunk, by matrix products; a chunk of one token is the recurrence itself, and that is decoding.
+There is no row of scores, hence nothing that must be spent and no sink (but where --normalize=sum divides). Yet what is
+read was written once, under a key of D numbers. The state has the same size after any number of tokens. All of it is in
+the order of time, so many tokens are taken at once, a chunk, by matrix products; a chunk of one token is the recurrence
+itself, and that is decoding.
 
 As in the papers' code a state runs through all of a sequence: separators of documents do not reset it, and padding is
 a token like any other.
@@ -148,24 +149,25 @@ def learn(state, q, k, v, rate, forget):
     return o, (M, weight, bias, spread)
 
 
-def square(x):
+def squared_norm(x):
     return x.square().sum(-1, keepdim=True)
 
 
 def learn_deep(state, q, k, v, rate, forget, momentum):
     """The same of an MLP, z = gelu(k M) N, by its |z - v|^2 / 2: two such memories, the second one's keys are the first
     one's answers. The neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no
-    attention beside it), with two layers. Not in the paper: a token's slopes are clipped together to a norm of 1, or a
-    chunk whose steps overshoot makes the next one's larger until they are nan. With TTT's LayerNorm in the loss, as fla
-    has it, gradients explode."""
+    attention beside it), with two layers. Not in the paper: a token's two slopes are clipped together to a norm of
+    1, before rate and momentum, or a chunk whose steps overshoot makes the next one's larger until they are nan. Where
+    a sequence begins most of them are. With TTT's LayerNorm in the loss, as fla has it, gradients explode."""
     M, P, N, Q = state
     z = k @ M
     h = F.gelu(z)
     g = h @ N - v
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
-    squares = square(k) * square(below) + square(h) * square(g)         # the slopes are k below^T and h g^T
-    rate = rate * squares.clamp(min=1).rsqrt()
+    # the slopes are k below^T and h g^T: how long both are together
+    length = (squared_norm(k) * squared_norm(below) + squared_norm(h) * squared_norm(g)).clamp(min=1).sqrt()
+    rate = rate / length
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q)
@@ -236,8 +238,8 @@ def memory_of_descent(layer):
 
 
 def for_momentum(layer, q, k, v, forget, write, x):
-    """What `learn_deep` takes. The sum of a chunk's slopes moves, so the rate is over its length: there is no official
-    code, and with more it diverges."""
+    """What `learn_deep` takes. The sum of a chunk's slopes moves, so the rate is over its length; there is no official
+    code that would say."""
     momentum = F.logsigmoid(wide(split_heads(layer.momentum(x), layer.heads, 1)))
     return q, k, v, write / layer.args["chunk"], forget, momentum
 
@@ -247,7 +249,8 @@ def deep_memory(layer, B):
 
 
 def memory_of_momentum(layer):
-    """Initial values with which a step at a rate of 1 takes off about what it sees, in either layer."""
+    """Initial values with which a step at a rate of 1, where it is not clipped, takes off about what it sees, in either
+    layer."""
     H, D = layer.heads, layer.width
     return {"memory_in": Normal(D**-0.5, (H, D, 4 * D)), "memory_out": Normal(D**-0.5, (H, 4 * D, D)),
             "momentum": nn.Linear(layer.config.n_embd, H)}
@@ -355,7 +358,7 @@ def needs_time(config, args):
 
 
 def share(layer, x):
-    """beta = sigmoid(x W + b), between 0 and 1: DeltaNet's share, without b; what TTT and Titans learn at, with b."""
+    """beta = sigmoid(x W + b), between 0 and 1: DeltaNet's share (its layer has no b); what TTT and Titans learn at."""
     return torch.sigmoid(wide(split_heads(layer.beta(x), layer.heads, 1)))
 
 
@@ -597,9 +600,9 @@ class Recurrent(Attention):
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """The w_ij of o_i = sum_j w_ij v_j before norm and gate, a block of rows at a time: (B, H, BLOCK or fewer, T).
-        Where the rule is not linear in the values there are no such w_ij, and `slopes` stand in. sight: see attend."""
+        Where the rule is not linear in the values there are none, and `derivatives` stand in. sight: see attend."""
         self.check(k, x, table)
-        look = self.marks if self.rule.linear else self.slopes
+        look = self.marks if self.rule.linear else self.derivatives
         if sight is None or sight.hidden < 0:
             yield from look(q, k, x)
             return
@@ -622,7 +625,7 @@ class Recurrent(Attention):
             if start >= T - R:
                 yield w
 
-    def slopes(self, q, k, x, hidden=-1):
+    def derivatives(self, q, k, x, hidden=-1):
         """How much o_i moves with v_j, as weights are given: (B, H, BLOCK or fewer, T). The mean over channels c of
         the derivative of o_ic in v_jc, which in an attention is w_ij; estimated along one direction of random signs,
         the same for every token (Hutchinson). The values are those that the layer makes of x. Costs O(T^2): each row
@@ -633,11 +636,11 @@ class Recurrent(Attention):
         signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=dice).to(v) * 2 - 1
         for start, stop in blocks(T - R, T):
             seen = (y[..., :stop, :] for y in (q, k, v, x))
-            yield F.pad(self.slopes_of(start, signs, hidden, *seen), (0, T - stop))
+            yield F.pad(self.derivatives_of(start, signs, hidden, *seen), (0, T - stop))
 
     @torch.enable_grad()
-    def slopes_of(self, start, signs, hidden, q, k, v, x):
-        """`slopes` of the rows from start on, (B, H, T - start, T), a few at a time so that memory stays small."""
+    def derivatives_of(self, start, signs, hidden, q, k, v, x):
+        """`derivatives` of the rows from start on, (B, H, T - start, T), a few at a time so that memory stays small."""
         q, k, v, x = (y.detach() for y in (q, k, v, x))
         o = self.read(q, k, v.requires_grad_(), x, hidden=hidden)
         asked = (o * signs)[:, :, start:].sum((0, 1, 3))                # (T - start,)
