@@ -15,7 +15,8 @@ AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixe
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 
 # A claim about sinks is not testable on runs in which softmax has none: a column of this name holds its weight on the
-# first token over uniform, and below so much there is no sink. (Planned for a GPU's runs; without BOS the lab's need it.)
+# first token over uniform, and below so much there is no sink. (Planned for a GPU's runs; those of the lab without BOS
+# were found to need it.)
 GATE, SINK = "softmax itself, x uniform", 4
 GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
 NOBOS_GATE = {GATE: ("times_uniform_idle", "softmax@nobos")}
