@@ -267,6 +267,7 @@ class Rule(Choice):
     row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1)
     power: Callable | None = None               # args -> the constant power of rules that have one
     counted_in: str | None = None               # in the kernel t is a multiple of this kernel rule's row sum
+    linear = True                               # in the values; not so of every state, see mixers/recurrent.py
 
     @property
     def normalizes(self):
@@ -1234,7 +1235,6 @@ class Attention(nn.Module):
     added = ()                                  # names of parameters and buffers that a mixer adds to this layer's
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
-    exact = True                                # weights_of times the values is what the rule puts out
     fused_by = ()                               # Triton functions of a mixer that has its own, in their order
 
     def __init__(self, config, layer):
@@ -1424,6 +1424,11 @@ class Attention(nn.Module):
         return o, None if r is None else r[..., None]
 
     # ------------------------------------------------------------------ after the rule
+
+    @property
+    def exact(self):
+        """Are weights_of times the values what the rule puts out? Else derivatives stand in for weights."""
+        return self.rule.linear
 
     @property
     def has_extra_key(self):

@@ -29,7 +29,7 @@ def layer_of(config, layer):
 
 def has_weights(recipe):
     """Is a recipe linear in its values, so that there are weights to look at?"""
-    return getattr(AXES["rule"][attention.recipe(recipe)["rule"]], "linear", True)
+    return AXES["rule"][attention.recipe(recipe)["rule"]].linear
 
 
 def check_axes(config):

@@ -289,7 +289,7 @@ RULES = {
     "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
                     products=3, linear=False, places=lambda positions, chunk: positions % chunk),
     "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
-                     products=7 * 4, linear=False),       # of two memories, four times as wide as a head
+                     products=7 * 4, linear=False),             # of two memories, four times as wide as a head
 }
 
 # ------------------------------------------------------------------------------- the axes: what is forgotten, written
@@ -461,10 +461,6 @@ class Recurrent(Attention):
     so far: its size does not grow.
     """
     axes, numbers, refused, heads_by = AXES, {}, REFUSED, "rule"
-
-    @property
-    def exact(self):
-        return self.rule.linear
 
     @property
     def fused_by(self):

@@ -116,6 +116,9 @@ def test_what_a_state_keeps_and_what_is_written():
     found = figures(module)
     assert found["kept"].tolist() == pytest.approx([math.exp(-1), math.exp(-6)])
     assert found["written"].tolist() == pytest.approx([0.5, 0.5])
+    module = layer(attn="titans")
+    fill(module.momentum.bias, [0.0, 2.0])
+    assert figures(module)["momentum"].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-2))])
 
 
 def test_the_distance_bias_is_what_is_added():

@@ -192,9 +192,9 @@ def flags_of(recipe, setup):
     """What train.py is told of a recipe. Raises ValueError on a name that is none."""
     if recipe in RECIPES:
         return RECIPES[recipe]
-    in_lab, pos = flags_in_lab(recipe), attention.recipe(recipe).get("pos")
-    if not setup.startswith("gpu"):             # in_lab: what it needs in one layer with one head, and nowhere else
-        return " ".join(in_lab)
+    if not setup.startswith("gpu"):
+        return " ".join(flags_in_lab(recipe))   # what it needs in one layer with one head, and nowhere else
+    pos = attention.recipe(recipe).get("pos")
     return f"--attn={recipe}" + (f" --pos={pos}" if pos else "")        # its own positions go before the set-up's
 
 
