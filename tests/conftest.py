@@ -21,6 +21,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"        # must be set before triton is imported
 
+import bounds  # noqa: E402
+
 import attention  # noqa: E402
 from data import files, tokens  # noqa: E402
 
@@ -38,9 +40,13 @@ def own_proxies(monkeypatch):
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
                      help="also what .ci/run adds: every case of every recipe, kernel and choice")
+    parser.addoption("--seed", type=int, default=0, help="seed of all random inputs of the tests (default: 0)")
+    parser.addoption("--margins", action="store_true",
+                     help="print the twenty comparisons that came nearest to their bound")
 
 
 def pytest_configure(config):
+    bounds.SEED = config.getoption("--seed")
     config.addinivalue_line("markers", "exhaustive: one of many cases of which others stand for it; run with --all")
 
 
@@ -51,6 +57,38 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
 
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(bounds.SEED)
+    np.random.seed(bounds.SEED)
+
+
+# ------------------------------------------------------------------------------------------- how near the bounds came
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Attach the largest share of a bound that a test used to its report."""
+    bounds.shares.clear()
+    try:
+        return (yield)
+    finally:
+        item.user_properties += [("share", max(bounds.shares))] if bounds.shares else []
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--margins"):
+        return
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    found = [(*share, report.nodeid) for report in reports for name, share in report.user_properties if name == "share"]
+    terminalreporter.section(f"share of its bound: the nearest of {len(found)} tests")
+    for share, line, test in sorted(found, reverse=True)[:20]:
+        terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
+
+
+# ------------------------------------------------------------------------------------------------ parameters of tests
 
 # tests of many cases take these recipes, which have every rule and every axis among them; with --all they take all
 FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",

@@ -1,0 +1,107 @@
+"""What an assertion in these tests can mean. There are three kinds, and each has a function.
+
+    same(a, b)          equal bit for bit. Only where the code promises it: a resumed run, two runs, the same products.
+    close(a, b, ...)    equal up to rounding. The bound follows from the data type, from how many numbers are summed and
+                        from how large they are, so it holds for every SIMD width, thread count and torch version.
+    below(a, b)         an inequality of the science, which must hold by a factor and not by a percent.
+
+`close` and `below` note which share of its bound a comparison used. `python -m pytest --margins` prints the largest.
+"""
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+SEED = 0                                        # of all random inputs; conftest.py sets it from --seed
+shares = []                                     # (share of the bound, line of the test) in the test that is running
+
+
+def dice(stream=0):
+    """A random generator that depends on --seed. Different streams are independent."""
+    return torch.Generator().manual_seed(1_000_003 * SEED + stream)
+
+
+def note(share):
+    """Keep the share of a bound, with the line of the test file that made the comparison, and check it."""
+    frame = sys._getframe(2)
+    while Path(frame.f_code.co_filename).name in ("bounds.py", "conftest.py"):
+        frame = frame.f_back
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    shares.append((share, line))
+    assert share <= 1, f"{line}: {share:.3g} times as far off as the bound allows"      # nan fails too
+
+
+def same(found, expected):
+    """Equal bit for bit: tensors, or numbers, or lists and dicts of them. A nan equals itself."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        off = (found != expected) & ~(found.isnan() & expected.isnan())
+        assert not off.any(), f"{off.sum()} of {off.numel()} numbers differ, the first by " \
+                              f"{(found[off][0] - expected[off][0]).item():.3g}"
+    else:
+        assert found == expected or (found != found and expected != expected), f"{found} is not {expected}"
+
+
+def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
+    """Equal up to rounding: tensors, or numbers, or lists of them where None equals None.
+
+    The bound is 4 eps * terms * size + 8 * moved.
+    terms: how many roundings stand behind one number, about the length of all sums on the way to it.
+    size: the largest number that is added on the way. None: the largest expected one. It must be given where terms
+        cancel, for there the result is smaller than what was added.
+    dtype: the data type of the computation. None: the less precise one of the two.
+    moved: how far rounding the inputs moves the exact result (see `moved_by_rounding`), for ill-conditioned functions.
+    """
+    if isinstance(expected, (list, tuple)):
+        moved = moved if isinstance(moved, (list, tuple)) else [moved] * len(expected)
+        for a, b, m in zip(found, expected, moved, strict=True):
+            close(a, b, terms, size, dtype, m)
+        return
+    if expected is None or found is None:
+        assert found is None and expected is None
+        return
+    found, expected = (torch.as_tensor(a, dtype=None if isinstance(a, torch.Tensor) else torch.float64)
+                       for a in (found, expected))
+    assert found.shape == expected.shape, f"shape {tuple(found.shape)} is not {tuple(expected.shape)}"
+    if not expected.numel():
+        return
+    eps = max(torch.finfo(d).eps for d in ([dtype] if dtype else [found.dtype, expected.dtype]))
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    size = expected.abs().max().item() if size is None else size
+    error = (found - expected).abs().max().item()
+    bound = 4 * eps * terms * size + 8 * moved
+    note(error / bound if bound else 0.0 if error == 0 else math.inf)
+
+
+def below(value, bound):
+    """value < bound, both positive, for a single number or for every number of a tensor."""
+    value, bound = (a.detach().double().cpu() if isinstance(a, torch.Tensor) else torch.tensor(float(a)).double()
+                    for a in (value, bound))
+    note((value / bound).max().item())
+
+
+def moved_by_rounding(function, inputs, dtype):
+    """How far a float64 function moves when its inputs are rounded to a data type: the condition of the problem.
+
+    Returns the largest change of each output, a list (0 for an output that is None). An error of this size is no error
+    of the code under test: whoever gives it inputs of this type cannot ask for more.
+    """
+    exact, eps = function(*inputs), torch.finfo(dtype).eps
+    several = isinstance(exact, (list, tuple))
+    found = [0.0] * (len(exact) if several else 1)
+    for stream in (101, 102):
+        noise = dice(stream)
+        rounded = [a * (1 + eps * (2 * torch.rand(a.shape, generator=noise, dtype=a.dtype) - 1)) for a in inputs]
+        other = function(*rounded)
+        for i, (a, b) in enumerate(zip(*((exact, other) if several else ([exact], [other])), strict=True)):
+            if a is not None:
+                found[i] = max(found[i], (a - b).abs().max().item())
+    return found if several else found[0]
