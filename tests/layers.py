@@ -1,0 +1,51 @@
+"""Layers with random weights for tests: any recipe on any axes, its inputs, its output with all gradients."""
+import torch
+from bounds import dice
+from conftest import tiny_config
+
+import mixers
+
+
+def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
+    """One layer in eval mode, its weights moved away from where they start: some start on a kink."""
+    windowed = {"window": 7} if "window" in mixers.attention.ATTENTIONS[attn] else {}
+    config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32, "bias": True} | windowed | choices)
+    module = mixers.layer_of(config, 0).to(dtype).eval()
+    random = dice(stream)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=random, dtype=torch.float64).to(dtype))
+        if hasattr(module, "progress"):
+            module.progress.fill_(0.3)          # in the middle of Dex's schedule, where both of its terms count
+    return module
+
+
+def normal(*shape, stream=0, dtype=torch.float64):
+    """Draws from N(0, 1)."""
+    return torch.randn(shape, generator=dice(stream), dtype=torch.float64).to(dtype)
+
+
+def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):
+    """Random q (of the last R of T rows), k, v and x for module.attend. The queries are twice as long as the keys, so
+    that rows are not nearly even."""
+    q, k, v = (normal(B, heads, T, width, stream=stream + n) for n, (heads, width) in enumerate(module.shapes.values()))
+    x = normal(B, T, module.config.n_embd, stream=stream + 3)
+    return [a.to(dtype) for a in (2 * q[:, :, T - (R or T):], k, v, rows_of(module, x, R or T))]
+
+
+def rows_of(module, x, R):
+    """The layer's input as attend wants it for R queries: of those rows, but of all tokens where x changes a state."""
+    return x if module.config.mixer in ("recurrent", "performer", "focus") else x[:, x.shape[1] - R:]
+
+
+def scalars(module):
+    """The parameters that a recipe has besides its projections."""
+    return [p for name, p in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))]
+
+
+def attend_and_gradients(module, *qkvx, table=None):
+    """The output and, for a random upstream gradient, the gradients of all inputs and scalars. None: no gradient."""
+    leaves = [a.detach().clone().requires_grad_() for a in qkvx]
+    o = module.attend(*leaves, table)
+    above = normal(*o.shape, stream=9).to(o)
+    return [o, *torch.autograd.grad(o, leaves + scalars(module), above, allow_unused=True)]

@@ -1,0 +1,340 @@
+"""What every recipe must obey, stated once: each recipe of ATTENTIONS, and 60 random combinations of axes, against each
+property. A new recipe is tested by its row in ATTENTIONS; only its formula is tested in the file of its mixer.
+"""
+import io
+import random
+
+import bounds
+import pytest
+import torch
+from bounds import below, close, moved_by_rounding, same
+from conftest import FEW, tiny_config
+from layers import attend_and_gradients, inputs, layer, normal, rows_of, scalars
+from torch.nn import functional as F
+
+import attention
+import mixers
+import train
+from attention import ATTENTIONS
+from common.machine import LiveMemory
+from evals import params, show
+from model import GPT, GPTConfig
+
+# ---------------------------------------------------------------------------------------------------------- the cases
+
+
+def random_combinations(count):
+    """Recipes with one to four axes, and perhaps the heads of keys, changed at random: combinations that are legal,
+    most of which nobody has published."""
+    pick, found = random.Random(bounds.SEED), []
+    while len(found) < count:
+        attn = pick.choice(list(ATTENTIONS))
+        mixer = mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")]
+        axes = {axis: list(values) for axis, values in mixer.axes.items() if len(values) > 1}
+        axes |= {name: [value] for name, value in (("window", 7), ("first", 2), ("topk", 2)) if name in mixer.numbers}
+        changed = pick.sample(sorted(axes), pick.randint(1, min(4, len(axes))))
+        choices = {"attn": attn} | {axis: pick.choice(axes[axis]) for axis in changed}
+        choices |= {"n_kv_head": 2} if pick.random() < 0.5 else {}
+        try:
+            GPTConfig(n_head=4, n_embd=32, **choices)
+        except ValueError:                      # it means nothing, and says so: tests/test_refusals.py
+            continue
+        found += [choices] if choices not in found else []
+    return found
+
+
+PUBLISHED = [{"attn": attn} for attn in ATTENTIONS]
+COMBINED = random_combinations(60)
+EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
+                      marks=() if choices in COMBINED or choices["attn"] in FEW else pytest.mark.exhaustive)
+         for choices in PUBLISHED + COMBINED]
+every = pytest.mark.parametrize("choices", EVERY)
+recipes = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
+# an interpreter needs seconds for a kernel: one recipe for each way in which the layer calls it, the rest with --all.
+# Plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
+# a row sum to divide by; features; a state, and one that erases
+CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
+         "gated_deltanet")
+called = pytest.mark.parametrize("choices", [
+    pytest.param(case.values[0], id=case.id, marks=() if case.id in CALLS else pytest.mark.exhaustive)
+    for case in EVERY])
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """The block loop takes 16 rows at a time, so that 45 tokens are three blocks, which are computed again."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+
+
+def causal(module):
+    return module if module.causal else pytest.skip("not causal by its own word")
+
+
+def clusters(module):
+    """Does the mixer choose among all tokens, so that another set of tokens gives other weights?"""
+    return module.config.mixer == "routing"
+
+
+# ----------------------------------------------------------------------------------------------------------- causality
+
+
+@every
+def test_a_row_does_not_depend_on_later_tokens_where_the_recipe_is_causal(choices):
+    module, T, t = causal(layer(**choices)), 45, 37
+    x = normal(2, T, 32).requires_grad_()
+    later = torch.cat([x[:, :t], 100 * normal(2, T - t, 32, stream=1)], 1)
+    for training in (False, True):
+        y = module.train(training)(x)
+        close(module(later)[:, :t], y[:, :t], terms=T)
+        gradient, = torch.autograd.grad(y[:, :t].square().sum(), x)
+        assert gradient[:, t:].abs().max() == 0 and gradient[:, :t].abs().max() > 0
+
+
+@every
+def test_a_later_key_has_weight_zero_even_under_negative_scalars(choices):
+    module, T = causal(layer(**choices)), 21
+    for p in scalars(module):
+        p.data = -p.data.abs()                  # a negative threshold must not lift what is masked
+    q, k, _, x = inputs(module, T)
+    assert module.weights_of(q, k, x)[..., -T:].triu(1).abs().max() == 0
+
+
+@every
+def test_a_hidden_key_is_seen_by_its_own_row_alone(choices):
+    module, T, place = layer(**choices), 21, 4
+    q, k, v, x = inputs(module, T)
+    hidden, here, later = module.sight._replace(hidden=place), torch.arange(T)[:, None] == place, slice(place + 1, None)
+    assert module.weights_of(q, k, x, sight=hidden)[:, :, later, place - T].abs().max() == 0
+    if clusters(module):                        # which take another token in its place
+        return
+    o = module.attend(q, k, v, x, sight=hidden)
+    other = module.attend(q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden)
+    close(other[:, :, later], o[:, :, later], terms=T)
+    close(o[:, :, :place + 1], module.attend(q, k, v, x)[:, :, :place + 1], terms=T)
+
+
+# -------------------------------------------------------------------------------------------------------- step by step
+
+
+@every
+def test_one_call_equals_token_by_token_equals_prefill_then_decode(choices):
+    module, x = layer(**choices), normal(2, 45, 32)
+    if not module.cached:
+        pytest.skip("cannot be decoded step by step, by its own word")
+    whole = module(x)
+    for pieces in ([1] * 45, [30] + [1] * 15, [5, 20, 1, 1, 17, 1]):
+        past = {}
+        steps = [module(part, past) for part in x.split(pieces, 1)]
+        close(torch.cat(steps, 1), whole, terms=45, dtype=torch.float32)                # RoPE's angles are float32
+        sizes = [y.numel() for y in past.values() if isinstance(y, torch.Tensor)]
+        assert past["tokens"] == 45 and sum(sizes) <= 2 * 45 * 4 * (2 * 32 + 32)
+
+
+@every
+def test_with_fewer_queries_than_keys_they_are_the_last(choices):
+    module, T = layer(**choices), 41
+    q, k, v, x = inputs(module, T)
+    if clusters(module):
+        pytest.skip("fewer queries make other clusters")
+    o, w = module.attend(q, k, v, x), module.weights_of(q, k, x)
+    for R in (1, 5, 18):
+        last = q[:, :, -R:], k
+        close(module.attend(*last, v, rows_of(module, x, R)), o[:, :, -R:], terms=T)
+        close(module.weights_of(*last, rows_of(module, x, R)), w[:, :, -R:], terms=T)
+
+
+# ---------------------------------------------------------------------------------------------------- weights, outputs
+
+
+def output_by_hand(module, w, v, x):
+    """What a layer makes of its weights (B, H, T, T or 1 + T): times the values, also an extra key's, then corrections,
+    norms and gates, each by its own formula."""
+    c, T = module.config, v.shape[2]
+    o = w[..., -T:] @ v.repeat_interleave(w.shape[1] // v.shape[1], 1)
+    if c.sink == "key_value":
+        o = o + w[..., :1] * module.sink_value.repeat_interleave(w.shape[1] // v.shape[1], 0)[:, None]
+    if c.value_bias == "on":
+        o = o + module.value_bias[:, None]
+    if c.dex == "on":                           # lambda_init of layer 0 is 0.2; the schedule takes half of the training
+        a = min(1.0, module.progress.item() / 0.5)
+        o = o - ((1 - a) * a * 0.2 + a * module.dex_lambda) * (o @ module.dex_proj.weight.T)
+    if c.gate == "silu_first":                  # Mamba2 gates before its norm
+        o = o * gate_by_hand(module, x, o.shape[1], F.silu)
+    if c.out_norm == "head":
+        o = by_rms(o, module.args["out_norm_eps"]) * module.out_norm.weight
+    elif c.out_norm in ("all", "gated"):        # over all heads side by side
+        flat = o.transpose(1, 2).flatten(2)
+        y = by_rms(flat, module.args["out_norm_eps"]) * module.out_norm.weight
+        y = y * torch.sigmoid(module.norm_gate * flat) if c.out_norm == "gated" else y
+        o = y.unflatten(-1, (o.shape[1], -1)).transpose(1, 2)
+    if c.diff == "v1":
+        o = o * (1 - 0.2)
+    if c.gate in ("head", "element", "silu"):
+        o = o * gate_by_hand(module, x, o.shape[1], F.silu if c.gate == "silu" else torch.sigmoid)
+    return o
+
+
+def by_rms(x, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def gate_by_hand(module, x, heads, activation):
+    return activation(module.gate(x)).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+@every
+def test_weights_times_values_equal_the_output_where_they_are_weights(choices):
+    module, T = layer(**choices), 45
+    if not module.exact:
+        pytest.skip("not linear in its values: derivatives stand in for weights")
+    q, k, v, x = inputs(module, T)
+    w = module.weights_of(q, k, x)
+    assert w.shape == (2, module.heads, T, module.has_extra_key + T)
+    most = (w[..., -T:].abs() @ v.abs().repeat_interleave(w.shape[1] // v.shape[1], 1)).max().item()
+    close(module.attend(q, k, v, x), output_by_hand(module, w, v, x), terms=T, size=max(1.0, most))
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@every
+def test_gradients_equal_finite_differences(choices):
+    """Along four random directions through all inputs and scalars at once. A step may cross a kink on one of them, so
+    the second worst decides: a wrong gradient is wrong on all."""
+    module, step = layer(**choices), 1e-6
+    leaves = [a.requires_grad_() for a in inputs(module, 19, B=1)] + scalars(module)
+    above = normal(*module.attend(*leaves[:4]).shape, stream=9)
+    gradients = torch.autograd.grad((module.attend(*leaves[:4]) * above).sum(), leaves, materialize_grads=True)
+
+    @torch.no_grad()
+    def value(distance, direction):
+        for a, d in zip(leaves, direction, strict=True):
+            a.add_(distance * d)
+        return (module.attend(*leaves[:4]) * above).sum().item()
+
+    errors = []
+    for stream in range(4):
+        direction = [normal(*a.shape, stream=20 + stream) for a in leaves]
+        parts = [(g * d).flatten() for g, d in zip(gradients, direction, strict=True)]
+        ahead, behind = value(step, direction), value(-2 * step, direction)
+        value(step, direction)                  # back to where it was
+        slope, size = torch.cat(parts).sum().item(), torch.cat(parts).norm().item()
+        errors.append(abs((ahead - behind) / (2 * step) - slope) / size)
+    below(sorted(errors)[2], 1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------ extremes
+
+
+@every
+def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
+    module = layer(**choices, dtype=torch.float32)
+    q, k, v, x = inputs(module, 21, dtype=torch.float32)
+    own = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    for name, scores in {
+            "one key": (q[:, :, :1], k[:, :, :1]), "zero": (0 * q, 0 * k),
+            "all equal": (torch.ones_like(q), torch.ones_like(k)),
+            "all negative": (torch.full_like(q, 10.0), -5 - 0.01 * k.abs()),            # near -141, a little apart
+            "times 300": (300 * q, k), "all keys but one's own point away": (30 * own, -30 * k)}.items():
+        T = scores[1].shape[2]
+        for a in attend_and_gradients(module, *scores, v[:, :, :T], x[:, :T]):
+            assert a is None or a.isfinite().all(), name
+
+
+# --------------------------------------------------------------------------------------------------- number types, cost
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_type_comes_back_and_is_accurate(choices, dtype):
+    module = layer(**choices, dtype=torch.float32)
+    q, k, v, x = inputs(module, 40, dtype=dtype)
+    o = module.attend(q, k, v, x.float())       # the layer's input has the layer's own type
+    assert o.dtype == dtype
+    exact = [a.double() for a in (q, k, v, x)]
+    module = module.double()
+    close(o, module.attend(*exact), terms=8, moved=moved_by_rounding(module.attend, exact, dtype))
+
+
+@every
+def test_training_memory_grows_linearly(choices):
+    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
+    fixed = {"attn_args": "cluster_size=16"} if choices["attn"] == "routing" else {}
+    module = layer(**choices | fixed, dtype=torch.float32, block_size=1024).train()
+
+    def peak(T):
+        leaves = [a.requires_grad_() for a in inputs(module, T, B=1, dtype=torch.float32)]
+        with LiveMemory() as memory:
+            module.attend(*leaves).square().sum().backward()
+        return memory.peak
+
+    below(peak(1024), 20 * peak(128))
+
+
+# ------------------------------------------------------------------------------------------ a model, its file, its page
+
+
+@recipes
+def test_recipes_share_the_initial_values_of_what_they_share(choices):
+    one, other = (GPT(tiny_config(**axes)).state_dict() for axes in (choices, {"attn": "softmax", "pos": "learned"}))
+    shared = [name for name in one if name in other and one[name].shape == other[name].shape]
+    assert len(shared) > 5
+    same([one[name] for name in shared], [other[name] for name in shared])
+
+
+@every
+def test_a_checkpoint_goes_out_and_in(choices):
+    """Weights and buffers come back from a file that holds tensors alone, and the model computes the same."""
+    config, file, idx = tiny_config(n_head=4, n_embd=32, **choices), io.BytesIO(), torch.arange(13)[None]
+    written, read = GPT(config, seed=1).eval(), GPT(config, seed=2).eval()
+    torch.save(written.state_dict(), file)
+    file.seek(0)
+    read.load_state_dict(torch.load(file, weights_only=True))
+    same(read.state_dict(), written.state_dict())
+    same(read(idx)[0], written(idx)[0])
+
+
+@every
+def test_every_parameter_learns(choices):
+    """Each has a gradient, and one step of the model's own optimizer lowers the loss of its batch."""
+    gpt, idx = GPT(tiny_config(n_head=4, n_embd=32, **choices)), torch.randint(31, (4, 17), generator=bounds.dice())
+    optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    before = gpt(idx[:, :-1], idx[:, 1:])[1]
+    before.backward()
+    assert [name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    optimizer.step()
+    assert gpt(idx[:, :-1], idx[:, 1:])[1] < before
+
+
+@recipes
+def test_help_show_and_params_have_something_to_say(choices, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["-h"])
+    assert choices["attn"] in capsys.readouterr().out.replace(",", " ").replace("}", " ").split()
+    page = show.page_of(choices["attn"])
+    assert all(value in str(page) for value in page.chosen.values() if isinstance(value, str))
+    module = layer(**choices, dtype=torch.float32)
+    own = {name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
+    found = params.figures(module)
+    assert not own - {*params.BEHIND, "table", "alibi", "t5"} or found
+    assert found.keys() <= params.MEANINGS.keys()
+
+
+# ---------------------------------------------------------------------------------------------------------- the kernel
+
+
+@called
+def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
+    """Through Triton's interpreter where there is no GPU. A learned distance bias and grouped heads come along."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choices = {"n_kv_head": 2, "bias_range": 20, "dtype": torch.float32} | choices
+    try:
+        fused, loop = (layer(**choices, kernel=kernel) for kernel in ("triton", "torch"))
+        mixers.choose_kernel(fused.config, device)
+    except ValueError as e:
+        pytest.skip(str(e))
+    loop.load_state_dict(fused.state_dict())
+    qkvx = [a.to(device) for a in inputs(fused, 45, dtype=torch.float32)]
+    found, expected = (attend_and_gradients(module.to(device), *qkvx, table=module.distance())
+                       for module in (fused, loop))
+    close(found, expected, terms=45)
