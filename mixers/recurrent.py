@@ -297,7 +297,14 @@ RULES = {
 
 def gamma(layer, x):
     """forget_h = 1 - 2^(-5-h), fixed: half-lives from 22 tokens on, twice as long from head to head. RetNet, Sun et al.
-    2307.08621, eq. 8; torchscale also divides by max(|sum of a row's weights|, 1), here the norm on the output does."""
+    2307.08621, eq. 8.
+
+    Differs from the paper: its values and gates are twice as wide as its keys, here as wide. Its GroupNorm of each head
+    subtracts the mean; the authors' code (torchscale) had a LayerNorm without weights for it, and since October 2023 an
+    RMSNorm without weights and values 5/3 as wide. Here it is an RMSNorm whose weights all heads share, as in fla. The
+    paper's experiments spread log(1 - forget_h) evenly from log 1/32 to log 1/512 over the heads of every model.
+    torchscale also scales each row, by max(|sum of its weights|, 1) among others; the norm undoes that.
+    """
     h = torch.arange(layer.heads, dtype=torch.float64)
     return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
 
