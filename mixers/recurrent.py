@@ -311,7 +311,12 @@ def gamma(layer, x):
 
 def gla_gate(layer, x):
     """forget = sigmoid(x W1 W2 + b)^(1/16), one for each channel of a key, through 16 numbers. GLA, Yang et al.
-    2312.06635, section 4.4; their keys have half the width of the values, here the same."""
+    2312.06635, section 4.4.
+
+    Differs from the paper: its keys have half the width of the values, here the same. Its norm of each head is a
+    LayerNorm (without weights in the authors' first code), here an RMSNorm whose weights all heads share, as in the
+    authors' later code (fla). Its output gate always has a bias, here with --bias only.
+    """
     return F.logsigmoid(wide(split_heads(layer.fade(x), layer.heads, -1))) / 16
 
 
