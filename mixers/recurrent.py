@@ -142,7 +142,13 @@ def slope(z, v, weight, bias):
 def learn(state, q, k, v, rate, forget):
     """One chunk of a memory z = k M, each token a step of gradient descent whose slope is taken where the chunk began.
     The weight and bias of the norm in its loss ride along in the state, and so does spread (C, 1), a factor on what
-    token i sees of its own chunk. Source: the dual form of TTT-linear, Sun et al. 2407.04620, section 2.5."""
+    token i sees of its own chunk. Source: the dual form of TTT-linear, Sun et al. 2407.04620, section 2.5.
+
+    Differs from the paper, whose main results have the layer in Mamba's backbone: queries and keys share a projection,
+    after which each has a convolution over 4 tokens of its own, and a GELU gate multiplies the normed output. Here the
+    layer replaces attention in a Transformer. That is the paper's TTT-Linear (T), the weaker of the two, and
+    ttt_linear_base in the authors' code.
+    """
     M, weight, bias, spread = state
     u, c = -rate * slope(k @ M, v, weight, bias), forget.cumsum(-2)
     o, M = carry(M, q, k, u, c, faded(c)[..., 0] * spread[:, :, :q.shape[2]])
