@@ -460,7 +460,10 @@ class Distance(NamedTuple):
 
 
 def rope_frequencies(config, width, device):
-    """Radians per position of each pair of channels, (width // 2,): base^(-2c/width), changed as rope_scaling says."""
+    """Radians per position of each pair of channels, (width // 2,): base^(-2c/width), changed as rope_scaling says.
+
+    An odd width leaves its last channel without a pair, so the exponent is -2c / (width - 1).
+    """
     half = width // 2
     frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     how, numbers = parse_rope_scaling(config.rope_scaling)
