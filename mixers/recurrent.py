@@ -337,8 +337,12 @@ def time_step(layer, x):
 
 
 def time_gate(layer, x):
-    """forget = exp(-A_h dt_t). Mamba2; Gated DeltaNet, Yang et al. 2412.06464. Their code gives the convolution of
-    Mamba2 a bias, and twice the width and 128 numbers of state a head; here it is as wide as all others."""
+    """forget = exp(-A_h dt_t). Mamba2, Dao and Gu 2405.21060; Gated DeltaNet, Yang et al. 2412.06464.
+
+    Differs from the authors' code: there, Mamba2's convolution has a bias, its values together are twice as wide as the
+    stream, its keys have 128 channels, and its published models have no MLPs. Gated DeltaNet's values are twice as wide
+    as its keys. Here both have the widths of all other recipes, and an MLP follows each layer.
+    """
     return -layer.A_log.exp()[:, None, None] * time_step(layer, x)
 
 
