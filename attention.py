@@ -323,6 +323,8 @@ ATTENTIONS = {
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
+    # only the attention of GPT-OSS: its biases and RoPE base of 150,000 are flags of their own; its YaRN does not exist
+    # here
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
     # two softmaxes, of which one is subtracted, or a correction of the output that does the same
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
