@@ -189,7 +189,8 @@ def tra(s, seen, t, power=2.0):
     Learned: beta (H,), 1 at the start, one for both views of TDA.
     Source: Threshold Differential Attention, eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a
     constant and lacks the norm on the output, which gives the few small weights a scale. Here the logarithm is at
-    least 0, for kappa above n.
+    least 0, for kappa above n. The paper does not say whether beta belongs to a head or to a layer, nor whether its
+    RMSNorm sees one head or all: here each head has a beta, and the norm sees one head.
     """
     return F.relu(s - t).masked_fill(~seen, 0.0) ** power
 
