@@ -208,6 +208,7 @@ def sigmoid(s, seen, t):
     0.
     Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink
     Emerges, table 6.
+    Differs from the authors' code, whose language model puts a LayerNorm on queries and keys (nearest: --qk_norm=head).
     """
     return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
 
