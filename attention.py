@@ -189,7 +189,8 @@ def tra(s, seen, t, power=2.0):
     Learned: beta (H,), 1 at the start, one for both views of TDA.
     Source: Threshold Differential Attention, eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a
     constant and lacks the norm on the output, which gives the few small weights a scale. Here the logarithm is at
-    least 0, for kappa above n.
+    least 0, for kappa above n. The paper does not say whether beta belongs to a head or to a layer, nor whether its
+    RMSNorm sees one head or all: here each head has a beta, and the norm sees one head.
     """
     return F.relu(s - t).masked_fill(~seen, 0.0) ** power
 
@@ -207,6 +208,7 @@ def sigmoid(s, seen, t):
     0.
     Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink
     Emerges, table 6.
+    Differs from the authors' code, whose language model puts a LayerNorm on queries and keys (nearest: --qk_norm=head).
     """
     return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
 
@@ -323,6 +325,8 @@ ATTENTIONS = {
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
+    # only the attention of GPT-OSS: its biases and RoPE base of 150,000 are flags of their own; its YaRN does not exist
+    # here
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
     # two softmaxes, of which one is subtracted, or a correction of the output that does the same
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
@@ -460,7 +464,10 @@ class Distance(NamedTuple):
 
 
 def rope_frequencies(config, width, device):
-    """Radians per position of each pair of channels, (width // 2,): base^(-2c/width), changed as rope_scaling says."""
+    """Radians per position of each pair of channels, (width // 2,): base^(-2c/width), changed as rope_scaling says.
+
+    An odd width leaves its last channel without a pair, so the exponent is -2c / (width - 1).
+    """
     half = width // 2
     frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     how, numbers = parse_rope_scaling(config.rope_scaling)

@@ -58,7 +58,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, where tokens look at each other, then the MLP, where each is by itself. Both add to the stream x."""
+    """Attention, where tokens look at each other, then the MLP, where each is by itself. Both add to the stream x.
+
+    Differs from the paper (Vaswani et al. 2017) with norm_place="post": the model's ln_f directly follows the ln_2 of
+    the last block, where the paper has no further norm. torch.nn.Transformer has two as well. The second changes
+    nothing until training has moved the weights of the first.
+    """
 
     def __init__(self, config, layer):
         super().__init__()

@@ -246,7 +246,10 @@ def routed(importance, skip, shared):
 
 
 def imbalance(importance):
-    """n CV^2 of n heads, CV their standard deviation over their mean: 0 where all are used alike. Eq. 8."""
+    """n CV^2 of n heads, CV their standard deviation over their mean: 0 where all are used alike. Eq. 8.
+
+    The paper does not say which standard deviation. This one divides the squares by n; dividing by n - 1 would multiply
+    the loss by n / (n - 1)."""
     return importance.numel() * importance.var(correction=0) / importance.mean().square()
 
 

@@ -173,7 +173,8 @@ def summary(maps, args):
 
 
 def variation(values):
-    """Coefficient of variation: standard deviation over mean (eq. 8)."""
+    """Coefficient of variation: standard deviation over mean (eq. 8). The paper does not say which standard deviation;
+    this one divides the squares by n, as the loss in train.py does."""
     return finite(values.std(correction=0) / values.mean()) if values.numel() > 1 else None
 
 

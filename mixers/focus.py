@@ -197,7 +197,11 @@ BALANCES = {                                    # the default is ours, the other
 
 def log_gate(s, z):
     """s + log sigmoid(z): the weight is multiplied by the gate, so a shut gate leaves nothing of a pair. A mask is its
-    limit."""
+    limit.
+
+    Differs from the paper, whose eq. 2 is `score_gate`, and which gives neither a gate_scale (its lambda) nor a
+    gate_offset.
+    """
     return s + F.logsigmoid(z)
 
 

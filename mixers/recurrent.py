@@ -142,7 +142,13 @@ def slope(z, v, weight, bias):
 def learn(state, q, k, v, rate, forget):
     """One chunk of a memory z = k M, each token a step of gradient descent whose slope is taken where the chunk began.
     The weight and bias of the norm in its loss ride along in the state, and so does spread (C, 1), a factor on what
-    token i sees of its own chunk. Source: the dual form of TTT-linear, Sun et al. 2407.04620, section 2.5."""
+    token i sees of its own chunk. Source: the dual form of TTT-linear, Sun et al. 2407.04620, section 2.5.
+
+    Differs from the paper, whose main results have the layer in Mamba's backbone: queries and keys share a projection,
+    after which each has a convolution over 4 tokens of its own, and a GELU gate multiplies the normed output. Here the
+    layer replaces attention in a Transformer. That is the paper's TTT-Linear (T), the weaker of the two, and
+    ttt_linear_base in the authors' code.
+    """
     M, weight, bias, spread = state
     u, c = -rate * slope(k @ M, v, weight, bias), forget.cumsum(-2)
     o, M = carry(M, q, k, u, c, faded(c)[..., 0] * spread[:, :, :q.shape[2]])
@@ -297,14 +303,26 @@ RULES = {
 
 def gamma(layer, x):
     """forget_h = 1 - 2^(-5-h), fixed: half-lives from 22 tokens on, twice as long from head to head. RetNet, Sun et al.
-    2307.08621, eq. 8; torchscale also divides by max(|sum of a row's weights|, 1), here the norm on the output does."""
+    2307.08621, eq. 8.
+
+    Differs from the paper: its values and gates are twice as wide as its keys, here as wide. Its GroupNorm of each head
+    subtracts the mean; the authors' code (torchscale) had a LayerNorm without weights for it, and since October 2023 an
+    RMSNorm without weights and values 5/3 as wide. Here it is an RMSNorm whose weights all heads share, as in fla. The
+    paper's experiments spread log(1 - forget_h) evenly from log 1/32 to log 1/512 over the heads of every model.
+    torchscale also scales each row, by max(|sum of its weights|, 1) among others; the norm undoes that.
+    """
     h = torch.arange(layer.heads, dtype=torch.float64)
     return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
 
 
 def gla_gate(layer, x):
     """forget = sigmoid(x W1 W2 + b)^(1/16), one for each channel of a key, through 16 numbers. GLA, Yang et al.
-    2312.06635, section 4.4; their keys have half the width of the values, here the same."""
+    2312.06635, section 4.4.
+
+    Differs from the paper: its keys have half the width of the values, here the same. Its norm of each head is a
+    LayerNorm (without weights in the authors' first code), here an RMSNorm whose weights all heads share, as in the
+    authors' later code (fla). Its output gate always has a bias, here with --bias only.
+    """
     return F.logsigmoid(wide(split_heads(layer.fade(x), layer.heads, -1))) / 16
 
 
@@ -319,8 +337,12 @@ def time_step(layer, x):
 
 
 def time_gate(layer, x):
-    """forget = exp(-A_h dt_t). Mamba2; Gated DeltaNet, Yang et al. 2412.06464. Their code gives the convolution of
-    Mamba2 a bias, and twice the width and 128 numbers of state a head; here it is as wide as all others."""
+    """forget = exp(-A_h dt_t). Mamba2, Dao and Gu 2405.21060; Gated DeltaNet, Yang et al. 2412.06464.
+
+    Differs from the authors' code: there, Mamba2's convolution has a bias, its values together are twice as wide as the
+    stream, its keys have 128 channels, and its published models have no MLPs. Gated DeltaNet's values are twice as wide
+    as its keys. Here both have the widths of all other recipes, and an MLP follows each layer.
+    """
     return -layer.A_log.exp()[:, None, None] * time_step(layer, x)
 
 

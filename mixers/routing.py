@@ -1,19 +1,27 @@
 """Routing attention: keys and queries fall into clusters, and only those of one cluster meet (Roy et al. 2003.05997).
 
-Each head has K centroids of unit length. Queries and keys are put to unit length, too, and each centroid takes the w
-queries and the w keys that lie nearest to it, of the whole sequence; softmax runs inside each cluster, over the keys at
-or before the query. A query that several clusters have taken gets the mean of what they put out, one that none has
-taken gets 0, as does one without an earlier key in its cluster.
+Each head has K centroids, unit vectors at first. For clustering, queries and keys are scaled to unit length, and each
+centroid takes the w queries and the w keys that lie nearest to it, of the whole sequence. Softmax runs inside each
+cluster, over the keys at or before the query. A query of several clusters gets the mean of their outputs. A query of
+none gets 0, as does one without an earlier key in its cluster.
 
 Which tokens a cluster takes depends on all of them: a later one that lies nearer pushes an earlier one out. So although
 no query reads a later value, what it reads depends on later tokens, in training and in every perplexity that is
 measured like that: `causal` is False, and there is no step-by-step decoding.
 
 Centroids start as random directions. After each training step (`finish_step`) they move towards the mean of the queries
-and keys nearest to each: to it at first, later as an average of 0.999 of what they were (the paper's decay). The
-authors' and the public PyTorch code (routing_transformer 1.6.1) differ in what stands around this, which is left out:
-local attention in half of the heads, a learned extra key in each cluster, and a loss of weight 1e-4 that pulls queries
-and keys to their centroids; the PyTorch code starts with ten rounds of k-means on its first batch.
+and keys nearest to each: to it at first, later as an average of 0.999 of what they were (the paper's decay).
+
+Differs from the authors' code (google-research/routing_transformer): there, queries and keys go through a LayerNorm
+without weights, both for clustering and for the scores, which are then not divided by sqrt(D). In a decoder the keys
+are the queries (share_qk), and relative positions are learned inside each cluster. A centroid is a running mean of
+these normed vectors, of any length. Here the length matters for clustering alone: scores are q.k / sqrt(D) of the
+queries and keys as they are, from projections of their own, as in the public PyTorch code (routing_transformer 1.6.1).
+--qk_norm=rms --scale=one comes close to the authors' scores.
+
+Left out: both codes have local attention in some heads, and a loss of weight 1e-4 that pulls queries and keys to their
+centroids. The PyTorch code also learns an extra key for each cluster, and starts with ten rounds of k-means on its
+first batch.
 
 Shapes: B batch, H heads, R queries, T keys, D width of q and k, E of v, K clusters, w tokens of a cluster.
 """
@@ -93,7 +101,8 @@ class Routing(Attention):
         return self.closeness(x).topk(size, dim=2).indices.mT
 
     def closeness(self, x):
-        """Cosines with each centroid, whatever its length: (B, H, T, D) to (B, H, T, K)."""
+        """Cosines with each centroid, times its length: (B, H, T, D) to (B, H, T, K). The length is at most 1, since a
+        centroid is an average of unit vectors."""
         x = F.normalize(wide(x), dim=-1)
         with torch.autocast(x.device.type, enabled=False):
             return x @ self.means.to(x.dtype).mT
