@@ -13,11 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["OMP_NUM_THREADS"] = "1"             # the models here are so small that threads only get in each other's way
 
 import torch  # noqa: E402
 
-torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"        # must be set before triton is imported
 
@@ -41,12 +39,16 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
                      help="also what .ci/run adds: every case of every recipe, kernel and choice")
     parser.addoption("--seed", type=int, default=0, help="seed of all random inputs of the tests (default: 0)")
+    parser.addoption("--threads", type=int, default=1,
+                     help="threads of each process (default: 1, since the models here are too small for more)")
     parser.addoption("--margins", action="store_true",
                      help="print the twenty comparisons that came nearest to their bound")
 
 
 def pytest_configure(config):
     bounds.SEED = config.getoption("--seed")
+    torch.set_num_threads(config.getoption("--threads"))
+    os.environ["OMP_NUM_THREADS"] = str(config.getoption("--threads"))  # of the processes that tests start
     config.addinivalue_line("markers", "exhaustive: one of many cases of which others stand for it; run with --all")
 
 

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The default tests as other machines would run them: older SIMD instructions, other thread counts, other random inputs.
+#     tests/matrix.sh                 every cell, four to ten minutes each
+#     tests/matrix.sh oldest newer    these cells alone
+# Prints a row for each cell. A share is the part of its bound that the nearest comparison used: above 0.5 is too near.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+declare -A cells=(                              # environment | options of pytest
+    [plain]="|"
+    [scalar]="ATEN_CPU_CAPABILITY=default|"     # torch's own loops without SIMD
+    [avx2]="ATEN_CPU_CAPABILITY=avx2|"
+    [sse41]="ONEDNN_MAX_CPU_ISA=SSE41|"         # oneDNN's products
+    [threads2]="|--threads=2"
+    [threads4]="|--threads=4"
+    [seed1]="|--seed=1"
+    [seed2]="|--seed=2"
+    # two that differ from most machines in everything at once, for .ci/run; MKL computes products in float32 and float64
+    [oldest]="ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2|--threads=2 --seed=1"
+    [newer]="ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2|--threads=4 --seed=2"
+)
+[ $# -gt 0 ] || set -- plain scalar avx2 sse41 threads2 threads4 seed1 seed2 oldest newer
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+failures=0
+printf '%-10s %8s %8s %14s %9s\n' cell passed failed 'largest share' minutes
+for cell in "$@"; do
+    [ -n "${cells[$cell]+x}" ] || { echo "no cell $cell: choose from ${!cells[*]}" >&2; exit 2; }
+    IFS='|' read -r environment options <<<"${cells[$cell]}"
+    began=$SECONDS
+    # shellcheck disable=SC2086                 # several words each
+    env $environment python -m pytest --margins $options >"$log" 2>&1 || failures=$((failures + 1))
+    printf '%-10s %8s %8s %14s %9s\n' "$cell" "$(grep -oP '\d+(?= passed)' "$log" | tail -1)" \
+        "$(grep -oP '\d+(?= (failed|error))' "$log" | paste -sd+ | grep . || echo 0)" \
+        "$(grep -oP '^\d+\.\d{3}(?=  test_)' "$log" | head -1)" "$(((SECONDS - began + 30) / 60))"
+    grep -E '^(FAILED|ERROR) ' "$log"
+done
+exit $((failures > 0))
