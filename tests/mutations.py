@@ -120,9 +120,11 @@ def first_failure(folder, jobs, *chosen):
             "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
     failed = [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if done.returncode not in (0, 1):           # 5: no test was selected
+    if done.returncode in (4, 5):               # no such file, or no test was selected
         raise ValueError(done.stdout[-2000:] + done.stderr[-2000:])
-    return failed[0].split(" - ")[0].split("/", 1)[1] if failed else None
+    if done.returncode == 0:
+        return None
+    return failed[0].split(" - ")[0].split("/", 1)[1] if failed else "the tests cannot be collected"
 
 
 def main():
