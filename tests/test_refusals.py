@@ -25,6 +25,7 @@ from conftest import (
     assert_says,
     complain,
     run,
+    tiny_config,
     train_here,
     write_data,
     write_tokenizer,
@@ -32,9 +33,13 @@ from conftest import (
 
 import attention
 import eval as eval_script
+import mixers
 import train as train_script
 from data import benchmarks, files, tokens
 from data import weights as weights_script
+from evals import claims
+from evals.ledger import experiments
+from model import GPT
 
 # the table needs some runs and data sets: one worker makes them
 pytestmark = pytest.mark.xdist_group("refusals")
@@ -136,6 +141,10 @@ NO_GPU = on_machine("no GPU", (torch.cuda, "is_available", lambda: False))
 OFFLINE = Before("no network", offline)
 
 
+def fail_to_save(*args):
+    raise RuntimeError("no space")
+
+
 class Stranger:
     """Something that a pickle may hold and a checkpoint may not."""
 
@@ -162,6 +171,7 @@ def task_file(name, *rows):
 
 
 SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 300}, "merges": []}, "added_tokens": []}
+FULL_DISK = Before("full disk", lambda monkeypatch: monkeypatch.setattr(torch, "save", fail_to_save))
 EMPTY_ZIP = b"PK\5\6" + bytes(18)
 SMALL_PUBLIC = Before("smollm2 is small", lambda monkeypatch: monkeypatch.setitem(
     weights_script.PUBLIC, "smollm2", weights_script.PUBLIC["smollm2"]._replace(n_layer=2, n_embd=16)))
@@ -175,7 +185,8 @@ SHORT = {"{new}": " ".join([*TINY, "--dataset={data}", "--out_dir={run}"])}
 FIXTURES = {"run": "elastic_run", "copy": "elastic_run", "data": "data", "symbols": "backcopy", "toy": "toy",
             "toy_data": "toy_data", "toy_run": "toy_run"}
 RUNS = {                                        # finished runs of one step, by the flags that make them
-    "softmax": "--attn=softmax", "learned": "--pos=learned", "focus": "--attn=focus --window=4 --n_layer=2",
+    "softmax": "--attn=softmax", "learned": "--pos=learned --bias=1", "focus": "--attn=focus --window=4 --n_layer=2",
+    "short_focus": "--attn=focus --window=4",
     "symbols_run": "--dataset={symbols}", "llama_run": "--n_layer=2 --n_head=4 --n_kv_head=2 --norm=rmsnorm "
     "--mlp=swiglu"}
 
@@ -188,10 +199,15 @@ def make_pair(folder, place):
     edited(f"{folder}/lora/meta.json", "base", path="base").do(None)
 
 
-def make_llama(folder, place):
+def make_llama(folder, place, run="llama_run"):
     """A Llama in Hugging Face's layout."""
     pytest.importorskip("safetensors")
-    weights_script.main(["export", str(place("llama_run")), str(folder)])
+    weights_script.main(["export", str(place(run)), str(folder)])
+
+
+def make_gpt2(folder, place):
+    """A GPT-2 in the same layout."""
+    make_llama(folder, place, "learned")
 
 
 def make_gguf(folder, place):
@@ -232,7 +248,7 @@ def make_tokenizer(folder, place):
     write_tokenizer(folder)
 
 
-MAKE = {"pair": make_pair, "llama": make_llama, "gguf": make_gguf, "questions": make_questions,
+MAKE = {"pair": make_pair, "llama": make_llama, "gpt2": make_gpt2, "gguf": make_gguf, "questions": make_questions,
         "scrolls": make_scrolls, "pages": make_pages, "no_separator": make_tokenizer}
 
 
@@ -312,7 +328,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--min_lr=nan", "--min_lr=nan must be numbers"),
         ("--beta1=-1", r"--beta1=-1.0 and --beta2=0.95 must lie in \[0, 1\)"),
         ("--beta2=1", r"--beta2=1.0 must lie in \[0, 1\)"),
-        ("--train_only=lora", "leaves the rest .* name its run with --init_from"),
+        ("--train_only=lora", "trains only a part of the model.*--init_from"),
         # constants of a recipe
         ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe knows none"),
         ("--attn=elastic --attn_args=nonsense=1", "unknown --attn_args key 'nonsense': .*tau_init"),
@@ -325,19 +341,19 @@ REFUSALS = [                                    # (how a command line begins, ex
         # positions
         *((f"--rope_scaling={text}", "write linear:FACTOR or ntk:RATIO or llama3:FACTOR,LOW,HIGH,ORIGINAL")
           for text in ("ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192")),
-        ("--rope_scaling=linear:2 --pos=learned", "rope_scaling=linear:2 goes with rotary positions.*or --pos=rope"),
+        ("--rope_scaling=linear:2 --pos=learned", "--rope_scaling=linear:2 needs rotary positions.*--pos=rope"),
         # what means nothing together
-        ("--attn=elastic --sink=one", "--sink=one goes with rule softmax only"),
+        ("--attn=elastic --sink=one", "--sink=one needs --rule=softmax"),
         ("--attn=elastic --sink=key", "merges exactly by log-sum-exp"),
         ("--attn=softmax --normalize=sum", "the rows of rule softmax are normalised already"),
         ("--attn=diff --n_head=1", "n_head=1 and n_kv_head=1 must both be even"),
-        ("--attn=softmax --first=4", "--first=4 .*give --window"),
-        ("--attn=softmax --window_every=2", "--window_every=2 .*give --window"),
-        ("--attn=sink_token --window=8", "out of sight beyond a window: give --first=1"),
+        ("--attn=softmax --first=4", "--first=4 .*add --window=N"),
+        ("--attn=softmax --window_every=2", "--window_every=2 .*add --window=N"),
+        ("--attn=sink_token --window=8", "cannot be seen beyond --window: add --first=1"),
         ("--attn=mlp --normalize=sum", "use --normalize=max1"),
-        ("--attn=kv_bias --attn_args=value_even=1", "value_norm=NUMBER"),
-        ("--attn=k_bias --attn_args=bias_dims=1.7", "bias_dims=1.7 must be a whole number"),
-        ("--attn=v_bias --attn_args=bias_dims=99", "bias_dims=99 must be .*of a head's"),
+        ("--attn=kv_bias --attn_args=value_even=1", "value_even=1 needs .*add value_norm=NUMBER"),
+        ("--attn=k_bias --attn_args=bias_dims=1.7", "bias_dims=1.7 must be a whole number, at most"),
+        ("--attn=v_bias --attn_args=bias_dims=99", "bias_dims=99 must be .*at most a head's 8 channels"),
         ("--attn=streaming --window=4 --feature=elu", "places of their own"),
         ("--attn=softmax --forget=fixed", "--forget=fixed means nothing to mixer attention .*it is of mixer recurrent"),
         ("--topk=2", "topk=2 means nothing to mixer attention"),
@@ -346,7 +362,7 @@ REFUSALS = [                                    # (how a command line begins, ex
     ("train.py {new} --attn=focus", FLAGS, [
         ("--window=16", "block_size=16 is no longer than --window=16.*would learn nothing"),
         ("--window=0", "give --window=1 or more"),
-        ("--window=4 --topk=5", "--topk=5.*groups=4"),
+        ("--window=4 --topk=5", "--topk=5 is more than the 4 groups: lower it, or raise --attn_args=groups=NUMBER"),
         ("--window=4 --attn_args=groups=1", "one group there is nothing to learn"),
         ("--window=4 --attn_args=groups=20", "more groups than the 16 tokens"),
         ("--window=4 --attn_args=groups=0", "groups=WHOLE NUMBER"),
@@ -383,9 +399,9 @@ REFUSALS = [                                    # (how a command line begins, ex
     ]),
     ("train.py {new}", FLAGS, [
         ("--attn=mamba2 --rule=delta", "--write=dt has no bound"),
-        ("--attn=deltanet --qk_norm=none", "--rule=delta .*--qk_norm=l2"),
-        ("--attn=deltanet --feature=elu", "--rule=delta .*--feature"),
-        ("--attn=ttt --forget=channel", "one rate a head: use --forget=none, fixed, dt or alpha"),
+        ("--attn=deltanet --qk_norm=none", "--rule=delta needs unit-length keys: add --qk_norm=l2"),
+        ("--attn=deltanet --feature=elu", "unit-length keys, and --feature=elu changes .*: leave out --feature"),
+        ("--attn=ttt --forget=channel", "one rate per head: use --forget=none, fixed, dt or alpha"),
         ("--attn=gla --normalize=sum", "either sign"),
     ]),
     ("train.py {new} --head_balance=0.1", FLAGS, [
@@ -395,7 +411,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--attn=softmax --balance_skip=1", "leave 0 of 1 x 2 heads"),
         ("--attn=softmax --balance_shared=-1", "--balance_shared=-1.0 must be a number of at least 0"),
         ("--attn=softmax --balance_shared=1.5", "--balance_shared=1.5 must be below 1"),
-        ("--attn=softmax --balance_form=all --balance_skip=1", "balances all heads: leave .*--balance_skip"),
+        ("--attn=softmax --balance_form=all --balance_skip=1", "balances all heads: leave out --balance_skip"),
         ("--attn=softmax --balance_form=all --n_head=1", "takes two"),
     ]),
     # -------------------------------------------------------------------------------------- train.py: machine and data
@@ -425,6 +441,8 @@ REFUSALS = [                                    # (how a command line begins, ex
          "block_size=65, but the sequences of .*symbols have 64 tokens: lower --block_size"),
         # damaged data
         ("", "train.bin is missing.*(run|make)", removed("data/train.bin")),
+        ("", "train.bin is missing: make it with", removed("data/train.bin"),
+         edited("data/meta.json", "shards", **{"train.bin": ...})),
         ("", "meta.json is missing.*make", removed("data/meta.json")),
         ("", "train.bin.*run", written("data/train.bin", b"")),
         ("", "val.bin.*damaged.*run", cut("data/val.bin", 1024)),
@@ -454,7 +472,8 @@ REFUSALS = [                                    # (how a command line begins, ex
     ]),
     # ------------------------------------------------------------------------------ train.py: going on with another run
     ("train.py --init_from=resume --out_dir={run}", FLAGS, [
-        (f"--{name}={value}", f"{name}=.*cannot resume with {name}=.*--out_dir") for name, value in (
+        (f"--{knob}={value}", f"{knob}=.*cannot resume with {knob}=.*leave out the flag.*--out_dir")
+        for knob, value in (
             ("n_layer", 2), ("attn", "softmax"), ("seed", 2), ("batch_size", 2), ("learning_rate", 0.5),
             ("dropout", 0), ("pos", "none"), ("attn_args", "tau_init=2"), ("weight_decay", 0), ("mlp", "relu"))]),
     ("train.py", FLAGS, [
@@ -595,6 +614,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir={run}", "bytes has no <.im_end.>.*leave .*--chat"),
         ("--out_dir={toy_run}", "toy has no <.im_start.>.*leave .*--chat"),
     ]),
+    ("eval.py sample --out_dir={symbols_run}", INPUT, [
+        ("--prompt=999", "a prompt needs at least one token, with ids in 0..65"),
+    ]),
     ("eval.py heads --out_dir={run}", FLAGS, [
         *((f"--prune={text}", f"--prune='{text}' must be whole numbers separated by commas")
           for text in ("x", "", "long", "1,", "-1", "1.5")),
@@ -614,6 +636,8 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir={focus} --layer=2", "layers of .* are 0 to 1"),
         ("--out_dir={focus} --against={run}", "run has --attn=elastic, which has no groups"),
         ("--out_dir={focus} --against=nowhere", "no run in nowhere"),
+        ("--out_dir={focus} --against={short_focus}",
+         "short_focus has 4 groups in each of 1 layers, where .*focus has 4 in each of 2: name another run"),
     ]),
     ("eval.py routers", INPUT, [
         ("--out_dir={softmax}", "has no groups"),
@@ -670,6 +694,7 @@ REFUSALS = [                                    # (how a command line begins, ex
     ("eval.py scrolls --length=150 --tokens=8 --source={scrolls}", INPUT, [
         ("--out_dir={run} --length=100 --tokens=100", "100 tokens are not enough"),
         ("--out_dir={run} --length=0 --tokens=256", "16 tokens are not enough"),
+        ("--out_dir={run} --tasks=quality --length=9 --tokens=4", "a choice is too long for --length=9"),
         ("--out_dir={run} --source=no/such", "neither gov_report/validation.jsonl.*zip"),
         ("--out_dir={run}", "needs the package rouge_score, which is not installed", without("rouge_score")),
         ("--out_dir={symbols_run}", "symbols that spell no text"),
@@ -726,7 +751,7 @@ REFUSALS = [                                    # (how a command line begins, ex
     ("eval.py claims", FLAGS, [
         ("--show=nonsense", "there is no claim 'nonsense'.* python eval.py claims names them all$"),
         ("--show=post-norm", "did you mean postnorm"),
-        ("--run=lab,nonsense", "no claim 'nonsense'.*--run .*lab"),
+        ("--run=lab,nonsense", "no claim 'nonsense'.*--run also takes lab"),
         ("--seeds=a", "--seeds='a' must be whole numbers"),
     ]),
     ("eval.py claims --out_dir=out", INPUT, [
@@ -857,6 +882,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("{llama} --out={llama}", "name another one for the run with --out"),
         ("gpt2-xl --source={llama} --out=out",
          "is not the public gpt2-xl .it has 2 layers of width 16, not 48 of 1600.*needs no name"),
+        ("{gpt2} --out=out", "GPT-2 tokenizer could not be fetched .*put GPT-2's tokenizer.json into .*gpt2",
+         removed("gpt2/tokenizer.json"), OFFLINE),
+        ("{llama} --out=out", "could not write to out .no space.: free some space there, or name .*--out", FULL_DISK),
         # a .gguf, a wheel
         *(("{gguf}/small.gguf --out=out", "small.gguf is damaged, or was not fetched whole", before) for before in (
             cut("gguf/small.gguf", -2000), cut("gguf/small.gguf", 3000), cut("gguf/small.gguf", 10),
@@ -936,3 +964,65 @@ def test_real_processes_refuse_alike(line, code, elastic_run):
     done = run(script, *argv, ok=False)
     assert done.returncode == code and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+# ---------------------------------------------------------------------------------------------------- calls from Python
+
+
+def attend(attn, rows=9, table=None, **choices):
+    """One layer on 9 queries and keys, and so many rows of its input."""
+    layer = mixers.layer_of(tiny_config(attn=attn, **choices), 0)
+    q, k, v = (torch.zeros(1, *layer.shapes[name][:1], 9, layer.shapes[name][1]) for name in "qkv")
+    return layer.attend(q, k, v, torch.zeros(1, rows, 16), table)
+
+
+def views(attn, **choices):
+    layer = mixers.layer_of(tiny_config(attn=attn, **choices), 0)
+    return layer.views_of(*torch.zeros(2, 1, 2, 9, 8), torch.zeros(1, 9, 16))
+
+
+def generate(*ids):
+    return GPT(tiny_config()).generate(torch.tensor([ids], dtype=torch.long), 1)
+
+
+def go_on(first, then):
+    """Read five tokens with one recipe, and the next ones with another."""
+    begun, other = (GPT(tiny_config(attn=attn)).eval() for attn in (first, then))
+    cache = begun.new_cache()
+    begun(torch.arange(5)[None], cache=cache)
+    return other(torch.arange(5)[None], cache=cache)
+
+
+def write_tokens(*ids):
+    return tokens.write_shard(tokens.Path("x.bin"), np.array(ids))
+
+
+NOWHERE = SimpleNamespace(place=tokens.Path("nowhere"))
+
+CALLS = [                                       # (what a program calls, a pattern that the error contains)
+    (lambda: attend("focus", window=4, table=torch.zeros(2, 9)), "adds nothing to scores by distance"),
+    (lambda: attend("focus", window=4, rows=3), "x has 3 rows for 9 keys"),
+    (lambda: attend("retnet", table=torch.zeros(2, 9)), "relative positions"),
+    (lambda: attend("retnet", rows=8), "x has 8 rows for 9 keys"),
+    (lambda: views("focus", window=4), "has no views"),
+    (lambda: views("retnet"), "has no views"),
+    (lambda: views("routing"), "has one view"),
+    *((lambda first=first, then=then: go_on(first, then), "another recipe") for first, then in (
+        ("retnet", "gla"), ("deltanet", "mamba2"), ("retnet", "deltanet"), ("softmax", "retnet"),
+        ("retnet", "softmax"), ("ttt", "titans"))),
+    (lambda: generate(), "at least one token, with ids in 0..30"),
+    (lambda: generate(31), "at least one token, with ids in 0..30"),
+    (lambda: generate(-1), "at least one token, with ids in 0..30"),
+    (lambda: write_tokens(0, 70000), "token ids must lie in 0..65535"),
+    (lambda: write_tokens(-1, 5), "token ids must lie in 0..65535"),
+    (lambda: claims.value_at({"loss": 1.0}, "loss/0", NOWHERE), "nowhere has nothing at loss/0: .*measure again"),
+    (lambda: experiments.do(SimpleNamespace(words=("eval.py",), after=[NOWHERE])), "nowhere is not there"),
+]
+
+
+@pytest.mark.parametrize("call, says", CALLS, ids=[says for _, says in CALLS])
+def test_a_call_that_cannot_work_says_why(call, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        call()
+    assert not contents()
