@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -58,20 +59,14 @@ def written(path, content):
     def do(_):
         if not isinstance(content, bytes | str):
             return files.write_json(path, content)
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path, "wb") as f:
-            f.write(content.encode() if isinstance(content, str) else content)
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
     return Before(f"{path} holds {str(content)[:40]}", do)
 
 
 def changed(path, what, change):
     """A file has become change(its bytes)."""
-    def do(_):
-        with open(path, "rb") as f:
-            content = f.read()
-        with open(path, "wb") as f:
-            f.write(change(content))
-    return Before(f"{path} {what}", do)
+    return Before(f"{path} {what}", lambda _: Path(path).write_bytes(change(Path(path).read_bytes())))
 
 
 def cut(path, end):
@@ -79,7 +74,7 @@ def cut(path, end):
 
 
 def removed(path):
-    return Before(f"{path} removed", lambda _: shutil.rmtree(path) if os.path.isdir(path) else os.remove(path))
+    return Before(f"{path} removed", lambda _: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink())
 
 
 def edited(path, /, *inside, **entries):
@@ -112,9 +107,10 @@ def weights_changed(path, what, change):
     return saved(path, what, whole)
 
 
-def shorter(path, train, val):
-    """A data set holds other tokens."""
-    return Before(f"{path} of {len(train)} and {len(val)} tokens", lambda _: write_data(tokens.Path(path), train, val))
+def of_tokens(path, train, val, vocab_size=257):
+    """A data set holds these tokens."""
+    return Before(f"{path} of {len(train)} and {len(val)} tokens",
+                  lambda _: write_data(Path(path), train, val, vocab_size))
 
 
 def without(package):
@@ -458,11 +454,11 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("", "meta.json.*make", written("data/meta.json", [1, 2])),
         ("", "meta.json.*shards.*make", edited("data/meta.json", shards=...)),
         ("", "meta.json.*vocab_size.*make", edited("data/meta.json", vocab_size=...)),
-        ("", "train.*block_size", shorter("data", WORDS[:16], WORDS)),
-        ("", "val.*block_size", shorter("data", WORDS, WORDS[:16])),
-        ("", "train.*no tokens.*run", shorter("data", WORDS[:0], WORDS)),
-        ("", "train.*token id.*vocab", shorter("data", WORDS.astype(int) + 200, WORDS)),
-        ("", "val.*token id.*vocab", shorter("data", WORDS, WORDS.astype(int) + 200)),
+        ("", "train.*block_size", of_tokens("data", WORDS[:16], WORDS)),
+        ("", "val.*block_size", of_tokens("data", WORDS, WORDS[:16])),
+        ("", "train.*no tokens.*run", of_tokens("data", WORDS[:0], WORDS)),
+        ("", "train.*token id.*vocab", of_tokens("data", WORDS.astype(int) + 200, WORDS)),
+        ("", "val.*token id.*vocab", of_tokens("data", WORDS, WORDS.astype(int) + 200)),
         *(("", f"train.bin.*{says}", written("data/train.bin", content)) for content, says in (
             (b"\0" * 5000, "wrong header"), (header(20240520, 7, 1) + b"ab", "wrong header"),
             (header(20240520, 1, 9) + b"ab", "damaged"), (header(20240520, 1, 0), "no tokens"),
@@ -482,8 +478,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--init_from=resume --out_dir={pair}/lora --train_only=all", "cannot resume with train_only=all"),
     ]),
     ("train.py", INPUT, [
-        ("--init_from=resume --out_dir={run}", "the data set .* has changed since run began: make it as it was",
-         edited("run/meta.json", data_hash="0")),
+        ("--init_from=resume --out_dir={run} --dataset={data}",
+         "the data set ./data has changed since run began: make it as it was",
+         edited_knobs("run/meta.json", dataset="./data"), of_tokens("data", WORDS[:9000], WORDS[:900])),
         ("--init_from={run} --out_dir={run}", "name another --out_dir for the new run"),
         ("--init_from={learned} --block_size=32 --out_dir=out", r"wpe.weight is \(16, 16\) in the .*\(32, 16\)"),
         *((f"--init_from={{softmax}} --attn={attn} --out_dir=out",
@@ -575,9 +572,8 @@ REFUSALS = [                                    # (how a command line begins, ex
         *((f"--out_dir={{softmax}} --attn={attn}",
            rf"--attn={attn} \(--diff={diff}\).*projections.*cannot be put under.*softmax, .*elastic")
           for attn, diff in (("diff2", "v2"), ("tda", "subtract"), ("diff_rela", "subtract"))),
-        ("--out_dir={run} --dataset=./data", "vocab_size=257 ids, the data set data needs 50257",
-         Before("data of a larger vocabulary", lambda _: write_data(
-             tokens.Path("data"), [1] * 100, [1] * 100, vocab_size=50257))),
+        ("--out_dir={run} --dataset={data}", "vocab_size=257 ids, the data set data needs 50257",
+         of_tokens("data", [1] * 100, [1] * 100, vocab_size=50257)),
         ("--out_dir={toy_run} --dataset={data}", "no data set in the tokenizer of toy_run .*--tokenizer=toy_run"),
         ("--out_dir={run} --dataset={toy_data}", "no data set in the tokenizer of run .*--tokenizer=bytes"),
         ("--out_dir={run} --length=99999", "too few for one window of 99999: .*--length"),
@@ -930,7 +926,7 @@ def call(script, argv):
 
 def contents():
     """{path: bytes} of all files below the current folder."""
-    return {str(path): path.read_bytes() for path in tokens.Path().rglob("*") if path.is_file()}
+    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("line, code, says, before", ROWS)
@@ -986,18 +982,29 @@ def generate(*ids):
 
 
 def go_on(first, then):
-    """Read five tokens with one recipe, and the next ones with another."""
+    """Read five tokens with one recipe, and the next ones with another; the first can still go on."""
     begun, other = (GPT(tiny_config(attn=attn)).eval() for attn in (first, then))
-    cache = begun.new_cache()
-    begun(torch.arange(5)[None], cache=cache)
-    return other(torch.arange(5)[None], cache=cache)
+    idx, cache = torch.arange(5)[None], begun.new_cache()
+    begun(idx, cache=cache)
+    try:
+        other(idx, cache=cache)
+    finally:
+        begun(idx, cache=cache)
+
+
+def go_on_in_a_layer(first, then):
+    """The same in one layer, where the second has one head."""
+    past, begun = {}, mixers.layer_of(tiny_config(attn=first), 0)
+    other = mixers.layer_of(tiny_config(attn=then, n_head=1), 0)
+    begun(torch.zeros(1, 9, 16), past)
+    other(torch.zeros(1, 9, 16), past)
 
 
 def write_tokens(*ids):
-    return tokens.write_shard(tokens.Path("x.bin"), np.array(ids))
+    return tokens.write_shard(Path("x.bin"), np.array(ids))
 
 
-NOWHERE = SimpleNamespace(place=tokens.Path("nowhere"))
+NOWHERE = SimpleNamespace(place=Path("nowhere"))
 
 CALLS = [                                       # (what a program calls, a pattern that the error contains)
     (lambda: attend("focus", window=4, table=torch.zeros(2, 9)), "adds nothing to scores by distance"),
@@ -1010,6 +1017,7 @@ CALLS = [                                       # (what a program calls, a patte
     *((lambda first=first, then=then: go_on(first, then), "another recipe") for first, then in (
         ("retnet", "gla"), ("deltanet", "mamba2"), ("retnet", "deltanet"), ("softmax", "retnet"),
         ("retnet", "softmax"), ("ttt", "titans"))),
+    (lambda: go_on_in_a_layer("retnet", "gla"), "a state of another recipe"),
     (lambda: generate(), "at least one token, with ids in 0..30"),
     (lambda: generate(31), "at least one token, with ids in 0..30"),
     (lambda: generate(-1), "at least one token, with ids in 0..30"),
