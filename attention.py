@@ -791,7 +791,7 @@ BIAS_SIZES = {                                  # of learned key and value biase
 def wrong_bias_dims(config, args):
     dims = args["bias_dims"]
     if dims != "all" and (dims != int(dims) or dims > config.head_width):
-        return f"--attn_args: bias_dims={dims:g} must be a whole number of channels, of a head's {config.head_width}"
+        return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"
 
 
 def bias_shape(layer, heads, width):
@@ -830,16 +830,16 @@ def sink_value(layer, heads):
 
 def needs_log_sum_exp(config, args):
     if config.rule != "softmax":
-        return (f"--sink={config.sink} goes with rule softmax only: an extra key merges exactly by log-sum-exp, "
-                f"and rule {config.rule} has none")
+        return (f"--sink={config.sink} needs --rule=softmax: an extra key merges exactly by log-sum-exp, which rule "
+                f"{config.rule} does not have")
     if args.get("value_even") and args["value_norm"] == "learned":
-        return "--attn_args: value_even=1 lays out a fixed value of the extra key: give its value_norm=NUMBER as well"
+        return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
     return wrong_bias_dims(config, args) if "bias_dims" in args else None
 
 
 def needs_first(config, args):
     if config.window and not config.first:
-        return "--sink=token is out of sight beyond a window: give --first=1 as well"
+        return "--sink=token cannot be seen beyond --window: add --first=1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -906,8 +906,8 @@ def shrunk(layer, o):
 
 def needs_pairs(config, args):
     if config.n_kv_head % 2:
-        return (f"--diff=v1 pairs heads, of keys, too: n_head={config.n_head} and n_kv_head={config.n_kv_head} "
-                "must both be even")
+        return (f"--diff=v1 pairs the heads of queries and those of keys: n_head={config.n_head} and "
+                f"n_kv_head={config.n_kv_head} must both be even")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1044,15 +1044,15 @@ AXES = {                                        # axis: its values, the default 
 
 def needs_window(config, args):
     if not config.window:
-        return f"--window_every={config.window_every} says which layers have a window: give --window as well"
+        return f"--window_every={config.window_every} says which layers have a window: add --window=N"
 
 
 def needs_window_and_places(config, args):
     if not config.window:
-        return f"--first={config.first} keeps keys visible beyond a window: give --window as well"
+        return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
     if POSITIONS[config.pos].rotates and config.feature == "elu":
-        return ("--first with rope scores the first keys from places of their own, which elu + 1 would mix up: "
-                "use another --feature or --pos")
+        return (f"--first with --pos={config.pos} scores the first keys from places of their own, which --feature=elu "
+                "would mix up: use another --feature or --pos")
 
 
 class Number(NamedTuple):
@@ -1574,8 +1574,8 @@ def check_axes(config, axes=AXES, numbers=NUMBERS):
     """Raise ValueError, with the reason, on a combination of axes that means nothing."""
     args = constants(config, axes)
     if parse_rope_scaling(config.rope_scaling)[0] and not POSITIONS[config.pos].rotates:
-        raise ValueError(f"--rope_scaling={config.rope_scaling} goes with rotary positions, --pos={config.pos} has "
-                         "none: write --rope_scaling= (nothing), or --pos=rope")
+        raise ValueError(f"--rope_scaling={config.rope_scaling} needs rotary positions, which --pos={config.pos} "
+                         "does not have: leave it empty, or use --pos=rope")
     others = [number for name, number in numbers.items() if getattr(config, name) != number.default]
     for choice in [*chosen(config, axes).values(), *others]:
         if choice.refuse and (reason := choice.refuse(config, args)):

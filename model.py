@@ -292,7 +292,7 @@ class GPT(nn.Module):
             p.requires_grad_(".lora_" in own if rest == "lora" else own in self.transformer.h[0].attn.added)
         if not self.num_trained():
             raise ValueError(f"--attn={self.config.attn} adds nothing to plain attention that --train_only=focus could "
-                             "train: give it --attn=focus, or --train_only=lora")
+                             "train: use --attn=focus, or --train_only=lora")
 
     def frozen(self):
         """Names of the parameters that are not trained."""

@@ -154,8 +154,8 @@ class Train:
                  log_interval=1, head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0,
                  lora_rank=1, head_balance=0, balance_skip=0, balance_shared=0)
         if self.train_only != "all" and self.init_from == "scratch":
-            raise ValueError(f"--train_only={self.train_only} leaves the rest of the model as it is, so that must be a "
-                             "trained one: name its run with --init_from")
+            raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
+                             "from a run: name it with --init_from")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
                              "the first above 0")
@@ -407,8 +407,8 @@ def take_weights(model, path, run, machine):
         raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
     new = model.beyond(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
     if left := [name for name in new if name in model.frozen()]:
-        raise ValueError(f"{left[0]} is not in {path}, and would stay at its initial value: --train_only trains other "
-                         "parts, so leave away the flags that add this one")
+        raise ValueError(f"{left[0]} is not in {path}, and --train_only does not train it, so it would stay at its "
+                         "initial value: leave out the flags that add it")
     load_weights(model, read_weights(path), path, new)
     if new and machine.main:
         print(what_is_new(new, path))
@@ -557,7 +557,7 @@ def check_balance(knobs, config):
     if knobs.balance_form == "routed":
         heads = routed(heads, knobs.balance_skip, knobs.balance_shared)
     elif knobs.balance_skip:
-        raise ValueError("--balance_form=all balances all heads: leave --balance_skip away")
+        raise ValueError("--balance_form=all balances all heads: leave out --balance_skip")
     if heads.numel() < 2:
         raise ValueError(f"--balance_skip={knobs.balance_skip} --balance_shared={knobs.balance_shared} leave "
                          f"{heads.numel()} of {config.n_layer} x {config.n_head} heads, and it takes two to balance")
@@ -601,7 +601,7 @@ def resume_knobs(given):
         decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0 asked the run to decide, and it has
         if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
             raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
-                             f"{name}={value}: leave the flag away, or start a new run with another --out_dir")
+                             f"{name}={value}: leave out the flag, or start a new run with another --out_dir")
     return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
 
 

@@ -54,7 +54,7 @@ class ClaimsFlags:
             if name not in CLAIMS and not (name in COSTS and name != self.show):
                 near = difflib.get_close_matches(name, [*COSTS, *CLAIMS], n=1)
                 hint = f", did you mean {near[0]}?" if near else "."
-                more = "" if name == self.show else f"; --run takes {', '.join(COSTS)}, too"
+                more = "" if name == self.show else f"; --run also takes {', '.join(COSTS)}"
                 raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all{more}")
 
 

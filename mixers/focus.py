@@ -213,7 +213,7 @@ def score_gate(s, z):
 
 def no_window(config, args):
     if not config.window:
-        return "Focus gates the pairs beyond a window: give --window=1 or more"
+        return "--attn=focus gates the pairs beyond a window, and --window=0 has none: give --window=1 or more"
 
 
 def numbers_of_gate(layer):
@@ -235,8 +235,8 @@ AFFINITIES = {                                  # s, z (both broadcastable to (B
 
 def more_than_groups(config, args):
     if config.topk > args["groups"]:
-        return (f"--topk={config.topk}: a token cannot be a member of more groups than there are: "
-                f"--attn_args=groups={args['groups']}")
+        return (f"--topk={config.topk} is more than the {args['groups']} groups: lower it, or raise "
+                "--attn_args=groups=NUMBER")
 
 
 AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
@@ -249,7 +249,7 @@ AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attenti
 
 REFUSED = {                                     # axis: why its other values mean nothing here
     "window_every": "each layer has a router, and the window is what it leaves alone",
-    "first": "whom a row sees beyond the window is for the groups to say",
+    "first": "its groups decide which keys a row sees beyond the window",
     "pos": "its sparse form sorts the keys, and a bias by distance would not find its place",
     "rule": "it is exact only for softmax, whose parts can be put together by their log-sum-exps",
 }

@@ -212,17 +212,18 @@ def plus_skip(layer, o, q, v):
 
 def needs_small_writes(config, args):
     if config.write == "dt":
-        return ("--rule=delta erases as much as it writes, which above 1 would turn old values around, and --write=dt "
-                "has no bound: use beta")
+        return ("--rule=delta erases as much as it writes, and --write=dt has no bound: above 1, old values would "
+                "change their sign. Use --write=beta")
     if config.qk_norm != "l2":
-        return "--rule=delta takes off what stands under a key of length 1: give --qk_norm=l2"
+        return "--rule=delta needs unit-length keys: add --qk_norm=l2"
     if config.feature != "none":
-        return "--rule=delta takes off what stands under a key of length 1, which --feature would change"
+        return (f"--rule=delta needs unit-length keys, and --feature={config.feature} changes their length: leave out "
+                "--feature")
 
 
 def one_rate(config, args):
     if config.forget == "channel":
-        return f"--rule={config.rule} forgets at one rate a head: use --forget=none, fixed, dt or alpha"
+        return f"--rule={config.rule} forgets at one rate per head: use --forget=none, fixed, dt or alpha"
 
 
 def for_descent(layer, q, k, v, forget, write, x):

@@ -263,22 +263,6 @@ def copy(elastic_run, tmp_path):
     return shutil.copytree(elastic_run, tmp_path / "copy")
 
 
-@pytest.fixture
-def kept(elastic_run, tmp_path):
-    """A copy of the finished elastic run, whose three files must be the same after the test."""
-    folder = shutil.copytree(elastic_run, tmp_path / "kept")
-    yield folder
-    assert all((folder / name).read_bytes() == (elastic_run / name).read_bytes() for name in FILES)
-    assert sorted(p.name for p in folder.iterdir()) == sorted(FILES)
-
-
-@pytest.fixture
-def train_fails(kept, data, capsys):
-    """Train into the folder of a finished run with bad input: (exit code, the line on stderr)."""
-    import train
-    return lambda *flags: complain(train.main, capsys, *TINY, f"--dataset={data}", f"--out_dir={kept}", *flags)
-
-
 def log_rows(out_dir):
     """The log's columns that do not depend on the clock, as text."""
     return [line.split(",")[:5] for line in (out_dir / "log.csv").read_text().splitlines()]

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import assert_says, complain, log_rows, losses, meta, run, same_weights, tiny_config, train_here, weights
+from conftest import log_rows, losses, meta, run, same_weights, tiny_config, train_here, weights
 
 import attention
 import eval as eval_script
@@ -203,16 +203,13 @@ def test_an_exported_adapter_is_merged(data, tmp_path):
 @pytest.mark.parametrize("step, flags", [
     pytest.param(2, LORA, marks=pytest.mark.exhaustive), (6, LORA), (2, TAU),
     pytest.param(6, TAU, marks=pytest.mark.exhaustive), (6, FOCUS)])
-def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path, capsys):
+def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path):
     """Before the first checkpoint, and after it."""
     whole, killed = adapt(base, tmp_path / "whole", *flags), cut_short(step, base, tmp_path / "killed", *flags)
     assert (killed / "ckpt.pt").exists() == (step > 4)
     train_here(f"--out_dir={killed}", "--init_from=resume")
     assert log_rows(killed) == log_rows(whole) and same_weights(killed, whole)
     assert meta(killed)["base"] == meta(whole)["base"]
-    capsys.readouterr()
-    err = complain(train_script.main, capsys, f"--out_dir={killed}", "--init_from=resume", "--train_only=all")[1]
-    assert "cannot resume with train_only=all" in err
 
 
 @pytest.mark.exhaustive
@@ -270,55 +267,3 @@ def test_the_base_is_where_it_was_or_beside_the_adapter(pair, tmp_path, monkeypa
     base.rename(tmp_path / "here" / "out" / "before")
     monkeypatch.chdir(tmp_path / "here")
     assert loss(capsys, lora) == expected
-    monkeypatch.chdir(lora)                     # neither
-    says = r"adapter, trained on top of the run out/before, which is neither there nor in .*/before: bring"
-    assert_says(says, complain(eval_script.main, capsys, "loss", f"--out_dir={lora}")[1])
-
-
-@pytest.mark.parametrize("how", ["eval", "resume", "init_from"])
-def test_a_base_with_other_weights_is_refused(how, pair, tmp_path, capsys):
-    base, lora = pair
-    files.write_json(lora / "meta.json", meta(lora) | {"base": meta(lora)["base"] | {"path": "base"}})
-    state = torch.load(base / "ckpt.pt", weights_only=True)
-    state["model"]["transformer.h.0.mlp.c_fc.weight"][0, 0] += 1e-3
-    torch.save(state, base / "ckpt.pt")
-    before = {path.name: path.read_bytes() for path in lora.iterdir()}
-    main, args = {"eval": (eval_script.main, ("loss", f"--out_dir={lora}")),
-                  "resume": (train_script.main, ("--init_from=resume", f"--out_dir={lora}", "--max_iters=9")),
-                  "init_from": (train_script.main, (f"--init_from={lora}", f"--out_dir={tmp_path / 'new'}"))}[how]
-    assert_says("lora is an adapter for other weights than those in .*base.*changed", complain(main, capsys, *args)[1])
-    assert {path.name: path.read_bytes() for path in lora.iterdir()} == before
-
-
-@pytest.mark.parametrize("change, says", [
-    (lambda state: state.pop("transformer.h.1.attn.c_proj.lora_b"), "h.1.attn.c_proj"),
-    (lambda state: state.update({"transformer.h.0.attn.c_attn.lora_a": torch.ones(2, 8)}), "h.0.attn.c_attn"),
-    (lambda state: state.update({"transformer.h.7.attn.tau": torch.ones(2)}), "h.7.attn.tau")])
-def test_an_adapter_that_does_not_fit_is_refused(change, says, pair, capsys):
-    _, lora = pair
-    state = torch.load(lora / "ckpt.pt", weights_only=True)
-    change(state["model"])
-    torch.save(state, lora / "ckpt.pt")
-    for main, args in ((eval_script.main, ("loss",)), (train_script.main, ("--init_from=resume", "--max_iters=9"))):
-        assert_says(f"does not fit.*{says}", complain(main, capsys, *args, f"--out_dir={lora}")[1])
-
-
-@pytest.mark.parametrize("flags, says", [
-    (("--train_only=lora", "--init_from=scratch"), "leaves the rest.*--init_from"),
-    (("--train_only=focus",), "--attn=softmax adds nothing.*--attn=focus"),
-    (("--train_only=focus", "--attn=elastic"), "--attn=elastic adds nothing.*--attn=focus"),
-    (("--train_only=lora", "--attn=elastic"), "h.0.attn.tau is not in .*base.*initial value"),
-    (("--train_only=lora", "--lora_rank=0"), "lora_rank=0 must be.*at least 1"),
-    (("--train_only=lora", "--lora_on=mlp"), "mlp.*both.*c_attn.*c_proj"),
-    (("--train_only=mlp",), "mlp.*all.*focus.*lora")])
-def test_what_cannot_be_trained(flags, says, base, tmp_path, capsys):
-    err = complain(train_script.main, capsys, f"--init_from={base}", *SHORT, f"--out_dir={tmp_path / 'out'}", *flags)[1]
-    assert_says(says, err)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_adapter_does_not_replace_its_base(pair, capsys):
-    base, _ = pair
-    before = {path.name: path.read_bytes() for path in base.iterdir()}
-    err = complain(train_script.main, capsys, f"--init_from={base}", *SHORT, f"--out_dir={base}", *LORA)[1]
-    assert "another --out_dir" in err and {path.name: path.read_bytes() for path in base.iterdir()} == before

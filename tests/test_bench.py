@@ -10,11 +10,8 @@ from conftest import (
     RECIPES,
     assert_says,
     byte_pairs,
-    complain,
     run,
     tiny_config,
-    train_here,
-    write_data,
     write_tokenizer,
 )
 from test_benchmarks import PUBLIC, WIKI, write_rows
@@ -312,40 +309,12 @@ def test_the_table_is_for_people(scored):
     assert_says("longer than 50 tokens, and cut at the beginning: rows 1 of boolq, 1 of piqa, 1 of lambada", done.out)
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--tasks=piqa,nonsense"], "'nonsense' is no task: choose from hellaswag"),
-    (["--source=nowhere"], "no benchmark's file in nowhere: fetch them"),
-    (["--source=nowhere", "--tasks=all"], "hellaswag: no hellaswag_val.jsonl in nowhere"),
-    (["--limit=-1"], "limit"), (["--length=3"], "a choice has .* tokens where the model can predict 1 to 3")])
-def test_bad_input_is_one_line(flags, says, elastic_run, questions, capsys):
-    line = complain(eval_script.main, capsys, "bench", f"--out_dir={elastic_run}", f"--source={questions}", *flags)[1]
-    assert_says(says, line)
-
-
-def test_a_run_on_symbols_is_refused(tmp_path, capsys):
-    data = write_data(tmp_path / "symbols", np.arange(2000) % 31, np.arange(200) % 31, 31, "numbers")
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1")
-    capsys.readouterr()
-    line = complain(eval_script.main, capsys, "bench", f"--out_dir={tmp_path / 'run'}")[1]
-    assert_says("was trained on symbols, not on text: bench needs a run with a text tokenizer", line)
-
-
-def test_positions_end(data, questions, tmp_path, capsys):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1", "--pos=learned")
-    capsys.readouterr()
-    line = complain(eval_script.main, capsys, "bench", f"--out_dir={tmp_path}", f"--source={questions}",
-                    "--length=100")[1]
-    assert_says("--length=100, but --pos=learned knows only its block_size=16 positions", line)
-
-
 def test_pictures_of_one_and_of_several_runs(scored, tmp_path):
     found = json.loads(scored("--length=200", "--json").out)
     less = json.loads(scored("--length=200", "--json", "--tasks=piqa,wikitext").out)
     bench.draw(tmp_path / "one.png", {"one": found})
     bench.draw(tmp_path / "three.png", {"one": found, "less": less, "again": found})
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("one", "three"))
-    with pytest.raises(ValueError, match="no accuracy to draw"):
-        bench.draw(tmp_path / "none.png", {"less": {"tasks": {"wikitext": less["tasks"]["wikitext"]}}})
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ import threading
 import zipfile
 
 import pytest
-from conftest import ROOT, assert_says, complain, run
+from conftest import ROOT, assert_says, run
 
 from data import benchmarks, files
 
@@ -93,29 +93,9 @@ def test_packed_files_are_read_too(tmp_path):
     with gzip.open(tmp_path / "piqa_valid.jsonl.gz", "wt") as f:
         f.write(json.dumps(PUBLIC["piqa"]) + "\n")
     assert len(benchmarks.read("piqa", tmp_path)) == 1
-    (tmp_path / "piqa_valid.jsonl.gz").write_bytes((tmp_path / "piqa_valid.jsonl.gz").read_bytes()[:-12])
-    with pytest.raises(ValueError, match="piqa_valid.jsonl.gz is damaged"):
-        benchmarks.read("piqa", tmp_path)
 
 
-@pytest.mark.parametrize("name, row, says", [
-    ("piqa", PUBLIC["siqa"], "line 1 is no row of piqa .it lacks 'goal'"),
-    ("piqa", [1], "no row of piqa"), ("arc_easy", PUBLIC["boolq"], "arc_easy"),
-    ("siqa", PUBLIC["siqa"] | {"label": 4}, "number 4 of 3"), ("piqa", PUBLIC["piqa"] | {"sol2": ""}, "empty"),
-    ("piqa", PUBLIC["piqa"] | {"sol2": 7}, "no text"), ("winogrande", PUBLIC["winogrande"] | {"sentence": ""}, "wino"),
-    ("openbookqa", PUBLIC["openbookqa"] | {"answerKey": "Q"}, "not in list")])
-def test_a_foreign_row_is_named(name, row, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        benchmarks.read(name, write_rows(tmp_path, name, row))
-
-
-def test_missing_and_empty_files(tmp_path):
-    with pytest.raises(ValueError, match="no piqa_valid.jsonl in .* --tasks=piqa, or name a folder"):
-        benchmarks.read("piqa", tmp_path)
-    with pytest.raises(ValueError, match="no rows of piqa"):
-        benchmarks.read("piqa", write_rows(tmp_path, "piqa"))
-    with pytest.raises(ValueError, match="'nonsense' is no task: choose from hellaswag"):
-        benchmarks.task_names("piqa,nonsense")
+def test_all_means_every_task():
     assert benchmarks.task_names("all") == list(benchmarks.TASKS)
 
 
@@ -131,8 +111,6 @@ def test_files_of_a_folder_are_copied_and_counted(tmp_path, capsys):
     assert (tmp_path / "out" / "piqa_valid.jsonl").read_bytes() == (source / "piqa_valid.jsonl").read_bytes()
     benchmarks.main([f"--source={source}", f"--out_dir={tmp_path / 'out'}"])
     assert capsys.readouterr().out == said      # those that are there
-    code, line = complain(benchmarks.main, capsys, "--tasks=all", f"--source={source}", f"--out_dir={tmp_path / 'out'}")
-    assert code == 1 and "no hellaswag_val.jsonl" in line
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 import itertools
 import math
 
-import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import assert_says, complain, train, train_here
+from conftest import train, train_here
 
 import mixers
 from common.machine import Machine
@@ -335,37 +334,6 @@ def test_every_balance_trains_and_resumes_bit_for_bit(balance, tmp_path, data):
     train_here(f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=12")
     whole, parts = (torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["model"] for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-def test_what_cannot_be_says_why(data, capsys):
-    import train as script
-    for flags, words in (
-            (["--window=16"], "block_size=16 is no longer than --window=16.*would learn nothing"),
-            (["--window=0"], "give --window=1 or more"),
-            (["--window=4", "--topk=5"], "cannot be a member of more groups than there are.*groups=4"),
-            (["--window=4", "--attn_args=groups=1"], "one group there is nothing to learn"),
-            (["--window=4", "--attn_args=groups=20"], "more groups than the 16 tokens"),
-            (["--window=4", "--attn_args=groups=0"], "groups=WHOLE NUMBER"),
-            (["--window=4", "--attn_args=group=8"], "groups"),
-            (["--window=4", "--rule=elastic"], "means nothing to mixer focus.*log-sum-exps"),
-            (["--window=4", "--pos=alibi"], "sorts the keys"),
-            (["--window=4", "--window_every=2"], "each layer has a router"),
-            (["--window=4", "--sink=token"], "it knows none, one, logit"),
-            (["--window=4", "--head_balance=0.1"], "has neither"),
-            (["--window=4", "--kernel=triton"], "the soft gate of every pair has no kernel")):
-        line = complain(script.main, capsys, *conftest.TINY, f"--dataset={data}", "--attn=focus", *flags)[1]
-        assert_says(words, line)
-    for flags, words in ((["--topk=2"], "topk=2 means nothing to mixer attention"),
-                         (["--balance=ema"], "balance=ema means nothing to mixer attention")):
-        assert_says(words, complain(script.main, capsys, *conftest.TINY, f"--dataset={data}", *flags)[1])
-    module = layer()
-    q, k, v, x = inputs(module, 9)
-    with pytest.raises(ValueError, match="adds nothing to scores by distance"):
-        module.attend(q, k, v, x, torch.zeros(4, 9))
-    with pytest.raises(ValueError, match="x has 3 rows for 9 keys"):
-        module.attend(q, k, v, x[:, :3])
-    with pytest.raises(ValueError, match="has no views"):
-        module.views_of(q, k, x)
 
 
 def test_in_bfloat16(data, tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import assert_says, complain, train_here
+from conftest import train_here
 
 import eval as eval_script
 from data import tokens
@@ -127,17 +127,3 @@ def test_several_runs_are_a_line_each(focus_run, capsys, tmp_path):
 
 def test_the_hard_form_can_be_looked_at_too(look):
     assert json.loads(look("--json", "--topk=2"))["topk"] == 2
-
-
-@pytest.mark.parametrize("flags, says", [
-    (("--layer=2",), "layers of .* are 0 to 1"), (("--against={elastic}",), "has no groups"),
-    (("--against=nowhere",), "no run in nowhere")])
-def test_what_cannot_be_is_said(focus_run, elastic_run, capsys, flags, says):
-    flags = [flag.format(elastic=elastic_run) for flag in flags]
-    _, line = complain(eval_script.main, capsys, "groups", f"--out_dir={focus_run}", "--device=cpu", *flags)
-    assert_says(says, line)
-
-
-def test_a_run_without_groups_is_refused(elastic_run, capsys):
-    _, line = complain(eval_script.main, capsys, "groups", f"--out_dir={elastic_run}", "--device=cpu")
-    assert_says("trained with --attn=focus", line)

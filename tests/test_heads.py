@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import WORDS, assert_says, complain, enliven, some_recipes, tiny_config, write_data
+from conftest import WORDS, enliven, some_recipes, tiny_config, write_data
 
 import eval as eval_script
 from attention import ATTENTIONS, Sight, gated, visible
@@ -176,10 +176,3 @@ def test_it_tells_of_one_run_and_of_several(elastic_run, toy_run, capsys, tmp_pa
     assert both.count("in dormant heads: no head above 0.5") == 2
     assert str(toy_run) in next(line for line in both.splitlines() if line.startswith("over all heads"))
     assert (tmp_path / "x.png").exists()
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--prune=x"], "'x'"), (["--prune=5,101"], "100"), (["--local=0"], "local"), (["--local=17"], "--local=17.*16"),
-    (["--other=16"], "--other=16.*16"), (["--against=no/such/data"], "no/such/data"), (["--windows=0"], "windows")])
-def test_bad_input_is_one_line(flags, says, elastic_run, capsys):
-    assert_says(says, complain(eval_script.main, capsys, "heads", f"--out_dir={elastic_run}", *FEW, *flags)[1])

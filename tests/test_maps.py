@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import RECIPES, assert_says, complain, tiny_config, train_here
+from conftest import RECIPES, tiny_config, train_here
 
 import eval as eval_script
 from common.machine import Machine
@@ -135,17 +135,6 @@ def test_symbols_are_shown_as_numbers(show, backcopy, tmp_path, capsys):
     found = show(out_dir=tmp_path)
     assert len(found["queries"]) == 16 and all(label.isdigit() for label in found["queries"])
     assert show("--text=3 1 2", out_dir=tmp_path)["queries"] == ["3", "1", "2"]
-    for text, says in (("3 999", "999"), ("a word", "numbers"), ("1 " * 20, "block_size=16")):
-        err = complain(eval_script.main, capsys, "maps", f"--out_dir={tmp_path}", "--device=cpu", f"--text={text}")[1]
-        assert says in err
-
-
-@pytest.mark.parametrize("flag, says", [
-    ("--text=", "--text is empty"), ("--text= ", "--text is empty"), (f"--text={'ab ' * 40}", "120 tokens.*100"),
-    ("--layers=1", "from 0 to 0"), ("--heads=0,2", "from 0 to 1"), ("--heads=x", "'x'"), ("--views", "--attn=elastic")])
-def test_what_cannot_be_shown_is_one_line(flag, says, elastic_run, capsys):
-    err = complain(eval_script.main, capsys, "maps", f"--out_dir={elastic_run}", "--device=cpu", flag)[1]
-    assert_says(says, err)
 
 
 def test_a_picture_of_several_runs(elastic_run, toy_run, tmp_path, capsys):

@@ -160,12 +160,3 @@ def test_it_replaces_softmax_under_its_weights():
     performer.load_state_dict(softmax.state_dict(), strict=False)
     idx = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(performer(idx)[0], softmax(idx)[0], rtol=0, atol=1e-2)
-
-
-@pytest.mark.parametrize("choices, says", [
-    ({"rule": "softmax"}, "--rule=softmax means nothing to mixer performer"),
-    ({"normalize": "none"}, "it knows sum"), ({"window": 4}, "a state holds no keys"),
-    ({"attn_args": "features=-1"}, "features=WHOLE NUMBER from 0"), ({"kernel": "triton"}, "have no kernel")])
-def test_what_means_nothing_is_refused(choices, says):
-    with pytest.raises(ValueError, match=says):
-        mixers.choose_kernel(tiny_config(attn="performer", **choices), "cpu")

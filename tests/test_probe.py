@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_says, complain, enliven, tiny_config, train_here
+from conftest import assert_says, enliven, tiny_config, train_here
 
 import eval as eval_script
 from attention import ATTENTIONS, visible
@@ -158,21 +158,9 @@ def test_what_the_model_reads(elastic_run, probed, monkeypatch):
     assert not torch.equal(random[:2], random[4:])
 
 
-def test_symbols_have_no_separator(backcopy, tmp_path, capsys):
+def test_symbols_may_be_random(backcopy, tmp_path):
     train_here("--preset=lab", f"--dataset={backcopy}", f"--out_dir={tmp_path}", "--max_iters=2")
-    capsys.readouterr()
-    args = ["probe", f"--out_dir={tmp_path}", "--device=cpu", "--windows=2"]
-    assert "separator" in complain(eval_script.main, capsys, *args, "--input=bos")[1]
-    eval_script.main([*args, "--input=random"])
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--layer=1"], "layers of .* are 0 to 0"), (["--k=17"], "window has 16 tokens"), (["--k=65"], "first 64"),
-    (["--k=0"], "at least 1"), (["--eps=-1"], "eps"), (["--input=noise"], "repeat"), (["--length=1"], "2 tokens"),
-    (["--lengths=4,x"], "whole numbers"), (["--lengths=8,1"], "2 tokens"), (["--lengths=8,9999999"], "too few")])
-def test_bad_flags_are_one_line(flags, says, elastic_run, capsys):
-    args = ["probe", f"--out_dir={elastic_run}", "--device=cpu", *flags]
-    assert_says(says, complain(eval_script.main, capsys, *args)[1])
+    eval_script.main(["probe", f"--out_dir={tmp_path}", "--device=cpu", "--windows=2", "--input=random"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the picture

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import assert_says, complain, meta, train_here
+from conftest import assert_says, meta, train_here
 
 import eval as eval_script
 from evals.instrument import Common, OpenedRun
@@ -101,14 +101,3 @@ def test_a_router_that_was_not_finished_says_so(base, capsys, monkeypatch):
 
 def test_parts_of_a_size():
     assert [part_of(text, 576) for text in ("16", "1/8", "1/1", "1/1000")] == [16, 72, 576, 1]
-
-
-@pytest.mark.parametrize("of, flags, says", [
-    ("base", (), "has no groups"), ("focus", ("--sweep=window",), "name its base"),
-    ("focus", ("--k=5",), "1 to 4 groups"), ("focus", ("--k=0",), "1 to 4 groups"),
-    ("focus", ("--k=x",), "whole numbers"), ("base", ("--values=3",), "name it, --sweep=groups"),
-    ("base", ("--sweep=iterations", "--balancing=softmax"), "has no iterations")])
-def test_what_cannot_be_is_said(base, focus_run, capsys, of, flags, says):
-    out_dir = {"base": base, "focus": focus_run}[of]
-    _, line = complain(eval_script.main, capsys, "routers", f"--out_dir={out_dir}", *FLAGS, *flags)
-    assert_says(says, line)

@@ -151,11 +151,3 @@ def test_two_ranks_are_one():
 def test_the_checkpoint_holds_the_centroids():
     gpt = GPT(tiny_config(attn="routing"))
     assert {"transformer.h.0.attn.means", "transformer.h.0.attn.moves"} <= gpt.state_dict().keys()
-
-
-@pytest.mark.parametrize("choices, says", [
-    ({"rule": "elastic"}, "it knows softmax"), ({"window": 4}, "decided by clusters"), ({"pos": "alibi"}, "only rope"),
-    ({"attn_args": "clusters=0"}, "from 1 to"), ({"kernel": "sdpa"}, "plain softmax only")])
-def test_what_means_nothing_is_refused(choices, says):
-    with pytest.raises(ValueError, match=says):
-        mixers.choose_kernel(tiny_config(attn="routing", **choices), "cpu")

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import SPECIAL, byte_pairs, complain, meta, write_tokenizer
+from conftest import SPECIAL, byte_pairs, meta, write_tokenizer
 
 import eval as eval_script
 from data import files, tokens
@@ -90,22 +90,3 @@ def test_the_answer_is_shown_alone_and_ends_where_the_model_ends(chatty, capsys)
     until = [ids[:min(ids.index(end) for end in (plain[4], asked[4]) if end in ids)] for ids in (plain, asked)]
     assert sample() == [coder.decode([*coder.encode("the quick"), *until[0]])] * 2
     assert sample("--chat", "--system=Be brief.") == [coder.decode(until[1])] * 2
-
-
-def test_a_model_that_was_taught_no_conversations_says_so(elastic_run, toy_run, capsys):
-    for folder, says in ((elastic_run, "bytes has no <|im_end|>"), (toy_run, "toy has no <|im_start|>")):
-        err = complain(eval_script.main, capsys, "sample", f"--out_dir={folder}", "--chat", "--prompt=why?")[1]
-        assert says in err and "leave --chat out" in err
-    for flag, says in (("--chat", "--prompt"), ("--system=x", "--chat")):
-        assert says in complain(eval_script.main, capsys, "sample", f"--out_dir={toy_run}", flag)[1]
-
-
-# -------------------------------------------------------------------------------------------------------------- flags
-
-
-@pytest.mark.parametrize("flag", ["--tokens=0", "--samples=0", "--temperature=-1", "--top_k=-1", "--top_p=-1"])
-def test_impossible_numbers_are_refused(flag, elastic_run, capsys):
-    before = {path.name: path.read_bytes() for path in elastic_run.iterdir()}
-    err = complain(eval_script.main, capsys, "sample", f"--out_dir={elastic_run}", flag)[1]
-    assert flag.split("=")[0] in err
-    assert {path.name: path.read_bytes() for path in elastic_run.iterdir()} == before

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_says, complain, train_here
 
 import eval as eval_script
 from data import tokens
@@ -189,44 +188,6 @@ def test_all_seven_tasks_have_a_mean(elastic_run, source, capsys):
     eval_script.main(["scrolls", f"--source={source}", *FLAGS, f"--out_dir={elastic_run}", "--limit=1"])
     said = capsys.readouterr().out
     assert "ROUGE-L" in said and "mean" in said
-
-
-@pytest.mark.parametrize("flags, says", [
-    ((), "--source"), (("--source=no/such", "--tokens=8"), "neither gov_report/validation.jsonl.*zip"),
-    (("--source=SOURCE", "--tasks=qmsum,nonsense"), "'nonsense'.*contract_nli"),
-    (("--source=SOURCE", "--split=test"), "validation"), (("--source=SOURCE", "--tokens=0"), "tokens"),
-    (("--source=SOURCE", "--length=100", "--tokens=100"), "100 tokens are not enough"),
-    (("--source=SOURCE",), "16 tokens are not enough")])
-def test_what_cannot_be_is_one_line(flags, says, elastic_run, source, capsys):
-    flags = [flag.replace("SOURCE", str(source)) for flag in flags]
-    assert_says(says, complain(eval_script.main, capsys, "scrolls", f"--out_dir={elastic_run}", *flags)[1])
-
-
-@pytest.mark.parametrize("content, says", [
-    ("", "is empty"), ("\n\n", "is empty"), ("not json\n", "line 1 is no JSON object"),
-    ('{"id": "a", "input": "b"}\n', '"output"'), ('{"id": "a", "input": "b", "output": null}\n', "line 1"),
-    ('["a"]\n', "line 1"), ('{"id": "a", "input": "Q?\\n\\nno choices", "output": "x"}\n', "four choices")])
-def test_foreign_files_are_one_line(content, says, elastic_run, source, capsys):
-    (source / "quality" / "validation.jsonl").write_text(content)
-    line = complain(eval_script.main, capsys, "scrolls", f"--out_dir={elastic_run}", f"--source={source}",
-                    "--tasks=quality", *FLAGS)[1]
-    assert_says(says, line)
-
-
-def test_runs_without_text_or_with_too_few_positions_are_one_line(backcopy, data, source, tmp_path, capsys):
-    train_here(f"--dataset={backcopy}", f"--out_dir={tmp_path / 'a'}", "--max_iters=1")
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'b'}", "--max_iters=1", "--pos=learned")
-    capsys.readouterr()
-    for name, says in (("a", "symbols"), ("b", "--length=150.*block_size=16 positions")):
-        line = complain(eval_script.main, capsys, "scrolls", f"--out_dir={tmp_path / name}", f"--source={source}",
-                        *FLAGS)[1]
-        assert_says(says, line)
-
-
-def test_a_missing_package_is_named_first(elastic_run, source, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rouge_score", None)
-    line = complain(eval_script.main, capsys, "scrolls", f"--out_dir={elastic_run}", f"--source={source}", *FLAGS)[1]
-    assert_says("rouge_score.*not installed", line)
 
 
 def test_tokenizers_of_one_byte_know_where_a_line_ends():

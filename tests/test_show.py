@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, complain, meta, run
+from conftest import ROOT, meta, run
 
 import attention
 import eval as eval_script
@@ -114,11 +114,6 @@ def test_a_name_beside_a_run_is_that_recipe_under_it(elastic_run, capsys):
     assert any(re.match(r"  n_embd +16 ", line) for line in lines)
     marked = shown(capsys, out_dir, "--diff=elastic").splitlines()      # the run's own choices beside it: no difference
     assert all(line.startswith("  ") or not line for line in marked)
-
-
-def test_what_does_not_exist_is_one_line(capsys):
-    assert "elastic" in complain(eval_script.main, capsys, "show", "nonsense")[1]
-    assert "elastic" in complain(eval_script.main, capsys, "show", "--diff=nonsense")[1]
 
 
 def test_a_reader_that_stops_reading_is_no_error():

@@ -1,15 +1,14 @@
-"""data/tokens.py, coders.py and lookup.py: shards on disk, windows over them, damaged data sets, tokenizers."""
+"""data/tokens.py, coders.py and lookup.py: shards on disk, windows over them, tokenizers."""
 import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import SPECIAL, TEXT, WORDS, assert_says, byte_pairs, write_data, write_tokenizer
+from conftest import SPECIAL, TEXT, WORDS, byte_pairs, write_data, write_tokenizer
 
 from data import coders, files, lookup, tokens
 
@@ -67,22 +66,6 @@ def test_ids_outside_the_vocabulary_say_where(tmp_path):
         split.windows([0, 2], 3, 50)
 
 
-def header(*numbers, length=256):
-    return np.array(list(numbers) + [0] * (length - len(numbers)), "<i4").tobytes()
-
-
-@pytest.mark.parametrize("content, says", [
-    (b"", "wrong header"), (b"\0" * 5000, "wrong header"), (header(20240520, 7, 1) + b"ab", "wrong header"),
-    (header(20240520, 1, 9) + b"ab", "damaged"), (header(20240520, 1, 0), "no tokens"),
-    (header(20240801, 1, 1) + b"abcd", "wrong header"), (header(20240801, 7, 1) + b"ab", "damaged"),
-    (header(20240801, 7, 0), "no tokens"), (header(20240801, 7, length=2), "wrong header"),
-    (header(20240520, 1, -1), "damaged"), (header(20240520, 1, 5, length=3), "damaged")])
-def test_a_file_that_is_no_shard_is_refused(content, says, tmp_path):
-    (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=f"train.bin.*{says}"):
-        tokens.Tokens(tmp_path, "train")
-
-
 def test_meta_and_hash_follow_the_contents(data, tmp_path):
     meta = tokens.read_meta(data)
     assert (meta["vocab_size"], meta["tokenizer"]) == (257, "bytes") and meta["shards"]["val.bin"]["tokens"] == 4000
@@ -91,72 +74,9 @@ def test_meta_and_hash_follow_the_contents(data, tmp_path):
     assert tokens.bytes_per_token(meta, "val") == 1.0
 
 
-def test_a_changed_shard_no_longer_matches_its_hash(tmp_path):
-    folder = write_data(tmp_path, [1, 2, 3], [4, 5])
-    raw = bytearray((folder / "val.bin").read_bytes())
-    raw[-1] ^= 1
-    (folder / "val.bin").write_bytes(raw)
-    with pytest.raises(ValueError, match="val.bin.*sha256"):
-        tokens.read_meta(folder)
-
-
 def test_shards_are_mapped_not_read(tmp_path):
     folder = write_data(tmp_path, np.zeros(1000), np.zeros(100))
     assert all(isinstance(shard, np.memmap) for shard in tokens.Tokens(folder, "train").shards)
-
-
-def test_token_files_refuse_what_uint16_cannot_hold(tmp_path):
-    for ids in ([0, 70000], [-1, 5]):
-        with pytest.raises(ValueError, match="0..65535"):
-            tokens.write_shard(tmp_path / "x.bin", np.array(ids))
-    assert not list(tmp_path.iterdir())
-
-
-# --------------------------------------------------------------------------------------------------- damaged data sets
-
-def rewrite(name, change):
-    """Damage one file of a data set: change(bytes) -> bytes."""
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-
-def meta_without(key):
-    def leave_out(text):
-        return json.dumps({k: v for k, v in json.loads(text).items() if k != key}).encode()
-    return rewrite("meta.json", leave_out)
-
-
-DAMAGE = {                                      # name: (what happened to a good data set, what the message must hold)
-    "shard missing": (lambda folder: (folder / "train.bin").unlink(), "train.bin is missing.*(run|make)"),
-    "meta missing": (lambda folder: (folder / "meta.json").unlink(), "meta.json is missing.*make"),
-    "shard of no bytes": (rewrite("train.bin", lambda b: b""), "train.bin.*run"),
-    "header only": (rewrite("val.bin", lambda b: b[:1024]), "val.bin.*damaged.*run"),
-    "truncated": (rewrite("val.bin", lambda b: b[:-100]), "val.bin.*damaged.*run"),
-    "too long": (rewrite("val.bin", lambda b: b + b"xx"), "val.bin.*damaged.*run"),
-    "foreign": (rewrite("train.bin", lambda b: b"PNG" * 1000), "train.bin.*no token file.*run"),
-    "raw nanoGPT file": (rewrite("train.bin", lambda b: b[1024:]), "train.bin.*no token file.*run"),
-    "one token changed": (rewrite("train.bin", lambda b: b[:-2] + b"\x01\x00"), "train.bin.*sha256.*run"),
-    "meta cut": (rewrite("meta.json", lambda b: b[:50]), "meta.json.*make"),
-    "meta of no bytes": (rewrite("meta.json", lambda b: b""), "meta.json.*make"),
-    "meta no text": (rewrite("meta.json", lambda b: bytes(range(128, 256))), "meta.json.*make"),
-    "meta a list": (rewrite("meta.json", lambda b: b"[1, 2]"), "meta.json.*make"),
-    "meta without shards": (meta_without("shards"), "meta.json.*shards.*make"),
-    "meta without vocabulary": (meta_without("vocab_size"), "meta.json.*vocab_size.*make"),
-    "train too short": (lambda folder: write_data(folder, WORDS[:16], WORDS), "train.*block_size"),
-    "val too short": (lambda folder: write_data(folder, WORDS, WORDS[:16]), "val.*block_size"),
-    "train of no tokens": (lambda folder: write_data(folder, WORDS[:0], WORDS), "train.*no tokens.*run"),
-    "train ids outside the vocabulary": (
-        lambda folder: write_data(folder, WORDS.astype(int) + 200, WORDS), "train.*token id.*vocab"),
-    "val ids outside the vocabulary": (
-        lambda folder: write_data(folder, WORDS, WORDS.astype(int) + 200), "val.*token id.*vocab"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_data_is_refused_before_any_work(damage, data, tmp_path, train_fails):
-    folder = shutil.copytree(data, tmp_path / "fox")
-    do, says = DAMAGE[damage]
-    do(folder)
-    assert_says(says, train_fails(f"--dataset={folder}")[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- tokenizers
@@ -170,17 +90,9 @@ def test_bytes_round_trip_and_stay_within_their_vocabulary():
     assert len(coder.encode("")) == 0
 
 
-def test_numbers_round_trip_and_refuse_words():
+def test_numbers_round_trip():
     coder = tokens.tokenizer("numbers")
     assert coder.decode(coder.encode("3 0 65535")) == "3 0 65535"
-    for wrong in ("three", "1.5", "-1", "70000"):
-        with pytest.raises(ValueError, match="numbers"):
-            coder.encode(wrong)
-
-
-def test_unknown_tokenizer_names_those_that_exist():
-    with pytest.raises(ValueError, match="bytes.*gpt2.*tokenizer.json"):
-        tokens.tokenizer("nonsense")
 
 
 # ------------------------------------------------------------------------------------- the tokenizer of a public model
@@ -256,11 +168,6 @@ def test_a_files_own_cutting_and_padding_do_not_count(tmp_path):
 
 def test_how_the_separator_is_found(tmp_path):
     folder = write_tokenizer(tmp_path / "model")
-    for config in (None, {}, {"eos_token": None, "bos_token": "<s>"}):  # which it does not have
-        if config is not None:
-            files.write_json(folder / "tokenizer_config.json", config)
-        with pytest.raises(ValueError, match="tokenizer.json.*between two texts.*eos_token"):
-            tokens.tokenizer(str(folder))
     for config, expected in (({"eos_token": SPECIAL[1]}, 1), ({"bos_token": SPECIAL[0]}, 0),
                              ({"bos_token": {"content": SPECIAL[1]}, "eos_token": SPECIAL[0]}, 1)):
         files.write_json(folder / "tokenizer_config.json", config)
@@ -288,9 +195,6 @@ def test_the_names_of_a_tokenizer(toy, toy_data, tmp_path, monkeypatch):
     files.write_json(tmp_path / "meta.json", {"separator": 0})
     (tmp_path / "tokenizer.json").write_bytes((tmp_path / "my.json").read_bytes())
     assert tokens.tokenizer("tokenizer.json").name == tmp_path.name     # of the folder, where nothing says more
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match="bad.json is no tokenizer.json"):
-        tokens.tokenizer("bad.json")
 
 
 def test_a_file_that_was_left_behind_belongs_to_nobody(toy, tmp_path):
@@ -299,12 +203,6 @@ def test_a_file_that_was_left_behind_belongs_to_nobody(toy, tmp_path):
     assert tokens.content_of(folder) == tokens.content_of(toy) and tokens.content_of(toy)
     files.write_json(folder / "meta.json", {"tokenizer": "bytes"})
     assert tokens.content_of(folder) is None and tokens.tokenizer(str(folder)).name == "bytes"
-
-
-def test_without_the_package_it_says_so(toy, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="pip install tokenizers"):
-        tokens.tokenizer(str(toy))
 
 
 # ---------------------------------------------------------------------------------- data sets in a run's tokenizer

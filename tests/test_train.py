@@ -15,20 +15,16 @@ from conftest import (
     RECIPES,
     ROOT,
     TINY,
-    WORDS,
     assert_says,
     command,
-    complain,
     log_rows,
     losses,
     meta,
-    run,
     same_weights,
     tiny_config,
     train,
     train_here,
     weights,
-    write_data,
 )
 
 import attention
@@ -137,14 +133,6 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
     assert "loss" in done.stderr and "tokens/s" in done.stderr
 
 
-def test_real_processes_fail_in_one_line(kept, data):
-    for done, code in ((run("train.py", "--attn=nonsense", ok=False), 2),
-                       (run("eval.py", "loss", "--out_dir=nowhere", ok=False), 1),
-                       (train(kept, data, "--n_embd=17", ok=False), 2)):
-        assert done.returncode == code and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-        assert done.stdout == ""
-
-
 # ---------------------------------------------------------------------------------------------- killed and resumed
 
 def start(out_dir, data, *flags):
@@ -238,14 +226,6 @@ def test_flags_repeated_on_resume_are_welcome(copy, data):
                f"--dataset={data}", "--max_iters=9")
 
 
-@pytest.mark.parametrize("flag", [
-    "--n_layer=2", "--attn=softmax", "--seed=2", "--batch_size=2", "--learning_rate=0.5", "--dropout=0", "--pos=none",
-    "--attn_args=tau_init=2", "--weight_decay=0", "--mlp=relu"])
-def test_resuming_with_another_config_is_refused_and_touches_nothing(flag, kept, capsys):
-    _, err = complain(train_script.main, capsys, "--init_from=resume", f"--out_dir={kept}", flag)
-    assert flag.strip("-").split("=")[0] in err and "--out_dir" in err
-
-
 def test_resuming_a_preset_goes_on_with_its_own_run(backcopy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ("--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--batch_size=2", "--device=cpu")
@@ -257,16 +237,6 @@ def test_resuming_a_preset_goes_on_with_its_own_run(backcopy, tmp_path, monkeypa
     assert stop.value.code == 0 and meta(tmp_path / "out" / "backcopy-softmax")["losses"]["step"] == 3
 
 
-def test_resuming_on_changed_data_is_refused(data, tmp_path, capsys):
-    folder, out = shutil.copytree(data, tmp_path / "fox"), tmp_path / "out"
-    train_here(f"--dataset={folder}", f"--out_dir={out}", "--max_iters=1")
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-    write_data(folder, WORDS[:9000], WORDS[:900])
-    capsys.readouterr()
-    assert_says("data set.*changed", complain(train_script.main, capsys, "--init_from=resume", f"--out_dir={out}")[1])
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
-
-
 def test_init_from_a_path_starts_with_its_weights_and_model(elastic_run, tmp_path):
     train_here(f"--init_from={elastic_run}", f"--out_dir={tmp_path}", "--max_iters=1", "--learning_rate=1e-12",
                "--weight_decay=0", "--device=cpu", "--dtype=float32", "--eval_iters=1", "--batch_size=4")
@@ -274,11 +244,6 @@ def test_init_from_a_path_starts_with_its_weights_and_model(elastic_run, tmp_pat
     for name, w in weights(tmp_path).items():
         torch.testing.assert_close(w, weights(elastic_run)[name], rtol=0, atol=1e-9)
     assert losses(tmp_path)[0] < 5.5 < losses(elastic_run)[0]
-
-
-def test_weights_are_not_taken_from_the_folder_that_is_written(kept, capsys):
-    _, err = complain(train_script.main, capsys, f"--init_from={kept}", f"--out_dir={kept}", "--device=cpu")
-    assert "another --out_dir" in err
 
 
 def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
@@ -310,13 +275,6 @@ def test_public_weights_are_trained_on_in_small_steps(elastic_run, tmp_path):
     knobs = settled("--attn=softmax")
     assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == ("tune", 256, 1, "softmax")
     assert settled("--block_size=64")["block_size"] == 64 and settled("--preset=tiny")["block_size"] == 8192
-
-
-def test_a_run_keeps_its_tokenizer(toy_run, data, tmp_path, capsys):
-    """Its model cannot go on with a data set in another one."""
-    err = complain(train_script.main, capsys, f"--init_from={toy_run}", f"--dataset={data}", "--device=cpu",
-                   f"--out_dir={tmp_path / 'out'}")[1]
-    assert f"--tokenizer={toy_run}" in err and "data/text.py" in err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("eval_interval, step", [(5, 10), (1, 9)])
@@ -434,18 +392,6 @@ def test_heads_are_balanced_over_all_ranks(tmp_path, data):
     a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("flags, says", [
-    (("--attn=elastic",), "neither.*--gate"), (("--attn=diff2", "--n_head=2"), "neither"),
-    (("--attn=softmax", "--balance_skip=1"), "leave 0 of 1 x 2 heads"),
-    (("--attn=softmax", "--balance_shared=-1"), "balance_shared"),
-    (("--attn=softmax", "--balance_shared=1.5"), "below 1"), (("--attn=window", "--window=4"), "--first=1"),
-    (("--attn=softmax", "--balance_form=all", "--balance_skip=1"), "leave --balance_skip away"),
-    (("--attn=softmax", "--balance_form=all", "--n_head=1"), "takes two")])
-def test_heads_that_cannot_be_balanced(flags, says, data, capsys, tmp_path):
-    assert_says(says, complain(train_script.main, capsys, *TINY, f"--dataset={data}", f"--out_dir={tmp_path}",
-                               "--head_balance=0.1", *flags)[1])
 
 
 @pytest.mark.exhaustive

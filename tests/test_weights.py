@@ -224,36 +224,7 @@ def test_a_chat_is_suggested_where_the_model_can_hold_one(special, tuned, chat, 
     assert line.startswith("next:  python eval.py sample") and ("--chat --prompt=" in line) == chat
 
 
-def test_a_tokenizer_without_a_separator(llama, tmp_path, capsys):
-    config = files.read_json(llama / "config.json") | {"bos_token_id": None, "eos_token_id": None}
-    files.write_json(llama / "config.json", config)
-    (llama / "generation_config.json").unlink(missing_ok=True)
-    assert_says("does not say which token goes between two texts", refused(capsys, tmp_path / "run", llama))
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
-
-REFUSED = {                                     # changes of config.json, and what is said
-    "type": ({"model_type": "gemma"}, "model_type gemma is not among.*gpt2, llama, mistral, qwen2, qwen3, olmo2"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act=gelu cannot be computed .* only silu"),
-    "attention bias": ({"attention_bias": True}, "attention_bias=True"),
-    "mlp bias": ({"mlp_bias": True}, "mlp_bias=True"),
-    "partial": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    "rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn .* only .*linear or llama3"),
-    "rope numbers": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_type=llama3 needs .*low_freq"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "window": ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
-    "kinds": ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-    "lacking": ({"hidden_size": ...}, "config.json lacks hidden_size"),
-    "no number": ({"hidden_size": "wide"}, "config.json describes no model"),
-    "no model": ({"num_key_value_heads": 3}, "n_head=4 is not divisible by n_kv_head=3"),
-    "more layers": ({"num_hidden_layers": 3}, r"model.layers.2\S+ is missing, but .* must be"),
-    "fewer layers": ({"num_hidden_layers": 1}, r"model.layers.1\S+ has no place"),
-    "another shape": ({"intermediate_size": 40}, r"\(48, 32\), but .* must be \(40, 32\)"),
-    "heads": ({"num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 2}, r"k_proj.weight is \(16, 32\)"),
-    "vocabulary": ({"vocab_size": 60}, r"\(61, 32\), but .* must be \(60, 32\)"),
-}
-
 
 def refused(capsys, out, *argv):
     """The line that says why there is no run."""
@@ -267,65 +238,6 @@ def refusal(capsys, *argv):
     return complain(tool.main, capsys, *argv)[1]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_model_py_cannot_compute(case, llama, tmp_path, capsys):
-    changes, says = REFUSED[case]
-    config = files.read_json(llama / "config.json") | changes
-    files.write_json(llama / "config.json", {key: value for key, value in config.items() if value is not ...})
-    assert_says(says, refused(capsys, tmp_path / "run", llama))
-
-
-def test_files_that_are_missing_or_damaged(llama, tmp_path, capsys):
-    out, shard = tmp_path / "run", llama / "model.safetensors"
-    whole = shard.read_bytes()
-    for part in (whole[:5000], whole[:4], b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
-        shard.write_bytes(part)
-        assert_says("model.safetensors is damaged, or was not fetched whole", refused(capsys, out, llama))
-    shard.unlink()
-    assert_says("model.safetensors is missing", refused(capsys, out, llama))
-    files.write_json(llama / "model.safetensors.index.json", {"weight_map": {"lm_head.weight": "model-1.safetensors"}})
-    assert_says("model-1.safetensors is missing", refused(capsys, out, llama))
-    (llama / "config.json").write_text("{")
-    assert_says("config.json is not valid JSON", refused(capsys, out, llama))
-    (llama / "config.json").unlink()
-    assert_says("config.json is missing", refused(capsys, out, llama))
-    assert_says("does not exist, and is none of the names smollm2, gpt2", refused(capsys, out, tmp_path / "nowhere"))
-    assert_says("nowhere does not exist: name a", refused(capsys, out, "gpt2", f"--source={tmp_path / 'nowhere'}"))
-    shard.write_bytes(whole)
-    assert_says("model.safetensors holds tensors only: name its folder", refused(capsys, out, shard))
-    assert_says("is no folder with config.json", refused(capsys, out, llama / "tokenizer.json"))
-
-
-def test_tokenizers_that_do_not_fit(llama, tmp_path, capsys):
-    vocab = SPEECH["model"]["vocab"] | {"b": 61}
-    files.write_json(llama / "tokenizer.json", SPEECH | {"model": SPEECH["model"] | {"vocab": vocab}})
-    assert_says("the tokenizer llama has ids up to 61, the embedding 61 rows", refused(capsys, tmp_path / "run", llama))
-    for damaged in ("{}", "[1]", "{"):
-        (llama / "tokenizer.json").write_text(damaged)
-        assert_says("is no tokenizer.json that the package", refused(capsys, tmp_path / "run", llama))
-    (llama / "tokenizer.json").unlink()
-    assert_says("tokenizer.json is missing there", refused(capsys, tmp_path / "run", llama))
-
-
-def test_tensors_of_other_types(llama, tmp_path, capsys):
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = llama / "model.safetensors"
-    tensors = safetensors.load_file(path)
-    path.write_bytes(safetensors.save(tensors | {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
-    assert_says("lm_head.weight as I8: only F32, F16 and BF16", refused(capsys, tmp_path / "run", llama))
-
-
-def test_a_trained_run_is_not_overwritten(kept, llama, capsys):
-    assert_says("holds a run that was trained: name another folder with --out",
-                refusal(capsys, llama, f"--out={kept}"))
-
-
-def test_weights_are_not_overwritten_by_their_run(llama, capsys):
-    before = sorted(llama.iterdir())
-    assert_says("name another one for the run with --out", refusal(capsys, llama, f"--out={llama}"))
-    assert sorted(llama.iterdir()) == before
-
-
 def test_a_converted_run_may_be_made_again(llama, tmp_path):
     converted(llama, tmp_path / "run")
     first = weights(tmp_path / "run")
@@ -333,9 +245,7 @@ def test_a_converted_run_may_be_made_again(llama, tmp_path):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_the_command_line(capsys):
-    assert_says("NAME.FOLDER.FILE", refusal(capsys))
-    assert_says("--source goes with a name", refusal(capsys, "some/folder", "--source=x"))
+def test_help_names_every_form(capsys):
     for argv, usage, flags in (((), "NAME|FOLDER|FILE [--source=PATH] [--out=FOLDER]", ("--source PATH", "--out")),
                                (("export",), "export RUN FOLDER", ("a run's folder", "a new folder"))):
         with pytest.raises(SystemExit) as stop:
@@ -346,19 +256,6 @@ def test_the_command_line(capsys):
 
 
 # --------------------------------------------------------------------------------------------------------------- export
-
-
-@pytest.mark.parametrize("flags, says", {
-    "--attn=gpt_oss": "sink=logit", "--attn=gated": "gate=", "--attn=elastic": "rule=elastic",
-    "--norm=rmsnorm": "mlp=gelu: the nearest, llama", "--mlp=relu2 --pos=none": "pos=none",
-    "--norm=rmsnorm --mlp=swiglu --window=4 --window_every=2": "window_every=2: the nearest, mistral",
-}.items())
-def test_recipes_that_transformers_does_not_compute(flags, says, data, tmp_path, capsys):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", *flags.split())
-    line = refusal(capsys, "export", tmp_path / "run", tmp_path / "back")
-    assert_says(f"no family that is written here has .*{says}", line)
-    assert_says("--norm=rmsnorm --mlp=swiglu, a GPT-2 with --pos=learned --bias=1", line)
-    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("flags", [
@@ -394,20 +291,6 @@ def test_symbols_are_exported_without_a_tokenizer(backcopy, tmp_path, capsys):
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     assert "without a tokenizer" in capsys.readouterr().out and not (tmp_path / "back" / "tokenizer.json").exists()
     assert files.read_json(tmp_path / "back" / "config.json")["eos_token_id"] is None
-
-
-def test_a_checkpoint_of_another_model(llama, tmp_path, capsys):
-    converted(llama, tmp_path / "run")
-    path = tmp_path / "run" / "meta.json"
-    files.write_json(path, meta(tmp_path / "run") | {"knobs": meta(tmp_path / "run")["knobs"] | {"n_layer": 3}})
-    line = refusal(capsys, "export", tmp_path / "run", tmp_path / "back")
-    assert_says("ckpt.pt is not the model that its meta.json describes: transformer.h.2", line)
-
-
-def test_export_leaves_other_files_alone(llama, tmp_path, capsys):
-    converted(llama, tmp_path / "run")
-    assert_says("is there and not empty: name a new folder",
-                refusal(capsys, "export", tmp_path / "run", llama))
 
 
 # ----------------------------------------------------------------------------------------------------------------- GGUF
@@ -490,34 +373,10 @@ def test_quantized_gguf_in_a_wheel(tmp_path):
     assert meta(tmp_path / "run")["source"]["precision"] == "Q8_0, F32"
 
 
-def test_damaged_gguf(tmp_path, capsys):
-    write_gguf(tmp_path / "small.gguf", make(tmp_path / "theirs", "llama of gguf"))
-    whole = (tmp_path / "small.gguf").read_bytes()
-    for part in (whole[:-2000], whole[:3000], whole[:10], b"", b"GGUX" + whole[4:]):
-        (tmp_path / "part.gguf").write_bytes(part)
-        assert_says("part.gguf is damaged, or was not fetched whole",
-                    refused(capsys, tmp_path / "run", tmp_path / "part.gguf"))
-    (tmp_path / "some.whl").write_bytes(whole)
-    assert_says("some.whl is damaged", refused(capsys, tmp_path / "run", tmp_path / "some.whl"))
-
-
-def test_another_gguf_than_the_public_one(tmp_path, capsys, monkeypatch):
-    write_gguf(tmp_path / "small.gguf", make(tmp_path / "theirs", "llama of gguf"))
-    line = refused(capsys, tmp_path / "run", "smollm2", f"--source={tmp_path / 'small.gguf'}")
-    assert_says("small.gguf is not the public smollm2 .it has 2 layers of width 32, not 30 of 576", line)
-    public = tool.PUBLIC["smollm2"]._replace(n_layer=2, n_embd=32)
-    monkeypatch.setitem(tool.PUBLIC, "smollm2", public)
-    line = refused(capsys, tmp_path / "run", "smollm2", f"--source={tmp_path / 'small.gguf'}")
-    assert_says("is not the public smollm2 .sha256 differs", line)
-
-
-def test_another_gpt2_than_the_public_one(tmp_path, capsys, monkeypatch):
+def test_a_public_gpt2_may_lie_elsewhere(tmp_path, monkeypatch):
     make(tmp_path / "theirs", "gpt2")
-    flag = f"--source={tmp_path / 'theirs'}"
-    assert_says("is not the public gpt2-xl .it has 2 layers of width 32, not 48 of 1600.*needs no name",
-                refused(capsys, tmp_path / "run", "gpt2-xl", flag))
     monkeypatch.setitem(tool.PUBLIC, "gpt2", tool.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
-    tool.main(["gpt2", flag, f"--out={tmp_path / 'run'}"])
+    tool.main(["gpt2", f"--source={tmp_path / 'theirs'}", f"--out={tmp_path / 'run'}"])
     assert meta(tmp_path / "run")["source"]["licence"] == "MIT"
     assert lookup.tokenizer(str(tmp_path / "run")).vocab_size == 61     # with the tokenizer that lies there
 
