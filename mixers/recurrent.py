@@ -227,8 +227,9 @@ def for_descent(layer, q, k, v, forget, write, x):
 
 def linear_memory(layer, B):
     M = wide(torch.cat([layer.memory, layer.memory_bias], 1))
-    spread = 1 / torch.arange(1, len(layer.place) + 1, device=M.device) + layer.place   # steps of a chunk are averaged
-    return (M.expand(B, *M.shape), *norm_in_the_loss(layer, B), wide(spread).clamp(min=0)[:, None].expand(B, 1, -1, 1))
+    n = torch.arange(1, len(layer.place) + 1, device=M.device, dtype=M.dtype)
+    spread = F.relu(1 / n + layer.place)        # steps of a chunk are averaged
+    return M.expand(B, *M.shape), *norm_in_the_loss(layer, B), spread[:, None].expand(B, 1, -1, 1)
 
 
 def memory_of_descent(layer):
