@@ -1473,12 +1473,13 @@ class Attention(nn.Module):
         if self.has_extra_key:
             return self.share(q, r, n).mean((0, 2, 3))
         R, T = q.shape[2], k.shape[2]
-        first = wide(k[:, :, :1]).repeat_interleave(q.shape[1] // k.shape[1], 1)        # (B, H, 1, D)
-        s = sight.scale * (wide(q) * first).sum(-1)                     # (B, H, R)
+        # r holds scores as the block loop rounds them, so s must be rounded alike
+        s = wide(grouped(for_products(q) * sight.scale, for_products(k[:, :, :1]).mT))[..., 0]      # (B, H, R)
         if distance is not None:
             s = s + distance.by_distance(T)[:, T - R:]                  # row i is i away from the first key
         seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)
-        return 1 - (s - r[..., 0]).masked_fill(~seen, -math.inf).exp().mean((0, 2))
+        log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
+        return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     # ------------------------------------------------------------------ for looking at
 

@@ -247,7 +247,8 @@ def routed(importance, skip, shared):
 
 def imbalance(importance):
     """n CV^2 of n heads, CV their standard deviation over their mean: 0 where all are used alike. Eq. 8."""
-    return importance.numel() * importance.var(correction=0) / importance.mean().square()
+    mean, noise = importance.mean(), torch.finfo(importance.dtype).eps  # an importance is 1 minus a weight near 1
+    return importance.numel() * (importance / torch.where(mean > noise, mean, noise)).var(correction=0)
 
 
 def train(knobs, config, machine, folder, data, stored, flags):
