@@ -166,8 +166,8 @@ def learn_deep(state, q, k, v, rate, forget, momentum):
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
     # the slopes are k below^T and h g^T: how long both are together
-    length = (squared_norm(k) * squared_norm(below) + squared_norm(h) * squared_norm(g)).clamp(min=1).sqrt()
-    rate = rate / length
+    square = squared_norm(k) * squared_norm(below) + squared_norm(h) * squared_norm(g)
+    rate = rate / torch.where(square > 1, square, 1.0).sqrt()
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q)
