@@ -119,7 +119,7 @@ def entmax_threshold(z, power):
 def entmax_row_input(layer, n):
     """t = 1 / (alpha_h - 1) where alpha is learned. A constant one is the rule's power, and there is no row input."""
     if layer.args["alpha"] == "learned":
-        theta = layer.theta.clamp(min=-4.6)     # alpha from 1.01 on
+        theta = torch.where(layer.theta > -4.6, layer.theta, -4.6)      # alpha is at least 1.01
         return (1 + torch.exp(-theta))[:, None, None].expand(-1, len(n), 1)
 
 
@@ -146,9 +146,10 @@ def lssar(s, seen, t, power=15.0):
     phi = F.softplus(s, threshold=40).masked_fill(~seen, 0.0)
     a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)        # where all scores are far below 0, phi itself is 0
     x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))             # the power would blow up what is only rounding
-    x = x / x.detach().amax(-1, keepdim=True).clamp(min=1e-30)
-    b = x ** power
-    return b / b.sum(-1, keepdim=True).clamp(min=1.0)           # the largest is 1: only a row of zeros sums to less
+    largest = x.detach().amax(-1, keepdim=True)
+    survives = largest > 1e-30                  # does any key of the row?
+    b = (x / torch.where(survives, largest, 1.0)) ** power
+    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)      # one key alone sums to exactly 1: no clamp here
 
 
 def lssar_threshold(layer, n):
@@ -224,7 +225,7 @@ def elu(s, seen, t=None):
     No learned scalars.
     Source: When Attention Sink Emerges, table 6.
     """
-    return torch.where(s > 0, 1 + s, s.clamp(max=0).exp()).masked_fill(~seen, 0.0)
+    return torch.where(s < 0, s.clamp(max=0).exp(), 1 + s).masked_fill(~seen, 0.0)
 
 
 def identity(s, seen, t=None):
@@ -743,7 +744,7 @@ def over_length(r, n):
 
 def over_max1(r, n):
     """max(|row sum|, 1), for weights of either sign. When Attention Sink Emerges, table 6."""
-    return r.abs().clamp(min=1.0)
+    return torch.where(r.abs() > 1, r.abs(), 1.0)
 
 
 def normalizes_itself(config, args):
@@ -1480,12 +1481,13 @@ class Attention(nn.Module):
         if self.has_extra_key:
             return self.share(q, r, n).mean((0, 2, 3))
         R, T = q.shape[2], k.shape[2]
-        first = wide(k[:, :, :1]).repeat_interleave(q.shape[1] // k.shape[1], 1)        # (B, H, 1, D)
-        s = sight.scale * (wide(q) * first).sum(-1)                     # (B, H, R)
+        # r holds scores as the block loop rounds them, so s must be rounded alike
+        s = wide(grouped(for_products(q) * sight.scale, for_products(k[:, :, :1]).mT))[..., 0]      # (B, H, R)
         if distance is not None:
             s = s + distance.by_distance(T)[:, T - R:]                  # row i is i away from the first key
         seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)
-        return 1 - (s - r[..., 0]).masked_fill(~seen, -math.inf).exp().mean((0, 2))
+        log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
+        return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     # ------------------------------------------------------------------ for looking at
 

@@ -250,7 +250,8 @@ def imbalance(importance):
 
     The paper does not say which standard deviation. This one divides the squares by n; dividing by n - 1 would multiply
     the loss by n / (n - 1)."""
-    return importance.numel() * importance.var(correction=0) / importance.mean().square()
+    mean, noise = importance.mean(), torch.finfo(importance.dtype).eps  # an importance is 1 minus a weight near 1
+    return importance.numel() * (importance / torch.where(mean > noise, mean, noise)).var(correction=0)
 
 
 def train(knobs, config, machine, folder, data, stored, flags):

@@ -172,8 +172,8 @@ def learn_deep(state, q, k, v, rate, forget, momentum):
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
     # the slopes are k below^T and h g^T: how long both are together
-    length = (squared_norm(k) * squared_norm(below) + squared_norm(h) * squared_norm(g)).clamp(min=1).sqrt()
-    rate = rate / length
+    square = squared_norm(k) * squared_norm(below) + squared_norm(h) * squared_norm(g)
+    rate = rate / torch.where(square > 1, square, 1.0).sqrt()
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q)
@@ -234,8 +234,9 @@ def for_descent(layer, q, k, v, forget, write, x):
 
 def linear_memory(layer, B):
     M = wide(torch.cat([layer.memory, layer.memory_bias], 1))
-    spread = 1 / torch.arange(1, len(layer.place) + 1, device=M.device) + layer.place   # steps of a chunk are averaged
-    return (M.expand(B, *M.shape), *norm_in_the_loss(layer, B), wide(spread).clamp(min=0)[:, None].expand(B, 1, -1, 1))
+    n = torch.arange(1, len(layer.place) + 1, device=M.device, dtype=M.dtype)
+    spread = F.relu(1 / n + layer.place)        # steps of a chunk are averaged
+    return M.expand(B, *M.shape), *norm_in_the_loss(layer, B), spread[:, None].expand(B, 1, -1, 1)
 
 
 def memory_of_descent(layer):

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from bounds import close
 from conftest import tiny_config
 from torch.nn import functional as F
 
@@ -930,6 +931,21 @@ def test_importance_is_what_the_sink_leaves_and_so_is_its_gradient(choices, T):
         zero = torch.zeros(1, dtype=torch.float64)
         torch.testing.assert_close(zero if mine is None else mine, zero.expand_as(mine) if theirs is None and mine
                                    is not None else zero if theirs is None else theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0, 30.0])
+def test_importance_under_autocast_is_that_of_the_weights_and_in_bounds(size):
+    """Most rows look at the first key and little else. So their log-sum-exp is near its score, of about 7, 70 or 700,
+    and bfloat16 rounds scores to 8 bits."""
+    module = layer(dtype=torch.float32, kernel="torch")
+    q, k, v, x = inputs(module, 40, dtype=torch.float32)
+    q = size * (q + 8 * k[:, :, :1])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = importance_of(module, q, k, v, x)
+        w = module.weights_of(q, k, x)[..., 0]
+    largest = (q @ k.mT).abs().max().item() * module.sight.scale        # the score whose exponential is taken
+    close(found, 1 - w.mean((0, 2)), terms=4, size=largest)
+    assert 0 <= found.min() and found.max() <= 1
 
 
 def test_a_first_key_out_of_sight_has_no_weight_however_large_its_score():

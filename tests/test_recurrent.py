@@ -230,7 +230,7 @@ def learner_by_formula(attn, module, q, k, v, x):
     rate = torch.sigmoid(heads_of(x @ module.beta.weight.T + module.beta.bias))[..., 0]
     if attn == "ttt":
         place = torch.arange(T) % size
-        spread = (1 / (place + 1.0) + module.place[place]).clamp(min=0).expand_as(ones)
+        spread = (1 / (place + 1).double() + module.place[place]).clamp(min=0).expand_as(ones)
         rate, forget, momentum = rate / 8, ones, 0 * ones
     else:
         q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))

@@ -374,6 +374,17 @@ def test_imbalance_is_n_times_the_squared_coefficient_of_variation():
             lambda x, s=skip, m=shared: train_script.imbalance(train_script.routed(x, s, m)), importance)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-12, 1e-30, 0.0])
+def test_imbalance_of_heads_that_are_hardly_used_is_finite(size):
+    """Where all heads park everything on the sink, their mean importance is near 0, and may be rounded to it."""
+    importance = (size * torch.tensor([[1.0, 2.0], [3.0, 6.0]])).requires_grad_()
+    value = train_script.imbalance(importance)
+    gradient, = torch.autograd.grad(value, importance)
+    assert 0 <= value <= 12 and gradient.isfinite().all()               # 12 is n^2 - n, where one head does it all
+    if size >= 1e-6:
+        assert value.item() == pytest.approx(4 * 3.5 / 9, rel=1e-5)     # n times the variance over the squared mean
+
+
 def test_the_log_shows_the_balancing_loss(tmp_path, data):
     flags = (f"--dataset={data}", "--attn=softmax", "--n_head=4", "--balance_shared=0")
     train_here(*flags, f"--out_dir={tmp_path / 'on'}", "--head_balance=0.5")

@@ -1,0 +1,148 @@
+"""Which derivative counts exactly at a kink: in PyTorch, whose versions differ about clamp, and in Triton.
+
+Most kinks belong to the mathematics, as relu's at 0. There the derivative is that of the side on which a key has no
+weight, or a limit does not bind. Where a function is smooth, and only its formula has a kink, the derivative is the
+function's own.
+"""
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bounds import close
+from conftest import tiny_config
+from torch.nn import functional as F
+
+import attention
+import kernels
+import train
+from mixers import focus, recurrent, recurrent_kernels
+from model import MLP
+
+needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")       # numpy's, of later keys that are then masked
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E = math.e
+
+# A row of scores s that stands on a kink, and the derivative of sum_j g_j w_j in s and in t, for g = 1, 2, 4, 8.
+ROWS = {                        # what is at its kink: rule, s, (t, power), ds, dt
+    "a first row at tau 1: its output is 0, and relu'(0) = 0": ("elastic", [0.3], (1.0, None), [0.0], 0.0),
+    "an even row at tau 1, the same": ("elastic", [0.5] * 4, (0.25, None), [0.0] * 4, 0.0),
+    "equal largest scores, of which no maximum takes sides":
+        ("softmax", [0.0, 0.0], (None, None), [-1 / 4, 1 / 4], 0.0),
+    "the same in entmax, whose maximum is detached":
+        ("entmax", [0.0, 0.0], (None, 2.0), [-(2 ** -1.5), 2 ** -1.5], 0.0),
+    "a key at the edge of entmax' support, which is smooth there": ("entmax", [2.0, 0.0], (None, 2.0), [0.0, 0.0], 0.0),
+    "the same where the power is learned": ("entmax", [2.0, 0.0], (2.0, None), [0.0, 0.0], 0.0),
+    "a key at the edge of sparsemax' support is outside": ("sparsemax", [1.0, 0.0], (None, None), [0.0, 0.0], 0.0),
+    "one survivor, whose weight is 1 whatever its score":
+        ("lssar", [3.0, -3.0, -3.0, -3.0], (1 / 4, 15.0), [0.0] * 4, 0.0),
+    "an even row has no survivor, and its output is 0": ("lssar", [1.0] * 4, (1 / 4, 15.0), [0.0] * 4, 0.0),
+    "a score of 0 counts neither as positive nor as negative":
+        ("softpick", [0.0, math.log(2), math.log(3)], (None, None), [0.0, -8 / 9, 2 / 3], 0.0),
+    "relu'(0) = 0": ("relu", [0.0, 1.0], (None, None), [0.0, 2.0], 0.0),
+    "a score at its threshold, power 1: relu'(0) = 0": ("tra", [0.5, 1.0], (0.5, 1.0), [0.0, 2.0], -2.0),
+    "the same at power 2, which is smooth": ("tra", [0.5, 1.0], (0.5, 2.0), [0.0, 2.0], -2.0),
+    "elu is smooth at 0": ("elu", [0.0, -1.0], (None, None), [1.0, 2 / E], 0.0),
+}
+
+
+def slopes_in_pytorch(rule, s, t, power):
+    """ds (n,) and dt of a rule of attention.py."""
+    s, t = torch.tensor(s, requires_grad=True), torch.tensor([t or 0.0], requires_grad=True)
+    options = {} if rule not in ("entmax", "lssar", "tra") else {"power": power}
+    w = attention.RULES[rule].does(s[None], torch.ones(1, len(s), dtype=torch.bool), t, **options)
+    return torch.autograd.grad((w * 2.0 ** torch.arange(len(s))).sum(), [s, t], materialize_grads=True)
+
+
+def slopes_in_triton(rule, s, t, power):
+    """The same of a rule of kernels.py. Keys and values are unit vectors: so q are the scores, the output the weights,
+    and only the last row's count."""
+    n = len(s)
+    q = torch.zeros(1, 1, n, n, device=DEVICE)
+    q[..., -1, :] = torch.tensor(s)
+    eye, q = torch.eye(n, device=DEVICE).expand(1, 1, n, n), q.requires_grad_()
+    given = None if t is None else torch.tensor([t], device=DEVICE, requires_grad=True)
+    counted = kernels.attend("softplus", q, eye, eye, row_sum=True)[1] if rule == "lssar" else 1.0  # as in Attention
+    t = None if given is None else (given * counted).expand(1, 1, n)
+    w, _ = kernels.attend(rule, q, eye, eye, t=t, power=power)
+    total = (w[0, 0, -1] * 2.0 ** torch.arange(n, device=DEVICE)).sum()
+    dq, *dt = torch.autograd.grad(total, [q] if given is None else [q, given])
+    return dq[0, 0, -1], dt[0] if dt else torch.zeros(1)
+
+
+@pytest.mark.parametrize("form", [slopes_in_pytorch, pytest.param(slopes_in_triton, marks=needs_triton)])
+@pytest.mark.parametrize("kink", ROWS)
+def test_a_row_at_a_kink(kink, form):
+    rule, s, given, ds, dt = ROWS[kink]
+    found, found_dt = form(rule, s, *given)
+    close(found, torch.tensor(ds), terms=8, size=8.0)                   # the largest g
+    close(found_dt, torch.tensor([float(dt)]), terms=8, size=8.0)
+
+
+def spread(place):
+    """The share of its chunk's steps that TTT's second token sees."""
+    zeros = torch.zeros(1, 1, 2, dtype=torch.float64)
+    layer = SimpleNamespace(memory=zeros, memory_bias=zeros, inner_scale=zeros, inner_bias=zeros, place=place.repeat(2))
+    return recurrent.linear_memory(layer, 1)[-1][0, 0, 1]
+
+
+def clipped_step(v):
+    """A step of Titans' memory of one weight and one hidden unit: from 0, where its slope in the weight is -v."""
+    one = torch.ones(1, 1, 1, 1, dtype=v.dtype)
+    state = (0 * one, 0 * one, 2 * one, 0 * one)                        # the unit's output counts twice
+    _, (M, *_) = recurrent.learn_deep(state, one, one, v * one, one, 0 * one, 0 * one)
+    return M
+
+
+def importance_of_first_row(x):
+    layer, found = attention.Attention(tiny_config(n_head=1, kernel="torch"), 0).double(), []
+    q = x * torch.ones(1, 1, 1, 16, dtype=x.dtype)
+    layer.attend(q, torch.ones_like(q), q, None, importances=found)
+    return found[0]
+
+
+def alpha_power(theta):
+    return attention.entmax_row_input(SimpleNamespace(args={"alpha": "learned"}, theta=theta), torch.ones(1))
+
+
+# Formulas of one number x, what x is at the kink, and the derivative there.
+FORMULAS = {
+    "max(|row sum|, 1) at 1: the 1 counts": (lambda x: attention.over_max1(x, None), 1.0, 0.0),
+    "the same at -1": (lambda x: attention.over_max1(x, None), -1.0, 0.0),
+    "and at 0": (lambda x: attention.over_max1(x, None), 0.0, 0.0),
+    "entmax' alpha at its bound of 1.01 stays there": (alpha_power, -4.6, 0.0),
+    "a vector of 0 at unit length is divided by eps": (lambda x: attention.unit_length(None, x), 0.0, 1e6),
+    "the feature elu + 1 is smooth at 0": (lambda x: attention.elu_features(None, x), 0.0, 1.0),
+    "an MLP's relu'(0) = 0": (MLP.ACTIVATIONS["relu"], 0.0, 0.0),
+    "relu^2 is smooth at 0": (MLP.ACTIVATIONS["relu2"], 0.0, 0.0),
+    "the norm of a row without any weight is that of eps": (lambda x: F.rms_norm(x, (1,), eps=1e-6), 0.0, 1e3),
+    "a share of 0 has the entropy's slope at the smallest number":
+        (lambda p: focus.entropy(p), 0.0, -math.log(torch.finfo(torch.float64).tiny)),
+    "TTT's spread at 0: relu'(0) = 0": (spread, -0.5, 0.0),
+    "a slope of Titans as long as its clip is not clipped": (clipped_step, 1.0, 1.0),
+    "a first row has no choice: its importance is 0": (importance_of_first_row, 1.0, 0.0),
+    "heads used alike are balanced": (lambda x: train.imbalance(x.repeat(4)), 0.25, 0.0),
+    "so are heads that are not used at all": (lambda x: train.imbalance(x.repeat(4)), 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("kink", FORMULAS)
+def test_a_formula_at_a_kink(kink):
+    f, x, slope = FORMULAS[kink]
+    x = torch.tensor([x], dtype=torch.float64, requires_grad=True)
+    close(torch.autograd.grad(f(x).sum(), x)[0], torch.tensor([slope], dtype=torch.float64), size=max(1.0, slope))
+
+
+@pytest.mark.parametrize("form", [recurrent.step, pytest.param(recurrent_kernels.recur, marks=needs_triton)])
+def test_a_state_that_forgets_nothing_still_knows_the_slope_of_forgetting(form):
+    """log forget is 0, its largest value. The second token reads what the first one wrote and its own forget took off
+    nothing of: o_2 = 1 + exp(log forget_2)."""
+    one = torch.zeros(1, 1, 2, 16, device=DEVICE)
+    one[..., 0] = 1
+    forget = torch.zeros(1, 1, 2, 1, device=DEVICE, requires_grad=True)
+    state = () if form is recurrent_kernels.recur else ((torch.zeros(1, 1, 16, 16, device=DEVICE),),)
+    o = form(*state, one, one, one, forget)
+    o = o if torch.is_tensor(o) else o[0]       # a chunk also gives its last state
+    found, = torch.autograd.grad(o[0, 0, 1, 0], forget)
+    close(found.flatten(), torch.tensor([0.0, 1.0], device=DEVICE), size=1.0)
