@@ -1,7 +1,11 @@
 """The house as the README draws it: who imports whom."""
 import ast
+import importlib.util
 import re
+import subprocess
+import sys
 
+import pytest
 from conftest import ROOT
 
 ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
@@ -68,3 +72,23 @@ def test_arrows_that_must_not_be():
             assert all(room(target) == "data" for target in targets), module
     files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).glob("*.py")]
     assert [path.name for path in files if any(room(name) == "triton" for name in imported(path))] == ["kernels.py"]
+
+
+GUEST = """
+import attention, kernels, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+assert LlamaForCausalLM(config)(torch.arange(8)[None]).logits.isfinite().all()
+print(kernels.__file__)
+"""
+
+
+def test_transformers_lives_beside_our_kernels():
+    """transformers looks for an optional package `kernels`, and in this folder it finds our kernels.py. Ours has no
+    version, so transformers does without it. (Where that package is installed too, transformers takes its version and
+    our module, and cannot be imported here.)"""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs the package transformers")
+    done = subprocess.run([sys.executable, "-c", GUEST], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(ROOT / "kernels.py")
