@@ -36,7 +36,7 @@ def same(found, expected):
     """Equal bit for bit: tensors, or numbers, or lists and dicts of them. A nan equals itself."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
-        found, expected = list(found.values()), list(expected.values())
+        found, expected = [found[name] for name in expected], list(expected.values())
     if isinstance(expected, (list, tuple)):
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
@@ -62,7 +62,7 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
     """
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
-        found, expected = list(found.values()), list(expected.values())
+        found, expected = [found[name] for name in expected], list(expected.values())
     if isinstance(expected, (list, tuple)):
         moved = moved if isinstance(moved, (list, tuple)) else [moved] * len(expected)
         for a, b, m in zip(found, expected, moved, strict=True):
