@@ -91,7 +91,7 @@ def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(elastic_run):
         found.append(lengths.command(lengths.Lengths(lengths="64", windows=3), run)[0])
     (plain,), (scaled,) = (numbers["lengths"] for numbers in found)
     assert found[1]["rope_scaling"] == "linear:4"
-    below(1e-3, abs(plain["loss"] - scaled["loss"]))
+    below(1e-4, abs(plain["loss"] - scaled["loss"]))
     # the first token sees itself alone, whatever its angles
     close_losses(plain["by_position"][0]["loss"], scaled["by_position"][0]["loss"])
 
