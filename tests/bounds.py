@@ -36,7 +36,7 @@ def same(found, expected):
     """Equal bit for bit: tensors, or numbers, or lists and dicts of them. A nan equals itself."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
-        found, expected = list(found.values()), list(expected.values())
+        found, expected = [found[name] for name in expected], list(expected.values())
     if isinstance(expected, (list, tuple)):
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
@@ -51,7 +51,7 @@ def same(found, expected):
 
 
 def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
-    """Equal up to rounding: tensors, or numbers, or lists of them where None equals None.
+    """Equal up to rounding: tensors, or numbers, or lists and dicts of them where None equals None.
 
     The bound is 4 eps * terms * size + 8 * moved.
     terms: how many roundings stand behind one number, about the length of all sums on the way to it.
@@ -60,6 +60,9 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
     dtype: the data type of the computation. None: the less precise one of the two.
     moved: how far rounding the inputs moves the exact result (see `moved_by_rounding`), for ill-conditioned functions.
     """
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [found[name] for name in expected], list(expected.values())
     if isinstance(expected, (list, tuple)):
         moved = moved if isinstance(moved, (list, tuple)) else [moved] * len(expected)
         for a, b, m in zip(found, expected, moved, strict=True):

@@ -228,6 +228,17 @@ def train(out_dir, data, *flags, **kwargs):
     return run("train.py", *TINY, f"--dataset={data}", f"--out_dir={out_dir}", *flags, **kwargs)
 
 
+@pytest.fixture
+def evaluate(capsys):
+    """Run an instrument of eval.py in this process: evaluate("loss", "--windows=4") returns what --json prints."""
+    def call(instrument, *flags):
+        import eval
+        capsys.readouterr()
+        eval.main([instrument, "--json", "--device=cpu", *map(str, flags)])
+        return json.loads(capsys.readouterr().out)
+    return call
+
+
 def complain(main, capsys, *argv):
     """Call a script's main in this process with arguments it must refuse: its exit code and the one line it says on
     stderr."""

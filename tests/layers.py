@@ -4,6 +4,7 @@ from bounds import dice
 from conftest import tiny_config
 
 import mixers
+from evals.instrument import instead
 
 
 def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
@@ -23,6 +24,25 @@ def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
 def normal(*shape, stream=0, dtype=torch.float64):
     """Draws from N(0, 1)."""
     return torch.randn(shape, generator=dice(stream), dtype=torch.float64).to(dtype)
+
+
+def token_ids(*shape, vocab_size=31, stream=0):
+    """Random tokens."""
+    return torch.randint(vocab_size, shape, generator=dice(stream))
+
+
+@torch.no_grad()
+def in_every_layer(look, gpt, idx):
+    """[look(module, q, k, v, x, table)] of each layer's attention while the model reads idx."""
+    found = []
+
+    def watch(attend, layer, module, *inputs):
+        found.append(look(module, *inputs))
+        return attend(*inputs)
+
+    with instead(gpt, watch):
+        gpt(idx)
+    return found
 
 
 def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):

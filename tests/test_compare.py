@@ -3,6 +3,8 @@ import json
 import math
 
 import pytest
+import torch
+from bounds import close, same
 from conftest import meta, train_here
 
 import eval as eval_script
@@ -44,10 +46,9 @@ def test_rows_say_where_derivatives_stand_in_for_weights():
     assert [row[0] for row in rows] == ["softmax", "titans (derivatives)", "focus", "blind"]
 
 
-def test_mean_and_sample_deviation():
+def test_a_cell_shows_the_mean_and_the_sample_standard_deviation():
     group = [numbers(loss=loss) for loss in (1.0, 2.0, 4.0)]
-    deviation = math.sqrt(((1 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2)
-    assert cell("loss", group) == f"{7 / 3:.4f} ± {deviation:.4f}"
+    assert cell("loss", group) == f"{7 / 3:.4f} ± {math.sqrt(7 / 3):.4f}"              # the variance is 7 / 3 as well
     assert cell("loss", group[:1]) == "1.0000" and cell("parameters", group) == "1,000"
     for found in group:
         found["bits per byte"] = None
@@ -58,23 +59,22 @@ def test_mean_and_sample_deviation():
 def test_the_best_and_the_second_best_loss_are_marked(md, best, second, other):
     rows = [["a", "1", "1", "x"], ["b", "1", "2", "x"], ["c", "1", "3", "x"]]
     mark(rows, ["loss", "sink"], md)
-    assert [row[2] for row in rows] == [best, second, other] and all(row[3] == "x" for row in rows)
+    assert rows == [["a", "1", best, "x"], ["b", "1", second, "x"], ["c", "1", other, "x"]]
     alone = [["a", "1", "1"]]
     mark(alone, ["loss"], md)
     assert alone == [["a", "1", "1"]]
 
 
-def test_markdown():
+def test_markdown_escapes_bars():
     assert markdown([["a", "1"]], ["recipe", "|v0|"]) == "| recipe | \\|v0\\| |\n| --- | --- |\n| a | 1 |"
 
 
 @pytest.mark.parametrize("losses, says", [
     ([(2.0, 2.02), (2.01, 2.03)], "closer than two standard deviations"), ([(2.0, 2.001), (2.3, 2.301)], None),
     ([(2.0,), (2.3,)], "one seed says little")])
-def test_what_seeds_allow_to_say(losses, says):
-    groups = zip(("elastic", "softmax"), losses, strict=True)
-    found = {f"{attn}-{seed}": numbers(attn, seed, loss) for attn, group in groups for seed, loss in enumerate(group)}
-    text = tell(Compare(), found)
+def test_it_says_whether_the_seeds_tell_recipes_apart(losses, says):
+    text = tell(Compare(), {(attn, seed): numbers(attn, seed, loss) for attn, group in zip(
+        ("elastic", "softmax"), losses, strict=True) for seed, loss in enumerate(group)})
     for sentence in ("closer than two standard deviations", "one seed says little"):
         assert (sentence in text) == (sentence == says)
     assert text.index("elastic") < text.index("softmax")                # the best first
@@ -97,7 +97,7 @@ def call(*flags):
     eval_script.main(["compare", "--device=cpu", "--windows=4", "--probe_windows=2", *map(str, flags)])
 
 
-def test_three_runs_are_two_rows(runs, tmp_path, capsys):
+def test_two_seeds_of_one_recipe_share_a_row(runs, tmp_path, capsys):
     call(f"--out_dir={runs}/*", f"--png={tmp_path}/x.png")
     said = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split() for line in said[1:3]}
@@ -110,7 +110,7 @@ def test_three_runs_are_two_rows(runs, tmp_path, capsys):
     assert said[5].startswith("4 windows of 16 tokens of ") and said[-1].startswith("sink: weight on the first token")
 
 
-def test_numbers_are_those_of_the_other_instruments(runs, capsys):
+def test_its_numbers_equal_those_of_loss_and_probe(runs, capsys):
     call(f"--out_dir={runs}/*", "--json")
     found = json.loads(capsys.readouterr().out)[f"{runs}/softmax-1"]
     for command, pairs in (("loss", {"loss": "loss", "bits per byte": "bits_per_byte"}),
@@ -119,10 +119,9 @@ def test_numbers_are_those_of_the_other_instruments(runs, capsys):
         eval_script.main([command, f"--out_dir={runs}/softmax-1", "--device=cpu", "--json", f"--windows={windows}"])
         other = json.loads(capsys.readouterr().out)
         other = other.get("mean", other)
-        assert {name: found[name] for name in pairs} == pytest.approx({name: other[key] for name, key in pairs.items()},
-                                                                      abs=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"])) and found["seed"] == 1
-    assert found["tokens"] == 512 and found["parameters"] == meta(runs / "softmax-1")["parameters"]
+        close([found[name] for name in pairs], [other[key] for key in pairs.values()], dtype=torch.float32)
+    close(found["perplexity"], math.exp(found["loss"]))
+    same([found[name] for name in ("seed", "tokens", "parameters")], [1, 512, meta(runs / "softmax-1")["parameters"]])
 
 
 @pytest.mark.parametrize("flags", [["--max_iters=4"], ["--n_embd=32"], ["--block_size=8", "--batch_size=8"]])

@@ -1,16 +1,17 @@
-"""Heads: their measures of weights whose answers are known, of every recipe's own weights, and what is told of them."""
+"""heads: its measures of weights with known answers and of every recipe's own weights, and what it prints."""
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bounds import close, same
 from conftest import WORDS, enliven, some_recipes, tiny_config, write_data
+from layers import in_every_layer, token_ids
 
 import eval as eval_script
 from attention import ATTENTIONS, Sight, gated, visible
 from common.machine import Machine
 from evals.heads import MEASURES, HeadSums, Heads, compared, correlation, measure, summary, variation
-from evals.instrument import instead
 from model import GPT
 
 
@@ -24,57 +25,54 @@ def hand_made(w, block=None, local=2, **traits):
     return {name: value.item() for name, value in sums.result().items()}
 
 
+def close_measures(found, **expected):
+    """Of rows that sum to at most 1, in float32."""
+    close({name: found[name] for name in expected}, expected, terms=1, size=1.0, dtype=torch.float32)
+
+
 def even_rows(T):
     return torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
 
 
 @pytest.mark.parametrize("block", [None, 3, 7])
-def test_even_rows(block):
+def test_measures_of_even_rows(block):
     found = hand_made(even_rows(20), block, local=5)
     first = sum(1 / n for n in range(1, 21)) / 20
-    assert found["alpha_sink"] == pytest.approx(first) and found["importance"] == pytest.approx(1 - first)
-    assert found["alpha_local"] == pytest.approx(sum(5 / n for n in range(5, 21)) / 16)     # the 16 rows from 5 on
-    assert found["sigma2"] == pytest.approx(0, abs=1e-12)
+    local = sum(5 / n for n in range(5, 21)) / 16                       # the 16 rows from 5 on
+    close_measures(found, alpha_sink=first, importance=1 - first, alpha_local=local, sigma2=0)
 
 
 @pytest.mark.parametrize("block", [None, 4])
-def test_all_weight_on_the_first_token_or_on_oneself(block):
+def test_measures_of_rows_with_all_weight_on_the_first_token_or_on_themselves(block):
     # one key of n has it all: (1 - 1/n)^2 + (n - 1)/n^2, over n
     spread = sum(((1 - 1 / n) ** 2 + (n - 1) / n ** 2) / n for n in range(1, 11)) / 10
-    dormant = hand_made(torch.eye(10)[:1].repeat(10, 1), block)
-    assert dormant == pytest.approx(
-        {"alpha_sink": 1, "alpha_local": 1 / 9, "sigma2": spread, "importance": 0}, abs=1e-7)
-    local = hand_made(torch.eye(10), block)
-    assert local == pytest.approx({"alpha_sink": 0.1, "alpha_local": 1, "sigma2": spread, "importance": 0.9}, abs=1e-7)
+    dormant, local = hand_made(torch.eye(10)[:1].repeat(10, 1), block), hand_made(torch.eye(10), block)
+    close_measures(dormant, alpha_sink=1, alpha_local=1 / 9, sigma2=spread, importance=0)
+    close_measures(local, alpha_sink=0.1, alpha_local=1, sigma2=spread, importance=0.9)
 
 
-def test_rows_that_do_not_sum_to_one():
-    """Weights count as they are, but for sigma2, which takes their absolute shares."""
+def test_only_sigma2_divides_weights_by_their_sum():
     whole, tenth = hand_made(even_rows(9)), hand_made(-0.1 * even_rows(9))
-    assert tenth["alpha_sink"] == pytest.approx(-0.1 * whole["alpha_sink"])
-    assert tenth["alpha_local"] == pytest.approx(-0.1 * whole["alpha_local"])
-    assert tenth["importance"] == pytest.approx(0.1 * whole["importance"])
-    assert tenth["sigma2"] == pytest.approx(0, abs=1e-7)
+    close_measures(tenth, alpha_sink=-0.1 * whole["alpha_sink"], alpha_local=-0.1 * whole["alpha_local"],
+                   importance=0.1 * whole["importance"], sigma2=0)
     empty = hand_made(torch.zeros(9, 9))        # all of 1/n is missing, from each of n keys
-    assert empty["sigma2"] == pytest.approx(sum(1 / n ** 2 for n in range(1, 10)) / 9)
+    close_measures(empty, sigma2=sum(1 / n ** 2 for n in range(1, 10)) / 9)
     assert empty["importance"] == empty["alpha_sink"] == 0
 
 
 def test_an_extra_key_is_the_sink():
     w = torch.cat([torch.full((8, 1), 0.25), 0.75 * even_rows(8)], 1)
     found = hand_made(w, has_extra_key=True)
-    assert found["alpha_sink"] == 0.25 and found["importance"] == pytest.approx(0.75)
-    assert found["sigma2"] == pytest.approx(0, abs=1e-7)
-    assert found["alpha_local"] == pytest.approx(0.75 * sum(2 / n for n in range(2, 9)) / 7)
-    # a sink token has a row of its own, too, which does not count
-    w = torch.cat([torch.eye(9)[:1], w])
-    assert hand_made(w, 4, ahead=1) == pytest.approx(found)
+    close_measures(found, alpha_sink=0.25, importance=0.75, sigma2=0,
+                   alpha_local=0.75 * sum(2 / n for n in range(2, 9)) / 7)
+    # a sink token also has a row, which does not count
+    close_measures(hand_made(torch.cat([torch.eye(9)[:1], w]), 4, ahead=1), **found)
 
 
-def test_a_window_leaves_fewer_keys_to_be_even_over():
+def test_sigma2_compares_with_an_even_spread_over_the_window():
     i = torch.arange(12)
     seen = visible(i[:, None], i, Sight(window=3)).float()
-    assert hand_made(seen / seen.sum(-1, keepdim=True), sight=Sight(window=3))["sigma2"] == pytest.approx(0, abs=1e-12)
+    close_measures(hand_made(seen / seen.sum(-1, keepdim=True), sight=Sight(window=3)), sigma2=0)
 
 
 def double_measures(module, w, local):
@@ -102,52 +100,47 @@ def double_measures(module, w, local):
     "sigmoid", "retnet"))
 def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn):
     few = {"window": 20} if ATTENTIONS[attn].get("window") else {}
-    gpt, whole = GPT(tiny_config(attn=attn, n_layer=2, block_size=140, **few)).eval(), []
+    gpt, rows = GPT(tiny_config(attn=attn, n_layer=2, block_size=140, **few)).eval(), token_ids(3, 141)
     enliven(gpt)
-    rows = torch.randint(31, (3, 141), generator=torch.Generator().manual_seed(0))
 
-    def look(attend, layer, module, q, k, v, x, table):
-        gate = torch.sigmoid(module.gate(x)).mean((0, 1)) if module.choices["gate"].does is gated else None
-        whole.append((module, module.weights_of(q, k, x, table), gate))
-        return attend(q, k, v, x, table)
+    def expected(module, q, k, v, x, table):
+        measures = double_measures(module, module.weights_of(q, k, x, table), local=4)
+        if module.choices["gate"].does is gated:
+            measures["importance"] = torch.sigmoid(module.gate(x)).mean((0, 1)).unflatten(0, (module.heads, -1)).mean(1)
+        return measures
 
-    with instead(gpt, look), torch.no_grad():
-        gpt(rows[:, :-1])
     found = measure(gpt, rows, Machine("cpu", "float32"), batch_size=2, local=4)
-    for layer, (module, w, gate) in enumerate(whole):
-        expected = double_measures(module, w, local=4)
-        if gate is not None:
-            expected["importance"] = gate.unflatten(0, (module.heads, -1)).mean(-1)
+    for layer, measures in enumerate(in_every_layer(expected, gpt, rows[:, :-1])):
         for name in MEASURES:
-            assert found[name][layer].tolist() == pytest.approx(expected[name].tolist(), rel=1e-5, abs=1e-6), name
+            close(found[name][layer], measures[name], terms=4, size=max(1.0, measures["importance"].max().item()),
+                  dtype=torch.float32)
 
 
-def test_what_the_maps_amount_to():
+def test_the_summary_of_the_maps():
     alpha = torch.tensor([[0.1, 0.2], [0.6, 0.4], [0.9, 0.8]], dtype=torch.float64)
     maps = {"alpha_sink": alpha, "alpha_local": alpha, "sigma2": alpha, "importance": 1 - alpha}
     found = summary(maps, Heads())
-    assert found["dormant"] == 0.5 and found["depth_rank_correlation"] == pytest.approx(1) and found["early"] == 1
-    assert summary(maps, Heads(threshold=0.85))["dormant"] == pytest.approx(1 / 6)
     late = torch.tensor([0.4, 0.6, 0.1, 0.2], dtype=torch.float64)
-    assert found["importance_cv_late"] == pytest.approx((late.std(correction=0) / late.mean()).item())
+    close([found["dormant"], found["depth_rank_correlation"], found["mean"]["alpha_sink"], found["importance_cv_late"]],
+          [0.5, 1, 0.5, late.std(correction=0) / late.mean()], terms=4)
+    same([found["early"], found["maps"]["alpha_sink"]], [1, alpha.tolist()])
     assert found["importance_cv"] == variation(1 - alpha) != found["importance_cv_late"]
+    close(summary(maps, Heads(threshold=0.85))["dormant"], 1 / 6)
     assert summary(maps, Heads(early=3))["importance_cv_late"] is None
-    assert found["mean"]["alpha_sink"] == pytest.approx(0.5) and found["maps"]["alpha_sink"] == alpha.tolist()
 
 
-def test_equal_heads_do_not_vary():
-    assert variation(torch.full((3, 4), 0.7, dtype=torch.float64)) == pytest.approx(0)
+def test_equal_heads_do_not_vary_and_correlate_with_nothing():
+    close(variation(torch.full((3, 4), 0.7, dtype=torch.float64)), 0, terms=4, size=1.0)
     assert variation(torch.zeros(3, 4)) is None and variation(torch.ones(1, 1)) is None
     assert correlation(torch.ones(2, 2), torch.rand(2, 2)) is None
 
 
-def test_the_same_heads_elsewhere():
+def test_alpha_sink_of_two_data_sets_is_compared():
     a = torch.tensor([[0.1, 0.5], [0.9, 0.3]], dtype=torch.float64)
     found = compared(a, 0.5 * a + 0.1, "other")
-    assert found["correlation"] == pytest.approx(1)
-    assert torch.allclose(torch.tensor(found["difference"]).double(), 0.5 * a - 0.1)
-    assert found["mean_difference"] == pytest.approx((0.05 + 0.15 + 0.35 + 0.05) / 4)
-    assert compared(a, -a, "other")["correlation"] == pytest.approx(-1)
+    close([found[name] for name in ("correlation", "mean_difference")], [1, (0.05 + 0.15 + 0.35 + 0.05) / 4])
+    close(torch.tensor(found["difference"], dtype=torch.float64), 0.5 * a - 0.1)
+    close(compared(a, -a, "other")["correlation"], -1)
 
 
 # ------------------------------------------------------------------------------------------------- at the door

@@ -47,13 +47,12 @@ def room(module):
     return "weights" if module in WEIGHTS else module.split(".")[0]
 
 
-def test_the_diagram_shows_the_imports_that_there_are():
+def test_the_diagram_shows_all_imports():
     real = {(room(a), room(b)) for a, targets in imports().items() for b in targets if room(a) != room(b)}
     assert drawn() == real
 
 
-def test_there_are_no_circles():
-    """Of modules, not only of rooms."""
+def test_no_module_imports_itself_through_others():
     left = imports()
     while left:
         free = [module for module, targets in left.items() if not targets & left.keys()]
@@ -61,8 +60,7 @@ def test_there_are_no_circles():
         left = {module: targets for module, targets in left.items() if module not in free}
 
 
-def test_arrows_that_must_not_be():
-    """Nothing imports train, eval or weights, common knows only data.files, and only kernels.py knows triton."""
+def test_nothing_imports_train_or_eval_common_only_data_files_and_only_kernels_triton():
     everything = imports()
     assert not any(targets & {"train", "eval", "data.weights"} for targets in everything.values())
     for module, targets in everything.items():

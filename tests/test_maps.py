@@ -1,28 +1,25 @@
-"""maps: the weights of a sentence, labels that can be read, and one line for what cannot be drawn."""
-import json
+"""maps: the attention weights of a sentence, and labels that can be read."""
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from bounds import close
 from conftest import RECIPES, tiny_config, train_here
+from layers import in_every_layer
 
 import eval as eval_script
 from common.machine import Machine
 from data import coders, tokens
 from evals import maps
-from evals.instrument import instead
 from evals.maps import Maps, extremes, grid_of, labels_of, spread
 from model import GPT
 
 
 @pytest.fixture
-def show(elastic_run, capsys):
+def show(elastic_run, evaluate):
     """What `eval.py maps --json` finds in a run (the finished elastic one, or another)."""
-    def call(*flags, out_dir=elastic_run):
-        eval_script.main(["maps", f"--out_dir={out_dir}", "--device=cpu", "--json", *flags])
-        return json.loads(capsys.readouterr().out)
-    return call
+    return lambda *flags, out_dir=elastic_run: evaluate("maps", f"--out_dir={out_dir}", *flags)
 
 
 def opened(gpt):
@@ -39,13 +36,13 @@ def test_labels_show_spaces_newlines_and_bytes():
     assert found == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
 
 
-def test_labels_of_byte_pairs(toy):
+def test_byte_pairs_have_labels(toy):
     coder, text = tokens.tokenizer(str(toy)), "the quick 日 fox"
     found = labels_of(coder.encode(text), text, coder)
     assert "".join(found).startswith("the␣quick␣") and r"\xe6" in "".join(found) and found[-1].endswith("x")
 
 
-def test_labels_of_a_tokenizer_that_adds_a_space_and_of_symbols():
+def test_a_tokenizer_that_adds_a_space_and_symbols_have_labels():
     """Where the bytes do not add up, each token is decoded by itself; long ones are cut short."""
     words = ["", " When", "supercalifragilistic"]
     coder = SimpleNamespace(decode=lambda ids: words[ids[0]], lengths=np.array([0, 6, 20]))
@@ -56,7 +53,7 @@ def test_labels_of_a_tokenizer_that_adds_a_space_and_of_symbols():
 # ----------------------------------------------------------------------------------------------------------- the choice
 
 
-def test_layers_and_heads_that_are_shown_by_themselves():
+def test_four_layers_and_the_two_most_different_heads_are_shown():
     assert spread(1) == [0] and spread(3) == [0, 1, 2] and spread(30) == [0, 10, 19, 29]
     w = torch.zeros(3, 4, 5)                    # three heads; column 0 is an extra key's, column 1 the first token's
     w[:, :, 0], w[0, :, 1], w[1, :, 1], w[2, :, 1] = 1, 0.2, -0.9, 0.1
@@ -73,19 +70,14 @@ def test_maps_of_a_layer_stand_below_each_other():
 
 @pytest.mark.parametrize("attn", RECIPES)
 def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
-    gpt, whole = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257)).eval(), []
+    gpt = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257)).eval()
     text, differential = "fox jumps", attn.startswith(("diff", "tda"))
     found, said = maps.command(Maps(text=text, layers="1", heads="0", views=differential), opened(gpt))
-
-    def look(attend, layer, module, q, k, v, x, table):
-        whole.append(module.weights_of(q, k, x, table)[0, 0])
-        return attend(q, k, v, x, table)
-
-    with instead(gpt, look), torch.no_grad():
-        gpt(torch.tensor([list(text.encode())]))
+    whole = in_every_layer(lambda module, q, k, v, x, table: module.weights_of(q, k, x, table)[0, 0], gpt,
+                           torch.tensor([list(text.encode())]))
     *_, shown = found["maps"]                   # the difference, if there are views
     assert [m["kind"] for m in found["maps"]] == (["view a", "view b", "difference"] if differential else ["weights"])
-    assert np.allclose(shown["weights"], whole[1], atol=1e-6)
+    close(torch.tensor(shown["weights"]), whole[1])              # six digits are shown
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
     assert found["keys"] == ["(extra key)"] * extra + found["queries"] and found["first"] == extra + ahead
@@ -101,11 +93,12 @@ def test_the_difference_is_view_a_minus_lambda_view_b():
     found = maps.command(Maps(text="the quick brown", views=True, heads="0,1"), opened(gpt))[0]["maps"]
     for a, b, difference in (found[:3], found[3:]):
         a, b, difference = (np.array(m["weights"]) for m in (a, b, difference))
-        assert np.allclose(difference, a - 0.25 * b, atol=2e-6) and (b > 0).any()
+        close(difference, a - 0.25 * b, dtype=torch.float32)
+        assert (b > 0).any()
 
 
-def test_a_small_weight_is_no_zero():
-    """Zeros have a colour of their own."""
+def test_a_small_weight_is_not_rounded_to_zero():
+    """Zeros have their own colour."""
     assert maps.rounded(torch.tensor([[1e-9, 0.0, 1 / 3]])) == [[1e-9, 0.0, 0.333333]]
 
 
@@ -122,7 +115,7 @@ def test_text_names_the_key_with_the_most_weight():
 # ------------------------------------------------------------------------------------------------------------- the runs
 
 
-def test_a_run_shows_a_sentence_of_its_own_as_far_as_its_context_goes(show):
+def test_a_default_sentence_is_cut_to_the_context(show):
     found = show()
     assert "".join(found["queries"]) == "When␣Alice␣saw␣t" and [m["layer"] for m in found["maps"]] == [0, 0]
     assert {m["head"] for m in found["maps"]} == {0, 1}

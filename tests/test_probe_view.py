@@ -1,4 +1,4 @@
-"""How the probe's findings look."""
+"""probe's tables."""
 from types import SimpleNamespace
 
 from conftest import assert_says
@@ -71,7 +71,7 @@ def test_the_stream_has_a_line_more_than_layers_and_dashes_where_there_is_none()
     assert lines[3].split()[0] == "end" and lines[3].split()[-8:] == ["-"] * 7 + ["3.00"]       # the rest vary by 0
 
 
-def test_positions_of_one_layer():
+def test_layer_shows_its_positions():
     text = parts(layer=1)[3]
     assert_says("layer 1 by position", text)
     assert [line.split() for line in text.splitlines()[1:]] == [
@@ -85,5 +85,5 @@ def test_lengths_are_a_line_each():
     assert "massive" in table.splitlines()[0] and "7.5000" in table
 
 
-def test_numbers():
+def test_numbers_have_two_decimals_below_a_hundred():
     assert [number(x) for x in (None, 0.123, -5.0, 99.4, 123.4, -2e4)] == "- 0.12 -5.00 99.40 123 -20000".split()

@@ -1,7 +1,7 @@
 """What train.py prints at the end: figures by name, that its meta.json keeps too."""
 import math
 
-import torch
+from bounds import below
 from conftest import meta, tiny_config
 
 from common.machine import Machine
@@ -17,7 +17,8 @@ FIGURES = [*LOSSES, *(name for name in MEASURES if name not in OF_SOME)]
 def test_it_prints_losses_a_first_look_and_a_sample(data, capsys):
     found = report(GPT(tiny_config(vocab_size=257)).eval(), Machine("cpu", "float32"), str(data), 4, 4)
     said = capsys.readouterr().out
-    assert list(found) == FIGURES and abs(found["val"] - math.log(257)) < 1
+    assert list(found) == FIGURES
+    below(abs(found["val"] - math.log(257)), 0.5)                       # nothing is learned yet
     assert f"{found['val']:.4f}" in said and f"{found['val'] / math.log(2):.4f}" in said        # a byte a token
     assert f"sink ratio {found['sink']:.4f}" in said and f"density {found['density']:.4f}" in said
     assert len(said.split("sparsity")[1]) > 200
@@ -32,4 +33,4 @@ def test_ranks_other_than_the_main_one_print_nothing(data, capsys):
 
 def test_a_finished_run_keeps_its_figures(elastic_run):
     assert list(meta(elastic_run)["report"]) == FIGURES
-    assert all(torch.isfinite(torch.tensor(list(meta(elastic_run)["report"].values()))))
+    assert all(map(math.isfinite, meta(elastic_run)["report"].values()))

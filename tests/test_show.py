@@ -61,7 +61,7 @@ def test_a_state_shows_its_chunk_and_its_own_kernels():
     assert re.search(r"^fade.1.bias +\(128,\) +0 at first", str(page_of("gla")), re.M)
 
 
-def test_what_comes_before_and_after_the_rule_is_there():
+def test_a_page_shows_what_comes_before_and_after_the_rule():
     """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
     found = list(page_of("tda").numbers()["pytorch"])
     assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "attend", "head_norm"]
@@ -70,14 +70,14 @@ def test_what_comes_before_and_after_the_rule_is_there():
     assert "visible" in page_of("streaming").numbers()["pytorch"]
 
 
-def test_initial_values_are_told(capsys):
+def test_a_page_says_where_parameters_start(capsys):
     assert re.search(r"^tau +\(4,\) +1 at first$", shown(capsys, "elastic"), re.M)
     assert re.search(r"^sink_key +\(4, 32\) +N\(0, 0.02\) at first$", shown(capsys, "k_bias"), re.M)
     assert re.search(r"^sigma +\(4,\) .*kept and not learned$", shown(capsys, "lssar"), re.M)
     assert "nothing beside its projections" in shown(capsys, "softmax")
 
 
-def test_the_difference_marks_the_lines_of_each(capsys):
+def test_diff_marks_the_lines_of_each_recipe(capsys):
     lines = shown(capsys, "elastic", "--diff=softmax").splitlines()
     assert any(line.startswith("+ def elastic(") for line in lines)
     assert any(line.startswith("- def softmax(") for line in lines)
@@ -105,8 +105,8 @@ def test_a_converted_runs_page_says_where_its_weights_came_from(copy, capsys):
     assert found["source"] == source and found["sizes"]["head_dim"] == 8
 
 
-def test_a_name_beside_a_run_is_that_recipe_under_it(elastic_run, capsys):
-    """Both sides of --diff too: shapes differ from recipe to recipe, sizes do not."""
+def test_a_recipe_named_with_a_run_has_the_sizes_of_the_run(elastic_run, capsys):
+    """Both sides of --diff do."""
     out_dir = f"--out_dir={elastic_run}"
     assert re.search(r"^sink_key +\(2, 8\) ", shown(capsys, "k_bias", out_dir), re.M)
     lines = shown(capsys, "k_bias", out_dir, "--diff=sink").splitlines()
@@ -119,8 +119,7 @@ def test_a_name_beside_a_run_is_that_recipe_under_it(elastic_run, capsys):
 def test_a_reader_that_stops_reading_is_no_error():
     """python eval.py show elastic | head -1"""
     done = subprocess.run(f"{sys.executable} {ROOT / 'eval.py'} show elastic | head -1", shell=True,
-                          capture_output=True,
-                          text=True)
+                          capture_output=True, text=True)
     assert done.stdout.startswith("elastic") and done.stderr == ""
 
 
