@@ -1,15 +1,14 @@
 """data/weights.py: public weights in model.py compute what transformers computes with them, there and back."""
 import hashlib
-import http.server
 import os
-import threading
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_says, complain, meta, train_here, weights
+from bounds import below, close, dice, same
+from conftest import ROOT, assert_says, complain, contents, meta, train_here, weights
 
 from common.runs import read_run
 from data import families, files, lookup
@@ -47,12 +46,11 @@ def make(folder, name="llama", dtype=torch.float32, **kwargs):
     """A small random model, saved by transformers, with a tokenizer.json beside it."""
     transformers = pytest.importorskip("transformers")
     kind, choices = MODELS[name]
-    torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **choices)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():                       # no tensor is like another, none is 0 or 1
         for p in model.parameters():
-            p.copy_(0.3 * torch.randn(p.shape) + (1.0 if p.dim() == 1 else 0.0))
+            p.copy_(0.3 * torch.randn(p.shape) + float(p.dim() == 1))
     model.to(dtype).save_pretrained(folder, **kwargs)
     files.write_json(folder / "tokenizer.json", SPEECH)
     return model
@@ -72,24 +70,17 @@ def converted(source, out):
 
 
 def some_tokens(T=24):
-    return torch.randint(61, (2, T), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def step_by_step(model, idx):
-    """The logits of a model that is given one token at a time, after the first three."""
-    cache = model.new_cache()
-    parts = [idx[:, :3], *idx[:, 3:].split(1, 1)]
-    return torch.cat([model(part, cache=cache)[0] for part in parts], 1)
+    return torch.randint(61, (2, T), generator=dice())
 
 
 @torch.no_grad()
 def assert_same_logits(ours, theirs, T=24):
-    idx = some_tokens(T)
-    wanted = theirs(idx).logits
-    assert wanted.std() > 0.1                   # there is something to compare
-    torch.testing.assert_close(ours(idx)[0], wanted, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(step_by_step(ours, idx), wanted, atol=1e-4, rtol=1e-4)
+    """In one call, and one token at a time after the first three."""
+    idx, cache = some_tokens(T), ours.new_cache()
+    expected = theirs(idx).logits
+    below(0.02, expected.std())                 # there is something to compare
+    close(ours(idx)[0], expected)
+    close(torch.cat([ours(part, cache=cache)[0] for part in idx.split([3] + [1] * (T - 3), 1)], 1), expected)
 
 
 models = pytest.mark.parametrize("name", MODELS)
@@ -109,10 +100,9 @@ def test_exported_and_read_again(name, tmp_path):
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     again = type(theirs).from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
-        torch.testing.assert_close(again(some_tokens()).logits, theirs(some_tokens()).logits, atol=1e-5, rtol=1e-5)
+        close(again(some_tokens()).logits, theirs(some_tokens()).logits)
     converted(tmp_path / "back", tmp_path / "again")
-    before, after = weights(tmp_path / "run"), weights(tmp_path / "again")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    same(weights(tmp_path / "again"), weights(tmp_path / "run"))
     first, second = meta(tmp_path / "run"), meta(tmp_path / "again")
     assert first["knobs"]["window"] == second["knobs"]["window"]
     assert [first[key] for key in ("separator", "ends")] == [second[key] for key in ("separator", "ends")] == [1, [2]]
@@ -329,8 +319,7 @@ def test_weights_are_not_overwritten_by_their_run(llama, capsys):
 def test_a_converted_run_may_be_made_again(llama, tmp_path):
     converted(llama, tmp_path / "run")
     first = weights(tmp_path / "run")
-    again = converted(llama, tmp_path / "run").state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    same(converted(llama, tmp_path / "run").state_dict(), first)
 
 
 def test_the_command_line(capsys):
@@ -370,10 +359,7 @@ def test_what_was_trained_here_computes_the_same_in_transformers(flags, data, tm
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *flags.split())
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    ours = load_run(tmp_path / "run", "cpu")[0]
-    idx = some_tokens(16)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(idx).logits, ours(idx)[0], atol=1e-5, rtol=1e-5)
+    assert_same_logits(load_run(tmp_path / "run", "cpu")[0], theirs, 16)
 
 
 def test_bytes_are_exported_as_a_tokenizer_without_pairs(data, tmp_path, capsys):
@@ -486,7 +472,7 @@ def test_quantized_gguf_in_a_wheel(tmp_path):
     rough = theirs.state_dict()["model.layers.1.mlp.down_proj.weight"].numpy()
     kind = gguf.GGMLQuantizationType.Q8_0
     rough = gguf.dequantize(gguf.quantize(rough, kind), kind)
-    assert torch.equal(weights(tmp_path / "run")["transformer.h.1.mlp.c_proj.weight"], torch.from_numpy(rough))
+    same(weights(tmp_path / "run")["transformer.h.1.mlp.c_proj.weight"], torch.from_numpy(rough))
     assert meta(tmp_path / "run")["source"]["precision"] == "Q8_0, F32"
 
 
@@ -525,54 +511,31 @@ def test_another_gpt2_than_the_public_one(tmp_path, capsys, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- the network
 
 
-class Server(http.server.BaseHTTPRequestHandler):
-    """Serves a folder; the first answer to each request for all of a large file breaks off in its middle."""
-
-    def do_GET(self):
-        path = self.server.folder / Path(self.path).name
-        start = int(self.headers["Range"][6:-1]) if self.headers["Range"] else 0
-        body = path.read_bytes()[start:]
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.server.asked.append((path.name, start))
-        self.wfile.write(body if start or len(body) < 5000 else body[:len(body) // 2])
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A server with a small GPT-2 that stands in for huggingface.co."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.folder, server.asked = tmp_path / "hub", []
-    server.model = make(server.folder, "gpt2")
+def hub(server, tmp_path, monkeypatch):
+    """A server with a small GPT-2 that stands in for huggingface.co. It never sends its weights whole."""
+    server.model = make(tmp_path / "hub", "gpt2")
+    server.files, server.broken = contents(tmp_path / "hub"), {"model.safetensors"}
     monkeypatch.setitem(tool.PUBLIC, "gpt2", tool.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
     files.write_json(tmp_path / "out" / "downloads" / "gpt2" / "tokenizer.json", SPEECH)   # instead of OpenAI's
-    monkeypatch.setattr(tool, "HUB", f"http://127.0.0.1:{server.server_port}/{{}}/{{}}")
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.shutdown()
+    monkeypatch.setattr(tool, "HUB", server.url + "/{}/{}")
+    return server
 
 
 def test_an_interrupted_download_goes_on(hub, tmp_path, capsys):
     out = tmp_path / "out" / "gpt2"
     assert_says("model.safetensors: the download broke off at .* run this again", refused(capsys, out, "gpt2"))
     tool.main(["gpt2", f"--out={out}"])
-    starts = [start for name, start in hub.asked if name == "model.safetensors"]
-    assert starts[-1] > 5000                    # the rest only
-    wanted = hub.model(some_tokens()).logits
-    torch.testing.assert_close(load_run(out, "cpu")[0](some_tokens())[0], wanted, atol=1e-4, rtol=1e-4)
-    found = meta(out)
-    assert found["source"]["sha256"] == {"model.safetensors": files.sha256(hub.folder / "model.safetensors")}
+    assert [start for name, start, _ in hub.asked if name == "model.safetensors"][-1] > 5000            # only the rest
+    assert_same_logits(load_run(out, "cpu")[0], hub.model)
+    digest = hashlib.sha256(hub.files["model.safetensors"]).hexdigest()
+    assert meta(out)["source"]["sha256"] == {"model.safetensors": digest}
     asked = len(hub.asked)
     tool.main(["gpt2", f"--out={out}"])         # what is here is not fetched again
     assert len(hub.asked) == asked
 
 
 def test_no_network(hub, tmp_path, capsys):
-    (hub.folder / "config.json").unlink()
     hub.shutdown()
     hub.server_close()
     line = refused(capsys, tmp_path / "out" / "gpt2", "gpt2")
@@ -642,7 +605,7 @@ def test_smollm2_in_transformers(smollm2, tmp_path):
     coder = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     idx = torch.tensor([coder("In 1789 the French wrote:\n\n  Men are born and remain free.").input_ids])
     with torch.no_grad():
-        torch.testing.assert_close(load_run(smollm2[0], "cpu")[0](idx)[0], theirs(idx).logits, atol=1e-3, rtol=1e-4)
+        close(load_run(smollm2[0], "cpu")[0](idx)[0], theirs(idx).logits, terms=576)
 
 
 def library_texts():
