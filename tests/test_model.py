@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from bounds import below, close, same
-from conftest import RECIPES, some_recipes, tiny_config
+from conftest import CACHES, RECIPES, some_recipes, tiny_config
 from layers import assert_learns, normal
 
 import attention
@@ -308,7 +308,7 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(at
 
 # --------------------------------------------------------------------------------------------------------- generation
 
-@pytest.mark.parametrize("attn", some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet"))
+@pytest.mark.parametrize("attn", CACHES)
 @positions
 def test_a_cache_changes_neither_logits_nor_what_is_generated_past_block_size(attn, pos):
     mixer = mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")]
@@ -355,11 +355,11 @@ def test_temperature_zero_a_tiny_top_p_and_top_k_of_one_take_the_likeliest(choic
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(temperature):
-    """Within eight standard errors of each share."""
+    """Within ten standard errors of each share."""
     found, logits, order = draws(temperature)
     p = (logits / temperature).softmax(-1)
     share = (found[:, None] == order).double().mean(0)
-    below((share - p).abs(), 8 * (p * (1 - p) / 4000).sqrt() + 1e-3)
+    below((share - p).abs(), 10 * (p * (1 - p) / 4000).sqrt() + 1e-3)
 
 
 def test_top_k_keeps_the_k_likeliest():
