@@ -185,11 +185,13 @@ def test_focus_saves_what_it_adds(base, tmp_path, loss):
 
 
 def test_buffers_that_training_carries_are_saved(data, tmp_path):
-    """Dex's progress, which the loop sets."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=1")
-    out, name = adapt(tmp_path / "base", tmp_path / "lora", *LORA), "transformer.h.0.attn.progress"
+    """Dex's progress, which the loop sets. Meanwhile its correction learns."""
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=10")
+    out, first = adapt(tmp_path / "base", tmp_path / "lora", *LORA), weights(tmp_path / "base")
+    name, *learned = (f"transformer.h.0.attn.{part}" for part in ("progress", "dex_lambda", "dex_proj.weight"))
+    assert all(first[part].abs().max() > 0 for part in learned)
     cut_short(6, tmp_path / "base", tmp_path / "half", *LORA)
-    assert (weights(tmp_path / "base")[name], read_weights(out)[name], weights(out)[name]) == (1, 1, 1)
+    assert (first[name], read_weights(out)[name], weights(out)[name]) == (1, 1, 1)
     assert read_weights(tmp_path / "half")[name] == 0.5                 # the adapter's own counts, not the base's
 
 
