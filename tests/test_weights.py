@@ -83,20 +83,11 @@ def assert_same_logits(ours, theirs, T=24):
     close(torch.cat([ours(part, cache=cache)[0] for part in idx.split([3] + [1] * (T - 3), 1)], 1), expected)
 
 
-models = pytest.mark.parametrize("name", MODELS)
-
-
-@models
-def test_logits_equal_those_of_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", list(MODELS))
+def test_logits_equal_those_of_transformers_there_and_back(name, tmp_path):
+    """Converted, exported, read by transformers, and converted again: then all weights are the same bit for bit."""
     theirs = make(tmp_path / "theirs", name)
     assert_same_logits(converted(tmp_path / "theirs", tmp_path / "run"), theirs)
-
-
-@models
-def test_exported_and_read_again(name, tmp_path):
-    """By transformers, which computes the same, and by this script, bit for bit."""
-    theirs = make(tmp_path / "theirs", name)
-    converted(tmp_path / "theirs", tmp_path / "run")
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     again = type(theirs).from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
@@ -109,7 +100,7 @@ def test_exported_and_read_again(name, tmp_path):
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
 
 
-def test_the_spelling_of_earlier_transformers(tmp_path):
+def test_a_config_in_the_spelling_of_earlier_transformers_is_read(tmp_path):
     theirs = make(tmp_path / "theirs", "llama 3.1")
     config = files.read_json(tmp_path / "theirs" / "config.json")
     rope = config.pop("rope_parameters")
@@ -118,8 +109,8 @@ def test_the_spelling_of_earlier_transformers(tmp_path):
     assert_same_logits(converted(tmp_path / "theirs", tmp_path / "run"), theirs)
 
 
-def test_several_files_and_half_precision(tmp_path):
-    """Tensors keep their type, so a checkpoint is as large as its source."""
+def test_weights_in_several_files_and_half_precision_keep_their_type(tmp_path):
+    """So a checkpoint is as large as its source."""
     theirs = make(tmp_path / "theirs", "llama tied", torch.bfloat16, max_shard_size="10KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     ours = converted(tmp_path / "theirs", tmp_path / "run")
@@ -131,8 +122,8 @@ def test_several_files_and_half_precision(tmp_path):
     assert len(meta(tmp_path / "run")["source"]["sha256"]) > 2
 
 
-def test_gpt2_as_its_first_files_are(tmp_path):
-    """Without the outermost name, and with buffers."""
+def test_gpt2_converts_from_its_first_files(tmp_path):
+    """They lack the outermost name and hold buffers."""
     safetensors = pytest.importorskip("safetensors.torch")
     theirs = make(tmp_path / "gpt2", "gpt2")
     path = tmp_path / "gpt2" / "model.safetensors"
@@ -155,8 +146,7 @@ def test_the_run_says_where_it_comes_from(llama, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt.pt", "meta.json", "tokenizer.json"]
 
 
-def test_what_a_config_may_leave_out():
-    """It means there what it means in transformers."""
+def test_what_a_config_leaves_out_is_what_transformers_assumes():
     transformers = pytest.importorskip("transformers")
     for kind, family in families.FAMILIES.items():
         theirs = transformers.AutoConfig.for_model(kind)
@@ -166,7 +156,7 @@ def test_what_a_config_may_leave_out():
     assert families.FAMILIES["qwen3"].optional["head_dim"]
 
 
-ID_HINTS = {                                    # what files say of ids: separator and ends of a vocabulary of 61
+ID_HINTS = {                                    # ids in the files; separator and ends, for a vocabulary of 61
     "both": ({"bos_token_id": 1, "eos_token_id": 2}, {}, 1, [2]),
     "no beginning": ({"bos_token_id": None, "eos_token_id": [7, 8]}, {}, 7, [7, 8]),
     "more ends for generation": ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [3, 2]}, 1, [2, 3]),
@@ -175,7 +165,7 @@ ID_HINTS = {                                    # what files say of ids: separat
 
 
 @pytest.mark.parametrize("case", ID_HINTS)
-def test_what_begins_and_what_ends_a_text(case, llama, tmp_path):
+def test_files_say_which_ids_begin_and_end_a_text(case, llama, tmp_path):
     config, generation, separator, ends = ID_HINTS[case]
     files.write_json(llama / "config.json", files.read_json(llama / "config.json") | config)
     files.write_json(llama / "generation_config.json", generation)
@@ -193,8 +183,8 @@ def with_special_tokens(folder, *spellings):
     files.write_json(folder / "tokenizer.json", SPEECH | {"added_tokens": special})
 
 
-def test_special_tokens_that_the_tokenizer_has(llama, tmp_path):
-    """<|endoftext|> goes between texts before whatever else is said, and <|im_end|> ends one."""
+def test_special_tokens_of_the_tokenizer_separate_and_end_texts(llama, tmp_path):
+    """<|endoftext|> separates texts, whatever else the files say, and <|im_end|> ends one."""
     with_special_tokens(llama, "<|endoftext|>", "<|im_end|>")
     converted(llama, tmp_path / "run")
     vocab = lookup.tokenizer(str(tmp_path / "run")).coder.get_vocab()
@@ -316,7 +306,7 @@ def test_weights_are_not_overwritten_by_their_run(llama, capsys):
     assert sorted(llama.iterdir()) == before
 
 
-def test_a_converted_run_may_be_made_again(llama, tmp_path):
+def test_a_run_can_be_converted_again(llama, tmp_path):
     converted(llama, tmp_path / "run")
     first = weights(tmp_path / "run")
     same(converted(llama, tmp_path / "run").state_dict(), first)
@@ -463,7 +453,7 @@ def test_gguf_equals_the_llama_that_it_was_made_of(tmp_path):
     assert found["knobs"]["norm_eps"] == 1e-5 and found["source"]["precision"] == "F32"
 
 
-def test_quantized_gguf_in_a_wheel(tmp_path):
+def test_a_quantized_gguf_in_a_wheel_is_dequantized_exactly(tmp_path):
     theirs = make(tmp_path / "theirs", "llama of gguf")
     gguf = write_gguf(tmp_path / "small.gguf", theirs, quantized=True)
     with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
@@ -577,11 +567,10 @@ def test_smollm2_is_what_its_file_says(smollm2):
     assert np.array_equal(state["lm_head.weight"], theirs["token_embd.weight"])
     for n in range(30):
         q, k, v = state[f"transformer.h.{n}.attn.c_attn.weight"].split([576, 192, 192])
-        assert np.array_equal(interleaved(q.numpy(), 9), theirs[f"blk.{n}.attn_q.weight"])
-        assert np.array_equal(interleaved(k.numpy(), 3), theirs[f"blk.{n}.attn_k.weight"])
-        assert np.array_equal(v, theirs[f"blk.{n}.attn_v.weight"])
-        assert np.array_equal(state[f"transformer.h.{n}.mlp.c_gate.weight"], theirs[f"blk.{n}.ffn_gate.weight"])
-        assert np.array_equal(state[f"transformer.h.{n}.ln_2.weight"], theirs[f"blk.{n}.ffn_norm.weight"])
+        for ours, name in ((interleaved(q.numpy(), 9), "attn_q"), (interleaved(k.numpy(), 3), "attn_k"), (v, "attn_v"),
+                           (state[f"transformer.h.{n}.mlp.c_gate.weight"], "ffn_gate"),
+                           (state[f"transformer.h.{n}.ln_2.weight"], "ffn_norm")):
+            assert np.array_equal(ours, theirs[f"blk.{n}.{name}.weight"])
     assert found["parameters"] == 134_515_008 and found["source"]["precision"] == "Q4_1, Q8_0, F32"
     assert (found["source"]["licence"], found["source"]["instruction_tuned"]) == ("Apache-2.0", True)
     assert (found["tokenizer"], found["separator"], found["ends"]) == ("smollm2", 0, [2])
@@ -608,35 +597,21 @@ def test_smollm2_in_transformers(smollm2, tmp_path):
         close(load_run(smollm2[0], "cpu")[0](idx)[0], theirs(idx).logits, terms=576)
 
 
-def library_texts():
-    """Half a megabyte of Python's own library, and a page with odd characters."""
-    paths = sorted(Path(os.__file__).parent.glob("*.py"))[:30]
-    return [path.read_text("utf-8") for path in [ROOT / "README.md", *paths]]
-
-
 @pytest.mark.exhaustive
-def test_token_ids_of_smollm2_equal_its_packages(smollm2):
-    """As data sets and prompts get them: in one piece, and where a long text is cut."""
-    lib = pytest.importorskip("tokenizers")
+def test_token_ids_of_smollm2_equal_those_of_tokenizers_and_tiktoken(smollm2):
+    """Of half a megabyte of Python's own library and of odd characters, in one piece and where a long text is cut. For
+    tiktoken, ranks are ids, and digits stand by themselves, so a run of spaces before one stays whole."""
+    lib, tiktoken = pytest.importorskip("tokenizers"), pytest.importorskip("tiktoken")
     coder, theirs = lookup.tokenizer(str(smollm2[0])), lib.Tokenizer.from_file(str(smollm2[0] / "tokenizer.json"))
     theirs.encode_special_tokens = True         # in a text they are text
-    for text in [*TEXTS, "\n".join(library_texts() * 3)]:
-        assert coder.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
-        assert coder.decode(coder.encode(text)) == text
-        assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
-
-
-@pytest.mark.exhaustive
-def test_token_ids_of_smollm2_equal_tiktokens(smollm2):
-    """Its ranks are its ids; digits stand by themselves, so a run of spaces before one stays whole."""
-    tokenizers, tiktoken = pytest.importorskip("tokenizers"), pytest.importorskip("tiktoken")
-    coder = tokenizers.Tokenizer.from_file(str(smollm2[0] / "tokenizer.json"))
-    coder.encode_special_tokens = True          # in a text they are text
-    vocab, bytes_of = coder.get_vocab(), {character: b for b, character in byte_alphabet().items()}
+    vocab, bytes_of = theirs.get_vocab(), {character: b for b, character in byte_alphabet().items()}
     ranks = {bytes(bytes_of[c] for c in token): i for token, i in vocab.items() if i >= 17}
     pattern = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
     other = tiktoken.Encoding("smollm2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    for text in [*TEXTS, *library_texts()]:
-        assert coder.encode(text).ids == other.encode_ordinary(text)
-    assert [coder.id_to_token(i) for i in (0, 1, 2)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    assert coder.decode(coder.encode(TEXTS[5]).ids) == TEXTS[5]
+    paths = [ROOT / "README.md", *sorted(Path(os.__file__).parent.glob("*.py"))[:30]]
+    library = [path.read_text("utf-8") for path in paths]
+    for text in [*TEXTS, *library, "\n".join(library * 3)]:
+        ids = coder.encode(text)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids == other.encode_ordinary(text)
+        assert coder.decode(ids) == text and coder.lengths[ids].sum() == len(text.encode())
+    assert [theirs.id_to_token(i) for i in (0, 1, 2)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
