@@ -201,7 +201,7 @@ def test_it_encodes_as_its_package_does_and_special_tokens_are_text(toy):
 
 
 def test_its_ids_on_long_texts_equal_those_of_its_package(toy):
-    """Of Python's own library: English and code, with what other alphabets it holds."""
+    """Of Python's own library: English, code and some other alphabets."""
     coder = tokens.tokenizer(str(toy))
     theirs = pytest.importorskip("tokenizers").Tokenizer.from_str((toy / "tokenizer.json").read_text())
     theirs.encode_special_tokens = True
@@ -223,8 +223,8 @@ def test_the_bytes_behind_its_ids_add_up_to_the_text(toy):
         assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
 
 
-def test_sentencepiece_spelling(tmp_path):
-    """Spaces as low lines, bytes by their numbers, a special token before each text: as Llama 2 has it."""
+def test_sentencepiece_spelling_is_decoded(tmp_path):
+    """As in Llama 2: spaces as low lines, bytes by their numbers, a special token before each text."""
     lib = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abé"]
     coder = lib.Tokenizer(lib.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>",
@@ -402,7 +402,3 @@ def test_symbols_are_in_no_other_tokenizer(tmp_path, shelf, backcopy, data):
     assert tokens.data_for(run, str(backcopy), MACHINE)[1]["vocab_size"] == 66
     with pytest.raises(ValueError, match="python data/backcopy.py"):
         tokens.data_for(run, "stdlib", MACHINE)
-
-
-def test_meta_is_plain_json(data):
-    assert json.loads((data / "meta.json").read_text())["dataset"] == "fox"
