@@ -133,7 +133,7 @@ def test_rope_turns_half_split_pairs():
 
 
 def test_sinusoids():
-    """sin, then cos, of place / 10000^(2c / C), Vaswani et al. 2017; added to the embedding, never past block_size."""
+    """sin, then cos, of place / 10000^(2c / C), Vaswani et al. 2017. They end at block_size and are not learned."""
     gpt = model(pos="sinusoidal")
     angle = torch.arange(9.0).double()[:, None] / 10000 ** torch.linspace(0, 1, 9)[:8].double()
     close(gpt.transformer.wpe(torch.arange(9)), torch.cat([angle.sin(), angle.cos()], 1), terms=8, size=8.0)
@@ -172,7 +172,7 @@ def frequencies(**choices):
 
 
 def test_rope_scaling_by_wavelength():
-    """LLaMA 3.1: of waves shorter than original / high nothing changes, of those longer than original / low all."""
+    """LLaMA 3.1: waves shorter than original / high stay, those longer than original / low become 8 times longer."""
     plain, linear, llama3 = (frequencies(rope_scaling=text) for text in ("", "linear:4", "llama3:8,1,4,512"))
     close(linear / plain, torch.full((32,), 0.25), terms=4)
     smooth = ((512 * plain / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
@@ -181,7 +181,7 @@ def test_rope_scaling_by_wavelength():
 
 
 def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest():
-    """As a larger base would: base r^(D / (D - 2)), by its own formula."""
+    """A larger base does the same: base r^(D / (D - 2))."""
     plain, ntk, larger = (frequencies(**flags) for flags in (
         {}, {"rope_scaling": "ntk:4"}, {"rope_base": 10000.0 * 4 ** (64 / 62)}))
     close(ntk / larger, torch.ones(32), terms=16)
