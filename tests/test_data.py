@@ -41,6 +41,11 @@ def script(name, *flags, ok=True, **env):
     return done
 
 
+def prepare(source, out, *flags):
+    """Make a data set of bytes from text."""
+    return script("text", "--source", source, "--out_dir", out, "--tokenizer=bytes", *flags)
+
+
 def fails(name, *flags, **env):
     """The one line that a script's failure prints."""
     done = script(name, *flags, ok=False, **env)
@@ -166,8 +171,7 @@ def library(tmp_path):
 
 
 def test_every_readable_file_of_a_folder_becomes_documents(library, tmp_path):
-    done = script("text", "--source", library, "--tokenizer=bytes", "--val", "a", "sub/b.md",
-                  "--out_dir", tmp_path / "out")
+    done = prepare(library, tmp_path / "out", "--val", "a", "sub/b.md")
     assert "5 documents in 4 files" in done.stdout and "3 files without text" in done.stdout
     found = meta(tmp_path / "out")
     assert ids(tmp_path / "out", "val").tolist() == byte_ids(["Alpha.\r\n", "# Bravo é\n"]).tolist()
@@ -180,7 +184,7 @@ def test_every_readable_file_of_a_folder_becomes_documents(library, tmp_path):
 def test_whole_documents_are_held_out(tmp_path):
     source, out, first = write(tmp_path / "many.jsonl.gz", DOCUMENTS), tmp_path / "out", None
     for _ in range(2):
-        script("text", "--source", source, "--tokenizer=bytes", "--val_share=0.2", "--out_dir", out)
+        prepare(source, out, "--val_share=0.2")
         assert first in (None, hashes(out))
         first = hashes(out)
     train, val = ([text.decode() for text in documents(out, split)] for split in ("train", "val"))
@@ -192,8 +196,7 @@ def test_whole_documents_are_held_out(tmp_path):
     (["x" * 100 + "tail"], "ail"), (["long document", "brief", "another long one"], "brief")])
 def test_of_one_document_the_end_is_held_out_and_of_few_the_shortest(tmp_path, texts, expected):
     """The shortest, where none fits into the share."""
-    script("text", "--source", write(tmp_path / "few.jsonl", texts), "--tokenizer=bytes", "--val_share=0.02",
-           "--out_dir", tmp_path / "out")
+    prepare(write(tmp_path / "few.jsonl", texts), tmp_path / "out", "--val_share=0.02")
     assert ids(tmp_path / "out", "val").tolist() == byte_ids([expected]).tolist()
 
 
@@ -425,15 +428,6 @@ def test_tokenizers_that_are_none_of_a_text(tmp_path):
                             (source, "no tokenizer.json")):
         assert said in fails("text", "--source", source, "--out_dir", tmp_path / "out", "--tokenizer", tokenizer)
     assert not (tmp_path / "out").exists()
-
-
-@needs_public
-@pytest.mark.exhaustive
-def test_a_book_is_encoded_as_its_package_does(toy):
-    text = gzip.open(PUBLIC / "books" / "les-miserables.txt.gz", "rt", encoding="utf-8-sig", newline="").read()
-    coder = tokens.tokenizer(str(toy))
-    assert coder.encode(text).tolist() == coder.coder.encode(text, add_special_tokens=False).ids
-    assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
 
 
 # -------------------------------------------------------------------------------------------- no network, other files
