@@ -1,10 +1,13 @@
 """What all tests share: a small data set, ways to start the scripts here or as real processes, one trained run."""
+import contextlib
+import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -30,6 +33,42 @@ def own_proxies(monkeypatch):
     """urllib keeps to the proxies of its first request, so every test starts anew; its own servers need none."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     urllib.request.install_opener(None)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers with server.files[name] or a part of it, whatever folder the name is in."""
+
+    def do_GET(self):
+        name, part, server = Path(self.path).name, self.headers["Range"], self.server
+        if name not in server.files:
+            return self.send_error(404)
+        first, _, last = part.removeprefix("bytes=").partition("-") if part else ("0", "", "")
+        body = server.files[name][int(first):int(last) + 1 if last else None]
+        self.send_response(206 if part else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        server.asked.append((name, int(first), len(body) if part else 0))
+        with contextlib.suppress(ConnectionError):                      # the client wanted to know the size only
+            self.wfile.write(body[:len(body) // 2] if not part and name in server.broken else body)
+            self.wfile.flush()
+        if name == server.silent:
+            server.over.wait(20)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    """A web server. files: {name: bytes} that it has; broken: names of which a whole answer ends in the middle;
+    silent: a name after which the connection stays open; asked: (name, first byte, bytes sent as a part) so far."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.broken, server.silent, server.asked, server.over = {}, set(), None, [], threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.over.set()
+    server.shutdown()
 
 
 # ---------------------------------------------------------------------------------------------------- which tests run
@@ -104,6 +143,8 @@ def some_recipes(*names):
 
 
 RECIPES = some_recipes(*FEW)
+# one for each kind of cache: for what a whole model does with it
+CACHES = some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet")
 
 
 # ------------------------------------------------------------------------------------------------------------- the data
@@ -291,6 +332,25 @@ def same_weights(a, b):
     """Bit for bit."""
     a, b = weights(a), weights(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_run(found, expected):
+    """Two runs have the same log, but for the clock, and the same weights, bit for bit."""
+    assert log_rows(found) == log_rows(expected)
+    bounds.same(weights(found), weights(expected))
+
+
+def assert_close_runs(found, expected):
+    """Two runs that sum the same gradients in another order have the same losses and weights up to rounding."""
+    bounds.close(losses(found), losses(expected), terms=16, dtype=torch.float32)
+    found, expected = weights(found), weights(expected)
+    assert found.keys() == expected.keys()
+    bounds.close(list(found.values()), list(expected.values()), terms=16, size=1.0)
+
+
+def contents(folder):
+    """{name: bytes} of a folder's files."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def meta(out_dir):

@@ -63,6 +63,16 @@ def scalars(module):
     return [p for name, p in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))]
 
 
+def assert_learns(gpt, idx):
+    """Each parameter has a gradient, and one step of the model's own optimizer lowers the loss of its batch."""
+    optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    before = gpt(idx[:, :-1], idx[:, 1:])[1]
+    before.backward()
+    assert [name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    optimizer.step()
+    assert gpt.eval()(idx[:, :-1], idx[:, 1:])[1] < before
+
+
 def attend_and_gradients(module, *qkvx, table=None):
     """The output and, for a random upstream gradient, the gradients of all inputs and scalars. None: no gradient."""
     leaves = [a.detach().clone().requires_grad_() for a in qkvx]

@@ -1,9 +1,7 @@
-"""data/benchmarks.py: how a row of each public file becomes a question, and how the files come here."""
+"""data/benchmarks.py: a row of each public file becomes a question, and the files are fetched."""
 import gzip
-import http.server
 import io
 import json
-import threading
 import zipfile
 
 import pytest
@@ -11,7 +9,7 @@ from conftest import ROOT, assert_says, run
 
 from data import benchmarks, files
 
-# one invented row in the form of each public file, and what is to become of it
+# one invented row in the form of each public file, and the question that it becomes
 PUBLIC = {
     "hellaswag": {"activity_label": "Baking", "ctx_a": "[header] A baker  kneads [title] dough.", "ctx_b": "the BAKER",
                   "endings": [" [step] sings. ", "flies [substeps] off.", "sits  down.", "eats."], "label": 3},
@@ -30,7 +28,7 @@ PUBLIC = {
     "boolq": {"passage": "Ice is water.", "question": "is ice water", "label": True},
     "lambada": {"text": "She gave the dog\n a bone"},
 }
-FLAT = {                                        # other spellings of some of these
+FLAT = {                                        # the same rows in another layout
     "hellaswag": {"query": "Baking: A  baker [is]", "choices": [" sings.", "flies off.", "sits down.", "eats."],
                   "gold": 3},
     "arc_easy": {"question": "What is wet?", "choices": ["water", "fire"], "gold": 0},
@@ -66,8 +64,8 @@ def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_flat_rows_are_taken_as_they_are(name, tmp_path):
-    """From files that others have put together already."""
+def test_a_flat_row_becomes_the_same_question(name, tmp_path):
+    """Of files that others have converted."""
     row, = benchmarks.read(name, write_rows(tmp_path, name, FLAT[name]))
     assert row.choices == QUESTIONS[name][1] and row.gold == QUESTIONS[name][2]
     assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
@@ -75,12 +73,12 @@ def test_flat_rows_are_taken_as_they_are(name, tmp_path):
 
 @pytest.mark.parametrize("text, clean", [
     (" one [title] two ", "one. two"), ("a [header] b", "a b"), ("a   b", "a  b"), ("[step] do [it] now", " do now")])
-def test_cleaning_is_one_pass(text, clean):
+def test_cleaning_takes_one_pass(text, clean):
     assert benchmarks.cleaned(text) == clean
 
 
-def test_pages_of_wikitext():
-    """They begin at headings of the first level; words and bytes are counted before anything is joined."""
+def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
+    """Words and bytes are counted before anything is joined."""
     first, second = benchmarks.pages(WIKI)
     assert first.text == (" = Ash-trees =\n\nThe tree's leaves (green) fall, \"slowly\".\n== Uses ==\n\n"
                           "1,000 1 tools ")
@@ -89,7 +87,7 @@ def test_pages_of_wikitext():
     assert second.text == " = Oak =\n\nIt stands.\n" and second.words == 6 + 2
 
 
-def test_packed_files_are_read_too(tmp_path):
+def test_packed_files_are_read(tmp_path):
     with gzip.open(tmp_path / "piqa_valid.jsonl.gz", "wt") as f:
         f.write(json.dumps(PUBLIC["piqa"]) + "\n")
     assert len(benchmarks.read("piqa", tmp_path)) == 1
@@ -110,39 +108,7 @@ def test_files_of_a_folder_are_copied_and_counted(tmp_path, capsys):
     assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", said)
     assert (tmp_path / "out" / "piqa_valid.jsonl").read_bytes() == (source / "piqa_valid.jsonl").read_bytes()
     benchmarks.main([f"--source={source}", f"--out_dir={tmp_path / 'out'}"])
-    assert capsys.readouterr().out == said      # those that are there
-
-
-@pytest.fixture
-def server():
-    """A server of `found`, {path: bytes}, which can send parts."""
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = found.get(self.path)
-            if body is None:
-                return self.send_error(404)
-            sent, part = body, self.headers["Range"]
-            if part:
-                a, b = part.removeprefix("bytes=").split("-")
-                sent = body[int(a):int(b) + 1 if b else None]
-            self.send_response(206 if part else 200)
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            with_body.append(len(sent) if part else 0)
-            try:
-                self.wfile.write(sent)
-            except ConnectionError:             # who only wanted to know the size has gone
-                pass
-
-        def log_message(self, *args):
-            pass
-
-    found, with_body = {}, []
-    here = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    here.found, here.sent, here.url = found, with_body, f"http://127.0.0.1:{here.server_port}"
-    threading.Thread(target=here.serve_forever, args=(0.01,), daemon=True).start()
-    yield here
-    here.shutdown()
+    assert capsys.readouterr().out == said      # the tasks whose files exist
 
 
 def zipped(**members):
@@ -155,18 +121,19 @@ def zipped(**members):
 
 def test_a_zip_is_read_in_parts_and_labels_are_joined(server, tmp_path, monkeypatch):
     rows = [{key: value for key, value in PUBLIC["piqa"].items() if key != "label"}] * 3
-    server.found["/it.zip"] = zipped(**{
+    server.files["it.zip"] = zipped(**{
         "corpus": bytes(1 << 22), "d/dev.jsonl": "\n".join(map(json.dumps, rows)), "d/dev-labels.lst": "0\n1\n1\n"})
     monkeypatch.setitem(benchmarks.TASKS, "piqa", benchmarks.TASKS["piqa"]._replace(
         rows=3, url=server.url + "/it.zip", members=("d/dev.jsonl", "d/dev-labels.lst")))
     benchmarks.fetch("piqa", tmp_path)
     assert [row.gold for row in benchmarks.read("piqa", tmp_path)] == [0, 1, 1]
-    assert sum(server.sent) < 1 << 20 and [path.name for path in tmp_path.iterdir()] == ["piqa_valid.jsonl"]
+    assert sum(sent for _, _, sent in server.asked) < 1 << 20
+    assert [path.name for path in tmp_path.iterdir()] == ["piqa_valid.jsonl"]
 
 
 def test_a_plain_file_is_fetched_and_compared(server, tmp_path, monkeypatch):
     content = json.dumps(PUBLIC["lambada"]).encode() + b"\n"
-    server.found["/lambada"] = content
+    server.files["lambada"] = content
     monkeypatch.setitem(benchmarks.TASKS, "lambada", benchmarks.TASKS["lambada"]._replace(
         rows=1, url=server.url + "/lambada"))
     with pytest.raises(ValueError, match="lambada: what came is not the public file"):
@@ -180,7 +147,7 @@ def test_a_plain_file_is_fetched_and_compared(server, tmp_path, monkeypatch):
 
 
 def test_half_a_split_is_not_the_public_file(server, tmp_path, monkeypatch):
-    server.found["/it.zip"] = zipped(**{"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"]) + "\n"})
+    server.files["it.zip"] = zipped(**{"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"]) + "\n"})
     monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/it.zip"))
     with pytest.raises(ValueError, match="boolq: what came has 1 rows, the public file 3,270"):
         benchmarks.fetch("boolq", tmp_path)
@@ -191,6 +158,6 @@ def test_half_a_split_is_not_the_public_file(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_the_script_says_what_it_can_do():
+def test_the_help_of_the_script_lists_its_flags_and_tasks():
     done = run("data/benchmarks.py", "-h", cwd=ROOT.parent)
     assert "--source" in done.stdout and "winogrande" in done.stdout

@@ -40,6 +40,11 @@ def script(name, *flags, ok=True, **env):
     return done
 
 
+def prepare(source, out, *flags):
+    """Make a data set of bytes from text."""
+    return script("text", "--source", source, "--out_dir", out, "--tokenizer=bytes", *flags)
+
+
 def fails(name, *flags, **env):
     """The one line that a script's failure prints."""
     done = script(name, *flags, ok=False, **env)
@@ -92,10 +97,10 @@ def stdlib(tmp_path_factory):
 
 
 def documents(folder, split):
-    """The documents of a data set of bytes, each byte as one character."""
+    """The documents of a data set of bytes."""
     found = ids(folder, split)
     parts = np.split(found, np.flatnonzero(found == coders.Bytes.separator))[1:]
-    return [part[1:].astype(np.uint8).tobytes().decode("latin-1") for part in parts]
+    return [part[1:].astype(np.uint8).tobytes() for part in parts]
 
 
 @pytest.mark.xdist_group("stdlib")
@@ -114,12 +119,12 @@ def test_stdlib_is_self_consistent_and_large_enough(stdlib):
 def test_stdlib_holds_whole_files_out_and_leaves_tests_alone(stdlib):
     train, val = set(documents(stdlib, "train")), set(documents(stdlib, "val"))
     for module in (json.decoder, unittest.case):
-        text = Path(module.__file__).read_bytes().decode("latin-1")
+        text = Path(module.__file__).read_bytes()
         assert (text in train) + (text in val) == 1
     assert not {text for text in train & val if len(text) > 200}        # near-empty files may be alike
     tests = Path(sysconfig.get_paths()["stdlib"]) / "test"              # some systems leave them out
     for path in tests.glob("test_[a-e]*.py"):
-        assert path.read_bytes().decode("latin-1") not in train | val
+        assert path.read_bytes() not in train | val
 
 
 def sources(folder, names):
@@ -140,7 +145,7 @@ def test_stdlib_is_deterministic_and_skips_tests(tmp_path):
         made.append([(tmp_path / place / "out" / name).read_bytes() for name in ("train.bin", "val.bin", "meta.json")])
     assert made[0] == made[1]
     texts = [documents(tmp_path / "a" / "out", split) for split in ("train", "val")]
-    assert sorted(text.split("\n")[0][2:] for part in texts for text in part) == sorted(names) and all(texts)
+    assert sorted(text.decode().split("\n")[0][2:] for part in texts for text in part) == sorted(names) and all(texts)
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -159,9 +164,8 @@ def library(tmp_path):
     return folder
 
 
-def test_a_folder_of_files(library, tmp_path):
-    done = script("text", "--source", library, "--tokenizer=bytes", "--val", "a", "sub/b.md",
-                  "--out_dir", tmp_path / "out")
+def test_every_readable_file_of_a_folder_becomes_documents(library, tmp_path):
+    done = prepare(library, tmp_path / "out", "--val", "a", "sub/b.md")
     assert "5 documents in 4 files" in done.stdout and "3 files without text" in done.stdout
     found = meta(tmp_path / "out")
     assert ids(tmp_path / "out", "val").tolist() == byte_ids(["Alpha.\r\n", "# Bravo é\n"]).tolist()
@@ -172,28 +176,26 @@ def test_a_folder_of_files(library, tmp_path):
 
 
 def test_whole_documents_are_held_out(tmp_path):
-    source, out = write(tmp_path / "many.jsonl.gz", DOCUMENTS), tmp_path / "out"
-    script("text", "--source", source, "--tokenizer=bytes", "--val_share=0.2", "--out_dir", out)
-    train, val = (bytes(i if i < 256 else 0 for i in ids(out, split)).decode().split("\0")[1:]
-                  for split in ("train", "val"))
+    source, out, first = write(tmp_path / "many.jsonl.gz", DOCUMENTS), tmp_path / "out", None
+    for _ in range(2):
+        prepare(source, out, "--val_share=0.2")
+        assert first in (None, hashes(out))
+        first = hashes(out)
+    train, val = ([text.decode() for text in documents(out, split)] for split in ("train", "val"))
     assert sorted(train + val) == sorted(DOCUMENTS) and train == [text for text in DOCUMENTS if text in set(train)]
     assert 0.15 < sum(map(len, val)) / sum(map(len, DOCUMENTS)) <= 0.2
-    first = hashes(out)
-    script("text", "--source", source, "--tokenizer=bytes", "--val_share=0.2", "--out_dir", out)
-    assert hashes(out) == first
 
 
 @pytest.mark.parametrize("texts, expected", [
     (["x" * 100 + "tail"], "ail"), (["long document", "brief", "another long one"], "brief")])
-def test_few_documents(tmp_path, texts, expected):
-    """Of one document the end is held out; of few, the shortest, where none fits into the share."""
-    script("text", "--source", write(tmp_path / "few.jsonl", texts), "--tokenizer=bytes", "--val_share=0.02",
-           "--out_dir", tmp_path / "out")
+def test_of_one_document_the_end_is_held_out_and_of_few_the_shortest(tmp_path, texts, expected):
+    """The shortest, where none fits into the share."""
+    prepare(write(tmp_path / "few.jsonl", texts), tmp_path / "out", "--val_share=0.02")
     assert ids(tmp_path / "out", "val").tolist() == byte_ids([expected]).tolist()
 
 
 def test_a_fixed_token_at_one_place_of_every_sequence(library, tmp_path):
-    """The same tokens in sequences, but for one place of each; windows begin where sequences do."""
+    """The other tokens stay the same. Windows begin where sequences do."""
     flags = ("text", "--source", library, "--tokenizer=bytes", "--val", "a", "sub/b.md", "--out_dir")
     script(*flags, tmp_path / "plain")
     script(*flags, tmp_path / "fixed", "--fixed_at=3", "--length=6")
@@ -245,13 +247,13 @@ def test_shards_are_the_stream_cut_into_pieces(pages, tmp_path):
     assert text_bytes(meta(tmp_path / "out")) == sum(len(text.encode()) for text in DOCUMENTS)
 
 
-def test_a_last_shard_that_is_full(tmp_path):
+def test_a_full_last_shard_is_written(tmp_path):
     done = fineweb(write(tmp_path / "even.jsonl", ["x" * 99] * 30), tmp_path / "out", "--shard_tokens=1000")
     assert len(hashes(tmp_path / "out")) == 3 and "normal" not in done.stdout
 
 
-def test_killed_and_restarted(tmp_path):
-    """kill -9, twice, in the middle: the same files as without, and finished shards are not touched again."""
+def test_a_run_killed_twice_restarts_and_writes_the_same_files(tmp_path):
+    """By kill -9 in the middle. Finished shards are not touched again."""
     for i in range(4):
         write(tmp_path / "pages" / f"{i}.jsonl.gz", DOCUMENTS * 5)
     whole, out, flags = tmp_path / "whole", tmp_path / "out", ("--shard_tokens=25013",)
@@ -277,8 +279,7 @@ def test_killed_and_restarted(tmp_path):
     assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items())
 
 
-def test_every_place_to_stop_at(pages, tmp_path):
-    """Stopping after each shard in turn and going on gives what one run gives."""
+def test_stopping_after_any_shard_and_going_on_writes_the_same_files(pages, tmp_path):
     fineweb(pages, tmp_path / "whole", "--shard_tokens=30011")
     for count in range(1, len(hashes(tmp_path / "whole"))):
         fineweb(pages, tmp_path / "out", "--shard_tokens=30011", f"--train_shards={count}")
@@ -292,7 +293,7 @@ def has_pyarrow():
 
 
 @pytest.mark.skipif(not has_pyarrow(), reason="needs pyarrow")
-def test_parquet(tmp_path):
+def test_parquet_files_are_read(tmp_path):
     import pyarrow
     import pyarrow.parquet
     for name, rows in (("a", DOCUMENTS[:150]), ("b", DOCUMENTS[150:])):
@@ -311,7 +312,7 @@ def test_parquet(tmp_path):
 # ------------------------------------------------------------------------------------- the tokenizer of a public model
 
 def test_a_data_set_in_a_public_models_tokenizer_holds_it(toy, tmp_path):
-    """It needs nothing beside its own folder any more; made again in bytes, it has no tokenizer.json left."""
+    """It needs only its own folder. Made again in bytes, it has no tokenizer.json."""
     source, out = write(tmp_path / "many.jsonl", DOCUMENTS), tmp_path / "out"
     model = shutil.copytree(toy, tmp_path / "model")
     flags = ("text", "--source", source, "--val_share=0.2", "--out_dir", out)
@@ -327,8 +328,8 @@ def test_a_data_set_in_a_public_models_tokenizer_holds_it(toy, tmp_path):
     assert meta(out)["tokenizer"] == "bytes"    # and there is no other file
 
 
-def test_a_large_vocabulary(tmp_path):
-    """Ids beyond 65,535 come back, also where a data set is cut into many shards."""
+def test_ids_beyond_65535_come_back(tmp_path):
+    """Also where a data set is cut into many shards."""
     model = write_tokenizer(tmp_path / "wide", byte_pairs(first=70_000), separator=70_000)
     pages = write(tmp_path / "pages" / "a.jsonl", DOCUMENTS).parent
     for flags in (("text",), ("fineweb_edu", "--shard_tokens=9001")):
@@ -338,7 +339,7 @@ def test_a_large_vocabulary(tmp_path):
         assert text_bytes(tokens.read_meta(tmp_path / flags[0])) == sum(len(text.encode()) for text in DOCUMENTS)
 
 
-def test_pages_in_a_public_models_tokenizer_can_be_gone_on_with(pages, toy, tmp_path):
+def test_pages_in_a_public_models_tokenizer_can_be_continued(pages, toy, tmp_path):
     flags = ("fineweb_edu", "--source", pages, "--shard_tokens=9000")
     script(*flags, "--out_dir", tmp_path / "whole", "--tokenizer", toy)
     script(*flags, "--out_dir", tmp_path / "out", "--tokenizer", toy, "--train_shards=1")
@@ -353,7 +354,7 @@ def test_pages_in_a_public_models_tokenizer_can_be_gone_on_with(pages, toy, tmp_
 @pytest.mark.parametrize("dataset, tokenizer, folder", [
     ("stdlib", "bytes", "stdlib"), ("stdlib", "toy", "stdlib-toy"), ("shakespeare", "bytes", "shakespeare"),
     ("books", "bytes", "books"), ("books", "toy", "books-toy")])
-def test_a_data_set_can_be_there_in_several_tokenizers(dataset, tokenizer, folder, toy):
+def test_a_data_set_has_a_folder_for_each_tokenizer(dataset, tokenizer, folder, toy):
     args = tokens.flags("", dataset, "bytes").parse_args(["--tokenizer", str(toy) if tokenizer == "toy" else tokenizer])
     assert tokens.settle(args, dataset).name == tokenizer and args.out_dir == ROOT / "data" / folder
 
@@ -378,16 +379,15 @@ def cache(tmp_path_factory):
 
 @needs_public
 @pytest.mark.parametrize("tokenizer, counts", [("bytes", (1003854, 111540)), ("gpt2", (301966, 36059))])
-def test_shakespeare(tmp_path, cache, tokenizer, counts):
-    """As many tokens as nanoGPT's two ways to prepare it give."""
+def test_shakespeare_has_as_many_tokens_as_nanogpts(tmp_path, cache, tokenizer, counts):
+    """By bytes, as its characters, and by GPT-2's tokenizer."""
     script("shakespeare", "--source", PUBLIC / "text", "--tokenizer", tokenizer, "--out_dir", tmp_path / "out", **cache)
     assert (len(ids(tmp_path / "out", "train")), len(ids(tmp_path / "out", "val"))) == counts
     assert text_bytes(meta(tmp_path / "out")) == 1115394
 
 
 @needs_public
-def test_gpt2_of_a_long_book(tmp_path, cache):
-    """A book is encoded in parts, and comes out as if it had not been; its bytes are counted right."""
+def test_a_long_book_is_encoded_in_parts_as_in_one_piece(tmp_path, cache):
     import tiktoken
     out, folder = tmp_path / "out", tmp_path / "books"
     folder.mkdir()
@@ -412,7 +412,7 @@ def test_tokenizer_files(tmp_path):
 
 
 @needs_public
-def test_gpt2_there_and_back(tmp_path, cache, monkeypatch):
+def test_gpt2s_tokenizer_is_exported_and_read_back(tmp_path, cache, monkeypatch, capsys):
     """Its tokenizer as Hugging Face's file gives the same ids as tiktoken; read again it is GPT-2's, without network
     and with an empty cache. Without the file it must be in the cache."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", cache["TIKTOKEN_CACHE_DIR"])
@@ -438,7 +438,7 @@ def test_gpt2_there_and_back(tmp_path, cache, monkeypatch):
 
 
 @needs_public
-def test_fineweb_with_gpt2(pages, tmp_path, cache):
+def test_fineweb_in_gpt2s_tokenizer_begins_each_page_with_its_separator(pages, tmp_path, cache):
     script("fineweb_edu", "--source", pages, "--shard_tokens=9000", "--out_dir", tmp_path / "out", **cache)
     found = meta(tmp_path / "out")
     assert (found["vocab_size"], ids(tmp_path / "out", "val")[0]) == (50257, 50256)

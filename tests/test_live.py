@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from conftest import tiny_config
+from layers import normal
 
 import eval as eval_script
 import kernels
@@ -12,10 +13,9 @@ from common.machine import Machine
 from evals.live import gain_of_skipping, live_tiles
 
 
-def test_live_tiles_of_a_trained_run_are_counted(elastic_run, capsys, tmp_path):
-    eval_script.main(["speed", "--live", "--json", "--device=cpu", "--dtype=float32", f"--out_dir={elastic_run}",
-                      "--lengths=16,150", f"--out={tmp_path / 'live.json'}"])
-    found = json.loads(capsys.readouterr().out)
+def test_live_tiles_of_a_trained_run_are_counted(elastic_run, evaluate, tmp_path):
+    found = evaluate("speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16,150",
+                     f"--out={tmp_path / 'live.json'}")
     assert json.loads((tmp_path / "live.json").read_text()) == found and found["tile"] == [128, 64]
     for T in (16, 150):
         layer, = found["lengths"][str(T)]
@@ -24,7 +24,7 @@ def test_live_tiles_of_a_trained_run_are_counted(elastic_run, capsys, tmp_path):
     assert found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)       # rows 0..127 see two tiles, 128..149 three
 
 
-def test_its_table_is_for_people(elastic_run, capsys):
+def test_the_table_names_run_tiles_and_pairs(elastic_run, capsys):
     eval_script.main(["speed", "--live", "--device=cpu", f"--out_dir={elastic_run}"])
     said = capsys.readouterr().out
     assert str(elastic_run) in said
@@ -33,7 +33,7 @@ def test_its_table_is_for_people(elastic_run, capsys):
 
 
 def test_live_tiles_are_those_that_hold_a_weight():
-    """Keys 0..63 only are looked at: one tile of three, or of two, in each block of rows."""
+    """Only keys 0..63 have weights: one tile of three, or of two, in each block of rows."""
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
     q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)
     k[:, :, :64] = 1
@@ -46,6 +46,6 @@ def test_what_skipping_gains_is_timed_where_a_kernel_runs():
     machine = Machine("cuda" if torch.cuda.is_available() else "cpu", "float32")
     for kernel, timed in (("triton", True), ("torch", False)):
         module = Attention(tiny_config(attn="relu", n_head=1, n_embd=16, kernel=kernel), 0).to(machine.device)
-        q, k, v = (torch.randn(1, 1, 70, 16, device=machine.device) for _ in range(3))
+        q, k, v = normal(3, 1, 1, 70, 16, dtype=torch.float32).to(machine.device)
         gain = gain_of_skipping(module, machine, 1, q, k, v, torch.zeros(1, 70, 16, device=machine.device))
         assert (gain is not None) == timed and (not timed or gain > 0)

@@ -1,4 +1,4 @@
-"""common/machine.py: peaks by name, and what counts as memory."""
+"""common/machine.py: peak speeds of known GPUs, and live memory."""
 import torch
 
 from common.machine import LiveMemory, Machine

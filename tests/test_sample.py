@@ -1,49 +1,43 @@
 """The sample instrument: text that follows its seed and its prompt."""
-import json
 import shutil
 
 import pytest
 import torch
 from conftest import SPECIAL, byte_pairs, meta, write_tokenizer
 
-import eval as eval_script
 from data import files, tokens
 from evals.instrument import load_run
 from evals.sample import conversation
 
 
 @pytest.fixture
-def sample(elastic_run, capsys):
-    def call(*flags):
-        eval_script.main(["sample", f"--out_dir={elastic_run}", "--json", "--device=cpu", "--tokens=12", *flags])
-        return json.loads(capsys.readouterr().out)["samples"]
-    return call
+def sample(evaluate):
+    return lambda folder, *flags: evaluate("sample", f"--out_dir={folder}", *flags)["samples"]
 
 
-def test_it_follows_its_seed_and_prompt(sample):
-    texts = [sample("--samples=2", "--prompt=the quick", f"--seed={seed}") for seed in (1, 1, 2)]
+def test_a_sample_follows_its_seed_and_prompt(sample, elastic_run):
+    texts = [sample(elastic_run, "--samples=2", "--tokens=12", "--prompt=the quick", f"--seed={seed}")
+             for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 2
     assert all(text.startswith("the quick") for text in texts[0])
-    greedy = [sample("--temperature=0", f"--seed={seed}") for seed in (1, 2)]
+    greedy = [sample(elastic_run, "--temperature=0", "--tokens=12", f"--seed={seed}") for seed in (1, 2)]
     assert greedy[0] == greedy[1]
 
 
-def test_without_a_prompt_it_begins_as_the_held_out_data_does(sample, data):
+def test_without_a_prompt_a_sample_begins_as_the_held_out_data_does(sample, elastic_run, data):
     first = chr((data / "val.bin").read_bytes()[1024])
-    assert sample()[0].startswith(first)
+    assert sample(elastic_run, "--tokens=2")[0].startswith(first)
 
 
-def test_a_run_with_a_tokenizer_of_its_own_needs_no_data_to_speak(toy_run, tmp_path, capsys):
-    """Its prompt goes in and its text comes out by the tokenizer.json in its folder; without a prompt it begins with
-    the separator, which is not shown."""
+def test_a_run_with_its_own_tokenizer_samples_without_its_data(toy_run, tmp_path, sample):
+    """tokenizer.json in its folder encodes the prompt and decodes the text. Without a prompt, the text begins with the
+    separator, which is not shown."""
     folder = shutil.copytree(toy_run, tmp_path / "moved")
     stored = meta(folder)
     stored["knobs"]["dataset"] = "/nowhere"
     files.write_json(folder / "meta.json", stored)
     for prompt in ("the quick<|im_end|>", ""):
-        eval_script.main(["sample", f"--out_dir={folder}", "--json", "--device=cpu", "--tokens=12", "--samples=2",
-                          f"--prompt={prompt}"])
-        texts = json.loads(capsys.readouterr().out)["samples"]
+        texts = sample(folder, "--tokens=12", "--samples=2", f"--prompt={prompt}")
         assert len(texts) == 2 and all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
 
 
@@ -71,22 +65,22 @@ def test_a_conversation_is_written_as_the_template_says_and_marks_in_a_prompt_ar
     assert found == [*coder.encode(before).tolist(), *plain, *coder.encode(after).tolist()]
 
 
-def test_the_answer_is_shown_alone_and_ends_where_the_model_ends(chatty, capsys):
+def test_the_answer_is_shown_alone_and_ends_where_the_model_ends(chatty, sample):
     """Greedy: what the model says is known, and one of its tokens is made the end of a text."""
-    def sample(*flags):
-        eval_script.main(["sample", f"--out_dir={chatty}", "--json", "--device=cpu", "--temperature=0", "--tokens=9",
-                          "--samples=2", "--prompt=the quick", *flags])
-        return json.loads(capsys.readouterr().out)["samples"]
-
     def said(idx):
         ids = load_run(chatty, "cpu")[0].generate(torch.tensor(idx)[None].long(), 9, temperature=0)
         return ids[0, len(idx):].tolist()
 
     coder, stored = tokens.tokenizer(str(chatty)), meta(chatty)
-    plain, asked = said(coder.encode("the quick")), said(conversation(coder, "Be brief.", "the quick"))
-    assert sample() == [coder.decode([*coder.encode("the quick"), *plain])] * 2
-    assert sample("--chat", "--system=Be brief.") == [coder.decode(asked)] * 2
-    files.write_json(chatty / "meta.json", stored | {"ends": [plain[4], asked[4]]})
-    until = [ids[:min(ids.index(end) for end in (plain[4], asked[4]) if end in ids)] for ids in (plain, asked)]
-    assert sample() == [coder.decode([*coder.encode("the quick"), *until[0]])] * 2
-    assert sample("--chat", "--system=Be brief.") == [coder.decode(until[1])] * 2
+    prompt = coder.encode("the quick").tolist()
+    plain, asked = said(prompt), said(conversation(coder, "Be brief.", "the quick"))
+
+    def assert_sampled(plain, asked):
+        flags = ("--temperature=0", "--tokens=9", "--samples=2", "--prompt=the quick")
+        assert sample(chatty, *flags) == [coder.decode([*prompt, *plain])] * 2
+        assert sample(chatty, *flags, "--chat", "--system=Be brief.") == [coder.decode(asked)] * 2
+
+    assert_sampled(plain, asked)
+    ends = [plain[4], asked[4]]
+    files.write_json(chatty / "meta.json", stored | {"ends": ends})
+    assert_sampled(*(ids[:min(ids.index(end) for end in ends if end in ids)] for ids in (plain, asked)))

@@ -101,26 +101,20 @@ ODD = ["", " ", "the lazy dog", "<|end|> and<|im_end|>", "12345 6.78", "it's DON
        "naïve  café\n\n\t  x", "漢字 😀\U0001f469\u200d\U0001f467 \0 end", "a   b    c\r\n"]
 
 
-def test_it_encodes_as_its_package_does_and_special_tokens_are_text(toy):
+def test_its_ids_are_those_of_its_package_and_special_tokens_are_text(toy):
+    """Of odd characters and of Python's own library: English, code and some other alphabets."""
     coder, described = tokens.tokenizer(str(toy)), json.loads((toy / "tokenizer.json").read_text())
     assert (coder.name, coder.vocab_size, coder.separator) == ("toy", 300, 0)
+    assert coder.lengths.shape == (300,) and coder.lengths[:2].tolist() == [0, 0]
     theirs = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(described))
     bare = theirs.from_str(json.dumps(described | {"added_tokens": []}))                # knows no special tokens
-    for text in ODD:
-        assert coder.encode(text).tolist() == bare.encode(text).ids
-        assert coder.decode(coder.encode(text)) == coder.decode(coder.encode(text).tolist()) == text
+    library = [path.read_text("utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:10]]
+    for text in [*ODD, TEXT, *library]:
+        ids = coder.encode(text)
+        assert ids.tolist() == bare.encode(text).ids
+        assert coder.decode(ids) == coder.decode(ids.tolist()) == text
+        assert coder.lengths[ids].sum() == len(text.encode())
     assert theirs.encode("x<|end|>").ids[-1] == 0 and coder.encode("x<|end|>")[-1] != 0
-
-
-def test_its_ids_on_long_texts_equal_those_of_its_package(toy):
-    """Of Python's own library: English and code, with what other alphabets it holds."""
-    coder = tokens.tokenizer(str(toy))
-    theirs = pytest.importorskip("tokenizers").Tokenizer.from_str((toy / "tokenizer.json").read_text())
-    theirs.encode_special_tokens = True
-    for path in sorted(Path(os.__file__).parent.glob("*.py"))[:10]:
-        text = path.read_text("utf-8")
-        assert coder.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
-        assert coder.decode(coder.encode(text)) == text
 
 
 def test_special_tokens_and_the_separator_are_not_shown(toy):
@@ -128,15 +122,8 @@ def test_special_tokens_and_the_separator_are_not_shown(toy):
     assert coder.decode([0, *coder.encode("fox"), 1, 0, *coder.encode(" dog"), 299 + 7]) == "fox dog"
 
 
-def test_the_bytes_behind_its_ids_add_up_to_the_text(toy):
-    coder = tokens.tokenizer(str(toy))
-    assert coder.lengths.shape == (300,) and coder.lengths[:2].tolist() == [0, 0]
-    for text in [*ODD, TEXT]:
-        assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
-
-
-def test_sentencepiece_spelling(tmp_path):
-    """Spaces as low lines, bytes by their numbers, a special token before each text: as Llama 2 has it."""
+def test_sentencepiece_spelling_is_decoded(tmp_path):
+    """As in Llama 2: spaces as low lines, bytes by their numbers, a special token before each text."""
     lib = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abé"]
     coder = lib.Tokenizer(lib.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>",
@@ -156,6 +143,7 @@ def test_a_long_text_is_cut_where_it_makes_no_difference(toy):
     coder, text = tokens.tokenizer(str(toy)), "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 330
     assert len(text) > 1 << 20 and len(list(coders.cut(text))) == 2 and "".join(coders.cut(text)) == text
     assert coder.encode(text).tolist() == coder.coder.encode(text, add_special_tokens=False).ids
+    assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
 
 
 def test_a_files_own_cutting_and_padding_do_not_count(tmp_path):
@@ -300,7 +288,3 @@ def test_symbols_are_in_no_other_tokenizer(tmp_path, shelf, backcopy, data):
     assert tokens.data_for(run, str(backcopy), MACHINE)[1]["vocab_size"] == 66
     with pytest.raises(ValueError, match="python data/backcopy.py"):
         tokens.data_for(run, "stdlib", MACHINE)
-
-
-def test_meta_is_plain_json(data):
-    assert json.loads((data / "meta.json").read_text())["dataset"] == "fox"

@@ -11,12 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bounds import below, close, dice, same
 from conftest import (
     RECIPES,
     ROOT,
     TINY,
+    assert_close_runs,
+    assert_same_run,
     assert_says,
     command,
+    contents,
     log_rows,
     losses,
     meta,
@@ -41,16 +45,13 @@ LONG = ("--attn=elastic", "--max_iters=300", "--eval_interval=30", "--log_interv
 # -------------------------------------------------------------------------------------------------- what a run leaves
 
 def test_log_has_its_columns_and_a_row_for_every_interval(elastic_run):
-    lines = (elastic_run / "log.csv").read_text().splitlines()
-    assert lines[0] == "step,train_loss,val_loss,lr,grad_norm,ms,tokens_per_s"
-    rows = [line.split(",") for line in lines[1:]]
+    """The learning rate warms up, then falls to a tenth."""
+    header, *rows = (line.split(",") for line in (elastic_run / "log.csv").read_text().splitlines())
+    assert header == "step train_loss val_loss lr grad_norm ms tokens_per_s".split()
     assert [row[0] for row in rows] == [str(step) for step in range(1, 9)]
     assert [bool(row[2]) for row in rows] == [step in (4, 8) for step in range(1, 9)]
-
-
-def test_learning_rate_warms_up_and_falls_to_a_tenth(elastic_run):
-    rates = [float(row[3]) for row in log_rows(elastic_run)[1:]]
-    assert rates[:2] == [1e-3, 2e-3] and abs(rates[-1] - 2e-4) < 1e-9
+    rates = [float(row[3]) for row in rows]
+    close([*rates[:2], rates[-1]], [1e-3, 2e-3, 2e-4], terms=1, dtype=torch.float32)
     assert rates[1:] == sorted(rates[1:], reverse=True)
 
 
@@ -62,10 +63,11 @@ def test_meta_says_how_the_run_was_made(elastic_run, data):
     assert m["versions"]["torch"] == torch.__version__ and m["versions"]["python"] == sys.version.split()[0]
     assert m["parameters"] == sum(w.numel() for name, w in weights(elastic_run).items() if name != "lm_head.weight")
     assert m["data_hash"] and "git_commit" in m and m["losses"]["step"] == 8
-    assert f"{m['losses']['val']:.6g}" == f"{float(log_rows(elastic_run)[-1][2]):.6g}"
+    close(m["losses"]["val"], float(log_rows(elastic_run)[-1][2]), terms=1, dtype=torch.float32)
 
 
-def test_checkpoint_is_plain_tensors_under_plain_names(elastic_run):
+def test_a_run_leaves_three_files_and_plain_tensors_under_plain_names(elastic_run):
+    assert sorted(contents(elastic_run)) == ["ckpt.pt", "log.csv", "meta.json"]
     checkpoint = torch.load(elastic_run / "ckpt.pt", weights_only=True)
     assert checkpoint["step"] == 8 and {"model", "optimizer"} <= checkpoint.keys()
     names = {"transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.tau",
@@ -73,14 +75,10 @@ def test_checkpoint_is_plain_tensors_under_plain_names(elastic_run):
     assert names <= checkpoint["model"].keys()
 
 
-def test_a_run_leaves_no_temporary_files(elastic_run):
-    assert sorted(p.name for p in elastic_run.iterdir()) == ["ckpt.pt", "log.csv", "meta.json"]
-
-
 def test_the_same_command_gives_the_same_run(elastic_run, tmp_path, data):
-    """In another process, too: all other tests may train in this one."""
+    """Also in another process, so all other tests may train in this one."""
     train(tmp_path, data, "--attn=elastic", "--dropout=0.1")
-    assert log_rows(tmp_path) == log_rows(elastic_run) and same_weights(tmp_path, elastic_run)
+    assert_same_run(tmp_path, elastic_run)
 
 
 def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path, data):
@@ -92,20 +90,12 @@ def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("attn", RECIPES)
 def test_every_recipe_learns(attn, dtype, tmp_path, data):
-    """From the loss of a guess to that of one who has read the text."""
+    """It starts at the loss of a guess, within what the initial logits' spread of 0.1 adds, and falls by far."""
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", f"--dtype={dtype}", *LEARN,
                *(["--window=4"] if attn == "focus" else []))            # its router needs pairs beyond the window
-    assert abs(losses(tmp_path)[0] - np.log(257)) < 0.1
-    assert losses(tmp_path)[-1] < 3.5 and meta(tmp_path)["losses"]["val"] < 3.5
-
-
-def test_dex_fades_over_from_its_fixed_to_its_learned_lambda(tmp_path, data):
-    """The loop tells the layer how much of the training is over, the checkpoint keeps it, and the correction has begun
-    to learn."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=dex", "--max_iters=10", "--eval_interval=5")
-    state = weights(tmp_path)
-    assert state["transformer.h.0.attn.progress"] == 1 and state["transformer.h.0.attn.dex_lambda"] != 0
-    assert state["transformer.h.0.attn.dex_proj.weight"].abs().max() > 0
+    first = losses(tmp_path)[0]
+    below(abs(first - np.log(257)), 0.1)
+    below(1.5, first - max(losses(tmp_path)[-1], meta(tmp_path)["losses"]["val"]))
 
 
 def test_head_lr_moves_the_head_scalars_only_and_tau_is_not_decayed(tmp_path, data):
@@ -115,8 +105,9 @@ def test_head_lr_moves_the_head_scalars_only_and_tau_is_not_decayed(tmp_path, da
                    "--warmup_iters=0", "--weight_decay=0.5", flag)
         runs[name] = weights(tmp_path / name)
     tau = "transformer.h.0.attn.tau"
-    assert torch.equal(runs["slow"][tau], torch.ones(2)) and (runs["fast"][tau] - 1).abs().max() > 1e-3
-    assert all(torch.equal(runs["slow"][name], runs["fast"][name]) for name in runs["slow"] if name != tau)
+    same(runs["slow"].pop(tau), torch.ones(2))
+    below(5e-4, (runs["fast"].pop(tau) - 1).abs().max())
+    same(runs["slow"], runs["fast"])
 
 
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
@@ -165,7 +156,7 @@ def uninterrupted(request, tmp_path_factory, data):
 
 def assert_resumes_to(expected, out_dir):
     train_here(f"--out_dir={out_dir}", "--init_from=resume")
-    assert log_rows(out_dir) == log_rows(expected) and same_weights(out_dir, expected)
+    assert_same_run(out_dir, expected)
     assert meta(out_dir)["losses"] == meta(expected)["losses"]
 
 
@@ -194,10 +185,10 @@ def test_killed_before_the_first_checkpoint_resumes_from_the_start(elastic_run, 
     stop_at_random(tmp_path, "log.csv", start(tmp_path, data, *flags), signal.SIGKILL)
     assert not (tmp_path / "ckpt.pt").exists()
     train_here(f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=8", "--eval_interval=4")
-    assert log_rows(tmp_path) == log_rows(elastic_run) and same_weights(tmp_path, elastic_run)
+    assert_same_run(tmp_path, elastic_run)
 
 
-def test_started_from_weights_and_killed_before_the_first_checkpoint(elastic_run, tmp_path):
+def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them(elastic_run, tmp_path):
     """Nothing was saved yet, so resuming must begin with those weights again, not with random ones."""
     flags = ("--max_iters=4", "--eval_interval=4", "--log_interval=1", f"--init_from={elastic_run}", "--device=cpu",
              "--dtype=float32")
@@ -206,24 +197,19 @@ def test_started_from_weights_and_killed_before_the_first_checkpoint(elastic_run
         train_here(*flags, f"--out_dir={out}")
     (killed / "ckpt.pt").unlink()               # as if it had been killed at step 3
     train_here(f"--out_dir={killed}", "--init_from=resume")
-    assert log_rows(killed) == log_rows(whole) and same_weights(killed, whole)
+    assert_same_run(killed, whole)
 
 
 def test_resuming_a_finished_run_changes_nothing(copy, elastic_run):
-    train_here("--init_from=resume", f"--out_dir={copy}")
-    assert log_rows(copy) == log_rows(elastic_run) and same_weights(copy, elastic_run)
-    assert meta(copy)["losses"] == meta(elastic_run)["losses"]
+    assert_resumes_to(elastic_run, copy)
 
 
-def test_a_finished_run_can_be_made_longer(copy, elastic_run):
-    train_here("--init_from=resume", f"--out_dir={copy}", "--max_iters=12")
+@pytest.mark.parametrize("repeated", [(), ("--attn=elastic", "--n_layer=1", "--dropout=0.1")])
+def test_a_finished_run_can_be_made_longer_also_with_its_flags_repeated(repeated, copy, elastic_run, data):
+    flags = (*repeated, f"--dataset={data}") if repeated else ()
+    train_here("--init_from=resume", f"--out_dir={copy}", "--max_iters=12", *flags)
     assert [row[0] for row in log_rows(copy)[1:]] == [str(step) for step in range(1, 13)]
     assert log_rows(copy)[:9] == log_rows(elastic_run)
-
-
-def test_flags_repeated_on_resume_are_welcome(copy, data):
-    train_here("--init_from=resume", f"--out_dir={copy}", "--attn=elastic", "--n_layer=1", "--dropout=0.1",
-               f"--dataset={data}", "--max_iters=9")
 
 
 def test_resuming_a_preset_goes_on_with_its_own_run(backcopy, tmp_path, monkeypatch):
@@ -241,13 +227,13 @@ def test_init_from_a_path_starts_with_its_weights_and_model(elastic_run, tmp_pat
     train_here(f"--init_from={elastic_run}", f"--out_dir={tmp_path}", "--max_iters=1", "--learning_rate=1e-12",
                "--weight_decay=0", "--device=cpu", "--dtype=float32", "--eval_iters=1", "--batch_size=4")
     assert meta(tmp_path)["knobs"]["n_embd"] == 16 and meta(tmp_path)["knobs"]["attn"] == "elastic"
-    for name, w in weights(tmp_path).items():
-        torch.testing.assert_close(w, weights(elastic_run)[name], rtol=0, atol=1e-9)
-    assert losses(tmp_path)[0] < 5.5 < losses(elastic_run)[0]
+    base = weights(elastic_run)
+    for name, w in weights(tmp_path).items():   # a step of Adam is at most as long as the learning rate
+        below((w.double() - base[name]).abs().max(), 1e-11)
 
 
 def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
-    """From the data set into the run's folder, into a run that starts from it, and on; moved aside with it."""
+    """From the data set into the run's folder, then into a run that starts from it. It is moved aside with the run."""
     assert (meta(toy_run)["tokenizer"], meta(toy_run)["separator"]) == ("toy", 0)
     tuned = tmp_path / "tuned"
     train_here(f"--init_from={toy_run}", f"--out_dir={tuned}", "--max_iters=2", "--device=cpu", "--eval_iters=1",
@@ -262,7 +248,7 @@ def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
 
 
 def test_public_weights_are_trained_on_in_small_steps(elastic_run, tmp_path):
-    """Their own context would not fit; a preset that is named, and flags, count all the same."""
+    """Their own context would not fit. A named preset and flags override this."""
     public = shutil.copytree(elastic_run, tmp_path / "public")
     about = meta(public)
     files.write_json(public / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}})
@@ -308,18 +294,18 @@ def test_every_split_of_a_step_reads_the_same_tokens(world, batch_size, data):
     for step in (1, 7):
         parts = [x for rank in range(world) for x, _ in batches(data, world, rank, **split).read(step)]
         assert all(len(x) <= batch_size for x in parts)
-        assert torch.equal(torch.cat(parts), torch.cat([x for x, _ in whole.read(step)]))
+        same(torch.cat(parts), torch.cat([x for x, _ in whole.read(step)]))
 
 
 def test_batches_depend_on_seed_and_step_and_come_ahead_of_time(data):
     ahead = batches(data, 1, 0)
     for step in (1, 2, 3, 9):                   # in order, and after a jump
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(ahead(step), ahead.read(step), strict=True))
+        same(ahead(step), ahead.read(step))
     first = batches(data, 1, 0).read(1)[0][0]
     assert not torch.equal(first, ahead.read(2)[0][0])
     assert not torch.equal(first, batches(data, 1, 0, seed=5).read(1)[0][0])
     x, y = ahead.read(1)[0]
-    assert torch.equal(x[:, 1:], y[:, :-1])
+    same(x[:, 1:], y[:, :-1])
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(data):
@@ -338,7 +324,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused_by_all_of_them(kept, data):
 def test_gradient_accumulation_equals_one_big_batch(total, how, tmp_path, data):
     for name, flags in (("big", (f"--batch_size={total}",)), ("parts", how)):
         train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", *flags)
-    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "big"), rtol=0, atol=1e-5)
+    assert_close_runs(tmp_path / "parts", tmp_path / "big")
 
 
 @pytest.mark.parametrize("attn", ["elastic", pytest.param("gated_deltanet", marks=pytest.mark.exhaustive),
@@ -348,8 +334,9 @@ def test_two_ranks_equal_one_process(attn, tmp_path, data):
     flags = (f"--attn={attn}", "--gradient_accumulation_steps=3", "--eval_iters=3")
     train(tmp_path / "2", data, *flags, ranks=2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *flags)
-    one, two = (np.array([[float(x or 0) for x in row] for row in log_rows(tmp_path / ranks)[1:]]) for ranks in "12")
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
+    assert_close_runs(tmp_path / "2", tmp_path / "1")
+    two, one = (torch.tensor([[float(x or 0) for x in row] for row in log_rows(tmp_path / name)[1:]]) for name in "21")
+    close(list(two.T), list(one.T))             # each column has a size of its own
 
 
 # ------------------------------------------------------------------------------------------------- balancing heads
@@ -358,17 +345,17 @@ def test_two_ranks_equal_one_process(attn, tmp_path, data):
 def test_eq_9_leaves_the_first_layers_and_the_most_used_heads_alone():
     importance = torch.tensor([[0.9, 0.8, 0.9, 0.7], [0.1, 0.5, 0.9, 0.3], [0.2, 0.8, 0.4, 0.6]])
     rest = train_script.routed(importance, skip=1, shared=0.2)          # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
-    assert torch.equal(rest, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
+    same(rest, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
     assert len(train_script.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, and not a rounding more
-    assert torch.equal(train_script.routed(importance, 0, 0.0), importance.flatten().sort().values)
+    same(train_script.routed(importance, 0, 0.0), importance.flatten().sort().values)
 
 
 def test_imbalance_is_n_times_the_squared_coefficient_of_variation():
     values = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     expected = 6 * np.var(values) / np.mean(values) ** 2
-    assert train_script.imbalance(torch.tensor(values, dtype=torch.float64)).item() == pytest.approx(expected)
+    close(train_script.imbalance(torch.tensor(values, dtype=torch.float64)).item(), expected)
     assert train_script.imbalance(torch.full((3, 4), 0.25)) == 0
-    importance = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    importance = torch.rand(3, 4, dtype=torch.float64, generator=dice()).requires_grad_()
     for skip, shared in ((0, 0.0), (1, 0.2)):
         assert torch.autograd.gradcheck(
             lambda x, s=skip, m=shared: train_script.imbalance(train_script.routed(x, s, m)), importance)
@@ -399,10 +386,7 @@ def test_heads_are_balanced_over_all_ranks(tmp_path, data):
     flags = ("--attn=softmax", "--n_head=4", "--n_layer=2", "--head_balance=1", "--balance_skip=1")
     train(tmp_path / "2", data, *flags, "--batch_size=4", "--gradient_accumulation_steps=2", ranks=2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *flags, "--batch_size=8", "--eval_iters=1")
-    np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=0, atol=1e-5)
-    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-4)
+    assert_close_runs(tmp_path / "2", tmp_path / "1")
 
 
 @pytest.mark.exhaustive
@@ -417,7 +401,7 @@ def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     assert meta(tmp_path / "nodes")["world_size"] == 2
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'one'}", "--attn=elastic")
-    np.testing.assert_allclose(losses(tmp_path / "nodes"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
+    assert_close_runs(tmp_path / "nodes", tmp_path / "one")
 
 
 def test_data_parallel_wraps_every_recipe_without_an_unused_parameter(tmp_path):
@@ -427,7 +411,7 @@ def test_data_parallel_wraps_every_recipe_without_an_unused_parameter(tmp_path):
         for attn in attention.ATTENTIONS:
             wrapped = torch.nn.parallel.DistributedDataParallel(GPT(tiny_config(attn=attn)))
             for _ in range(2):
-                idx = torch.randint(31, (2, 9))
+                idx = torch.randint(31, (2, 9), generator=dice())
                 wrapped(idx, idx)[1].backward()
     finally:
         torch.distributed.destroy_process_group()
@@ -440,7 +424,7 @@ def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, ela
     train(tmp_path, data, "--compile", "--attn=elastic", env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"})
     assert weights(tmp_path).keys() == weights(elastic_run).keys()
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'eager'}", "--attn=elastic")
-    np.testing.assert_allclose(losses(tmp_path), losses(tmp_path / "eager"), rtol=0, atol=1e-4)
+    close(losses(tmp_path), losses(tmp_path / "eager"), dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- presets
@@ -455,7 +439,7 @@ def test_presets_have_the_size_they_say(name, millions, counted, step_tokens, mo
         gpt = GPT(GPTConfig(**fields_of(GPTConfig, preset)))
     C, V = gpt.config.n_embd, gpt.config.vocab_size
     count = gpt.num_params() - (2 * V * C if counted == "blocks" else 0)
-    assert count / 1e6 == pytest.approx(millions, abs=0.01)
+    assert round(count / 1e6, 2) == millions
     assert preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"] == step_tokens
     train_script.Train(**fields_of(train_script.Train, preset))
     assert set(preset) - {"about"} <= {f for group in (train_script.Train, GPTConfig) for f in vars(group())}
