@@ -74,8 +74,14 @@ def assert_learns(gpt, idx):
 
 
 def attend_and_gradients(module, *qkvx, table=None):
-    """The output and, for a random upstream gradient, the gradients of all inputs and scalars. None: no gradient."""
-    leaves = [a.detach().clone().requires_grad_() for a in qkvx]
-    o = module.attend(*leaves, table)
+    """The layer's output and, for a random upstream gradient, the gradients of all inputs and scalars."""
+    return with_gradients(lambda *leaves: module.attend(*leaves, table), qkvx, scalars(module))
+
+
+def with_gradients(function, inputs, parameters=()):
+    """A function's output and, for a random upstream gradient, the gradients of all inputs and of these parameters.
+    None: no gradient."""
+    leaves = [a.detach().clone().requires_grad_() for a in inputs]
+    o = function(*leaves)
     above = normal(*o.shape, stream=9).to(o)
-    return [o, *torch.autograd.grad(o, leaves + scalars(module), above, allow_unused=True)]
+    return [o, *torch.autograd.grad(o, [*leaves, *parameters], above, allow_unused=True)]

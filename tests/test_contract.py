@@ -282,6 +282,12 @@ def test_recipes_share_the_initial_values_of_what_they_share(choices):
     same([one[name] for name in shared], [other[name] for name in shared])
 
 
+@recipes
+def test_initial_values_follow_the_seed_of_the_model_alone(choices):
+    """The global generator has moved on when the second model is made."""
+    same(*(GPT(tiny_config(**choices), seed=5).state_dict() for _ in range(2)))
+
+
 @every
 def test_a_checkpoint_goes_out_and_in(choices):
     """Weights and buffers come back from a file that holds tensors alone, and the model computes the same."""
