@@ -106,6 +106,12 @@ def seeded():
     np.random.seed(bounds.SEED)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """The block loop takes 16 rows at a time, so that 45 tokens are three blocks, which are computed again."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+
+
 # ------------------------------------------------------------------------------------------- how near the bounds came
 
 

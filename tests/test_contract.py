@@ -12,13 +12,14 @@ from conftest import FEW, tiny_config
 from layers import assert_learns, attend_and_gradients, inputs, layer, normal, rows_of, scalars
 from torch.nn import functional as F
 
-import attention
 import mixers
 import train
 from attention import ATTENTIONS
 from common.machine import LiveMemory
 from evals import params, show
 from model import GPT, GPTConfig
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 # ---------------------------------------------------------------------------------------------------------- the cases
 
@@ -52,18 +53,14 @@ every = pytest.mark.parametrize("choices", EVERY)
 recipes = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
 # an interpreter needs seconds for a kernel: one recipe for each way in which the layer calls it, the rest with --all.
 # Plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
-# a row sum to divide by; features; a state, and one that erases
+# a row sum to divide by; features; a state, and one that erases. Then a slope that learns, and what follows a table
 CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
          "gated_deltanet")
 called = pytest.mark.parametrize("choices", [
     pytest.param(case.values[0], id=case.id, marks=() if case.id in CALLS else pytest.mark.exhaustive)
-    for case in EVERY])
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """The block loop takes 16 rows at a time, so that 45 tokens are three blocks, which are computed again."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    for case in EVERY] + [
+    pytest.param({"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"}, id="elastic learn_alibi=1"),
+    pytest.param({"attn": "softmax", "pos": "t5"}, id="softmax pos=t5", marks=pytest.mark.exhaustive)])
 
 
 def causal(module):
@@ -200,9 +197,9 @@ def test_weights_times_values_equal_the_output_where_they_are_weights(choices):
 @every
 def test_gradients_equal_finite_differences(choices):
     """Along four random directions through all inputs and scalars at once. A step may cross a kink on one of them, so
-    the second worst decides: a wrong gradient is wrong on all."""
+    the second worst decides: a wrong gradient is wrong on all. The backward pass computes the three blocks again."""
     module, step = layer(**choices), 1e-6
-    leaves = [a.requires_grad_() for a in inputs(module, 19, B=1)] + scalars(module)
+    leaves = [a.requires_grad_() for a in inputs(module, 35, B=1)] + scalars(module)
     above = normal(*module.attend(*leaves[:4]).shape, stream=9)
     gradients = torch.autograd.grad((module.attend(*leaves[:4]) * above).sum(), leaves, materialize_grads=True)
 
@@ -254,6 +251,16 @@ def test_every_number_type_comes_back_and_is_accurate(choices, dtype):
     exact = [a.double() for a in (q, k, v, x)]
     module = module.double()
     close(o, module.attend(*exact), terms=8, moved=moved_by_rounding(module.attend, exact, dtype))
+
+
+@every
+def test_autocast_is_close_to_float64(choices):
+    """As close as rounding its input to bfloat16 allows."""
+    module, x = layer(**choices, dtype=torch.float32), normal(2, 40, 32, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = module(x)
+    module, x = module.double(), x.double()
+    close(low.float(), module(x), terms=1, dtype=torch.bfloat16, moved=moved_by_rounding(module, [x], torch.bfloat16))
 
 
 @every
@@ -334,7 +341,8 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
     except ValueError as e:
         pytest.skip(str(e))
     loop.load_state_dict(fused.state_dict())
-    qkvx = [a.to(device) for a in inputs(fused, 45, dtype=torch.float32)]
+    T = 140 if choices.get("pos") == "t5" else 45                       # beyond its table
+    qkvx = [a.to(device) for a in inputs(fused, T, dtype=torch.float32)]
     found, expected = (attend_and_gradients(module.to(device), *qkvx, table=module.distance())
                        for module in (fused, loop))
-    close(found, expected, terms=45)
+    close(found, expected, terms=T)
