@@ -118,7 +118,19 @@ def test_what_a_state_keeps_and_what_is_written():
     assert found["written"].tolist() == pytest.approx([0.5, 0.5])
     module = layer(attn="titans")
     fill(module.momentum.bias, [0.0, 2.0])
-    assert figures(module)["momentum"].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-2))])
+    found = figures(module)
+    assert found["momentum"].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-2))])
+    assert found["slowed"].tolist() == [0, 0] and "slowed" not in figures(layer(attn="ttt"))
+
+
+def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
+    """The curvature grows with the square of the memory: far above the bound in one head, far below it in the other,
+    where after a chunk of 16 tokens nothing has grown yet."""
+    module, x = layer(attn="titans"), torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for memory in (module.memory_in, module.memory_out):
+            memory.mul_(torch.tensor([8.0, 0.25])[:, None, None])
+    assert figures(module, x)["slowed"].tolist() == [1, 0]
 
 
 def test_the_distance_bias_is_what_is_added():
