@@ -53,8 +53,9 @@ MEANINGS = {                                    # name: what is printed above it
     "lambda": "share of the second view that is subtracted; mean over tokens, where it depends on them",
     "kept": "share of its state that a head keeps at each token; mean over tokens, and channels if each has its own",
     "written": "what a head multiplies a token's value with as it writes; of ttt its rate times width, of titans times "
-               "chunk; mean over tokens",
+               "chunk / (1 - momentum); mean over tokens",
     "momentum": "share of its last step that a learning memory goes on with; mean over tokens",
+    "slowed": "share of tokens at which a learning memory lowers its rate, since the loss is too curved for it",
     "gate": "how far the gate on the output is open, from 0 to 1 if it is no silu; mean over tokens",
 }
 
@@ -164,6 +165,11 @@ def momentum(module, x):
     return module.momentum(x).sigmoid().mean((0, 1)) if hasattr(module, "momentum") else None
 
 
+def slowed(module, x):
+    """Of an input of zeros it is 0."""
+    return module.slowed(x) if hasattr(module, "slowed") else None
+
+
 def written(module, x):
     """Mamba2's step in time, the delta rule's beta, a learner's rate."""
     write = module.choices.get("write")
@@ -171,7 +177,7 @@ def written(module, x):
 
 
 MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "kept": kept, "written": written,
-        "momentum": momentum, "gate": gate}     # module, x -> (heads,), or None
+        "momentum": momentum, "slowed": slowed, "gate": gate}           # module, x -> (heads,), or None
 
 
 def bias_by_distance(module):

@@ -15,7 +15,7 @@ Every token does four things to it, and what tells one published model from anot
     deltanet        1                           beta_t    beta_t    conv, unit q and k      RMSNorm a head
     gated_deltanet  exp(-A_h dt_t)              beta_t    beta_t    conv, unit q and k      RMSNorm a head, silu gate
     ttt             1                           rate_t    slope     RoPE within a chunk     q + LayerNorm, LayerNorm
-    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q and k      as retnet
+    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q, k and v   as retnet
 
 The last two take off more than S answers: each write is a step of gradient descent on a loss, and its slope is taken
 where the chunk began, of an S through a LayerNorm (ttt) or of an MLP in place of S (titans).
@@ -159,24 +159,45 @@ def squared_norm(x):
     return x.square().sum(-1, keepdim=True)
 
 
-def learn_deep(state, q, k, v, rate, forget, momentum):
-    """The same of an MLP, z = gelu(k M) N, by its |z - v|^2 / 2: two such memories, the second one's keys are the first
-    one's answers. The neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no
-    attention beside it), with two layers. Not in the paper: a token's two slopes are clipped together to a norm of
-    1, before rate and momentum, or a chunk whose steps overshoot makes the next one's larger until they are nan. Where
-    a sequence begins most of them are. With TTT's LayerNorm in the loss, as fla has it, gradients explode."""
-    M, P, N, Q = state
+STEEPEST = 2                                    # largest curvature at which a token takes its whole step
+
+
+def deep_slopes(M, N, k, v):
+    """For a memory z = gelu(k M) N and its loss |z - v|^2 / 2: h = gelu(k M), the derivatives of the loss in k M and in
+    z, and the loss's curvature (.., C, 1) along its slope, which consists of k below^T in M and h g^T in N. To first
+    order, a step at some rate multiplies the error g by 1 - rate x curvature."""
     z = k @ M
     h = F.gelu(z)
     g = h @ N - v
     bell = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = (g @ N.mT) * (torch.special.ndtr(z) + z * bell)             # through gelu(z) = z ndtr(z)
-    # the slopes are k below^T and h g^T: how long both are together
-    square = squared_norm(k) * squared_norm(below) + squared_norm(h) * squared_norm(g)
-    rate = rate / torch.where(square > 1, square, 1.0).sqrt()
+    curvature = squared_norm(k) * squared_norm(below) / (squared_norm(g) + 1e-12) + squared_norm(h)
+    return h, below, g, curvature
+
+
+def learn_deep(state, q, k, v, rate, forget, momentum):
+    """The same of an MLP, z = gelu(k M) N, by its |z - v|^2 / 2: two such memories, the second one's keys are the first
+    one's answers. The neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no
+    attention beside it), with two layers.
+
+    Differs from the paper: where the curvature exceeds 2, the token's rate is lowered in proportion. With the rates and
+    initial values of this file that is rare; `eval.py params` prints the share of such tokens. Without this bound, a
+    memory whose initial values have grown in training can overshoot, each chunk farther than the one before, until it
+    is nan. TTT's LayerNorm in the loss, which fla adds, makes gradients explode here.
+    """
+    M, P, N, Q = state
+    h, below, g, curvature = deep_slopes(M, N, k, v)
+    rate = rate * STEEPEST / torch.where(curvature > STEEPEST, curvature, STEEPEST)
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q)
+
+
+def slowed_deep(state, q, k, v, *rest):
+    """One chunk of `learn_deep` that returns which tokens' rates were lowered, (B, H, C, 1), in place of o."""
+    M, _, N, _ = state
+    slowed = deep_slopes(M, N, k, v)[3] > STEEPEST
+    return slowed.to(v), learn_deep(state, q, k, v, *rest)[1]
 
 
 # ------------------------------------------------------------------------------------- the axes: how a state learns
@@ -190,6 +211,7 @@ class Rule(Choice):
     after: Callable | None = None               # layer, o, q, v -> o
     products: int = 2                           # of a vector with a state, for every token: it reads, and it writes
     linear: bool = True                         # what is written is linear in v, so that there are weights
+    slowed: Callable | None = None              # does one chunk, but returns which tokens' rates it lowers, not o
     places: Callable = lambda positions, chunk: positions               # what RoPE turns by
     heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
     power = statistic = row_input = counted_in = None                   # what only rules of scores have
@@ -246,10 +268,17 @@ def memory_of_descent(layer):
 
 
 def for_momentum(layer, q, k, v, forget, write, x):
-    """What `learn_deep` takes. The sum of a chunk's slopes moves, so the rate is over its length; there is no official
-    code that would say."""
-    momentum = F.logsigmoid(wide(split_heads(layer.momentum(x), layer.heads, 1)))
-    return q, k, v, write / layer.args["chunk"], forget, momentum
+    """What `learn_deep` takes. theta_t of the paper is write_t (1 - eta_t) / chunk: a chunk's slopes are taken at the
+    same memory and add up, and a momentum eta_t multiplies each of them by 1 / (1 - eta_t) over time. So a chunk of
+    equal tokens moves by no more than one step at a rate of 1.
+
+    Differs from the paper: it leaves theta_t open, and there is no official code. Its values have any length; here they
+    have length 1, as its queries and keys have. The length of a value would only scale its slope, as the rate does, and
+    the memory's curvature grows with the lengths that it has to answer with, without bound.
+    """
+    logits = wide(split_heads(layer.momentum(x), layer.heads, 1))
+    rate = write * torch.sigmoid(-logits) / layer.args["chunk"]
+    return q, k, attention.unit_length(layer, v), rate, forget, F.logsigmoid(logits)
 
 
 def deep_memory(layer, B):
@@ -257,10 +286,11 @@ def deep_memory(layer, B):
 
 
 def memory_of_momentum(layer):
-    """Initial values with which a step at a rate of 1, where it is not clipped, takes off about what it sees, in either
-    layer."""
+    """Initial values with which the curvature of a token's loss, at a key of length 1, is about 1: half of it from
+    either layer."""
     H, D = layer.heads, layer.width
-    return {"memory_in": Normal(D**-0.5, (H, D, 4 * D)), "memory_out": Normal(D**-0.5, (H, 4 * D, D)),
+    std = (2 * D)**-0.5
+    return {"memory_in": Normal(std, (H, D, 4 * D)), "memory_out": Normal(std, (H, 4 * D, D)),
             "momentum": nn.Linear(layer.config.n_embd, H)}
 
 
@@ -297,7 +327,8 @@ RULES = {
     "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
                     products=3, linear=False, places=lambda positions, chunk: positions % chunk),
     "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
-                     products=7 * 4, linear=False),             # of two memories, four times as wide as a head
+                     slowed=slowed_deep, linear=False,
+                     products=7 * 4),           # of two memories, four times as wide as a head
 }
 
 # ------------------------------------------------------------------------------- the axes: what is forgotten, written
@@ -493,20 +524,15 @@ class Recurrent(Attention):
 
     def forward(self, x, past=None, importances=None):
         """x (B, T, C), the layer's normed input. past: a dict that keeps what the next call goes on from."""
-        seen = 0 if past is None else past.get("tokens", 0)
         q, k, v = self.projected(x, past)
-        if self.choices["pos"].rotates:
-            places = self.rule.places(torch.arange(seen, seen + x.shape[1], device=x.device), self.args["chunk"])
-            frequency = attention.rope_frequencies(self.config, self.width, x.device)
-            q, k = (attention.rotate(y, frequency, places) for y in (q, k))
         attend = self.attend if past is None else partial(self.attend, past=past)       # which instruments replace
         y = attend(q, k, v, x, None)            # (B, H, T, E)
         if past is not None:
-            past["tokens"] = seen + x.shape[1]
+            past["tokens"] = past.get("tokens", 0) + x.shape[1]
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
     def projected(self, x, past):
-        """Queries, keys and values (B, heads, T, width), through the short convolution where there is one."""
+        """Queries, keys and values (B, heads, T, width), through the short convolution and RoPE where there are any."""
         y = self.c_attn(x)
         if self.choices["conv"].does:
             before = (past or {}).get("conv", y.new_zeros(len(y), CONV_REACH, y.shape[2]))
@@ -518,6 +544,11 @@ class Recurrent(Attention):
         q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
         if self.choices["qk_norm"].projected:
             q, k = (self.choices["qk_norm"].projected(self, *pair) for pair in ((self.q_norm, q), (self.k_norm, k)))
+        if self.choices["pos"].rotates:
+            seen = (past or {}).get("tokens", 0)
+            places = self.rule.places(torch.arange(seen, seen + x.shape[1], device=x.device), self.args["chunk"])
+            frequency = attention.rope_frequencies(self.config, self.width, x.device)
+            q, k = (attention.rotate(y, frequency, places) for y in (q, k))
         return q, k, v
 
     def attend(self, q, k, v, x, table=None, sight=None, past=None):
@@ -547,10 +578,10 @@ class Recurrent(Attention):
 
     # ------------------------------------------------------------------ the state
 
-    def read(self, q, k, v, x, past=None, hidden=-1):
+    def read(self, q, k, v, x, past=None, hidden=-1, one=None):
         """What every token reads, (B, H, T, E), before norm and gate, in float32 at least: these are sums of many
         products. past, where there is one, is left as the next call wants it. hidden: a place at which nothing is
-        written."""
+        written. one: takes a chunk instead of the rule, and what it returns as o is returned."""
         dtype, (q, k, v) = v.dtype, self.prepare(q, k, v)
         sums, forget, write = self.choices["normalize"].does, *(self.choices[axis].does for axis in ("forget", "write"))
         forget = wide(forget(self, x)) if forget else v.new_zeros(*v.shape[:3], 1)
@@ -563,7 +594,7 @@ class Recurrent(Attention):
             if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
                 o = self.fused(dtype, *inputs)
             else:
-                o = self.remember(inputs, {} if past is None else past)
+                o = self.remember(inputs, {} if past is None else past, one or self.rule.does)
             if sums:
                 o = o[..., :-1] / sums(o[..., -1:], None)
             return self.rule.after(self, o, q, v) if self.rule.after else o
@@ -581,9 +612,9 @@ class Recurrent(Attention):
         q, k, v = (y.to(dtype) for y in (q, k, v))
         return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].does else None, erase))
 
-    def remember(self, inputs, past):
-        """All tokens: (B, H, T, E). Of a memory that learns only whole chunks count as learned: the rows of one that
-        has begun are kept, read, and read again when it is whole."""
+    def remember(self, inputs, past, one):
+        """All tokens, a chunk at a time by `one`: (B, H, T, E). A memory that learns keeps only the steps of whole
+        chunks: the rows of a chunk that has begun are stored, and read again when it is whole."""
         new, size = inputs[0].shape[2], self.args["chunk"]
         state = self.state(past, inputs[2])
         if "rows" in past:
@@ -591,13 +622,13 @@ class Recurrent(Attention):
         T, outputs = inputs[0].shape[2], []
         full = T if self.rule.start is None else T - T % size
         if full:
-            o, state = run(self.rule.does, state, [y[:, :, :full] for y in inputs], size)
+            o, state = run(one, state, [y[:, :, :full] for y in inputs], size)
             outputs.append(o)
         past["state"] = state
         if self.rule.start:
             past["rows"] = [y[:, :, full:].clone() for y in inputs]
         if full < T:
-            outputs.append(run(self.rule.does, state, past["rows"], size)[0])
+            outputs.append(run(one, state, past["rows"], size)[0])
         return torch.cat(outputs, 2)[:, :, -new:]
 
     def fresh(self, v):
@@ -668,6 +699,12 @@ class Recurrent(Attention):
         moved = [torch.autograd.grad(asked, v, rows, retain_graph=True, is_grads_batched=True)[0]   # (few, B, H, T, E)
                  for rows in torch.eye(len(asked), device=v.device, dtype=asked.dtype).split(few)]
         return torch.cat([(each * signs).mean(-1) for each in moved]).movedim(0, 2)
+
+    @torch.no_grad()
+    def slowed(self, x):
+        """Share of the tokens of x (B, T, C) whose rate the rule lowers: (H,). None if the rule never lowers a rate."""
+        if self.rule.slowed:
+            return self.read(*self.projected(x, None), x, one=self.rule.slowed).mean((0, 2, 3))
 
     def flops_per_token(self):
         """Those of the recurrence, whose cost does not depend on the length; chunks spend more, on the same result."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bounds import below, close, same
+from bounds import below, close, dice, same
 from conftest import RECIPES, tiny_config, train_here
 from layers import normal
 
@@ -121,7 +121,20 @@ def test_what_a_state_keeps_and_what_is_written():
     close(found["written"], [0.5, 0.5], terms=4)
     module = layer(attn="titans")
     fill(module.momentum.bias, [0.0, 2.0])
-    close(figures(module)["momentum"], [0.5, 1 / (1 + math.exp(-2))], terms=4)
+    found = figures(module)
+    close(found["momentum"], [0.5, 1 / (1 + math.exp(-2))], terms=4)
+    assert found["slowed"].tolist() == [0, 0]
+    assert "slowed" not in figures(layer(attn="ttt"))
+
+
+def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
+    """The curvature grows with the square of the memory: far above the bound in one head, far below it in the other,
+    where after a chunk of 16 tokens nothing has grown yet."""
+    module, x = layer(attn="titans"), torch.randn(2, 16, 16, generator=dice())
+    with torch.no_grad():
+        for memory in (module.memory_in, module.memory_out):
+            memory.mul_(torch.tensor([8.0, 0.25])[:, None, None])
+    assert figures(module, x)["slowed"].tolist() == [1, 0]
 
 
 def test_the_distance_bias_is_what_is_added():

@@ -1,4 +1,6 @@
 """mixers/recurrent.py: chunks against tokens taken one by one, and each recipe's formula."""
+import math
+
 import pytest
 import torch
 from bounds import below, close, moved_by_rounding
@@ -166,28 +168,33 @@ def test_the_convolution_sees_three_tokens_back():
     close(torch.cat([part.transpose(1, 2).flatten(2) for part in module.projected(x, None)], -1), expected)
 
 
-def descent_by_autograd(answer, loss, memory, largest, q, k, v, rate, forget, momentum, spread, size):
+def descent_by_autograd(answer, loss, memory, steepest, q, k, v, rate, forget, momentum, spread, size):
     """TTT's and Titans' updates (eq. 13 and 14 of the latter) with autograd's own slopes, for one head: q, k, v (T, D),
     the others (T,). A token's step is taken with the slope where its chunk began; `spread` scales what a token sees of
-    its own chunk's steps. memory: a tuple of matrices. largest: norm that a token's slopes are clipped to."""
+    its own chunk's steps. memory: a tuple of matrices. steepest: the largest curvature along the slope (the squared
+    length of the slope in the memory, over that of the slope in the answer) at which the rate is not lowered. Returns
+    what is read, and for each token whether its rate was lowered."""
+    error = torch.func.grad(loss)
     slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), k, v))
-    moving, outputs = [torch.zeros_like(w) for w in memory], []
+    moving, outputs, slowed = [torch.zeros_like(w) for w in memory], [], []
     for t in range(len(q)):
         if t % size == 0:
             anchor = start = memory
         slopes = slope(anchor, k[t], v[t])
-        clipped = rate[t] * (largest / torch.cat([g.flatten() for g in slopes]).norm()).clamp(max=1)
-        moving = [momentum[t] * p - clipped * g for p, g in zip(moving, slopes, strict=True)]
+        curvature = sum(g.square().sum() for g in slopes) / error(answer(anchor, k[t]), k[t], v[t]).square().sum()
+        slowed.append(bool(curvature > steepest))
+        step = rate[t] * steepest / curvature if slowed[-1] else rate[t]
+        moving = [momentum[t] * p - step * g for p, g in zip(moving, slopes, strict=True)]
         start = [forget[t] * w for w in start]  # what would be left without this chunk's steps
         memory = tuple(forget[t] * w + p for w, p in zip(memory, moving, strict=True))
         seen = tuple(w0 + spread[t] * (w - w0) for w0, w in zip(start, memory, strict=True))
         outputs.append(answer(seen, q[t]))
         memory = seen if t % size == size - 1 else memory
-    return torch.stack(outputs)
+    return torch.stack(outputs), slowed
 
 
 def learner_by_formula(attn, module, q, k, v, x):
-    """What is read before norm and gate, head by head."""
+    """What is read before norm and gate, head by head, and which tokens' rates were lowered (2, 4, T)."""
     T, size = q.shape[2], 16
     ones = torch.ones(2, 4, T, dtype=torch.float64)
     rate = torch.sigmoid(heads_of(x @ module.beta.weight.T + module.beta.bias))[..., 0]
@@ -196,10 +203,11 @@ def learner_by_formula(attn, module, q, k, v, x):
         spread = (1 / (place + 1).double() + module.place[place]).clamp(min=0).expand_as(ones)
         rate, forget, momentum = rate / 8, ones, 0 * ones
     else:
-        q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
-        rate, spread = rate / size, ones
+        q, k, v = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k, v))
         forget = torch.sigmoid(module.forget_bias[:, None] - heads_of(x @ module.alpha.weight.T)[..., 0])
         momentum = torch.sigmoid(heads_of(x @ module.momentum.weight.T + module.momentum.bias))[..., 0]
+        rate, spread = rate * (1 - momentum) / size, ones
+    slowed = torch.zeros(2, 4, T, dtype=torch.bool)
     o = torch.empty_like(v)
     for b in range(2):
         for h in range(4):
@@ -214,11 +222,12 @@ def learner_by_formula(attn, module, q, k, v, x):
 
                 def seen(z, k):
                     return z
-            z = descent_by_autograd(answer, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
-                                    1e9 if attn == "ttt" else 1, q[b, h], k[b, h], v[b, h],
-                                    *(y[b, h] for y in (rate, forget, momentum, spread)), size)
-            o[b, h] = seen(z, q[b, h])
-    return o
+            z, lowered = descent_by_autograd(
+                answer, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
+                math.inf if attn == "ttt" else 2, q[b, h], k[b, h], v[b, h],
+                *(y[b, h] for y in (rate, forget, momentum, spread)), size)
+            o[b, h], slowed[b, h] = seen(z, q[b, h]), torch.tensor(lowered)
+    return o, slowed
 
 
 @learners
@@ -226,23 +235,32 @@ def test_learners_take_the_steps_that_autograd_finds(attn):
     """Values and gradients: more than two whole chunks, and one that has begun."""
     module = layer(attn)
     q, k, v, x = inputs(module, 45)
-    leaves = [y.requires_grad_() for y in (q, k, v * 0.3, x)]           # v: some of titans' slopes are clipped, not all
+    leaves = [y.requires_grad_() for y in (q, k, v, x)]
     parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
     above, results = normal(2, 4, 45, 8, stream=7), []
-    for o in (module.read(*leaves), learner_by_formula(attn, module, *leaves)):
+    expected, slowed = learner_by_formula(attn, module, *leaves)
+    for o in (module.read(*leaves), expected):
         results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], above)])
     close(*results, terms=1000)
+    if attn == "titans":
+        found = module.read(*leaves, one=module.rule.slowed)
+        assert found[..., 0].bool().equal(slowed) and 0.1 < slowed.float().mean() < 0.9
 
 
 @pytest.mark.parametrize("bias", [0.0, 3.0])
-def test_a_memory_that_learns_too_fast_stays_finite(bias):
-    """With all of a step's rate, and more so with momentum, what a chunk writes overshoots: it must not grow from chunk
-    to chunk."""
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
+    """At the largest rate, with little momentum or much, without forgetting, on runs of equal tokens, which all push
+    the same way. A memory of 4 times its size at first has 16 times the curvature: what a chunk writes overshoots, and
+    must not grow from chunk to chunk."""
     module = layer("titans")
     with torch.no_grad():
+        for memory in (module.memory_in, module.memory_out):
+            memory.mul_(size)
         for of, value in ((module.momentum.bias, bias), (module.beta.bias, 5.0), (module.forget_bias, 12.0)):
             of.fill_(value)
-    x = normal(1, 400, 32).requires_grad_()
+    x = normal(1, 40, 32).repeat_interleave(10, 1).requires_grad_()
+    assert module.slowed(x).min() > (0.9 if size == 4 else 0)
     o = module(x)
     slope, = torch.autograd.grad(o.square().mean(), x)
     assert o.isfinite().all()
