@@ -334,12 +334,6 @@ def weights(out_dir):
     return torch.load(out_dir / "ckpt.pt", weights_only=True)["model"]
 
 
-def same_weights(a, b):
-    """Bit for bit."""
-    a, b = weights(a), weights(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def assert_same_run(found, expected):
     """Two runs have the same log, but for the clock, and the same weights, bit for bit."""
     assert log_rows(found) == log_rows(expected)

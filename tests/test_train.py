@@ -12,24 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bounds import below, close, dice, same
-from conftest import (
-    RECIPES,
-    ROOT,
-    TINY,
-    assert_close_runs,
-    assert_same_run,
-    assert_says,
-    command,
-    contents,
-    log_rows,
-    losses,
-    meta,
-    same_weights,
-    tiny_config,
-    train,
-    train_here,
-    weights,
-)
+from conftest import (RECIPES, ROOT, TINY, assert_close_runs, assert_same_run, assert_says, command, contents, log_rows, losses, meta, tiny_config, train, train_here, weights)
 
 import attention
 import train as train_script
@@ -84,7 +67,7 @@ def test_the_same_command_gives_the_same_run(elastic_run, tmp_path, data):
 def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path, data):
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=elastic", "--dropout=0.1", "--eval_interval=100",
                "--log_interval=3", "--eval_iters=2")
-    assert same_weights(tmp_path, elastic_run)
+    same(weights(tmp_path), weights(elastic_run))
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
