@@ -210,32 +210,19 @@ def test_a_run_prints_every_figure_on_a_line(tmp_path, task):
     assert meta(tmp_path)["knobs"]["pos"] == "rope+bias" and meta(tmp_path)["knobs"]["n_layer"] == 1
 
 
-def compare_twice(tmp_path, task, capsys):
-    """The command, called twice with the same flags: what it printed, and the JSON file."""
+def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, monkeypatch):
+    monkeypatch.setattr(lab, "output_of", output_here)
     flags = ["lab", "--attn=softmax,gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}",
              f"--results={tmp_path / 'lab'}", f"--train_args={SHORT} --dataset={task}"]
     eval_script.main(flags)
     first = capsys.readouterr()
     eval_script.main([*flags, "--json"])
-    return first, capsys.readouterr(), json.loads((tmp_path / "lab.json").read_text())
-
-
-def check_comparison(first, again, found, tmp_path):
+    again, found = capsys.readouterr(), json.loads((tmp_path / "lab.json").read_text())
     assert first.err.count("training") == 6 and "softmax" in first.out and "gated" in first.out
     assert "training" not in again.err and json.loads(again.out) == found
     assert list(found["runs"]) == ["softmax", "gated", "blind"] and len(found["runs"]["gated"]) == 2
     assert found["runs"]["gated"][0]["parameters"] == found["runs"]["softmax"][0]["parameters"] + 64 + 1
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, monkeypatch):
-    monkeypatch.setattr(lab, "output_of", output_here)
-    check_comparison(*compare_twice(tmp_path, task, capsys), tmp_path)
-
-
-@pytest.mark.exhaustive
-def test_the_command_compares_recipes_in_real_processes(tmp_path, task, capsys):
-    check_comparison(*compare_twice(tmp_path, task, capsys), tmp_path)
 
 
 def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task):
