@@ -12,7 +12,23 @@ import numpy as np
 import pytest
 import torch
 from bounds import below, close, dice, same
-from conftest import (RECIPES, ROOT, TINY, assert_close_runs, assert_same_run, assert_says, command, contents, log_rows, losses, meta, tiny_config, train, train_here, weights)
+from conftest import (
+    RECIPES,
+    ROOT,
+    TINY,
+    assert_close_runs,
+    assert_same_run,
+    assert_says,
+    command,
+    contents,
+    log_rows,
+    losses,
+    meta,
+    tiny_config,
+    train,
+    train_here,
+    weights,
+)
 
 import attention
 import train as train_script
