@@ -53,9 +53,9 @@ MEANINGS = {                                    # name: what is printed above it
     "lambda": "share of the second view that is subtracted; mean over tokens, where it depends on them",
     "kept": "share of its state that a head keeps at each token; mean over tokens, and channels if each has its own",
     "written": "what a head multiplies a token's value with as it writes; of ttt its rate times width, of titans times "
-               "chunk / (1 - momentum); mean over tokens",
+               "its square root; mean over tokens",
     "momentum": "share of its last step that a learning memory goes on with; mean over tokens",
-    "slowed": "share of tokens at which a learning memory lowers its rate, since the loss is too curved for it",
+    "slowed": "share of tokens at which a learning memory lowers its rate, so that its step does not overshoot",
     "gate": "how far the gate on the output is open, from 0 to 1 if it is no silu; mean over tokens",
 }
 

@@ -15,7 +15,7 @@ Every token does four things to it, and what tells one published model from anot
     deltanet        1                           beta_t    beta_t    conv, unit q and k      RMSNorm a head
     gated_deltanet  exp(-A_h dt_t)              beta_t    beta_t    conv, unit q and k      RMSNorm a head, silu gate
     ttt             1                           rate_t    slope     RoPE within a chunk     q + LayerNorm, LayerNorm
-    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q, k and v   as retnet
+    titans          1 - alpha_t, with momentum  rate_t    slope     conv, unit q, k; RMS v  as retnet
 
 The last two take off more than S answers: each write is a step of gradient descent on a loss, and its slope is taken
 where the chunk began, of an S through a LayerNorm (ttt) or of an MLP in place of S (titans).
@@ -159,13 +159,13 @@ def squared_norm(x):
     return x.square().sum(-1, keepdim=True)
 
 
-STEEPEST = 2                                    # largest curvature at which a token takes its whole step
+LARGEST_STEP = 2                                # of rate x curvature: beyond it, a step makes the error larger
 
 
 def deep_slopes(M, N, k, v):
     """For a memory z = gelu(k M) N and its loss |z - v|^2 / 2: h = gelu(k M), the derivatives of the loss in k M and in
     z, and the loss's curvature (.., C, 1) along its slope, which consists of k below^T in M and h g^T in N. To first
-    order, a step at some rate multiplies the error g by 1 - rate x curvature."""
+    order, a step multiplies the error g by 1 - rate x curvature."""
     z = k @ M
     h = F.gelu(z)
     g = h @ N - v
@@ -175,29 +175,30 @@ def deep_slopes(M, N, k, v):
     return h, below, g, curvature
 
 
-def learn_deep(state, q, k, v, rate, forget, momentum):
+def learn_deep(state, q, k, v, rate, share, forget, momentum):
     """The same of an MLP, z = gelu(k M) N, by its |z - v|^2 / 2: two such memories, the second one's keys are the first
     one's answers. The neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, alone (no persistent tokens, no
-    attention beside it), with two layers.
+    attention beside it), with two layers. The paper's theta_t is rate x share.
 
-    Differs from the paper: where the curvature exceeds 2, the token's rate is lowered in proportion. With the rates and
-    initial values of this file that is rare; `eval.py params` prints the share of such tokens. Without this bound, a
-    memory whose initial values have grown in training can overshoot, each chunk farther than the one before, until it
-    is nan. TTT's LayerNorm in the loss, which fla adds, makes gradients explode here.
+    Differs from the paper: a token's rate is lowered where rate x curvature exceeds 2. With the rates and initial
+    values of this file that is rare; `eval.py params` prints the share of such tokens. Without the bound, a memory
+    whose initial values have grown in training can overshoot, each chunk farther than the one before, until it is nan.
+    TTT's LayerNorm in the loss, which fla adds, makes gradients explode here.
     """
     M, P, N, Q = state
     h, below, g, curvature = deep_slopes(M, N, k, v)
-    rate = rate * STEEPEST / torch.where(curvature > STEEPEST, curvature, STEEPEST)
+    step = rate * curvature
+    rate = share * rate / torch.where(step > LARGEST_STEP, step / LARGEST_STEP, 1.0)
     a, M, P = carry_on(M, P, q, k, -rate * below, forget, momentum)
     o, N, Q = carry_on(N, Q, F.gelu(a), h, -rate * g, forget, momentum)
     return o, (M, P, N, Q)
 
 
-def slowed_deep(state, q, k, v, *rest):
+def slowed_deep(state, q, k, v, rate, *rest):
     """One chunk of `learn_deep` that returns which tokens' rates were lowered, (B, H, C, 1), in place of o."""
     M, _, N, _ = state
-    slowed = deep_slopes(M, N, k, v)[3] > STEEPEST
-    return slowed.to(v), learn_deep(state, q, k, v, *rest)[1]
+    slowed = rate * deep_slopes(M, N, k, v)[3] > LARGEST_STEP
+    return slowed.to(v), learn_deep(state, q, k, v, rate, *rest)[1]
 
 
 # ------------------------------------------------------------------------------------- the axes: how a state learns
@@ -268,30 +269,30 @@ def memory_of_descent(layer):
 
 
 def for_momentum(layer, q, k, v, forget, write, x):
-    """What `learn_deep` takes. theta_t of the paper is write_t (1 - eta_t) / chunk: a chunk's slopes are taken at the
-    same memory and add up, and a momentum eta_t multiplies each of them by 1 / (1 - eta_t) over time. So a chunk of
-    equal tokens moves by no more than one step at a rate of 1.
+    """What `learn_deep` takes. A chunk's slopes are all taken at the same memory, so they add up, and a momentum eta_t
+    multiplies each of them by 1 / (1 - eta_t) over time. The share (1 - eta_t) / chunk makes up for both: a chunk of
+    equal tokens moves the memory by at most one step of the rate. The rate is write_t over the curvature at first.
 
-    Differs from the paper: it leaves theta_t open, and there is no official code. Its values have any length; here they
-    have length 1, as its queries and keys have. The length of a value would only scale its slope, as the rate does, and
-    the memory's curvature grows with the lengths that it has to answer with, without bound.
+    Differs from the paper: it leaves theta_t open, and there is no official code. Its values have any size; here their
+    mean square is 1. The size of a value would only scale its slope, as the rate does, and the curvature grows with the
+    values that the memory answers with, so that no rate would be small enough.
     """
     logits = wide(split_heads(layer.momentum(x), layer.heads, 1))
-    rate = write * torch.sigmoid(-logits) / layer.args["chunk"]
-    return q, k, attention.unit_length(layer, v), rate, forget, F.logsigmoid(logits)
+    rate, share = write / layer.width**0.5, torch.sigmoid(-logits) / layer.args["chunk"]
+    return q, k, attention.unit_square(layer, v), rate, share, forget, F.logsigmoid(logits)
+
+
+def memory_of_momentum(layer):
+    """Initial values with which the curvature of a token's loss, at a key of length 1, is about sqrt(D), half of it
+    from either layer. Both layers have the size that answers values of mean square 1."""
+    H, D = layer.heads, layer.width
+    std = (4 * D)**-0.25
+    return {"memory_in": Normal(std, (H, D, 4 * D)), "memory_out": Normal(std, (H, 4 * D, D)),
+            "momentum": nn.Linear(layer.config.n_embd, H)}
 
 
 def deep_memory(layer, B):
     return (*at_rest(layer.memory_in, B), *at_rest(layer.memory_out, B))
-
-
-def memory_of_momentum(layer):
-    """Initial values with which the curvature of a token's loss, at a key of length 1, is about 1: half of it from
-    either layer."""
-    H, D = layer.heads, layer.width
-    std = (2 * D)**-0.5
-    return {"memory_in": Normal(std, (H, D, 4 * D)), "memory_out": Normal(std, (H, 4 * D, D)),
-            "momentum": nn.Linear(layer.config.n_embd, H)}
 
 
 def at_rest(M, B):

@@ -168,12 +168,12 @@ def test_the_convolution_sees_three_tokens_back():
     close(torch.cat([part.transpose(1, 2).flatten(2) for part in module.projected(x, None)], -1), expected)
 
 
-def descent_by_autograd(answer, loss, memory, steepest, q, k, v, rate, forget, momentum, spread, size):
+def descent_by_autograd(answer, loss, memory, largest, q, k, v, rate, share, forget, momentum, spread, size):
     """TTT's and Titans' updates (eq. 13 and 14 of the latter) with autograd's own slopes, for one head: q, k, v (T, D),
     the others (T,). A token's step is taken with the slope where its chunk began; `spread` scales what a token sees of
-    its own chunk's steps. memory: a tuple of matrices. steepest: the largest curvature along the slope (the squared
-    length of the slope in the memory, over that of the slope in the answer) at which the rate is not lowered. Returns
-    what is read, and for each token whether its rate was lowered."""
+    its own chunk's steps. memory: a tuple of matrices. largest: bound on the rate times the curvature
+    along the slope, which is the squared length of the slope in the memory over that of the slope in the answer.
+    Returns what is read, and for each token whether its rate was lowered."""
     error = torch.func.grad(loss)
     slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), k, v))
     moving, outputs, slowed = [torch.zeros_like(w) for w in memory], [], []
@@ -182,8 +182,8 @@ def descent_by_autograd(answer, loss, memory, steepest, q, k, v, rate, forget, m
             anchor = start = memory
         slopes = slope(anchor, k[t], v[t])
         curvature = sum(g.square().sum() for g in slopes) / error(answer(anchor, k[t]), k[t], v[t]).square().sum()
-        slowed.append(bool(curvature > steepest))
-        step = rate[t] * steepest / curvature if slowed[-1] else rate[t]
+        slowed.append(bool(rate[t] * curvature > largest))
+        step = share[t] * (largest / curvature if slowed[-1] else rate[t])
         moving = [momentum[t] * p - step * g for p, g in zip(moving, slopes, strict=True)]
         start = [forget[t] * w for w in start]  # what would be left without this chunk's steps
         memory = tuple(forget[t] * w + p for w, p in zip(memory, moving, strict=True))
@@ -201,12 +201,13 @@ def learner_by_formula(attn, module, q, k, v, x):
     if attn == "ttt":
         place = torch.arange(T) % size
         spread = (1 / (place + 1).double() + module.place[place]).clamp(min=0).expand_as(ones)
-        rate, forget, momentum = rate / 8, ones, 0 * ones
+        rate, share, forget, momentum = rate / 8, ones, ones, 0 * ones
     else:
-        q, k, v = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k, v))
+        q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
+        v = v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         forget = torch.sigmoid(module.forget_bias[:, None] - heads_of(x @ module.alpha.weight.T)[..., 0])
         momentum = torch.sigmoid(heads_of(x @ module.momentum.weight.T + module.momentum.bias))[..., 0]
-        rate, spread = rate * (1 - momentum) / size, ones
+        rate, share, spread = rate / 8**0.5, (1 - momentum) / size, ones
     slowed = torch.zeros(2, 4, T, dtype=torch.bool)
     o = torch.empty_like(v)
     for b in range(2):
@@ -225,7 +226,7 @@ def learner_by_formula(attn, module, q, k, v, x):
             z, lowered = descent_by_autograd(
                 answer, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
                 math.inf if attn == "ttt" else 2, q[b, h], k[b, h], v[b, h],
-                *(y[b, h] for y in (rate, forget, momentum, spread)), size)
+                *(y[b, h] for y in (rate, share, forget, momentum, spread)), size)
             o[b, h], slowed[b, h] = seen(z, q[b, h]), torch.tensor(lowered)
     return o, slowed
 
@@ -234,6 +235,9 @@ def learner_by_formula(attn, module, q, k, v, x):
 def test_learners_take_the_steps_that_autograd_finds(attn):
     """Values and gradients: more than two whole chunks, and one that has begun."""
     module = layer(attn)
+    if attn == "titans":
+        with torch.no_grad():
+            module.memory_out.mul_(2)           # so large that some tokens' rates are lowered, not all
     q, k, v, x = inputs(module, 45)
     leaves = [y.requires_grad_() for y in (q, k, v, x)]
     parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
@@ -244,7 +248,7 @@ def test_learners_take_the_steps_that_autograd_finds(attn):
     close(*results, terms=1000)
     if attn == "titans":
         found = module.read(*leaves, one=module.rule.slowed)
-        assert found[..., 0].bool().equal(slowed) and 0.1 < slowed.float().mean() < 0.9
+        assert found[..., 0].bool().equal(slowed) and slowed.any() and not slowed.all()
 
 
 @pytest.mark.parametrize("bias", [0.0, 3.0])
@@ -260,7 +264,7 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
         for of, value in ((module.momentum.bias, bias), (module.beta.bias, 5.0), (module.forget_bias, 12.0)):
             of.fill_(value)
     x = normal(1, 40, 32).repeat_interleave(10, 1).requires_grad_()
-    assert module.slowed(x).min() > (0.9 if size == 4 else 0)
+    assert size == 1 or module.slowed(x).min() > 0.5
     o = module(x)
     slope, = torch.autograd.grad(o.square().mean(), x)
     assert o.isfinite().all()
