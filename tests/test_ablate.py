@@ -2,8 +2,10 @@
 import math
 from functools import partial
 
+import bounds
 import pytest
 import torch
+from bounds import close, same
 from conftest import some_recipes, tiny_config
 
 from common.machine import Machine
@@ -30,7 +32,7 @@ MACHINE = Machine("cpu", "float32")
 
 def lively(**choices):
     """A model whose attention matters: 2 layers of 2 heads, weights larger than the initial ones."""
-    gpt = GPT(tiny_config(**{"n_layer": 2} | choices)).eval()
+    gpt = GPT(tiny_config(**{"n_layer": 2} | choices), bounds.SEED).eval()
     with torch.no_grad():
         for p in gpt.parameters():
             p.mul_(8 if p.dim() > 1 else 0.7)
@@ -39,17 +41,12 @@ def lively(**choices):
 
 @pytest.fixture(scope="module")
 def rows():
-    return torch.randint(31, (3, 17), generator=torch.Generator().manual_seed(0))           # (N, T + 1)
+    return torch.randint(31, (3, 17), generator=bounds.dice())     # (N, T + 1)
 
 
-def gain(change, gpt, rows):
-    return (losses_with(change, gpt, rows, MACHINE) - losses_with(unchanged, gpt, rows, MACHINE)).abs().max().item()
-
-
-def one_head(layer, head, layers=2, heads=2):
-    chosen = torch.zeros(layers, heads, dtype=torch.bool)
-    chosen[layer, head] = True
-    return chosen
+def one_head(head, heads=2):
+    """One head of the first of two layers."""
+    return (torch.arange(2 * heads) == head).view(2, heads)
 
 
 def inputs_of(gpt, rows):
@@ -70,7 +67,7 @@ def changed_output(change, module, inputs):
         return change(module.attend, 0, module, *inputs)
 
 
-# grouped heads, and both ways to have two views, one of them grouped, too
+# also grouped heads, and both ways to have two views
 SHARED = {"n_head": 4, "n_kv_head": 2}
 KINDS = [{"attn": "softmax"}, {"attn": "softmax", **SHARED}, {"attn": "elastic", **SHARED}, {"attn": "diff", **SHARED},
          {"attn": "diff2", **SHARED}, {"attn": "diff_rela", "out_norm": "none", **SHARED}, {"attn": "sink_token"},
@@ -82,44 +79,43 @@ def test_a_value_is_zeroed_for_the_chosen_head_alone(choices, rows):
     """Its output equals the weights times the values without that token; the others' stay."""
     module, inputs = inputs_of(lively(**choices), rows)
     q, k, v, x, table = inputs
-    place, head = 3, module.heads - 1
+    head, row = module.heads - 1, module.ahead + 3
     before = changed_output(unchanged, module, inputs)
-    after = changed_output(value_zeroed(one_head(0, head, heads=module.heads), place), module, inputs)
-    assert torch.allclose(after[:, :head], before[:, :head], atol=1e-6)
-    with torch.no_grad():
-        w = module.weights_of(q, k, x, table)[:, head, :, -v.shape[2]:]                     # (B, T, T)
-    lost = w[..., module.ahead + place, None] * v[:, -1, None, module.ahead + place]
+    after = changed_output(value_zeroed(one_head(head, module.heads), 3), module, inputs)
+    size = before.abs().max().item()
+    close(after[:, :head], before[:, :head], terms=16, size=size)
+    close(after[:, :, :row], before[:, :, :row], terms=16, size=size)   # nobody saw it yet
     if choices["attn"] == "diff":               # an RMSNorm comes after
         assert not torch.allclose(after[:, head], before[:, head])
-    else:
-        assert torch.allclose(after[:, head], before[:, head] - lost, atol=1e-5)
-    assert torch.equal(before[:, :, :module.ahead + place], after[:, :, :module.ahead + place])     # nobody saw it yet
+        return
+    with torch.no_grad():
+        w = module.weights_of(q, k, x, table)[:, head, :, -v.shape[2]:]                     # (B, T, T)
+    close(after[:, head], before[:, head] - w[..., row, None] * v[:, -1, None, row], terms=16, size=size)
 
 
 @pytest.mark.parametrize("attn", some_recipes("softmax", "sink_token", "diff2", "streaming"))
 def test_a_value_zeroed_for_later_rows_leaves_the_tokens_own_row(attn, rows):
     module, inputs = inputs_of(lively(attn=attn, **({} if attn.startswith("diff") else SHARED)), rows)
-    place, own = 3, module.ahead + 3
-    changes = (unchanged, value_zeroed(one_head(0, 0, heads=module.heads), place),
-               value_zeroed(one_head(0, 0, heads=module.heads), place, to_itself=False))
+    chosen, own = one_head(0, module.heads), module.ahead + 3
+    changes = (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, to_itself=False))
     before, to_all, to_later = (changed_output(change, module, inputs) for change in changes)
-    torch.testing.assert_close(to_later[:, :, own], before[:, :, own])           # to float32's rounding
-    assert torch.equal(to_later[:, :, own + 1:], to_all[:, :, own + 1:])
+    close(to_later[:, :, own], before[:, :, own], terms=16)
+    same(to_later[:, :, own + 1:], to_all[:, :, own + 1:])
     if attn != "routing":                       # where clusters decide, a token need not see itself
         assert not torch.equal(to_later, to_all)
 
 
 def test_no_heads_cost_nothing(rows):
-    gpt = lively(attn="softmax", **SHARED)
-    nobody = torch.zeros(2, 4, dtype=torch.bool)
-    assert gain(value_zeroed(nobody), gpt, rows) == gain(output_zeroed(nobody), gpt, rows) == 0
+    gpt, nobody = lively(attn="softmax", **SHARED), torch.zeros(2, 4, dtype=torch.bool)
+    for change in (value_zeroed(nobody), output_zeroed(nobody)):
+        same(losses_with(change, gpt, rows, MACHINE), losses_with(unchanged, gpt, rows, MACHINE))
 
 
 def test_the_value_of_a_token_without_weight_costs_nothing(rows):
     """In a window of one, nobody else sees the first token."""
     gpt = lively(attn="window", window=1)
-    later = losses_with(value_zeroed(every_head(gpt)), gpt, rows, MACHINE)[:, 1:]
-    assert torch.equal(later, losses_with(unchanged, gpt, rows, MACHINE)[:, 1:])
+    close(*(losses_with(change, gpt, rows, MACHINE)[:, 1:] for change in (value_zeroed(every_head(gpt)), unchanged)),
+          terms=16)
 
 
 def test_zeroing_every_value_or_output_leaves_no_attention(rows):
@@ -132,17 +128,18 @@ def test_zeroing_every_value_or_output_leaves_no_attention(rows):
         return attend(*inputs)
 
     silent = losses_with(output_zeroed(everybody), gpt, rows, MACHINE)
-    assert torch.equal(losses_with(all_values, gpt, rows, MACHINE), silent)
+    same(losses_with(all_values, gpt, rows, MACHINE), silent)
     for block in gpt.transformer.h:
         torch.nn.init.zeros_(block.attn.c_proj.weight)
-    assert torch.equal(losses_with(unchanged, gpt, rows, MACHINE), silent)
+    same(losses_with(unchanged, gpt, rows, MACHINE), silent)
 
 
 def test_an_output_is_zeroed_after_gate_and_norm(rows):
     for attn in ("gated", "rela", "v_bias"):
         module, inputs = inputs_of(lively(attn=attn), rows)
-        o = changed_output(output_zeroed(one_head(0, 1)), module, inputs)
-        assert torch.equal(o[:, 0], changed_output(unchanged, module, inputs)[:, 0]) and not o[:, 1].any()
+        o, before = (changed_output(change, module, inputs) for change in (output_zeroed(one_head(1)), unchanged))
+        same(o[:, 0], before[:, 0])
+        assert not o[:, 1].any()
 
 
 @pytest.mark.parametrize("attn", ["softmax", "elastic", "sink_token"])
@@ -151,7 +148,7 @@ def test_a_hidden_key_is_as_if_it_had_no_weight(attn, rows):
     with torch.no_grad():
         w = module.weights_of(q, k, x, table, sight=module.sight._replace(hidden=module.ahead))
     assert not w[:, :, module.ahead + 1:, module.ahead].any()
-    assert torch.allclose(changed_output(key_hidden, module, (q, k, v, x, table)), w @ v, atol=1e-5)
+    close(changed_output(key_hidden, module, (q, k, v, x, table)), w @ v, terms=16)
 
 
 def test_the_most_the_least_and_as_many_by_chance():
@@ -161,9 +158,9 @@ def test_the_most_the_least_and_as_many_by_chance():
     assert found["least sink"][0].tolist() == [[True, False, False], [False, True, False]]
     assert len(found["random"]) == 5 and all(chosen.sum() == 2 for chosen in found["random"])
     assert len({str(chosen) for chosen in found["random"]}) > 1
-    again = picked(alpha, 2, draws=5, seed=1)["random"]
-    assert all(torch.equal(a, b) for a, b in zip(found["random"], again, strict=True))
-    assert not torch.stack(picked(alpha, 2, draws=5, seed=2)["random"]).equal(torch.stack(again))
+    again, other = (picked(alpha, 2, draws=5, seed=seed)["random"] for seed in (1, 2))
+    same(again, found["random"])
+    assert not torch.stack(other).equal(torch.stack(again))
 
 
 def test_the_most_and_the_least_of_each_layer():
@@ -194,9 +191,9 @@ def test_what_is_taken_away_is_counted_in_heads():
 def test_the_error_is_that_of_paired_differences():
     added = torch.tensor([[1.0, 2, 3, 6], [3, 2, 5, 2]], dtype=torch.float64)               # two draws, four windows
     found = mean_and_errors(added)
-    assert found["loss_change"] == 3 and found["over_draws"] == 0
+    close([found["loss_change"], found["over_draws"]], [3, 0], size=6)
     # the draws' means are 2, 2, 4, 4: squares about 3 sum to 4, over 3, root, over the root of 4 windows
-    assert found["standard_error"] == pytest.approx(math.sqrt(4 / 3) / 2)
+    close(found["standard_error"], math.sqrt(4 / 3) / 2)
     assert mean_and_errors(added[:1, :1]) == {"loss_change": 1, "standard_error": None, "over_draws": None}
 
 
@@ -209,10 +206,11 @@ def test_costs_of_a_model(attn, rows):
     found = costs(things, gpt, rows, MACHINE, batch_size=2)
     by_name = {(line["what"], line["where"]): line["loss_change"] for line in found["changes"]}
     assert all(by_name["0 % of heads zero", where] == 0 for where in ("most sink", "random", "least sink"))
-    silent = window_losses(output_zeroed(every_head(gpt)), gpt, rows, MACHINE, 3) - window_losses(
-        unchanged, gpt, rows, MACHINE, 3)
+    silent, before = (window_losses(change, gpt, rows, MACHINE, 3) for change in (output_zeroed(every_head(gpt)),
+                                                                                  unchanged))
     for where in ("most sink", "random", "least sink"):
-        assert by_name["100 % of heads zero", where] == pytest.approx(silent.mean().item(), abs=1e-6)
+        close(by_name["100 % of heads zero", where], (silent - before).mean().item(), terms=4,
+              size=before.max().item(), dtype=torch.float32)
     assert math.isfinite(by_name["first key hidden", "all heads"])
 
 
@@ -225,6 +223,6 @@ def test_hiding_and_zeroing_cost_what_the_lab_measures(backcopy):
     rows = torch.from_numpy(split.windows(starts, 65, 66))
     found = costs(ablations(torch.zeros(1, 1), 0.5, [], 8, 1, 0), gpt, rows, MACHINE, batch_size=4)
     by_name = {line["what"]: line["loss_change"] for line in found["changes"] if line["where"] == "all heads"}
-    assert by_name["first key hidden"] == pytest.approx(figures["hide_cost"], abs=1e-6)
-    assert by_name["the same to itself, too"] == pytest.approx(figures["zero_cost"], abs=1e-6)
+    for name, cost in (("first key hidden", "hide_cost"), ("the same to itself, too", "zero_cost")):
+        close(by_name[name], figures[cost], terms=4, size=found["loss"], dtype=torch.float32)
     assert by_name["first value zero"] != by_name["the same to itself, too"]
