@@ -679,5 +679,3 @@ def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
     assert choose_kernel(tiny_config(attn="softmax", dropout=0.1), "cuda") == "sdpa"
     with pytest.raises(ValueError, match="dropout"):
         choose_kernel(tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda")
-
-
