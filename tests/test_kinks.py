@@ -87,11 +87,12 @@ def spread(place):
     return recurrent.linear_memory(layer, 1)[-1][0, 0, 1]
 
 
-def clipped_step(v):
-    """A step of Titans' memory of one weight and one hidden unit: from 0, where its slope in the weight is -v."""
-    one = torch.ones(1, 1, 1, 1, dtype=v.dtype)
-    state = (0 * one, 0 * one, 2 * one, 0 * one)                        # the unit's output counts twice
-    _, (M, *_) = recurrent.learn_deep(state, one, one, v * one, one, 0 * one, 0 * one)
+def largest_step(rate):
+    """A step of Titans' memory of one weight and one hidden unit, along which the loss has curvature 1: from 0 to the
+    rate. The value is large, so that nothing is left of the 1e-12 in the curvature."""
+    one, value = torch.ones(1, 1, 1, 1, dtype=rate.dtype), 2.0 ** 30
+    state = (0 * one, 0 * one, 2 * one, 0 * one)
+    _, (M, *_) = recurrent.learn_deep(state, one, one, value * one, rate * one, one / value, 0 * one, 0 * one)
     return M
 
 
@@ -120,7 +121,7 @@ FORMULAS = {
     "a share of 0 has the entropy's slope at the smallest number":
         (lambda p: focus.entropy(p), 0.0, -math.log(torch.finfo(torch.float64).tiny)),
     "TTT's spread at 0: relu'(0) = 0": (spread, -0.5, 0.0),
-    "a slope of Titans as long as its clip is not clipped": (clipped_step, 1.0, 1.0),
+    "Titans' largest step is not lowered": (largest_step, recurrent.LARGEST_STEP, 1.0),
     "a first row has no choice: its importance is 0": (importance_of_first_row, 1.0, 0.0),
     "heads used alike are balanced": (lambda x: train.imbalance(x.repeat(4)), 0.25, 0.0),
     "so are heads that are not used at all": (lambda x: train.imbalance(x.repeat(4)), 0.0, 0.0),
@@ -130,7 +131,7 @@ FORMULAS = {
 @pytest.mark.parametrize("kink", FORMULAS)
 def test_a_formula_at_a_kink(kink):
     f, x, slope = FORMULAS[kink]
-    x = torch.tensor([x], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor([float(x)], dtype=torch.float64, requires_grad=True)
     close(torch.autograd.grad(f(x).sum(), x)[0], torch.tensor([slope], dtype=torch.float64), size=max(1.0, slope))
 
 
