@@ -165,7 +165,7 @@ LARGEST_STEP = 2                                # of rate x curvature: beyond it
 def deep_slopes(M, N, k, v):
     """For a memory z = gelu(k M) N and its loss |z - v|^2 / 2: h = gelu(k M), the derivatives of the loss in k M and in
     z, and the loss's curvature (.., C, 1) along its slope, which consists of k below^T in M and h g^T in N. To first
-    order, a step multiplies the error g by 1 - rate x curvature."""
+    order, a step changes the error g by -rate x curvature times itself, and in other directions."""
     z = k @ M
     h = F.gelu(z)
     g = h @ N - v
