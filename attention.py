@@ -1,51 +1,105 @@
-"""How attention scores become attention weights: the rules, the recipes made of them, the axes around them, the layer.
+"""How attention scores become attention weights: every rule, every published recipe, and the layer around them.
 
-For every attention here one head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. Its weights come
-from a rule  w_ij = f(s_ij; r_i, t_i)  of the score s_ij, a row statistic r_i of the scores (a log-sum-exp, say) and a
-row input t_i (a threshold; entmax's is an exponent). The rules below are the definition; kernels.py has each in
-Triton under the same name. Everything else that tells one published variant from another is a choice on an axis
-around the rule: see ATTENTIONS and AXES.
+One head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. The weights come from a rule
 
-Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E of v,
-C n_embd. q (B, H, R, D), k (B, H or fewer, T, D), v (B, H or fewer, T, E), scores and weights (B, H, R, T), row vectors
-(B, H, R, 1). A differential recipe has two score heads, called views, for every head of its output: view a is 0::2 of
-them, view b 1::2.
+    w_ij = f(s_ij; r_i, t_i)
+
+of the score s_ij, a statistic r_i of the row (such as the log-sum-exp of its scores) and a row input t_i (such as a
+threshold). A rule is one card below: its formula, its definition in PyTorch, the same in Triton, and its row in RULES.
+A recipe, such as --attn=elastic, is one line in ATTENTIONS: a rule and a choice on each axis around it (see axes/).
+`Attention.forward` tells the whole way from x to y. kernels.py computes any rule without storing the weights.
+
+Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v,
+C = n_embd. q (B, H, R, D), k (B, H or fewer, T, D), v (B, H or fewer, T, E). Scores and weights are (B, H, R, T), row
+vectors (B, H, R, 1). A differential recipe has two score heads, called views, for each output head: view a is 0::2 of
+the score heads, view b is 1::2.
 """
 import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 import kernels
+from axes import options, rows
+from axes.base import Choice, Constant, split_heads, wide
+from axes.layer import Layer
+from axes.positions import Distance, as_distance, no_bias, rope_frequencies, rotate
+from axes.rows import SINKS
+from axes.sight import visible, visible_count
+from kernels import (
+    BINARY,
+    LN2,
+    LOG2E,
+    Kernel,
+    const_power,
+    for_products,
+    grouped,
+    jit,
+    log_one_plus,
+    logistic,
+    real_power,
+    tl,
+)
 
-# --------------------------------------------------------------------------------------- the rules: scores to weights
-# Each takes a block of scores s (B, H, R, T), the mask `seen` of who sees whom (broadcastable to it), the row input t
-# and perhaps a power, and returns the weights, zero where not seen. The scores come in float32 or above, and so do
-# the weights.
+# ------------------------------------------------------------------------------------------------------- what a rule is
+# In PyTorch a rule takes a block of scores s (B, H, R, T) in float32 or float64, the mask `seen` of visible keys
+# (broadcastable to s), the row input t and perhaps a power. It returns weights of the shape of s, zero where masked.
+#
+# In Triton a rule is three small functions of one tile of scores, which kernels.py calls:
+#   weigh   s, r, t -> the weights w, what the statistic sums (z), and what the backward's U sums (u)
+#   slope   s, r, t, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij = do_i . v_j is the gradient
+#           of w_ij. delta_i = do_i . U_i - dr_i, where U_i = sum_j u_ij v_j / sum_j z_ij is often the output itself.
+#   settle  the finished sums of a row -> its statistic r
+# There s and r are in the rule's unit: multiplied by log2 e where exponentials are taken, because the hardware computes
+# 2^x. Each line of Triton stands below the line of PyTorch that defines it.
 
-UNSEEN = -1e30                                  # added to a score it leaves nothing of it; finite, so no row is nan
+MASKED = -1e30                                  # additive mask. Finite, so a fully masked row gives no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(Choice):
+    weights: Callable | None = None             # s, seen, t -> weights, the definition
+    statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), computed only where it is needed
+    row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1)
+    power: Callable | None = None               # args -> the constant power of rules that have one
+    kernel: Kernel | None = None                # the same rule in Triton
+    threshold_of: str | None = None             # in Triton, t is multiplied by the row sum of this other rule
+
+    linear = True                               # the output is linear in the values: there are weights to look at
+
+    @property
+    def normalizes(self):
+        """Does the rule itself decide what its rows sum to?"""
+        return self.statistic is not row_sum
+
+
+RULES = {}
+
+
+def row_sum(s, seen, w):
+    """r_i = sum_j w_ij, the statistic of rules that do not normalise their rows."""
+    return w.sum(-1, keepdim=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- softmax
+# w_ij = exp(s_ij - r_i),   r_i = log sum_j exp(s_ij)                                         Vaswani et al. 2017, eq. 1
+# ds_ij = w_ij (g_ij - delta_i)
 
 
 def softmax(s, seen, t=None):
-    """w_ij = exp(s_ij) / sum_k exp(s_ik): a row must spend exactly 1. With nothing to look for it pays into a sink.
+    """w_ij = exp(s_ij) / sum_k exp(s_ik): every row spends exactly 1. A row that finds nothing pays into a sink.
 
-    No learned scalars. The row statistic is the log-sum-exp.
-    Source: Vaswani et al. 2017, eq. 1.
+    No learned scalars. The statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1.
     """
-    return torch.softmax(s + ~seen * UNSEEN, -1)
+    return torch.softmax(s + ~seen * MASKED, -1)
 
 
 class LogSumExp(torch.autograd.Function):
-    """r_i = log sum_j exp(s_ij), natural, of rows whose softmax w is known: r = s_ij - log w_ij for any j, best for the
-    largest weight. This spares a second pass of exponentials, and so does the gradient, which is w itself.
-    """
+    """r_i = log sum_j exp(s_ij), natural, of rows whose softmax w is known: r = s_ij - log w_ij for any j. The largest
+    weight gives the best precision. This saves a second pass of exponentials, and the gradient of r is w itself."""
     @staticmethod
     def forward(ctx, s, seen, w):
         ctx.save_for_backward(w)
@@ -57,16 +111,45 @@ class LogSumExp(torch.autograd.Function):
         return ctx.saved_tensors[0] * e, None, None
 
 
-def elastic(s, seen, t):
-    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1, an even one nothing.
+@jit
+def softmax_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.exp(s - r)
+    w = tl.exp2(s - r)
+    return w, w, w
 
-    What would be parked on a sink falls below the threshold and is cut off. Exact zeros, not renormalised; for tau >=
-    0 the row sum lies in [0, 1].
+
+@jit
+def softmax_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = torch.exp(s - r) * (g - delta)
+    ds = tl.exp2(s - r) * (g - delta)
+    return ds, ds
+
+
+@jit
+def softmax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
+    # r = torch.logsumexp(s, -1)                    (r comes in as the maximum m, sum_z as the sum of 2^(s - m))
+    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # an empty row (of lssar) has no sum
+
+
+RULES["softmax"] = Rule(weights=softmax, statistic=LogSumExp.apply, kernel=Kernel(
+    softmax_weigh, softmax_slope, softmax_settle, online=True, unit=BINARY))
+
+# -------------------------------------------------------------------------------------------------------------- elastic
+# w_ij = relu(p_ij - t_i),   p = softmax(s),   t_i = tau_h / n_i                       Lazy Attention, eq. 5 and table 2
+# ds_ij = p_ij (m_ij g_ij - delta_i),   m_ij = [p_ij > t_i],   U_i = sum_j p_ij m_ij v_j
+
+
+def elastic(s, seen, t):
+    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1, an even row nothing.
+
+    Weights that softmax would park on a sink fall below the threshold and become exactly zero. The others are not
+    renormalised. For tau >= 0 the row sum lies in [0, 1].
     Learned: tau (H,), 1 at the start, so that an even row is off. n_i counts from 1: row i of the paper sees i keys.
-    Source: Lazy Attention, eq. 5 and table 2. The author's public code stores -tau and adds it, from -1, -0.5 or
-    -1.01 on, and gives it a hundred times the learning rate (here --head_lr=100).
+    Source: Lazy Attention, eq. 5 and table 2.
+    Differs from the author's code: it stores -tau and adds it, from -1, -0.5 or -1.01 on, with a hundred times the
+    learning rate (here --head_lr=100).
     """
-    return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)         # a negative tau would lift what is not seen
+    return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)         # a negative tau would lift masked keys
 
 
 def elastic_threshold(layer, n):
@@ -78,21 +161,53 @@ def elastic_threshold(layer, n):
     return layer.tau[:, None, None] / n[:, None]
 
 
+# The first row has one key: p = 1, and t = 1 as tau starts. Rounding differs between kernels and must not decide a tie
+TIE = tl.constexpr(1 + 2**-18)
+
+
+@jit
+def elastic_weigh(s, r, t, power: tl.constexpr):
+    # p = torch.exp(s - r); w = torch.relu(p - t)
+    p = tl.exp2(s - r)
+    return tl.maximum(p - t, 0.), p, tl.where(p > t * TIE, p, 0.)
+
+
+@jit
+def elastic_slope(s, r, t, power: tl.constexpr, g, delta):
+    # p = torch.exp(s - r); g = g * (p > t)
+    p = tl.exp2(s - r)
+    g = tl.where(p > t * TIE, g, 0.)
+    # ds = p * (g - delta); dt = -g.sum(-1)
+    return p * (g - delta), -g
+
+
+RULES["elastic"] = Rule(
+    lambda layer: {"tau": torch.full((layer.heads,), layer.args["tau_init"])},
+    {"tau_init": Constant(1.0), "per_length": Constant(True, word="block"), "learn_tau": Constant(True)},
+    weights=elastic, row_input=elastic_threshold, kernel=Kernel(
+        elastic_weigh, elastic_slope, softmax_settle, passes=1, save_u=True, takes_t=True, unit=BINARY))
+
+# ---------------------------------------------------------------------------------------------------- entmax, sparsemax
+# w_ij = x_ij^a,   x_ij = relu(s_ij / a - r_i),   r_i such that the row sums to 1,   a = 1 / (alpha - 1), the power
+# ds_ij = u_ij (g_ij - delta_i),   u_ij = x_ij^(a - 1),   U_i = sum_j u_ij v_j / sum_j u_ij    Peters et al. 2019, eq. 7
+
+
 def entmax(s, seen, t=None, power=2.0):
     """w_ij = relu((alpha - 1) s_ij - r_i)^power, power = 1 / (alpha - 1), with the r_i that makes the row sum to 1.
 
-    Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get exact zeros, but
-    the row still spends 1: the sink becomes a choice of few keys, and remains. With --attn_args=alpha=learned the
-    power comes as t, from alpha_h = 1 + sigmoid(theta_h), theta (H,) 0 at the start, which is alpha 1.5. Source:
-    Peters et al. 2019, eq. 7 and 9; alpha per head: Correia et al. 2019, who learn it as 1 + sigmoid, too.
+    Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get exact zeros. The row
+    still spends 1, so it still needs a sink, chosen among few keys.
+    Learned, with --attn_args=alpha=learned: theta (H,), 0 at the start, alpha_h = 1 + sigmoid(theta_h). The power is
+    then the row input t.
+    Source: Peters et al. 2019, eq. 7 and 9; alpha per head as 1 + sigmoid: Correia et al. 2019.
     """
     power = t if power is None else power
-    z = s / power + ~seen * UNSEEN
+    z = s / power + ~seen * MASKED
     z = z - z.detach().amax(-1, keepdim=True)                           # now r lies in [-1, 0]
     r = entmax_threshold(z.detach(), power)
     x = F.relu(z - r)
-    # r solves sum_j x_ij^power = 1. One more step of Newton's method leaves it where it is, but autograd now sees how r
-    # depends on z and on the power
+    # r solves sum_j x_ij^power = 1. One more step of Newton's method does not move it, but shows autograd how r depends
+    # on z and on the power
     slope = (power * (x > 0) * x ** (power - 1)).sum(-1, keepdim=True).detach()
     r = r + ((x ** power).sum(-1, keepdim=True) - 1) / slope
     return F.relu(z - r) ** power
@@ -106,7 +221,7 @@ def entmax_threshold(z, power):
     1, and never passes the solution.
     """
     r = torch.full_like(z[..., :1], -1.0)
-    for _ in range(60):                         # five to ten do as a rule
+    for _ in range(60):                         # five to ten are usual
         x = F.relu(z - r)
         total = (x ** power).sum(-1, keepdim=True)
         step = (total - total ** (1 - 1 / power)) / ((x > 0) * x ** (power - 1)).sum(-1, keepdim=True)
@@ -117,7 +232,7 @@ def entmax_threshold(z, power):
 
 
 def entmax_row_input(layer, n):
-    """t = 1 / (alpha_h - 1) where alpha is learned. A constant one is the rule's power, and there is no row input."""
+    """t = 1 / (alpha_h - 1) where alpha is learned. A constant alpha is the rule's power instead."""
     if layer.args["alpha"] == "learned":
         theta = torch.where(layer.theta > -4.6, layer.theta, -4.6)      # alpha is at least 1.01
         return (1 + torch.exp(-theta))[:, None, None].expand(-1, len(n), 1)
@@ -125,12 +240,86 @@ def entmax_row_input(layer, n):
 
 def sparsemax(s, seen, t=None, power=1.0):
     """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha 2, its sparsest
-    form.
+    form. The row still spends 1, so it still needs a sink.
 
-    No learned scalars. The sink stays, for the sum is still 1.
-    Source: Martins & Astudillo 2016, eq. 1.
+    No learned scalars. Source: Martins & Astudillo 2016, eq. 1.
     """
     return entmax(s, seen, None, power)
+
+
+@jit
+def entmax_lift(s, t, power: tl.constexpr):
+    return s / power
+
+
+@jit
+def entmax_weigh(s, r, t, power: tl.constexpr):
+    # x = torch.relu(s - r); w = x**power           (s comes in divided by the power)
+    u = const_power(s - r, power - 1)
+    return u * tl.maximum(s - r, 0.), u, u
+
+
+@jit
+def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = torch.relu(s / power - r)**(power - 1) * (g - delta)
+    ds = const_power(s / power - r, power - 1) * (g - delta)
+    return ds, ds
+
+
+@jit
+def entmax_settle(r, t, power, sum_w, sum_z, FIRST: tl.constexpr):
+    # r so that (relu(s / power - r)**power).sum(-1) == 1
+    if FIRST:                                               # r comes in as the maximum. The largest weight alone is at
+        return r - 1.                                       # most 1, so the solution is not below the maximum minus 1
+    else:                                                   # Newton on the norm (sum of w)^(1 / power), convex in r:
+        step = sum_w - real_power(sum_w, 1 - 1 / power)     # from the left, never beyond the solution
+        return r + step / tl.maximum(sum_z, 1e-30)
+
+
+# alphamax is the kernel of entmax where each row has a power t_i of its own, learned:
+# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). x depends on t also through s / t, whose slope is -(x + r) / t, but
+# r is the same for all keys, and ds sums to 0
+
+@jit
+def alphamax_lift(s, t, power: tl.constexpr):
+    return s / t
+
+
+@jit
+def alphamax_weigh(s, r, t, power: tl.constexpr):
+    # x = torch.relu(s - r); w = x**t               (s comes in divided by t)
+    u = real_power(s - r, t - 1)
+    return u * tl.maximum(s - r, 0.), u, u
+
+
+@jit
+def alphamax_slope(s, r, t, power: tl.constexpr, g, delta):
+    # x = torch.relu(s / t - r); ds = x**(t - 1) * (g - delta)
+    x = s / t - r
+    ds = real_power(x, t - 1) * (g - delta)
+    # dt = (ds * x * (torch.log(x) - 1)).sum(-1)
+    return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.)
+
+
+@jit
+def alphamax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
+    # r so that (relu(s / t - r)**t).sum(-1) == 1
+    return entmax_settle(r, t, t, sum_w, sum_z, FIRST)
+
+
+ENTMAX = Kernel(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, save_u=True, skip=True, heavy=True)
+ALPHAMAX = ENTMAX._replace(weigh=alphamax_weigh, slope=alphamax_slope, settle=alphamax_settle, lift=alphamax_lift)
+RULES["entmax"] = Rule(
+    lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
+    {"alpha": Constant(1.5, 1.01, 2.0, "learned")}, weights=entmax, row_input=entmax_row_input,
+    power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1),
+    kernel=ENTMAX._replace(power=2.0, takes_power=True))
+RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
+
+# ---------------------------------------------------------------------------------------------------------------- lssar
+# a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),   w_ij = x_ij^power / sum_k x_ik^power
+# In Triton x = relu(softplus(s) - t) with t times the row sum of softplus, and w is the softmax of power log x, because
+# x^power overflows. ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij       Gao & Spratling 2501.13428, eq. 4, 5
 
 
 def lssar(s, seen, t, power=15.0):
@@ -157,41 +346,136 @@ def lssar_threshold(layer, n):
     return torch.where(n > 3, 1 / n, 0.0)[:, None]
 
 
-def softpick(s, seen, t=None):
-    """w_ij = relu(e^s_ij - 1) / (sum_k |e^s_ik - 1| + eps): negative scores get zeros and only swell the denominator.
+@jit
+def softplus_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.log(1 + torch.exp(s))
+    w = tl.maximum(s, 0.) * LN2 + log_one_plus(tl.exp2(-tl.abs(s)))
+    return w, w, w
 
-    So a row may spend less than 1, and nothing where every score is negative: no sink is needed. No learned scalars.
-    Source: Zuhri et al. 2504.20966. Both sides are multiplied by e^-m, with m the row's maximum but at least 0: the
-    authors' code lacks the "at least 0" and overflows where all scores are below -88. eps (1e-8) is added after that,
-    as there; their kernel has 1e-6, and counts a score of exactly 0 as negative where autograd and this have slope 0.
+
+@jit
+def softplus_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = torch.sigmoid(s) * (g - delta)
+    ds = logistic(s) * (g - delta)
+    return ds, ds
+
+
+@jit
+def lssar_lift(s, t, power: tl.constexpr):
+    # s = power * torch.log(torch.relu(softplus(s) - t))
+    phi, _, _ = softplus_weigh(s, 0., t, power)
+    return tl.where(phi > t * TIE, power * tl.log2(phi - t), float("-inf"))     # an even row is empty, not noise
+
+
+@jit
+def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
+    # x = torch.relu(softplus(s) - t); dx = x**power / torch.exp(r) * (g - delta) * power / x
+    phi, _, _ = softplus_weigh(s, r, t, power)
+    dx = tl.exp2(lssar_lift(s, t, power) - r) * (g - delta) * power / (phi - t)
+    dx = tl.where(phi > t * TIE, dx, 0.)
+    # ds = dx * torch.sigmoid(s); dt = -dx.sum(-1)
+    return dx * logistic(s), -dx
+
+
+SOFTPLUS = Kernel(softplus_weigh, softplus_slope, unit=BINARY, heavy=True)         # for the row sum alone
+RULES["lssar"] = Rule(
+    args={"power": Constant(15.0, 1.0, 64.0)}, weights=lssar, row_input=lssar_threshold,
+    power=lambda args: args["power"], threshold_of="softplus", kernel=Kernel(
+        softmax_weigh, lssar_slope, softmax_settle, lssar_lift, online=True, sum_delta=True, takes_t=True,
+        takes_power=True, power=15.0, unit=BINARY, skip=True, heavy=True))
+
+# ------------------------------------------------------------------------------------------------------------- softpick
+# w_ij = relu(e^s_ij - 1) / sum_j |e^s_ij - 1| = relu(e^(s_ij - r_i) - e^-r_i),   r_i = log sum_j |e^s_ij - 1|
+# Only positive scores have weight, but all scores are part of the sum:                        Zuhri et al. 2504.20966
+# ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij) delta_i)
+
+
+def softpick(s, seen, t=None):
+    """w_ij = relu(e^s_ij - 1) / (sum_k |e^s_ik - 1| + eps): negative scores get zeros and only raise the denominator.
+
+    A row may spend less than 1, and nothing where every score is negative, so it needs no sink. No learned scalars.
+    Both sides are multiplied by e^-m, with m the row's maximum but at least 0.
+    Source: Zuhri et al. 2504.20966.
+    Differs from the authors' code: it lacks the "at least 0" and overflows where all scores are below -88. eps (1e-8)
+    is added after that multiplication, as there. Their kernel has 1e-6 and counts a score of exactly 0 as negative,
+    where autograd and this rule have slope 0.
     """
-    s = s + ~seen * UNSEEN                      # nothing that is not seen may overflow
+    s = s + ~seen * MASKED                      # masked scores must not overflow
     m = s.detach().amax(-1, keepdim=True).clamp(min=0)
     e = (torch.exp(s - m) - torch.exp(-m)).masked_fill(~seen, 0.0)
     return F.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-8)
 
 
-def relu(s, seen, t=None):
-    """w_ij = relu(s_ij): no normaliser, exact zeros below 0, and nothing that must be spent, hence no sink.
+@jit
+def softpick_weigh(s, r, t, power: tl.constexpr):
+    # e = torch.exp(s - r) - torch.exp(-r); w = torch.relu(e)
+    e = tl.exp2(s - r) - tl.exp2(-r)
+    return tl.maximum(e, 0.), tl.abs(e), e
 
-    No learned scalars. Divided by the row's length (Wortsman et al. 2309.08586, there bidirectional and one length
-    for all rows), or followed by an RMSNorm (ReLA, Zhang et al. 2021).
+
+@jit
+def softpick_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = torch.exp(s - r) * ((s > 0) * g - torch.sign(s) * delta)
+    ds = tl.exp2(s - r) * tl.where(s > 0, g - delta, tl.where(s < 0, delta, 0.))
+    return ds, ds
+
+
+@jit
+def softpick_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
+    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)     (m = max(0, s): e^-m <= 1)
+    return r + tl.log2(sum_z + 1e-8)
+
+
+RULES["softpick"] = Rule(weights=softpick, kernel=Kernel(
+    softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0))
+
+# ----------------------------------------------------------------------------------------------------------------- relu
+# w_ij = relu(s_ij)                                                                          Wortsman et al. 2309.08586
+# ds_ij = [s_ij > 0] (g_ij - delta_i). From here on rules have no statistic: delta is 0, or -dr if the row sum is used
+
+
+def relu(s, seen, t=None):
+    """w_ij = relu(s_ij): no normaliser, and exact zeros for negative scores. A row need not spend, so it needs no sink.
+
+    No learned scalars.
+    Source: divided by the row's length, Wortsman et al. 2309.08586 (there bidirectional, with one length for all rows);
+    followed by an RMSNorm, ReLA, Zhang et al. 2021.
     """
     return F.relu(s).masked_fill(~seen, 0.0)
 
 
-def tra(s, seen, t, power=2.0):
-    """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): only what noise would hardly reach
-    counts.
+@jit
+def relu_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.relu(s)
+    w = tl.maximum(s, 0.)
+    return w, w, w
 
-    Of unit q and k of width d that have nothing to do with each other, at beta 1 at most kappa keys a row pass on
-    average, however long the context (at d 64 and n 1024 really 0.05, so most rows start empty). Exact zeros, no sum,
-    no sink.
+
+@jit
+def relu_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = (s > 0) * (g - delta)
+    ds = tl.where(s > 0, g - delta, 0.)
+    return ds, ds
+
+
+RULES["relu"] = Rule(weights=relu, statistic=row_sum, kernel=Kernel(relu_weigh, relu_slope, skip=True))
+
+# ------------------------------------------------------------------------------------------------------------------ tra
+# w_ij = relu(s_ij - t_i)^power,   t_i = beta_h sqrt(2 log(n_i / kappa) / d)     Threshold Differential Attention, eq. 1
+# ds_ij = power relu(s_ij - t_i)^(power - 1) (g_ij - delta_i)
+
+
+def tra(s, seen, t, power=2.0):
+    """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): noise hardly reaches the threshold.
+
+    Take unit q and k of width d that are unrelated to each other. At beta 1, at most kappa keys a row pass the
+    threshold on average, however long the context (at d 64 and n 1024 in fact 0.05, so most rows start empty). Weights
+    have exact zeros and no fixed sum, so there is no sink.
     Learned: beta (H,), 1 at the start, one for both views of TDA.
-    Source: Threshold Differential Attention, eq. 1 and appendix B. The released kernel has kappa = 1, takes beta as a
-    constant and lacks the norm on the output, which gives the few small weights a scale. Here the logarithm is at
-    least 0, for kappa above n. The paper does not say whether beta belongs to a head or to a layer, nor whether its
-    RMSNorm sees one head or all: here each head has a beta, and the norm sees one head.
+    Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether beta belongs to a
+    head or to a layer, nor whether its RMSNorm sees one head or all: here each head has a beta, and the norm sees one.
+    Differs from the released kernel: it has kappa = 1, takes beta as a constant, and lacks the norm on the output,
+    which gives the few small weights a scale. Here the logarithm is at least 0, for kappa above n.
     """
     return F.relu(s - t).masked_fill(~seen, 0.0) ** power
 
@@ -202,12 +486,37 @@ def tra_threshold(layer, n):
     return layer.beta[:, None, None] * torch.sqrt(2 * log / layer.width)[:, None]
 
 
-def sigmoid(s, seen, t):
-    """w_ij = sigmoid(s_ij - t_i): each key is judged alone, so nothing has to be spent and there is no sink.
+@jit
+def tra_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.relu(s - t)**power
+    w = const_power(s - t, power)
+    return w, w, w
 
-    No learned scalars: t is log(block_size) (`length_bias`), so that a row's sum is near 1 at the start; without it,
-    0.
-    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length); without a bias: When Attention Sink
+
+@jit
+def tra_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = power * torch.relu(s - t)**(power - 1) * (g - delta); dt = -ds.sum(-1)
+    ds = power * const_power(s - t, power - 1) * (g - delta)
+    return ds, -ds
+
+
+RULES["tra"] = Rule(
+    lambda layer: {"beta": torch.full((layer.heads,), layer.args["beta_init"])},
+    {"beta_init": Constant(1.0), "kappa": Constant(1.0, 1e-9, 1e9), "power": Constant(2.0, 1.0, 64.0),
+     "learn_beta": Constant(True)},
+    weights=tra, statistic=row_sum, row_input=tra_threshold, power=lambda args: args["power"],
+    kernel=Kernel(tra_weigh, tra_slope, takes_t=True, takes_power=True, power=2.0, skip=True))
+
+# -------------------------------------------------------------------------------------------------------------- sigmoid
+# w_ij = sigmoid(s_ij - t_i),   t_i = log(block_size)                                        Ramapuram et al. 2409.04431
+# ds_ij = w_ij (1 - w_ij) (g_ij - delta_i)
+
+
+def sigmoid(s, seen, t):
+    """w_ij = sigmoid(s_ij - t_i): each key is judged alone. A row need not spend, so it needs no sink.
+
+    No learned scalars: t is log(block_size), so that a row's sum starts near 1; with length_bias=0 it is 0.
+    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length). Without a bias: When Attention Sink
     Emerges, table 6.
     Differs from the authors' code, whose language model puts a LayerNorm on queries and keys (nearest: --qk_norm=head).
     """
@@ -219,92 +528,86 @@ def sigmoid_threshold(layer, n):
     return torch.full_like(n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0)[:, None]
 
 
+@jit
+def sigmoid_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.sigmoid(s - t)
+    w = logistic(s - t * LOG2E)
+    return w, w, w
+
+
+@jit
+def sigmoid_slope(s, r, t, power: tl.constexpr, g, delta):
+    # w = torch.sigmoid(s - t); ds = w * (1 - w) * (g - delta); dt = -ds.sum(-1)
+    w = logistic(s - t * LOG2E)
+    ds = w * (1 - w) * (g - delta)
+    return ds, -ds
+
+
+RULES["sigmoid"] = Rule(args={"length_bias": Constant(True)}, weights=sigmoid, statistic=row_sum,
+                        row_input=sigmoid_threshold,
+                        kernel=Kernel(sigmoid_weigh, sigmoid_slope, takes_t=True, unit=BINARY))
+
+# ------------------------------------------------------------------------------------------------------------------ elu
+# w_ij = elu(s_ij) + 1: 1 + s_ij above 0, e^s_ij below                          When Attention Sink Emerges, table 6
+# ds_ij = min(1, e^s_ij) (g_ij - delta_i)
+
+
 def elu(s, seen, t=None):
     """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, without a normaliser, without a sink.
 
-    No learned scalars.
-    Source: When Attention Sink Emerges, table 6.
+    No learned scalars. Source: When Attention Sink Emerges, table 6.
     """
     return torch.where(s < 0, s.clamp(max=0).exp(), 1 + s).masked_fill(~seen, 0.0)
+
+
+@jit
+def elu_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.nn.functional.elu(s) + 1
+    w = tl.maximum(s, 0.) + tl.exp2(tl.minimum(s, 0.) * LOG2E)
+    return w, w, w
+
+
+@jit
+def elu_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = torch.exp(s.clamp(max=0)) * (g - delta)
+    ds = tl.exp2(tl.minimum(s, 0.) * LOG2E) * (g - delta)
+    return ds, ds
+
+
+RULES["elu"] = Rule(weights=elu, statistic=row_sum, kernel=Kernel(elu_weigh, elu_slope))
+
+# ------------------------------------------------------------------------------------------------------------- identity
+# w_ij = s_ij                                                                   When Attention Sink Emerges, table 6
+# ds_ij = g_ij - delta_i
 
 
 def identity(s, seen, t=None):
     """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear attention. No sink.
 
     No learned scalars.
-    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k: Katharopoulos et al. 2020.
+    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k, Katharopoulos et al. 2020.
     """
     return s.masked_fill(~seen, 0.0)
 
 
-def row_sum(s, seen, w):
-    """r_i = sum_j w_ij, what a row spends: the statistic of rules that do not normalise."""
-    return w.sum(-1, keepdim=True)
+@jit
+def identity_weigh(s, r, t, power: tl.constexpr):
+    # w = s
+    return s, s, s
 
 
-class Constant(NamedTuple):
-    """A constant that --attn_args may set: a switch if its default is one, else a number (a whole one if the default
-    is), or perhaps a word."""
-    default: Any
-    low: float = -math.inf
-    high: float = math.inf
-    word: str | None = None                     # besides a number or a switch
+@jit
+def identity_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = g - delta
+    return g - delta, g - delta
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One value of an axis. All there is to know of it stands in its row of the axis' table.
+RULES["identity"] = Rule(weights=identity, statistic=row_sum, kernel=Kernel(identity_weigh, identity_slope))
 
-    `does` differs from axis to axis; a comment above each table says what goes in and what comes out.
-    """
-    does: Callable | None = None                # None: nothing
-    learns: Callable | None = None              # layer -> {name: what Attention.add takes}
-    args: dict[str, Constant] = dataclasses.field(default_factory=dict)
-    refuse: Callable | None = None              # config, args -> why it means nothing there, or None
+kernels.offer({name: rule.kernel for name, rule in RULES.items()} | {
+    "softplus": SOFTPLUS, "alphamax": ALPHAMAX._replace(takes_t=True)})
 
-
-@dataclasses.dataclass(frozen=True)
-class Rule(Choice):
-    """A rule; it does s, seen, t -> weights."""
-    statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), computed only where it is used
-    row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1)
-    power: Callable | None = None               # args -> the constant power of rules that have one
-    counted_in: str | None = None               # in the kernel t is a multiple of this kernel rule's row sum
-    linear = True                               # in the values; not so of every state, see mixers/recurrent.py
-
-    @property
-    def normalizes(self):
-        """Does the rule say itself what its rows sum to?"""
-        return self.statistic is not row_sum
-
-
-RULES = {
-    "softmax": Rule(softmax, statistic=LogSumExp.apply),
-    "elastic": Rule(
-        elastic, row_input=elastic_threshold,
-        learns=lambda layer: {"tau": torch.full((layer.heads,), layer.args["tau_init"])},
-        args={"tau_init": Constant(1.0), "per_length": Constant(True, word="block"), "learn_tau": Constant(True)}),
-    "entmax": Rule(
-        entmax, row_input=entmax_row_input,
-        learns=lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
-        args={"alpha": Constant(1.5, 1.01, 2.0, "learned")},
-        power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1)),
-    "sparsemax": Rule(sparsemax),
-    "lssar": Rule(lssar, row_input=lssar_threshold, counted_in="softplus",
-                  args={"power": Constant(15.0, 1.0, 64.0)}, power=lambda args: args["power"]),
-    "softpick": Rule(softpick),
-    "relu": Rule(relu, statistic=row_sum),
-    "tra": Rule(
-        tra, statistic=row_sum, row_input=tra_threshold,
-        learns=lambda layer: {"beta": torch.full((layer.heads,), layer.args["beta_init"])},
-        args={"beta_init": Constant(1.0), "kappa": Constant(1.0, 1e-9, 1e9), "power": Constant(2.0, 1.0, 64.0),
-              "learn_beta": Constant(True)}, power=lambda args: args["power"]),
-    "sigmoid": Rule(sigmoid, statistic=row_sum, row_input=sigmoid_threshold, args={"length_bias": Constant(True)}),
-    "elu": Rule(elu, statistic=row_sum),
-    "identity": Rule(identity, statistic=row_sum),
-}
-
-# ------------------------------------------------------------------------------------ the recipes: one line a variant
+# -------------------------------------------------------------------------------------- the recipes: one line a variant
 # A published variant is a rule and a choice on every axis around it. Axes that a recipe leaves out fall to the
 # preset, then to the default, which is the first value in the axis' table below. A row with a "mixer" is no attention:
 # its choices are explained where that mixer is, in mixers/.
@@ -394,953 +697,83 @@ def recipe(name):
     return ATTENTIONS[name]
 
 
-# --------------------------------------------------------------------------------------------------- the axes: tools
-# From here on, one table an axis and one row a value: what it does, what it learns, its constants, what it does not
-# go with. A new value is a row. `layer` is the Attention below; what it learns for each view has layer.score_heads
-# rows, what it learns for each head of the output layer.heads. (A new axis is a table, a row of AXES, a field of
-# model.GPTConfig, and the place in Attention where it acts.)
+# ------------------------------------------------------------------------------------------------------------ the layer
 
-
-def only(values, *names):
-    """These rows of a table."""
-    return {name: values[name] for name in names}
-
-
-class Normal(NamedTuple):
-    """A learned tensor that starts as draws from N(0, std)."""
-    std: float
-    shape: tuple
-
-
-class Redrawn(NamedTuple):
-    """A weight of a learned module that starts as draws from N(0, std), and not from that of every linear layer."""
-    std: float
-
-
-class Fixed(NamedTuple):
-    """A tensor that a layer keeps and does not learn."""
-    value: torch.Tensor
-
-
-def wide(x):
-    """Low precision up to float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def split_heads(x, heads, width):
-    """(B, R, heads * width) to (B, heads, R, width)."""
-    return x.unflatten(-1, (heads, width)).transpose(1, 2)
-
-
-# --------------------------------------------------------------------------------------------------------- positions
-
-
-class Distance(NamedTuple):
-    """Relative positions as one value: b[h, i - j], which is added to the score. Each part is a tensor or None."""
-    table: Any = None                           # (H, W): at distances 0 .. W - 1
-    tail: Any = None                            # (H,): from distance W on; None: 0 there
-    slope: Any = None                           # (H,): times the distance, everywhere
-
-    @property
-    def is_empty(self):
-        return all(part is None for part in self)
-
-    def by_distance(self, T):
-        """b at distances 0 .. T - 1, (H, T)."""
-        H, part = next((len(part), part) for part in self if part is not None)
-        table = part.new_zeros(H, 0) if self.table is None else self.table[:, :T]
-        beyond = T - table.shape[1]
-        by_distance = F.pad(table, (0, beyond))                         # (H, T)
-        if self.tail is not None:
-            by_distance = torch.cat([table, self.tail[:, None].expand(-1, beyond)], -1)
-        if self.slope is not None:
-            by_distance = by_distance + self.slope[:, None] * torch.arange(T, device=part.device)
-        return by_distance
-
-    def bias(self, R, T):
-        """b for the last R of T rows against all T keys, (H, R, T); what stands at negative distances is not seen."""
-        # one vector a head holds every distance once, from T-1 down to -(R-1); each row is a window on it, one step
-        # further
-        return F.pad(self.by_distance(T).flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
-
-
-def rope_frequencies(config, width, device):
-    """Radians per position of each pair of channels, (width // 2,): base^(-2c/width), changed as rope_scaling says.
-
-    An odd width leaves its last channel without a pair, so the exponent is -2c / (width - 1).
-    """
-    half = width // 2
-    frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
-    how, numbers = parse_rope_scaling(config.rope_scaling)
-    return ROPE_SCALINGS[how](frequency, *numbers)
-
-
-def ntk_frequencies(frequency, ratio):
-    """NTK-aware: as with base * ratio^(D / (D - 2)). The fastest pair stays, the slowest turns `ratio` times slower, so
-    that a context `ratio` times longer holds as much of its wave. (bloc97 2023; YaRN, Peng et al. 2309.00071,
-    section 3.1)"""
-    return frequency * ratio ** -torch.linspace(0, 1, len(frequency), device=frequency.device)
-
-
-def llama3_frequencies(frequency, factor, low, high, original):
-    """LLaMA 3.1: waves that fit into the original context `high` times stay, those that do not even `low` times become
-    `factor` times longer, and in between it goes over smoothly."""
-    fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
-    kept = ((fits - low) / (high - low)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
-
-
-ROPE_SCALINGS = {                               # frequencies, numbers -> frequencies
-    "": lambda frequency: frequency,
-    "linear": lambda frequency, factor: frequency / factor,             # position interpolation, Chen et al. 2023
-    "ntk": ntk_frequencies,
-    "llama3": llama3_frequencies,
-}
-
-
-def rotate(x, frequency, positions):
-    """RoPE (Su et al. 2021): turn the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by position * frequency_c.
-
-    positions (T,), frequency (D // 2,). Half-split pairing, as in GPT-NeoX and LLaMA. An odd last channel stays as it
-    is.
-    """
-    half = x.shape[-1] // 2
-    angle = positions[:, None].float() * frequency
-    cos, sin = angle.cos(), angle.sin()
-    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)
-
-
-class Sinusoids(nn.Module):
-    """sin and cos of each place, [sin | cos] over the width C, of wavelengths 2 pi to 20,000 pi: nothing is learned.
-
-    Vaswani et al. 2017, section 3.5, where they alternate; half by half as in the code of When Attention Sink Emerges,
-    which has them as large, too, beside embeddings that start at 0.02. (Vaswani et al. multiply these by sqrt(C).)
-    """
-
-    def __init__(self, places, width):
-        super().__init__()
-        self.num_embeddings, self.width = places, width
-
-    def forward(self, positions):               # (T,) to (T, C)
-        half = -(-self.width // 2)
-        frequency = 10000.0 ** (-torch.arange(half, device=positions.device) / half)
-        angle = positions[:, None] * frequency
-        return torch.cat([angle.sin(), angle.cos()], -1)[:, :self.width]
-
-
-def learned_table(layer):
-    return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
-
-
-def learned_bias(layer):
-    """score + table[h, i - j], 0 beyond `bias_range`. Lazy Attention, section 4.1, whose minus is in the table."""
-    return Distance(layer.table)
-
-
-def alibi(layer):
-    """score - m_h (i - j), fixed, or learned with --attn_args=learn_alibi=1. ALiBi, Press et al. 2108.12409,
-    section 3."""
-    return Distance(slope=-layer.alibi)
-
-
-def alibi_slopes(layer):
-    """m_h = 2^(-8 (h + 1) / H) if H is a power of 2; else those of the next lower one P, then every second one of 2 P:
-    the released code's. Two views share one."""
-    heads = layer.heads
-    lower = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
-    slopes += [2 ** (-4 * (h + 1) / lower) for h in range(0, 2 * (heads - lower), 2)]
-    return {"alibi": torch.tensor(slopes).repeat_interleave(layer.score_heads // heads)}
-
-
-T5_BUCKETS, T5_FAR = 32, 128                    # the buckets, and from where on a distance is in the last of them
-
-
-def t5_buckets(device=None):
-    """The bucket of each distance, (T5_FAR,): one for each of the nearest 16, then 16 evenly in the logarithm.
-
-    T5, Raffel et al. 1910.10683, section 2.1; its code, for causal attention.
-    """
-    near = T5_BUCKETS // 2
-    distance = torch.arange(T5_FAR, device=device)
-    logs = (distance / near).clamp(min=1).log() / math.log(T5_FAR / near)               # 0 at 16, 1 at 128
-    return torch.where(distance < near, distance, near + (logs * near).long())
-
-
-def t5_bias(layer):
-    """score + b[h, bucket of i - j]; b (heads, 32) is shared by all layers, N(0, 1/sqrt(n_embd)) at first, as in
-    transformers. T5, whose scores are not divided by sqrt(d) (here they are; --scale=one is T5's)."""
-    return Distance(layer.t5[:, t5_buckets(layer.t5.device)], layer.t5[:, -1])
-
-
-def t5_table(layer):
-    return {"t5": Normal(layer.config.n_embd ** -0.5, (layer.score_heads, T5_BUCKETS))}
-
-
-def t5_index(layer):
-    """score + the number of the bucket, 0 to 31: the farther, the more. Nothing is learned, and no model should want
-    it: it is what the released code of When Attention Sink Emerges computes as relative positions (table 3, whose
-    loss is 5.45 where the others have 3.8)."""
-    return Distance(layer.t5_index, layer.t5_index[:, -1])
-
-
-def t5_index_table(layer):
-    return {"t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))}
-
-
-@dataclasses.dataclass(frozen=True)
-class Position(Choice):
-    """Does layer -> Distance."""
-    rotates: bool = False                       # q and k turn by RoPE
-    embeds: Callable | None = None              # places, C -> what model.py adds for each place; there are no others
-    shared: tuple = ()                          # names of what it learns that all layers share
-
-
-POSITIONS = {
-    "rope": Position(rotates=True),
-    "none": Position(),
-    "sinusoidal": Position(embeds=Sinusoids),
-    "learned": Position(embeds=nn.Embedding),
-    "alibi": Position(alibi, alibi_slopes, {"learn_alibi": Constant(False)}),
-    "t5": Position(t5_bias, t5_table, shared=("t5",)),
-    "t5_index": Position(t5_index, t5_index_table),
-    "bias": Position(learned_bias, learned_table),
-    "rope+bias": Position(learned_bias, learned_table, rotates=True),
-}
-
-# -------------------------------------------------------------------------------- before the scores: queries and keys
-
-
-def unit_length(layer, x):
-    """x / |x|. It has no weights, so it makes no difference that RoPE came before. TRA, LSSAR."""
-    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
-
-
-def unit_square(layer, x):
-    """x / sqrt(mean x^2), without weights."""
-    return F.rms_norm(wide(x), (layer.width,), eps=1e-6).to(x.dtype)
-
-
-def norm_of_heads(layer, norm, x):
-    """RMSNorm of each head with learned weights, (D,) for queries and (D,) for keys. Qwen3."""
-    return norm(wide(x)).to(x.dtype)
-
-
-def norm_of_layer(layer, norm, x):
-    """RMSNorm of all heads together with learned weights, (H D,) for queries and (Hk D,) for keys. OLMo 2."""
-    return split_heads(norm(wide(x).transpose(1, 2).flatten(2)), *x.shape[1::2]).to(x.dtype)
-
-
-def norms_of_qk(layer, q_width, k_width):
-    return {"q_norm": nn.RMSNorm(q_width, eps=layer.config.norm_eps),
-            "k_norm": nn.RMSNorm(k_width, eps=layer.config.norm_eps)}
-
-
-@dataclasses.dataclass(frozen=True)
-class QKNorm(Choice):
-    """Does layer, x -> x after rotation: queries and keys, each by itself."""
-    projected: Callable | None = None           # layer, its learned norm, x -> x, which weights bind to before rotation
-
-
-QK_NORMS = {
-    "none": QKNorm(),
-    "l2": QKNorm(unit_length),
-    "rms": QKNorm(unit_square),
-    "head": QKNorm(projected=norm_of_heads, learns=lambda layer: norms_of_qk(layer, layer.width, layer.width)),
-    "all": QKNorm(projected=norm_of_layer, learns=lambda layer: norms_of_qk(
-        layer, layer.shapes["q"][0] * layer.width, layer.shapes["k"][0] * layer.width)),
-}
-
-
-def elu_features(layer, x):
-    """elu(x) + 1: linear attention's positive features. Katharopoulos et al. 2020, eq. 7."""
-    return F.elu(x) + 1
-
-
-def mlp_features(layer, x):
-    """W2 relu(W1 x), one map for queries and keys of all heads. When Attention Sink Emerges, table 6, where it is
-    printed as mlp(q, mlp(k)); the released code has mlp(q) mlp(k)."""
-    return layer.feature(x.to(layer.feature[0].weight.dtype)).to(x.dtype)
-
-
-def mlp_feature_map(layer):
-    width = layer.width
-    first, second = (nn.Linear(width, width, bias=False) for _ in range(2))
-    drawn = Redrawn(math.sqrt(2 / (5 * width)))
-    return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
-
-
-FEATURES = {                                    # layer, x -> x: queries and keys, each by itself
-    "none": Choice(),
-    "elu": Choice(elu_features),
-    "mlp": Choice(mlp_features, mlp_feature_map),
-}
-
-
-def ssmax_scale(layer, n):
-    """SSMax (Nakanishi 2501.19399): the score times sigma_h log n_i. Long rows are as sharp as short ones, their
-    sinks too.
-
-    Learned: sigma (H,), at first 1 / mean(log n) of a training context (0.168 for 1024), or --attn_args=sigma_init=.
-    The asentmax repository's version has log(n + 1) and N(1, 0.01). For unit q and k (LSSAR, which fixes it) sigma is
-    sqrt(d) log(d).
-    """
-    return layer.sigma[:, None, None] * n.log()[:, None]
-
-
-def ssmax_scalars(layer):
-    config, width, sigma = layer.config, layer.width, layer.args["sigma_init"]
-    mean_log = (torch.arange(config.block_size) + 1.0).log().mean().item()
-    if sigma == "auto":
-        sigma = math.sqrt(width) * math.log(width) if config.qk_norm == "l2" else 1 / max(mean_log, 0.1)
-    return {"sigma": torch.full((layer.score_heads,), sigma)}
-
-
-def asentmax_scale(layer, n):
-    """ASEntmax: the score times 1 + beta_h log(n_i + 1)^gamma_h, which a head may learn to let grow or shrink with n.
-
-    Learned: scale_beta (H,), at first evenly spread over the heads from 0.1 to 1 (the released code draws it there),
-    and scale_gamma (H,), at first 0, so that length comes in as it learns (there N(0, 0.1)).
-    Source: the asentmax repository, sparse_gemma.py. A simplification: the form recommended there has beta =
-    softplus(x W) and gamma = 2 tanh(x W') for each token, and scales only the heads without positions, where the
-    other half of the heads carries ALiBi.
-    """
-    return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[:, None] ** layer.scale_gamma[:, None, None]
-
-
-def asentmax_scalars(layer):
-    heads = layer.score_heads
-    beta = torch.linspace(0.1, 1.0, heads) if heads > 1 else torch.full((1,), 0.55)
-    return {"scale_beta": beta, "scale_gamma": torch.zeros(heads)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale(Choice):
-    """Does layer, n (R,) -> a factor on the score, (H, R, 1)."""
-    bare: bool = False                          # not divided by sqrt(d)
-
-
-SCALES = {
-    "sqrt_d": Scale(),
-    "one": Scale(bare=True),
-    "log_n": Scale(ssmax_scale, ssmax_scalars,
-                   {"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)}),
-    "asentmax": Scale(asentmax_scale, asentmax_scalars),
-}
-
-# ----------------------------------------------------------- after the rule: what a row keeps, and what is subtracted
-
-
-def over_sum(r, n):
-    """The row sum. 1e-8 keeps a row without any weight finite."""
-    return r + 1e-8
-
-
-def over_length(r, n):
-    """n_i, the number of keys that row i sees."""
-    return n
-
-
-def over_max1(r, n):
-    """max(|row sum|, 1), for weights of either sign. When Attention Sink Emerges, table 6."""
-    return torch.where(r.abs() > 1, r.abs(), 1.0)
-
-
-def normalizes_itself(config, args):
-    if RULES[config.rule].normalizes:
-        free = ", ".join(name for name, rule in RULES.items() if not rule.normalizes)
-        return (f"--normalize={config.normalize} goes with rules that have no normaliser of their own ({free}): "
-                f"the rows of rule {config.rule} are normalised already")
-
-
-def sum_may_be_zero(config, args):
-    if config.rule == "identity" and config.feature != "elu":
-        return "--normalize=sum divides by sums that weights of either sign may bring to 0: use --normalize=max1"
-    return normalizes_itself(config, args)
-
-
-@dataclasses.dataclass(frozen=True)
-class Normalizer(Choice):
-    """Does r (B, H, R, 1) the row sums, n (R, 1) the lengths -> what to divide a row by."""
-    sums: bool = False                          # it reads r
-
-
-NORMALIZERS = {
-    "none": Normalizer(),
-    "sum": Normalizer(over_sum, refuse=sum_may_be_zero, sums=True),
-    "length": Normalizer(over_length, refuse=normalizes_itself),
-    "max1": Normalizer(over_max1, refuse=normalizes_itself, sums=True),
-}
-
-
-def zero_score(layer, q):
-    """c = 0 (softmax1, Miller 2023)."""
-    return 0.0
-
-
-def logit_score(layer, q):
-    """c = b_h, learned, 0 at first. GPT-OSS, which prints no initial value; transformers has N(0, 0.02)."""
-    return layer.sink_logit[:, None, None]
-
-
-BIAS_SIZES = {                                  # of learned key and value biases
-    "bias_shared": Constant(False),             # one for all heads; When Attention Sink Emerges, table 12
-    "bias_dims": Constant("all", 1, word="all")}        # only so many first channels learn, the others are 0; table 13
-
-
-def wrong_bias_dims(config, args):
-    dims = args["bias_dims"]
-    if dims != "all" and (dims != int(dims) or dims > config.head_width):
-        return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"
-
-
-def bias_shape(layer, heads, width):
-    dims = layer.args["bias_dims"]
-    return 1 if layer.args["bias_shared"] else heads, width if dims == "all" else int(dims)
-
-
-def whole_bias(bias, heads, width):
-    """A learned bias as every head wants it, (heads, width)."""
-    return F.pad(bias, (0, width - bias.shape[-1])).repeat_interleave(heads // len(bias), 0)
-
-
-def key_score(layer, q):
-    """c_i = q_i . k* / sqrt(d), as for every key, with k* N(0, 0.02) for each key head, not rotated. When Attention
-    Sink Emerges, table 4, whose code decays k* and v*; here nothing outside the linear layers decays."""
-    key = layer.for_score_heads(layer.featured(whole_bias(layer.sink_key, *layer.shapes["k"])), 0)
-    return layer.sight.scale * (wide(q[..., :layer.width]) * key[:, None]).sum(-1, keepdim=True)
-
-
-def sink_key(layer):
-    return {"sink_key": Normal(0.02, bias_shape(layer, *layer.shapes["k"]))}
-
-
-def sink_key_and_value(layer):
-    """v* is N(0, 0.02), or fixed: of norm `value_norm`, along the first axis or (`value_even`) all; its table 5."""
-    heads, width = layer.shapes["v"]
-    if layer.args["value_norm"] == "learned":
-        return sink_key(layer) | {"sink_value": Normal(0.02, bias_shape(layer, heads, width))}
-    value = torch.full((width,), width ** -0.5) if layer.args["value_even"] else torch.eye(width)[0]
-    return sink_key(layer) | {"sink_value": Fixed((layer.args["value_norm"] * value).repeat(heads, 1))}
-
-
-def sink_value(layer, heads):
-    return whole_bias(layer.sink_value, heads, layer.shapes["v"][1])[:, None]
-
-
-def needs_log_sum_exp(config, args):
-    if config.rule != "softmax":
-        return (f"--sink={config.sink} needs --rule=softmax: an extra key merges exactly by log-sum-exp, which rule "
-                f"{config.rule} does not have")
-    if args.get("value_even") and args["value_norm"] == "learned":
-        return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
-    return wrong_bias_dims(config, args) if "bias_dims" in args else None
-
-
-def needs_first(config, args):
-    if config.window and not config.first:
-        return "--sink=token cannot be seen beyond --window: add --first=1"
-
-
-@dataclasses.dataclass(frozen=True)
-class Sink(Choice):
-    """Does layer, q -> c (.., 1), the score of an extra key, which leaves the others e^r / (e^r + e^c) of their
-    weights: softmax followed by a gate, o_i sigmoid(r_i - c_i). So a sink need not be a token (The Attention Sink as
-    Native MoE, eq. 2 to 4)."""
-    value: Callable | None = None               # layer, heads -> the extra key's value (heads, 1, E); None: 0
-    ahead: int = 0                              # model.py puts so many learned tokens ahead of the sequence
-
-
-SINKS = {
-    "none": Sink(),
-    "one": Sink(zero_score, refuse=needs_log_sum_exp),
-    "logit": Sink(logit_score, lambda layer: {"sink_logit": torch.zeros(layer.score_heads)},
-                  refuse=needs_log_sum_exp),
-    "key": Sink(key_score, sink_key, BIAS_SIZES, refuse=needs_log_sum_exp),
-    "key_value": Sink(key_score, sink_key_and_value, BIAS_SIZES | {
-        "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
-        refuse=needs_log_sum_exp, value=sink_value),
-    "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
-}
-
-
-def lambda_at_depth(depth):
-    """Differential Transformer's lambda_init, for layers counted from 0."""
-    return 0.8 - 0.6 * math.exp(-0.3 * depth)
-
-
-def lambda_logit(layer):
-    start = layer.args["lambda_init"]
-    return {"lambda_logit": torch.full((layer.heads,), math.log(start / (1 - start)))}
-
-
-def lambda_of_head(layer, x):
-    """sigmoid(lambda_logit_h), 0.5 at first. Threshold Differential Attention prints no initial value, and its code
-    clamps lambda to [0, 1], where it gets no gradient."""
-    return torch.sigmoid(layer.lambda_logit)[:, None, None]
-
-
-def lambda_of_layer(layer, x):
-    """exp(q1.k1) - exp(q2.k2) + lambda_init of four vectors (D,), N(0, 0.1), and the depth: one lambda a layer.
-
-    Source: Ye et al. 2410.05258, eq. 3. In the code two layers stand side by side: multihead_diffattn.py shares one
-    key head between both views, multihead_flashdiff_1.py, which it recommends, gives each its own, as here. Paper
-    GroupNorm, code RMSNorm with one weight for all heads, as here; transformers pairs heads h and h + H/2, and has no
-    weight.
-    """
-    ups, downs = (layer.lambda_q1 * layer.lambda_k1).sum(), (layer.lambda_q2 * layer.lambda_k2).sum()
-    return ups.exp() - downs.exp() + lambda_at_depth(layer.depth)
-
-
-def lambda_of_token(layer, x):
-    """sigmoid of a linear map of the layer's input: a lambda per head and token, no norm. unilm,
-    Diff-Transformer-V2."""
-    return torch.sigmoid(wide(layer.lambda_proj(x))).transpose(1, 2)[..., None]
-
-
-def shrunk(layer, o):
-    """o (1 - lambda_init), after the norm on the output.
-    Source: Ye et al. 2410.05258, eq. 4."""
-    return o * (1 - lambda_at_depth(layer.depth))
-
-
-def needs_pairs(config, args):
-    if config.n_kv_head % 2:
-        return (f"--diff=v1 pairs the heads of queries and those of keys: n_head={config.n_head} and "
-                f"n_kv_head={config.n_kv_head} must both be even")
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference(Choice):
-    """Does layer, x -> lambda, broadcastable to (B, output heads, R, 1): o = o_a - lambda o_b.
-
-    What both views park on a sink cancels. `heads` takes n_head H, n_kv_head K and the width D of a query.
-    """
-    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
-    own_keys: bool = False                      # each view has its own of a pair of key heads
-    after: Callable | None = None               # layer, o -> o, what follows the norm on the output
-
-
-DIFFERENCES = {
-    "none": Difference(),
-    "subtract": Difference(                     # two views of the same values
-        lambda_of_head, lambda_logit, {"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, own_keys=True,
-        heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
-    "v1": Difference(                           # half the heads, each twice as wide: as many parameters as softmax
-        lambda_of_layer, refuse=needs_pairs, own_keys=True, after=shrunk,
-        learns=lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},
-        heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D))),
-    "v2": Difference(                           # two queries look at the same keys
-        lambda_of_token, lambda layer: {"lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)},
-        heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D))),
-}
-
-# -------------------------------------------------------------------------------------------- the output of each head
-
-
-def plus_value(layer, o):
-    """o + v*, a learned constant N(0, 0.02) for each head: V biases. When Attention Sink Emerges, table 4."""
-    return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
-
-
-VALUE_BIASES = {                                # layer, o (B, heads, R, E) -> o
-    "off": Choice(),
-    "on": Choice(plus_value, lambda layer: {
-        "value_bias": Normal(0.02, bias_shape(layer, layer.heads, layer.shapes["v"][1]))}, BIAS_SIZES,
-        refuse=wrong_bias_dims),
-}
-
-
-def dex_corrected(layer, o):
-    """o - lambda(t) o W: every head may subtract what a sink's value adds. Kong et al. 2505.16333; there is no
-    official code.
-
-    lambda(t) = (1 - a) a lambda_init + a lambda_learned, a = min(1, progress / anneal). W and lambda_learned start at
-    0, where neither would ever move: the term that fades in and out is what starts them. The paper corrects some
-    heads of a trained model; here all.
-    """
-    a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
-    factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
-    return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
-
-
-def dex_correction(layer):
-    E = layer.shapes["v"][1]
-    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Redrawn(0.0), "dex_lambda": torch.zeros(()),
-            "progress": Fixed(torch.zeros(()))}         # how much of the training is over: the loop sets it
-
-
-DEXES = {                                       # layer, o (B, heads, R, E) -> o
-    "off": Choice(),
-    "on": Choice(dex_corrected, dex_correction, {"anneal": Constant(0.5, 1e-6, 1.0)}),
-}
-
-
-def head_norm(layer, o):
-    """RMSNorm of each head's output, one weight for all heads."""
-    return layer.out_norm(o.to(layer.out_norm.weight.dtype))
-
-
-def joint_norm(layer, o):
-    """RMSNorm of all heads together (ReLA; its code has eps 1e-8, at which an empty row's gradient is huge)."""
-    together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)         # (B, R, heads E)
-    return split_heads(layer.out_norm(together), *o.shape[1::2])
-
-
-def gated_norm(layer, o):
-    """The same times sigmoid(g o) of the output before the norm: ReLA's second form. g is N(0, 0.02) at first."""
-    together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)         # (B, R, heads E)
-    return split_heads(layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2])
-
-
-def rms_norm(layer, width):
-    return nn.RMSNorm(width, eps=layer.args["out_norm_eps"])
-
-
-def norm_of_all(layer):
-    return {"out_norm": rms_norm(layer, layer.heads * layer.shapes["v"][1])}
-
-
-def norm_and_gate(layer):
-    return norm_of_all(layer) | {"norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}
-
-
-EPS = {"out_norm_eps": Constant(1e-6, 1e-12, 1.0)}
-OUT_NORMS = {                                   # layer, o (B, heads, R, E) -> o
-    "none": Choice(),
-    "head": Choice(head_norm, lambda layer: {"out_norm": rms_norm(layer, layer.shapes["v"][1])}, EPS),
-    "all": Choice(joint_norm, norm_of_all, EPS),
-    "gated": Choice(gated_norm, norm_and_gate, EPS),
-}
-
-
-def gated(layer, o, x):
-    """o sigmoid(W x), x the layer's input: a closed gate spends nothing, so no sink is needed. Gates start at 1/2.
-
-    One gate per head, or one per element of its output.
-    Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
-    """
-    return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
-
-
-def gate(layer, gates):
-    return {"gate": nn.Linear(layer.config.n_embd, layer.heads * gates, bias=layer.config.bias)}
-
-
-GATES = {                                       # layer, o (B, heads, R, E), x (B, R, C) -> o
-    "none": Choice(),
-    "head": Choice(gated, lambda layer: gate(layer, 1)),
-    "element": Choice(gated, lambda layer: gate(layer, layer.shapes["v"][1])),
-}
-
-# ------------------------------------------------------------------------------------------------------- all the axes
-
-AXES = {                                        # axis: its values, the default first
-    "rule": RULES, "pos": POSITIONS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES,
-    "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES,
-    "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES,
-}
-
-
-def needs_window(config, args):
-    if not config.window:
-        return f"--window_every={config.window_every} says which layers have a window: add --window=N"
-
-
-def needs_window_and_places(config, args):
-    if not config.window:
-        return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
-    if POSITIONS[config.pos].rotates and config.feature == "elu":
-        return (f"--first with --pos={config.pos} scores the first keys from places of their own, which --feature=elu "
-                "would mix up: use another --feature or --pos")
-
-
-class Number(NamedTuple):
-    """An axis that is a whole number."""
-    default: int                                # also the smallest it can be
-    refuse: Callable | None = None              # config, args -> why another number means nothing there, or None
-
-
-NUMBERS = {                                     # what they do is in Sight and `visible`
-    "window": Number(0),
-    "window_every": Number(1, needs_window),
-    "first": Number(0, needs_window_and_places),
-}
+AXES = {"rule": RULES} | options.AXES
+NUMBERS = options.NUMBERS
 DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()}
 DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
 
-# --------------------------------------------------------------------------- the block loop: attention in O(T) memory
-# Rows are taken BLOCK at a time, so the scores in memory are (B, H, BLOCK, T) and never (B, H, T, T). The same loop
-# trains on CPUs, decodes (a block of one row) and shows its weights to the instruments.
 
-BLOCK = 128
-
-
-class Sight(NamedTuple):
-    """Who sees whom in a layer, and what multiplies their score."""
-    scale: float = 1.0
-    window: int = 0                             # keys that a row sees, itself included (0: all),
-    first: int = 0                              # beside so many first keys
-    hidden: int = -1                            # one key that only its own row sees: for instruments, never in training
-    skip_dead: bool = True                      # kernels pass over tiles without any weight; off to see what that gains
-
-
-def visible(i, j, sight):
-    """Who sees whom: row i sees key j (both positions, broadcast against each other).
-
-    A window (Beltagy et al. 2020) takes the sink out of sight. So a model trained without one, which needs its sink,
-    breaks, unless its first keys stay visible (StreamingLLM, Xiao et al. 2309.17453). GPT-OSS has a window of 128 in
-    every second layer, 0 first.
-    """
-    seen = j <= i
-    if sight.window:
-        seen = seen & ((i - j < sight.window) | (j < sight.first))
-    return seen & ((j != sight.hidden) | (i == j)) if sight.hidden >= 0 else seen
-
-
-def visible_count(i, sight):
-    """n_i, the number of keys that row i sees, as float32. A hidden key counts."""
-    n = (i + 1).float()
-    return n.clamp(max=sight.window + sight.first) if sight.window else n
-
-
-def grouped(a, b):
-    """Matrix product a @ b (B, H, R, .) where b may have fewer heads: a group of heads shares one head of b."""
-    B, H, R, _ = a.shape
-    with torch.autocast(a.device.type, enabled=False):                  # a and b have the precision they should have
-        return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
-
-
-def for_products(x):
-    """The same, except under bfloat16 autocast on a CPU, whose products are much faster than its float32 ones."""
-    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        return x.to(torch.get_autocast_dtype("cpu"))
-    return wide(x)
-
-
-def weigh_block(rule, sight, q, k, t, distance, i, need_r=False):
-    """The rows at positions i (R,): their weights (B, H, R, keys) for as many keys as end at the last of them, and
-    their statistic where it is needed. q comes in scaled. Products may be low precision, all after them is not."""
-    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
-    seen = visible(i[:, None], j, sight)
-    s = wide(grouped(q, k.mT))                  # (B, H, R, keys)
-    if not distance.is_empty:
-        s = s + distance.bias(*s.shape[2:])
-    w = rule.does(s, seen, t)
-    return w, rule.statistic(s, seen, w) if need_r else None
-
-
-def output_block(rule, sight, need_r, dropout, q, k, v, t, _, *distance, i):
-    """Output (B, H, R, E) of one block of rows, and its statistic if that is needed, as a tuple of one or two."""
-    w, r = weigh_block(rule, sight, q, k, t, Distance(*distance), i, need_r)
-    if dropout:
-        w = F.dropout(w, dropout)
-    o = grouped(w.to(v.dtype), v)
-    return (o, r) if need_r else (o,)
-
-
-def row_blocks(R, T, device):
-    """The last R of T rows, BLOCK at a time: yields which of the R they are (a slice), and their positions."""
-    for start in range(0, R, BLOCK):
-        rows = slice(start, min(start + BLOCK, R))
-        yield rows, torch.arange(T - R + rows.start, T - R + rows.stop, device=device)
-
-
-def keys_of(rows, R, T, sight):
-    """The keys that some of these rows may see: up to the last row, and no farther back than the first row's window."""
-    start = 0 if sight.first or not sight.window else max(0, T - R + rows.start + 1 - sight.window)
-    return slice(start, T - R + rows.stop)
-
-
-def cut(sight, rows, q, k, v, t, u=None, *distance):
-    """What one block needs of everything: its rows, and the keys they see. Slices, so they can be added to in place.
-    t goes with rows, u (B, heads, T, .) with keys, if there is one (see mixers/focus.py)."""
-    keys = keys_of(rows, q.shape[2], k.shape[2], sight)
-    t, u = None if t is None else t[..., rows, :], None if u is None else u[:, :, keys]
-    return q[:, :, rows], k[:, :, keys], v[:, :, keys], t, u, *distance
-
-
-def run_blocks(run, sight, q, k, *more):
-    """All blocks one after another, kept for the backward pass as autograd does."""
-    blocks = [run(*cut(sight, rows, q, k, *more), i=i) for rows, i in row_blocks(q.shape[2], k.shape[2], q.device)]
-    return tuple(torch.cat(parts, 2) for parts in zip(*blocks, strict=True))
-
-
-class Recomputed(torch.autograd.Function):
-    """run_blocks whose backward pass computes each block again, so that none is kept: memory stays O(T x BLOCK).
-
-    torch.utils.checkpoint around each block would do, but slower: each block's gradient of k and v would be a full one,
-    mostly zeros.
-    """
-    @staticmethod
-    def forward(ctx, run, sight, *inputs):
-        ctx.run, ctx.sight, ctx.rng, ctx.device_rng = run, sight, torch.get_rng_state(), get_device_states(*inputs)
-        ctx.save_for_backward(*inputs)
-        return run_blocks(run, sight, *inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *arriving):
-        inputs = ctx.saved_tensors
-        sums = [None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-                for x in inputs]
-        with torch.random.fork_rng(devices=ctx.device_rng[0]):
-            torch.set_rng_state(ctx.rng)        # dropout falls as it did
-            set_device_states(*ctx.device_rng)
-            for rows, i in row_blocks(inputs[0].shape[2], inputs[1].shape[2], inputs[0].device):
-                with torch.enable_grad():
-                    parts = [None if x is None else x.detach().requires_grad_() for x in cut(ctx.sight, rows, *inputs)]
-                    outputs = ctx.run(*parts, i=i)
-                given = [part for part in parts if part is not None]
-                # of this block alone; then added to where its rows and keys lie in the whole
-                grads = torch.autograd.grad(outputs, given, [gradient[:, :, rows] for gradient in arriving],
-                                            materialize_grads=True)
-                wholes = (x for x in cut(ctx.sight, rows, *sums) if x is not None)
-                for whole, gradient in zip(wholes, grads, strict=True):
-                    whole += gradient
-        return None, None, *(None if x is None else total.to(x.dtype) for x, total in zip(inputs, sums, strict=True))
-
-
-def in_blocks(run, sight, q, k, v, t, u=None, distance=None):
-    """What `run` makes of each block of rows, put together: output (B, H, R, E), and the statistic (B, H, R, 1) if it
-    gives one, or None. Up to two blocks are kept for the backward pass; more are computed again."""
-    loop = Recomputed.apply if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK else run_blocks
-    q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
-    o, *r = loop(run, sight, q, k, v, t, u, *(distance or Distance()))
-    return o, r[0] if r else None
-
-
-def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
-    """Attention of all rows, block by block: output, and the statistic if asked for, or None."""
-    run = partial(output_block, rule, sight, need_r, dropout)
-    return in_blocks(run, sight, q, k, v, t, None, distance)
-
-
-def plain_softmax(q, k, v, scale, dropout):
-    """Softmax attention by torch's own fused kernel."""
-    R, T = q.shape[2], k.shape[2]
-    mask = None
-    if 1 < R < T:                               # is_causal would count from the first key, not from the last
-        mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), Sight())
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=R == T and R > 1, scale=scale,
-                                          enable_gqa=k.shape[1] < q.shape[1])
-
-
-# ---------------------------------------------------------------------------------------------------------- the layer
-
-
-class Attention(nn.Module):
-    """One attention layer, built from the axes of a model.GPTConfig.
-
-    module(x) takes the layer's normed input (B, R, C) to (B, R, C). Between the projections stands
-    module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as {"q": (heads, width), ...}.
-    """
-    axes, numbers = AXES, NUMBERS               # a mixer derived from this layer has others
-    heads_by = "diff"                           # the axis that says how many heads q, k and v have
-    refused = {}                                # axis: why its values mean nothing to a mixer that does not know them
-    penalized, penalty = False, 0.0             # does the layer add to the training loss, and what
-    added = ()                                  # names of parameters and buffers that a mixer adds to this layer's
-    causal = True                               # no row depends on later positions, in values and in gradients
-    cached = True                               # can be decoded step by step
-    fused_by = ()                               # Triton functions of a mixer that has its own, in their order
+class Attention(Layer):
+    """Attention by one rule: module(x) takes the layer's normed input (B, R, C) to (B, R, C)."""
+    axes, numbers = AXES, NUMBERS
 
     def __init__(self, config, layer):
-        super().__init__()
-        self.config, self.depth, self.args = config, layer, constants(config, self.axes)
-        self.choices = chosen(config, self.axes)                        # {axis: Choice}
-        self.rule, self.power = self.choices["rule"], None
-        if self.rule.power:
+        super().__init__(config, layer)
+        self.power = None
+        if self.rule.power:                     # a constant of the rule, such as entmax's 1 / (alpha - 1)
             self.power = self.rule.power(self.args)
-            self.rule = dataclasses.replace(self.rule, does=partial(self.rule.does, power=self.power))
-        # the projections
-        self.width = config.head_width                                  # of queries and keys
-        heads = self.choices[self.heads_by].heads(config.n_head, config.n_kv_head, self.width)
-        self.shapes = dict(zip("qkv", heads, strict=True))
-        (self.score_heads, _), (_, value_width) = self.shapes["q"], self.shapes["v"]
-        self.heads = config.n_head * self.width // value_width          # of the output
-        self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()),
-                                bias=config.bias or config.qkv_bias)
-        self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
-        self.resid_dropout = nn.Dropout(config.dropout)
-        # who sees whom, and how scores are scaled
-        window, first = (config.window, config.first) if layer % config.window_every == 0 else (0, 0)
-        self.sight = Sight(1.0 if self.choices["scale"].bare else self.width ** -0.5, window, first)
-        self.ahead = self.choices["sink"].ahead                         # how many of the keys come before the sequence
-        # what the choices learn
-        self.init_std = {}                      # {parameter: std}, of what GPT.init_weights draws
-        for choice in self.choices.values():
-            for name, start in (choice.learns(self) if choice.learns else {}).items():
-                self.add(name, start)
-
-    def add(self, name, start):
-        """Something that a choice learns or keeps: a module, or a tensor to start from, which learn_<name>=0 among
-        --attn_args keeps fixed; or a Normal, a Redrawn weight of the module before it, a Fixed. What is drawn here for
-        a layer by itself, GPT.init_weights draws again, from the model's seed."""
-        if isinstance(start, (Normal, Redrawn)):
-            self.init_std[name] = start.std
-        if isinstance(start, Redrawn):
-            return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
-        if isinstance(start, Normal):
-            start = torch.randn(start.shape) * start.std
-        if isinstance(start, nn.Module):
-            self.add_module(name, start)
-        elif isinstance(start, Fixed):
-            self.register_buffer(name, start.value)
-        elif self.args.get(f"learn_{name}", True):
-            self.register_parameter(name, nn.Parameter(start))
-        else:
-            self.register_buffer(name, start)
-
-    def through(self, axis, x, *more):
-        """x as the choice on this axis changes it."""
-        does = self.choices[axis].does
-        return x if does is None else does(self, x, *more)
+            self.rule = dataclasses.replace(self.rule, weights=partial(self.rule.weights, power=self.power))
 
     def forward(self, x, past=None, importances=None):
-        """x (B, R, C), the layer's normed input. past: a dict that keeps the keys and values of earlier calls.
-        importances: a list that the layer's `importance` is added to."""
-        sizes = [heads * width for heads, width in self.shapes.values()]
-        parts = zip(self.c_attn(x).split(sizes, -1), self.shapes.values(), strict=True)
-        q, k, v = (split_heads(part, *shape) for part, shape in parts)
-        if self.choices["qk_norm"].projected:
-            q, k = (self.choices["qk_norm"].projected(self, *pair) for pair in ((self.q_norm, q), (self.k_norm, k)))
-        gone = 0                                # tokens that have left the cache
-        if past is not None:                    # keys are kept unrotated: where some are forgotten, the others move up
-            k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
-            past.update(k=self.still_seen(k), v=self.still_seen(v), tokens=past.get("tokens", 0) + x.shape[1])
-            gone = past["tokens"] - k.shape[2]
+        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. importances: a list that gets the heads' importance."""
+        q, k, v = self.heads_of(self.c_attn(x))                         # (B, H, R, D), (B, Hk, R, D), (B, Hv, R, E)
+        gone = 0                                # tokens that the cache has dropped
+        if past is not None:
+            k, v, gone = self.recall(past, k, v)                        # (B, Hk, T, D), (B, Hv, T, E)
         if self.choices["pos"].rotates:
             q, k = self.rotated(q, k, gone)
-        more = self.carried(x, past) | ({} if importances is None else {"importances": importances})
-        y = self.attend(q, k, v, x, self.distance(), **more)            # (B, heads, R, E)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+        more = {} if importances is None else {"importances": importances}
+        o = self.attend(q, k, v, x, self.distance(), **more)            # (B, heads, R, E)
+        return self.output(o)                                           # (B, R, C)
 
-    def carried(self, x, past):
-        """What a mixer's attend needs beside queries, keys and values, and keeps in past."""
-        return {}
+    def attend(self, q, k, v, x, table=None, sight=None, importances=None):
+        """From rotated queries and keys, values and the layer's input to each head's output (B, heads, R, E).
 
-    def distance(self):
-        """The layer's relative positions, a Distance, or None."""
-        does = self.choices["pos"].does
-        return does(self) if does else None
+        table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own.
+        importances: a list that gets `importance` (heads,).
+        """
+        choices, sight, distance, dtype = self.choices, sight or self.sight, as_distance(table), v.dtype
 
-    def still_seen(self, x):
-        """Of cached keys or values (B, H, T, .), what the next token sees: the first and the window less itself."""
-        first, recent = self.sight.first, self.sight.window - 1
-        if not self.sight.window or x.shape[2] <= first + recent:
-            return x
-        if first and self.choices["pos"].does:  # a distance bias would notice what is missing in between
-            return x
-        return torch.cat([x[:, :, :first], x[:, :, x.shape[2] - recent:]], 2)
+        # queries and keys as the score takes them, the rule's row input t, and the number n of keys that each row sees
+        q, k, t, n = self.prepare(q, k)                                 # (B, H, R, D), (B, Hk, T, D), .., (R,)
+        mix = choices["diff"].mix(self, x) if choices["diff"].mix else None             # lambda of the second view
+
+        # the rule: by Triton where all rows are there, by torch's own softmax, or by the block loop
+        kernel = choose_kernel(self.config, q.device.type)
+        dropout = self.config.dropout if self.training else 0.0
+        need_r = self.need_r or (importances is not None and choices["gate"].learns is None)
+        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0:
+            o, r = self.fused(q, k, v, t, distance, sight, mix, need_r)
+        elif kernel == "sdpa" and distance is None and sight.hidden < 0 and not need_r:
+            o, r = kernels.plain_softmax(q, k, v, sight.scale, dropout), None
+        else:
+            o, r = kernels.block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
+        if importances is not None:
+            importances.append(self.importance(q, k, x, r, n, distance, sight))
+
+        # the row: its normaliser or an extra key, then the second view, unless a kernel has subtracted it already
+        o = rows.spent(self, o, q, r, n)                                # (B, H, R, E)
+        if o.shape[1] > self.heads:
+            o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])               # (B, heads, R, E)
+
+        # the output: value bias, Dex, norm, gate
+        o = choices["value_bias"].shifted(self, o)
+        o = choices["dex"].corrected(self, o)
+        o = choices["out_norm"].normed(self, o)
+        o = choices["diff"].after(self, o)
+        return choices["gate"].gated(self, o, x).to(dtype)
+
+    # ------------------------------------------------------------------ before the rule
 
     def rotated(self, q, k, gone):
-        """RoPE for the last R of T rows, and all keys. `gone` tokens between the first keys and the others are not
-        cached.
+        """RoPE for the last R of T rows, and for all keys. `gone` tokens have left the cache, between the first keys
+        and the others.
 
-        StreamingLLM counts places in a cache that holds only what is seen: beyond the window, a row is always `end`
-        places behind the start, and scores the first keys from there. For that q and k become twice as wide: [q at i
-        | q at end] against [k | 0] for recent keys and [0 | k] for the first ones.
+        StreamingLLM counts positions in a cache that holds only visible keys: beyond the window, a row is always `end`
+        positions from the start, and scores the first keys from there. So q and k become twice as wide, [q at i | q at
+        end] and [k | 0] for recent keys or [0 | k] for first keys.
         """
         frequency = rope_frequencies(self.config, self.width, k.device)
         first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
@@ -1352,122 +785,67 @@ class Attention(nn.Module):
         early = (j < first)[:, None]
         return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
 
-    def attend(self, q, k, v, x, table=None, sight=None, importances=None):
-        """From rotated queries and keys, values and the layer's input to each head's output (B, heads, R, E).
-
-        table: the relative positions, a Distance or a bare (H, W) table, or None. sight: another Sight than the
-        layer's own. importances: a list that `importance` is added to.
-        """
-        sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
-        q, k, t, n = self.prepare(q, k)
-        mix = self.mix(x)                       # lambda, or None where there is one view
-        first_key_counts = importances is not None and not self.has_extra_key and not self.choices["gate"].does
-        o, r = self.run_rule(q, k, v, t, distance, sight, mix, self.need_r or first_key_counts)
-        if importances is not None:
-            importances.append(self.importance(q, k, x, r, n, distance, sight))
-        o = self.kept(o, q, r, n)
-        if o.shape[1] > self.heads:             # two views that no kernel has subtracted yet
-            o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])
-        for axis in ("value_bias", "dex", "out_norm"):
-            o = self.through(axis, o)
-        if self.choices["diff"].after:
-            o = self.choices["diff"].after(self, o)
-        return self.through("gate", o, x).to(dtype)
-
-    # ------------------------------------------------------------------ before the rule
-
     def prepare(self, q, k):
-        """Queries and keys as the scores want them (but for the constant scale), the rule's t, broadcastable to
-        (B, score heads, R, 1), or None, and n (R,), the number of keys that each row sees."""
+        """Queries and keys as the score takes them, before the constant scale; the rule's row input t, broadcastable
+        to (B, score heads, R, 1), or None; and n (R,), the number of keys that each row sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         n = visible_count(i, self.sight).to(wide(q).dtype)
         q, k = self.featured(q), self.featured(k)
         if self.choices["diff"].own_keys:
             k = self.for_score_heads(k, 1)
-        if self.choices["scale"].does:
-            q = (q * self.choices["scale"].does(self, n)).to(q.dtype)
+        if self.choices["scale"].factor:
+            q = (q * self.choices["scale"].factor(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None and t.dim() == 3 and self.score_heads > self.heads:
             t = t.repeat_interleave(2, 0)       # both views have their head's
         return q, k, t, n
 
     def featured(self, x):
-        """Queries or keys (.., D), or two side by side (see `rotated`), normalised and through the feature map."""
-        x = x.unflatten(-1, (-1, self.width))
-        return self.through("feature", self.through("qk_norm", x)).flatten(-2)
+        """Queries or keys (.., D) through norm and feature map. StreamingLLM has two side by side, see `rotated`."""
+        return super().featured(x.unflatten(-1, (-1, self.width))).flatten(-2)
 
-    def for_score_heads(self, x, axis):
-        """What belongs to key heads, along `axis`, repeated for the score heads that share them. Where each view has
-        its own of a pair of key heads, pairs are repeated."""
-        shared = self.score_heads // x.shape[axis]
-        if shared == 1:
-            return x
-        if not self.choices["diff"].own_keys:
-            return x.repeat_interleave(shared, axis)
-        return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
-
-    # ------------------------------------------------------------------ the rule
-
-    def run_rule(self, q, k, v, t, distance, sight, mix, need_r):
-        """The rule alone, by whichever code computes it here: output (B, score heads, R, E), and the statistic where
-        it is needed. A kernel may also have subtracted `mix` times the second view: then the output is (B, heads, R,
-        E)."""
-        kernel, dropout = choose_kernel(self.config, q.device.type), self.config.dropout if self.training else 0.0
-        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0:
-            return self.fused(q, k, v, t, distance, sight, mix, need_r)
-        if kernel == "sdpa" and distance is None and sight.hidden < 0 and not need_r:
-            return plain_softmax(q, k, v, sight.scale, dropout), None
-        return block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
+    # ------------------------------------------------------------------ the rule in Triton
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
-        """The rule by its Triton kernel; two views in one pass if no statistic comes between weights and output."""
+        """The rule by its kernel: output (B, score heads, R, E), and its statistic. A rule without a statistic weighs
+        both views in one pass, if nothing comes between weights and output: then the output is (B, heads, R, E)."""
         call = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
                        window=sight.window, first=sight.first, skip=sight.skip_dead)
-        t = None if t is None else t.squeeze(-1)
-        if self.rule.counted_in:                # lssar's threshold is a share of the row sum of softplus
-            t = t * call(self.rule.counted_in, row_sum=True)[1]
+        t = None if t is None else t.squeeze(-1)                        # (B, H, R)
+        if self.rule.threshold_of:              # lssar's threshold is a share of the row sum of softplus
+            t = t * call(self.rule.threshold_of, row_sum=True)[1]
         if mix is not None and not self.rule.normalizes and not need_r:
             return call(self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = call(self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes)
         return o, None if r is None else r[..., None]
 
-    # ------------------------------------------------------------------ after the rule
-
-    @property
-    def exact(self):
-        """Are weights_of times the values what the rule puts out? Else derivatives stand in for weights."""
-        return self.rule.linear
-
-    @property
-    def has_extra_key(self):
-        return self.choices["sink"].does is not None
-
     @property
     def need_r(self):
-        """Does what comes after the rule need its statistic?"""
-        return self.has_extra_key or self.choices["normalize"].sums
+        """Does anything after the rule need its statistic?"""
+        return self.has_extra_key or self.choices["normalize"].needs_sum
 
-    def share(self, q, r, n):
-        """What a row's real weights are multiplied with, (B, score heads, R, 1), or None if that is 1."""
-        if self.choices["normalize"].does:
-            return 1 / self.choices["normalize"].does(r, n[:, None])
-        if self.has_extra_key:
-            return torch.sigmoid(r - self.choices["sink"].does(self, q))
+    # ------------------------------------------------------------------ weights to look at
 
-    def kept(self, o, q, r, n):
-        """The output with the row normaliser or the extra key in it, whose value gets what the share leaves."""
-        share = self.share(q, r, n)
-        if share is None:
-            return o
-        o = wide(o)
-        if self.choices["sink"].value:
-            return o * share + (1 - share) * self.choices["sink"].value(self, o.shape[1])
-        return o * share
+    def weight_blocks(self, q, k, x, table=None, sight=None):
+        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
+        R, T = q.shape[2], k.shape[2]
+        for (block, _), w in zip(kernels.row_blocks(R, T, q.device), self.view_blocks(q, k, table, sight), strict=True):
+            if mix := self.choices["diff"].mix:
+                w = w[:, 0::2] - mix(self, x[:, block]) * w[:, 1::2]
+            yield w
 
-    def mix(self, x):
-        """lambda, the share of the second view that is subtracted, broadcastable to (B, heads, R, 1), or None."""
-        does = self.choices["diff"].does
-        return does(self, x) if does else None
+    def view_blocks(self, q, k, table=None, sight=None):
+        """The weights of every score head, a block of rows at a time, from the block loop's own code."""
+        q, k, t, n = self.prepare(q, k)
+        R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
+        for block, i in kernels.row_blocks(R, T, q.device):
+            keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
+            tb = None if t is None else t[..., block, :]
+            w, *r = kernels.attend_block(self.rule, sight, self.need_r, 0.0, i, for_products(qb) * sight.scale,
+                                         for_products(k[:, :, keys]), None, tb, *distance)
+            share = rows.share_of_keys(self, qb, r[0] if r else None, n[block])
+            w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
+            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
     def importance(self, q, k, x, r, n, distance, sight):
         """How much each head is used, (heads,): the mean over rows of its gate, if it has one, else of what a sink
@@ -1476,79 +854,38 @@ class Attention(nn.Module):
 
         It costs O(T): the first key's weight is e^(s_i0 - r_i) of the row's log-sum-exp r, whose gradient is known.
         """
-        if self.choices["gate"].does:
+        if self.config.gate != "none":
             return torch.sigmoid(wide(split_heads(self.gate(x), self.heads, -1))).mean((0, 2, 3))
         if self.has_extra_key:
-            return self.share(q, r, n).mean((0, 2, 3))
+            return rows.share_of_keys(self, q, r, n).mean((0, 2, 3))
         R, T = q.shape[2], k.shape[2]
         # r holds scores as the block loop rounds them, so s must be rounded alike
-        s = wide(grouped(for_products(q) * sight.scale, for_products(k[:, :, :1]).mT))[..., 0]      # (B, H, R)
+        qs, first = for_products(q) * sight.scale, for_products(k[:, :, :1])
+        s = wide(grouped(qs, first.mT))[..., 0]                         # (B, H, R)
         if distance is not None:
             s = s + distance.by_distance(T)[:, T - R:]                  # row i is i away from the first key
         seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)
         log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
-    # ------------------------------------------------------------------ for looking at
-
-    def weights_of(self, q, k, x, table=None, sight=None):
-        """What multiplies the values: (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first; of a
-        differential recipe, the difference. Gates, norms and corrections of the output are no part of it. Costs O(R
-        T) memory, which weight_blocks does not."""
-        return torch.cat(list(self.weight_blocks(q, k, x, table, sight)), 2)
-
-    def views_of(self, q, k, x, table=None):
-        """The weights of both views of a differential recipe, the second not yet multiplied by lambda."""
-        w = torch.cat(list(self.view_blocks(q, k, table)), 2)
-        return w[:, 0::2], w[:, 1::2]
-
-    def weight_blocks(self, q, k, x, table=None, sight=None):
-        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
-        R, T = q.shape[2], k.shape[2]
-        for (rows, _), w in zip(row_blocks(R, T, q.device), self.view_blocks(q, k, table, sight), strict=True):
-            if self.choices["diff"].does:
-                w = w[:, 0::2] - self.mix(x[:, rows]) * w[:, 1::2]
-            yield w
-
     def flops_per_token(self):
-        """Floating-point operations of training on one token, forward and backward, beside those of the parameters: the
-        products of queries with keys and of weights with values, as if every row saw a whole block."""
+        """Floating-point operations of training on one token, forward and backward, besides those of the parameters:
+        the products of queries with keys and of weights with values, as if every row saw a whole block."""
         return 12 * self.config.n_head * self.config.head_width * self.config.block_size
-
-    def view_blocks(self, q, k, table=None, sight=None):
-        """The weights of every score head, a block of rows at a time, as the block loop makes them."""
-        q, k, t, n = self.prepare(q, k)
-        R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
-        for rows, i in row_blocks(R, T, q.device):
-            qb, kb, _, tb, _ = cut(sight, rows, q, k, k, t)
-            scaled = for_products(qb) * sight.scale
-            w, r = weigh_block(self.rule, sight, scaled, for_products(kb), tb, distance, i, self.need_r)
-            keys, share = keys_of(rows, R, T, sight), self.share(qb, r, n[rows])
-            w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
-            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
-
-    # ------------------------------------------------------------------ fine print
-
-    def finish_step(self, machine):
-        """A training step is over; here nothing was counted."""
-
-    @staticmethod
-    def cannot_learn(config):
-        """Why training with this config would teach a mixer nothing, or None."""
 
     @staticmethod
     def obstacles(config, device):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
-        choices, width = chosen(config), config.head_width
+        choices, width = options.chosen(config, AXES), config.head_width
         widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
         if config.first and choices["pos"].rotates:                     # q and k become twice as wide, see `rotated`
             widest = max(widest, 2 * width)
-        yield "triton", config.rule not in kernels.RULES, f"rule {config.rule} has no kernel"
+        yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
         yield "triton", widest > 256, "its heads are wider than 256"
         yield from triton_obstacles(config, device)
-        plain = (config.rule == "softmax" and config.diff == "none" and not config.window and not choices["sink"].does
-                 and not choices["pos"].does)
+        plain = (config.rule == "softmax" and config.diff == "none" and not config.window
+                 and choices["sink"].score is None and choices["pos"].bias is no_bias)
         yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
 
 
@@ -1559,81 +896,6 @@ def triton_obstacles(config, device):
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 
-def as_distance(table):
-    """A bare table as the Distance it is."""
-    return Distance(table) if isinstance(table, torch.Tensor) else table
-
-
-# ------------------------------------------------------------------------------------------ fine print: refusals last
-
-
-def chosen(config, axes=AXES):
-    """{axis: Choice} of a config, by the axes of its mixer."""
-    return {axis: values[getattr(config, axis)] for axis, values in axes.items()}
-
-
-def check_axes(config, axes=AXES, numbers=NUMBERS):
-    """Raise ValueError, with the reason, on a combination of axes that means nothing."""
-    args = constants(config, axes)
-    if parse_rope_scaling(config.rope_scaling)[0] and not POSITIONS[config.pos].rotates:
-        raise ValueError(f"--rope_scaling={config.rope_scaling} needs rotary positions, which --pos={config.pos} "
-                         "does not have: leave it empty, or use --pos=rope")
-    others = [number for name, number in numbers.items() if getattr(config, name) != number.default]
-    for choice in [*chosen(config, axes).values(), *others]:
-        if choice.refuse and (reason := choice.refuse(config, args)):
-            raise ValueError(reason)
-
-
-def constants(config, axes=AXES):
-    """The constants of a config, {key: value}: --attn_args "key=value,key=value" over the recipe's over those of its
-    rule and axes. Raises ValueError on unknown keys and wrong values."""
-    known = {key: constant for choice in chosen(config, axes).values() for key, constant in choice.args.items()}
-    args = {key: constant.default for key, constant in known.items()}
-    args |= {key: value for key, value in recipe(config.attn).get("args", {}).items() if key in known}
-    for part in filter(None, config.attn_args.split(",")):
-        key, _, text = part.partition("=")
-        if key not in known:
-            raise ValueError(f"unknown --attn_args key {key!r}: this recipe knows {', '.join(known) or 'none'}")
-        args[key] = parse_value(key, text, known[key])
-    return args
-
-
-def parse_value(key, text, constant):
-    """The value that a text gives to a constant. Raises ValueError on one that it cannot have."""
-    default, low, high, word = constant
-    if text == word:
-        return text
-    instead = f", or {word}" if word else ""
-    if isinstance(default, bool):
-        switch = {"true": True, "1": True, "false": False, "0": False}
-        if text.lower() not in switch:
-            raise ValueError(f"--attn_args {key}={text}: use 1 or 0{instead}")
-        return switch[text.lower()]
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    whole = isinstance(default, int)
-    if not (math.isfinite(value) and low <= value <= high and not (whole and value % 1)):
-        between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
-        raise ValueError(f"--attn_args: write {key}={'WHOLE ' * whole}NUMBER{between}{instead}, not {text!r}")
-    return int(value) if whole else value
-
-
-def parse_rope_scaling(text):
-    """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError naming the forms that there are."""
-    how, _, numbers = text.partition(":")
-    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL"}
-    try:
-        numbers = [float(number) for number in numbers.split(",")] if text else []
-    except ValueError:
-        numbers = [math.nan]
-    if how not in ROPE_SCALINGS or not all(0 < n < math.inf for n in numbers) or len(numbers) != {
-            "": 0, "linear": 1, "ntk": 1, "llama3": 4}[how]:
-        raise ValueError(f"--rope_scaling={text}: write {' or '.join(forms.values())}")
-    return how, numbers
-
-
 def check_importance(config):
     """Raise ValueError on a recipe whose heads have neither a gate nor the weight of a sink."""
     if config.mixer == "attention" and config.gate != "none":
@@ -1641,7 +903,7 @@ def check_importance(config):
     if config.mixer != "attention" or config.rule != "softmax" or config.diff != "none":
         raise ValueError(f"--head_balance balances gates and sinks, and --attn={config.attn} has neither: it goes with "
                          "one view of rule softmax, with or without --sink, or with --gate=head or element")
-    if config.window and not config.first and SINKS[config.sink].does is None:
+    if config.window and not config.first and SINKS[config.sink].score is None:
         raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond --window: "
                          "add --first=1, a --sink or a --gate")
 

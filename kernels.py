@@ -1,45 +1,47 @@
-"""Attention in Triton: every rule of attention.py, as one fused forward and one fused backward for all of them.
+"""How any rule is computed without storing its weights: one walk over blocks of scores, in PyTorch and in Triton.
 
-One formula serves all. A head's output is  o_i = sum_j f(s_ij; r_i, t_i) v_j  over the keys j that row i sees. s is
-the score, t_i a row input (elastic's threshold, minus sigmoid's bias) and r_i a statistic of the row's scores: their
-log-sum-exp, the sum of the weights, a threshold that solves an equation, or nothing. A rule is three small functions:
-`weigh` (scores to weights), `slope` (the derivative) and `settle` (running sums to the statistic). The kernels know no
-rule; they take these functions as compile-time arguments. Both t and r are differentiable (but for an r that was found
-by iteration), so thresholds, sinks, gates and normalisers live outside, in PyTorch.
+A rule (attention.py) turns one block of scores into weights and knows nothing of blocks. This file knows nothing of any
+rule. It cuts the rows of a causal attention into blocks, finds the keys that a block sees, hands their scores to the
+rule, and sums up weights times values. Memory is O(T x block), because the weights of a block are dropped when its
+output is known; the backward pass computes them again.
 
-The rules have the names they have in attention.py. Some names are found only here. `softplus` is the first
-half of attention.py's lssar, whose threshold is a row mean and takes a call of its own. `alphamax` is entmax with a
-power for each row. `relu_sum` and the like also return the sum of the weights. And "tra:3.0" is tra with another power
-than its own.
+First the walk in PyTorch (`block_loop`), which trains on CPUs, decodes (a block of one row) and shows weights to the
+instruments. Then the same walk in Triton: each program keeps one tile of rows, or of keys, on the chip and walks over
+the tiles of the other side (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135),
+with a running maximum where a rule normalises (Milakov & Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two
+runs agree bit for bit. The forward notes tiles in which every weight is exactly 0, and the backward skips them.
+The row input t and the statistic r of a rule are differentiable, except for an r that was found by iteration. So
+thresholds, sinks, gates and normalisers are ordinary PyTorch outside.
 
-Tiles: each program keeps one tile of rows (or of keys) on the chip and walks over the tiles of the other side, so no T
-x T matrix is ever stored (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135).
-The running maximum is Milakov & Gimelshein's (2018, arXiv 1805.02867). Nothing is added atomically, so two runs agree
-bit for bit. The forward notes tiles in which every weight is exactly 0, and the backward passes over them.
-
-Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij)
-v_j, with w' from queries and keys of its own. Rules without a statistic weigh both views at once: one product with the
-values.
+Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij) v_j,
+with w' from queries and keys of its own. For rules without a statistic one pass weighs both views.
 
 Legend                                              shapes in comments
   B, H, T   batch, query heads, tokens              (BM, ..)  a tile of BM rows, that is queries
   D, E      width of q and k, width of v            (BN, ..)  a tile of BN keys
   W         width of the distance table             DP, EP    D and E padded to a power of two
   i, j      row and key numbers                     NEAR      the tile needs masks or the distance table
-  s, w      scores, weights                         do, ds    the gradient that arrives at o, that of s; so dq, dr, ..
+  s, w      scores, weights                         do, ds    the upstream gradient of o, the gradient of s; dq, dk, ..
   r, t      row statistic, row input                g         g_ij = do_i . v_j, the gradient of w
-  z         what the statistic sums, beside w       U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
+  z         what the statistic sums besides w       U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
   u         what U sums                             delta     delta_i = do_i . U_i - dr_i, the backward's row constant
   mix       a row's factor of the second view       .b        (qb, wb, ..) of the second view
-  power     the rule's power, a constant            rule, c   Rule and Sizes: known to the compiler
+  power     the rule's power, a constant            rule, c   Kernel and Sizes, compile-time constants
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from axes.base import wide
+from axes.positions import Distance
+from axes.sight import Sight, visible
 
 try:
     import triton
@@ -49,36 +51,170 @@ try:
     # NVIDIA from Ampere on: older GPUs have too little shared memory for these tiles
     CAPABLE = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0)
     AVAILABLE = bool(INTERPRETED or CAPABLE)
-except (ImportError, AttributeError):                       # no triton, or an old one: names stay, nothing runs
+except (ImportError, AttributeError):                       # no Triton, or an old one: names stay, nothing runs
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
+jit = triton.jit
 
-BINARY = 1.4426950408889634                                 # log2 e. The hardware knows only 2^x: e^x = 2^(x log2 e)
-LOG2E = tl.constexpr(BINARY)                                # the same for use inside a kernel
-LN2 = tl.constexpr(1 / BINARY)
+# -------------------------------------------------------------------------------------------------- the walk in PyTorch
+# BLOCK query rows at a time see the keys up to the last of them, so the scores in memory are (B, H, BLOCK, keys):
+#
+#            keys                      rows      keys
+#     rows   ####                      block 0   #
+#            ########                  block 1   ##         a window or first keys leave only a part of each row
+#            ############              block 2   ###
+
+BLOCK = 128
 
 
-# --------------------------------------------------------------------------------------------------------- the rules
-# First the formula, then the functions. Each line of Triton stands below the line of PyTorch that defines it. Here s
-# and r are in the rule's unit: times log2 e where exponentials are taken, so that exp(s - r) is one exp2. s is a tile,
-# the vectors r, t and delta broadcast to it. A new rule is its functions and a row of RULES.
+def row_blocks(R, T, device):
+    """The last R of T rows, BLOCK at a time: yields a slice of the R rows, and their positions."""
+    for start in range(0, R, BLOCK):
+        block = slice(start, min(start + BLOCK, R))
+        yield block, torch.arange(T - R + block.start, T - R + block.stop, device=device)
 
-class Rule(NamedTuple):
+
+def keys_of(block, R, T, sight):
+    """The keys that some row of a block may see: up to the last row, and back to the first row's window."""
+    start = 0 if sight.first or not sight.window else max(0, T - R + block.start + 1 - sight.window)
+    return slice(start, T - R + block.stop)
+
+
+def for_products(x):
+    """Float32 at least; under bfloat16 autocast on a CPU that type, whose products are much faster there."""
+    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        return x.to(torch.get_autocast_dtype("cpu"))
+    return wide(x)
+
+
+def grouped(a, b):
+    """Matrix product a @ b of a (B, H, R, .) and b, which may have fewer heads: a group of heads shares one of b's."""
+    B, H, R, _ = a.shape
+    with torch.autocast(a.device.type, enabled=False):                  # a and b already have the right precision
+        return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
+
+
+def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
+    """One block: the rows at positions i (R,) attend to the keys that end at the last of them.
+
+    q (B, H, R, D), scaled already, k (B, Hk, keys, D), v (B, Hv, keys, E). Returns the output (B, H, R, E), and the
+    statistic if it is needed. With v None it returns the weights (B, H, R, keys) in place of the output. Products may
+    have low precision; everything after them has not."""
+    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
+    seen = visible(i[:, None], j, sight)                                # (R, keys)
+    s = wide(grouped(q, k.mT))                                          # (B, H, R, keys)
+    if not Distance(*distance).is_empty:
+        s = s + Distance(*distance).bias(*s.shape[2:])
+    w = rule.weights(s, seen, t)                                        # (B, H, R, keys)
+    r = (rule.statistic(s, seen, w),) if need_r else ()                 # (B, H, R, 1)
+    if v is None:
+        return w, *r
+    w = F.dropout(w, dropout) if dropout else w
+    return grouped(w.to(v.dtype), v), *r                                # (B, H, R, E)
+
+
+def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
+    """Attention by a rule of all query rows: output (B, H, R, E), and the statistic (B, H, R, 1) if asked for, or None.
+
+    q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t broadcastable to (B, H, R, 1) or None."""
+    one_block = partial(attend_block, rule, sight, need_r, dropout)
+    q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
+    parts = "rows", "keys", "keys", "rows", "all", "all", "all"
+    o, *r = loop_for(q)(one_block, sight, parts, q, k, v, t, *(distance or Distance()))
+    return o, r[0] if r else None
+
+
+def loop_for(q):
+    """The loop over blocks for queries (B, H, R, D): up to two blocks are kept for the backward pass, more are computed
+    again."""
+    return Recomputed.apply if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK else run_blocks
+
+
+def run_blocks(one_block, sight, parts, *tensors):
+    """one_block(positions of its rows, *its part of each tensor) for every block of rows, and its outputs joined.
+
+    parts says what a block gets of each tensor: its "rows" (axis -2 are the query rows), the "keys" that they see (axis
+    -2 are the keys), or "all". q and k come first. A tensor may be None. Outputs are (.., rows, .)."""
+    q, k, *_ = tensors
+    blocks = [one_block(i, *cut(block, sight, parts, tensors))
+              for block, i in row_blocks(q.shape[2], k.shape[2], q.device)]
+    return tuple(torch.cat(outputs, 2) for outputs in zip(*blocks, strict=True))
+
+
+def cut(block, sight, parts, tensors):
+    """What one block gets of each tensor, as views: gradients can be added to them in place."""
+    q, k, *_ = tensors
+    keys = keys_of(block, q.shape[2], k.shape[2], sight)
+    views = {"rows": lambda x: x[..., block, :], "keys": lambda x: x[..., keys, :], "all": lambda x: x}
+    return [None if x is None else views[part](x) for part, x in zip(parts, tensors, strict=True)]
+
+
+class Recomputed(torch.autograd.Function):
+    """run_blocks whose backward pass computes each block again, so that none is kept: memory stays O(T x BLOCK).
+
+    torch.utils.checkpoint around each block would add up full gradients of k and v, which are zero outside the block.
+    """
+    @staticmethod
+    def forward(ctx, one_block, sight, parts, *tensors):
+        ctx.one_block, ctx.sight, ctx.parts = one_block, sight, parts
+        ctx.rng, ctx.device_rng = torch.get_rng_state(), get_device_states(*tensors)
+        ctx.save_for_backward(*tensors)
+        return run_blocks(one_block, sight, parts, *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream):
+        q, k, *_ = tensors = ctx.saved_tensors
+        sums = [None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                for x in tensors]
+        with torch.random.fork_rng(devices=ctx.device_rng[0]):
+            torch.set_rng_state(ctx.rng)        # the same dropout as in the forward pass
+            set_device_states(*ctx.device_rng)
+            for block, i in row_blocks(q.shape[2], k.shape[2], q.device):
+                with torch.enable_grad():
+                    leaves = [None if x is None else x.detach().requires_grad_()
+                              for x in cut(block, ctx.sight, ctx.parts, tensors)]
+                    outputs = ctx.one_block(i, *leaves)
+                # the gradients of this block alone, added where its rows and keys lie in the whole
+                gradients = torch.autograd.grad(outputs, [x for x in leaves if x is not None],
+                                                [g[:, :, block] for g in upstream], materialize_grads=True)
+                totals = [x for x in cut(block, ctx.sight, ctx.parts, sums) if x is not None]
+                for total, gradient in zip(totals, gradients, strict=True):
+                    total += gradient
+        return None, None, None, *(None if x is None else total.to(x.dtype)
+                                   for x, total in zip(tensors, sums, strict=True))
+
+
+def plain_softmax(q, k, v, scale, dropout):
+    """Softmax attention by torch's own fused kernel."""
+    R, T = q.shape[2], k.shape[2]
+    mask = None
+    if 1 < R < T:                               # is_causal would count from the first key and not from the last
+        mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), Sight())
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=R == T and R > 1, scale=scale,
+                                          enable_gqa=k.shape[1] < q.shape[1])
+
+
+# ------------------------------------------------------------------------------------------------ what the kernels call
+
+
+class Kernel(NamedTuple):
+    """A rule in Triton: three functions of a tile (attention.py says what they take) and a few constants."""
     weigh: Any                  # s, r, t, power -> w (times v), z (summed for the statistic), u (times v, for U)
     slope: Any                  # s, r, t, power, g, delta -> ds, and the summand of dt_i
-    settle: Any = None          # r, t, power, sum of w, sum of z, first call? -> the statistic; None: the rule has none
-    lift: Any = None            # s, t, power -> what weigh takes for s, and what the running maximum is of
+    settle: Any = None          # r, t, power, sum of w, sum of z, first call? -> the statistic; None: no statistic
+    lift: Any = None            # s, t, power -> replaces s in weigh and in the running maximum
     online: bool = False        # weigh(s, r + c) = 2^-c weigh(s, r): r may be the maximum so far, one pass is enough
-    passes: int = 0             # passes over the keys before the output pass; from the second on, settle improves on r
+    passes: int = 0             # passes over the keys before the output pass; from the second on, settle improves r
     save_u: bool = False        # U is not the output: save it as well
-    sum_delta: bool = False     # slope divides by something small: find delta by a pass of its own, see add_to_delta
-    plain_sum: bool = False     # the statistic is a plain sum, which the backward can do without
+    sum_delta: bool = False     # slope divides by a small number: find delta by a pass of its own, see add_to_delta
+    plain_sum: bool = False     # the statistic is a plain sum, which the backward does not need
     takes_t: bool = False       # reads t
     takes_power: bool = False   # attend() may choose the power
     power: float = 0.0
     unit: float = 1.0           # the rule sees s * unit
-    floor: float = -1e30        # where a running maximum starts: finite, for -inf minus -inf is nan
-    skip: bool = False          # where all weights of a tile are 0, so is its ds: the backward may pass over it
+    floor: float = -1e30        # where a running maximum starts: finite, because -inf minus -inf is NaN
+    skip: bool = False          # where all weights of a tile are 0, so is its ds: the backward may skip the tile
     heavy: bool = False         # needs more registers than most, so HEAVY tiles
 
     @property
@@ -86,62 +222,38 @@ class Rule(NamedTuple):
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
-# softmax: w_ij = exp(s_ij - r_i), r_i = log sum_j exp(s_ij).
-# ds_ij = w_ij (g_ij - delta_i), delta_i = do_i . o_i - dr_i
-
-@triton.jit
-def softmax_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.exp(s - r)
-    w = tl.exp2(s - r)
-    return w, w, w
+KERNELS = {}                                    # name of a rule: Kernel. An operator of torch takes a name, no function
 
 
-@triton.jit
-def softmax_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.exp(s - r) * (g - delta)
-    ds = tl.exp2(s - r) * (g - delta)
-    return ds, ds
+def offer(kernels):
+    """Add rules. Under "name_sum", a rule without a statistic returns the sum of its weights as one."""
+    KERNELS.update(kernels)
+    KERNELS.update({f"{name}_sum": kernel._replace(settle=sum_settle, plain_sum=True)
+                    for name, kernel in kernels.items() if kernel.settle is None})
 
 
-@triton.jit
-def log_sum_exp(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = torch.logsumexp(s, -1)                    (r comes in as the maximum m, sum_z as the sum of 2^(s - m))
-    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # an empty row (lssar's) has no sum
+@jit
+def sum_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
+    # r = w.sum(-1)
+    return sum_w
 
 
-# elastic: w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i.  The statistic needs every p_ij, the output only
-# those above the threshold: ds_ij = p_ij (m_ij g_ij - delta_i) with m_ij = [p_ij > t_i], U_i = sum_j p_ij m_ij v_j
+# Arithmetic that rules share. The hardware computes 2^x: e^x = 2^(x log2 e)
 
-# The first row has one key: p = 1, and t = 1 as tau starts. Rounding differs between kernels and must not decide this
-# tie.
-TIE = tl.constexpr(1 + 2**-18)
-
-
-@triton.jit
-def elastic_weigh(s, r, t, power: tl.constexpr):
-    # p = torch.exp(s - r); w = torch.relu(p - t)
-    p = tl.exp2(s - r)
-    return tl.maximum(p - t, 0.), p, tl.where(p > t * TIE, p, 0.)
+BINARY = 1.4426950408889634                                 # log2 e
+LOG2E = tl.constexpr(BINARY)                                # the same for use inside a kernel
+LN2 = tl.constexpr(1 / BINARY)
 
 
-@triton.jit
-def elastic_slope(s, r, t, power: tl.constexpr, g, delta):
-    # p = torch.exp(s - r); g = g * (p > t)
-    p = tl.exp2(s - r)
-    g = tl.where(p > t * TIE, g, 0.)
-    # ds = p * (g - delta); dt = -g.sum(-1)
-    return p * (g - delta), -g
+# x^a is 0 for x <= 0, whatever a is, and x^0 is [x > 0]: so the slope of x^a is a x^(a - 1) also for a = 1
 
-
-# Powers. x^a is 0 for x <= 0, whatever a is: x^0 is [x > 0], so that the slope of x^a is a x^(a - 1) for a = 1, too.
-
-@triton.jit
+@jit
 def real_power(x, a):
     # x**a if x > 0 else 0
     return tl.where(x > 0, tl.exp2(a * tl.log2(x)), 0.)
 
 
-@triton.jit
+@jit
 def const_power(x, a: tl.constexpr):
     # x**a if x > 0 else 0
     if a == 0:
@@ -150,257 +262,24 @@ def const_power(x, a: tl.constexpr):
         return tl.maximum(x, 0.)
     elif a > 32 or a % 1 != 0:
         return real_power(x, a)
-    elif a % 2 == 0:                                        # whole powers by squaring: exponentials are dear
+    elif a % 2 == 0:                                        # whole powers by squaring: exponentials are slow
         half = const_power(x, a // 2)
         return half * half
     else:
         return const_power(x, a - 1) * tl.maximum(x, 0.)
 
 
-# entmax: w_ij = x_ij^a, x_ij = relu(s_ij / a - r_i), with r_i such that sum_j w_ij = 1. a = 1 / (alpha - 1) is the
-# power, 1 is sparsemax.  ds_ij = u_ij (g_ij - delta_i), u = x^(a - 1), U_i = sum_j u_ij v_j / sum_j u_ij
-
-@triton.jit
-def entmax_lift(s, t, power: tl.constexpr):
-    return s / power
-
-
-@triton.jit
-def entmax_weigh(s, r, t, power: tl.constexpr):
-    # x = torch.relu(s - r); w = x**power           (s comes in divided by the power)
-    u = const_power(s - r, power - 1)
-    return u * tl.maximum(s - r, 0.), u, u
-
-
-@triton.jit
-def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.relu(s / power - r)**(power - 1) * (g - delta)
-    ds = const_power(s / power - r, power - 1) * (g - delta)
-    return ds, ds
-
-
-@triton.jit
-def entmax_settle(r, t, power, sum_w, sum_z, FIRST: tl.constexpr):
-    # r so that (relu(s / power - r)**power).sum(-1) == 1
-    if FIRST:                                               # r comes in as the maximum. The largest weight alone is at
-        return r - 1.                                       # most 1, so the solution is not below the maximum minus 1
-    else:                                                   # Newton on the norm (sum of w)^(1 / power), convex in r:
-        step = sum_w - real_power(sum_w, 1 - 1 / power)     # from the left, never beyond the solution
-        return r + step / tl.maximum(sum_z, 1e-30)
-
-
-# alphamax: entmax where each row has a power t_i of its own, learned.
-# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). x depends on t as -s / t^2 = -(x + r) / t, too, but r is the same
-# for all keys, and ds adds up to 0
-
-@triton.jit
-def alphamax_lift(s, t, power: tl.constexpr):
-    return s / t
-
-
-@triton.jit
-def alphamax_weigh(s, r, t, power: tl.constexpr):
-    # x = torch.relu(s - r); w = x**t               (s comes in divided by t)
-    u = real_power(s - r, t - 1)
-    return u * tl.maximum(s - r, 0.), u, u
-
-
-@triton.jit
-def alphamax_slope(s, r, t, power: tl.constexpr, g, delta):
-    # x = torch.relu(s / t - r); ds = x**(t - 1) * (g - delta)
-    x = s / t - r
-    ds = real_power(x, t - 1) * (g - delta)
-    # dt = (ds * x * (torch.log(x) - 1)).sum(-1)
-    return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.)
-
-
-@triton.jit
-def alphamax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r so that (relu(s / t - r)**t).sum(-1) == 1
-    return entmax_settle(r, t, t, sum_w, sum_z, FIRST)
-
-
-# softplus: w_ij = log(1 + exp(s_ij)).  ds_ij = sigmoid(s_ij) (g_ij - delta_i). A rule that has no statistic has delta
-# 0, or -dr_i where the sum of its weights is asked for. That holds for all rules from here on but lssar and softpick.
-
-@triton.jit
+@jit
 def log_one_plus(e):
-    # torch.log1p(e)                                (for 0 <= e <= 1; a small e would drown in 1 + e)
+    # torch.log1p(e)                                (for 0 <= e <= 1, where a small e would be lost in 1 + e)
     return tl.where(e < 0.015625, e * (1 - e * (0.5 - e * (1 / 3 - e * 0.25))), tl.log2(1 + e) * LN2)
 
 
-@triton.jit
+@jit
 def logistic(s):
-    # torch.sigmoid(s)                              (with the exponential of softplus, which never overflows)
+    # torch.sigmoid(s)                              (s in binary units; the exponential never overflows)
     e = tl.exp2(-tl.abs(s))
     return tl.where(s > 0, 1., e) / (1 + e)
-
-
-@triton.jit
-def softplus_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.log(1 + torch.exp(s))
-    w = tl.maximum(s, 0.) * LN2 + log_one_plus(tl.exp2(-tl.abs(s)))
-    return w, w, w
-
-
-@triton.jit
-def softplus_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.sigmoid(s) * (g - delta)
-    ds = logistic(s) * (g - delta)
-    return ds, ds
-
-
-@triton.jit
-def row_sum(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = w.sum(-1)
-    return sum_w
-
-
-# lssar: w_ij = x_ij^power / sum_j x_ij^power, x_ij = relu(softplus(s_ij) - t_i), t_i the mean of the row's softplus.
-# This is the softmax of power log x, since x^power itself overflows.
-# ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij,  dt_i = -sum_j w_ij (g_ij - delta_i) power / x_ij
-
-@triton.jit
-def lssar_lift(s, t, power: tl.constexpr):
-    # s = power * torch.log(torch.relu(softplus(s) - t))
-    phi, _, _ = softplus_weigh(s, 0., t, power)
-    return tl.where(phi > t * TIE, power * tl.log2(phi - t), float("-inf"))     # an even row is empty, not noise
-
-
-@triton.jit
-def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
-    # x = torch.relu(softplus(s) - t); dx = x**power / torch.exp(r) * (g - delta) * power / x
-    phi, _, _ = softplus_weigh(s, r, t, power)
-    dx = tl.exp2(lssar_lift(s, t, power) - r) * (g - delta) * power / (phi - t)
-    dx = tl.where(phi > t * TIE, dx, 0.)
-    # ds = dx * torch.sigmoid(s); dt = -dx.sum(-1)
-    return dx * logistic(s), -dx
-
-
-# softpick: w_ij = relu(e^s_ij - 1) / sum_j |e^s_ij - 1| = relu(e^(s_ij - r_i) - e^-r_i), r_i = log sum_j |e^s_ij - 1|.
-# Only positive scores have weight, but all take part in the sum:
-# ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij) delta_i)
-
-@triton.jit
-def softpick_weigh(s, r, t, power: tl.constexpr):
-    # e = torch.exp(s - r) - torch.exp(-r); w = torch.relu(e)
-    e = tl.exp2(s - r) - tl.exp2(-r)
-    return tl.maximum(e, 0.), tl.abs(e), e
-
-
-@triton.jit
-def softpick_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.exp(s - r) * ((s > 0) * g - torch.sign(s) * delta)
-    ds = tl.exp2(s - r) * tl.where(s > 0, g - delta, tl.where(s < 0, delta, 0.))
-    return ds, ds
-
-
-@triton.jit
-def softpick_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)     (m = max(0, s): e^-m <= 1)
-    return r + tl.log2(sum_z + 1e-8)
-
-
-# relu: w_ij = relu(s_ij).  ds_ij = [s_ij > 0] (g_ij - delta_i)
-
-@triton.jit
-def relu_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.relu(s)
-    w = tl.maximum(s, 0.)
-    return w, w, w
-
-
-@triton.jit
-def relu_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = (s > 0) * (g - delta)
-    ds = tl.where(s > 0, g - delta, 0.)
-    return ds, ds
-
-
-# tra: w_ij = relu(s_ij - t_i)^power.  ds_ij = power relu(s_ij - t_i)^(power - 1) (g_ij - delta_i)
-
-@triton.jit
-def tra_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.relu(s - t)**power
-    w = const_power(s - t, power)
-    return w, w, w
-
-
-@triton.jit
-def tra_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = power * torch.relu(s - t)**(power - 1) * (g - delta); dt = -ds.sum(-1)
-    ds = power * const_power(s - t, power - 1) * (g - delta)
-    return ds, -ds
-
-
-# sigmoid: w_ij = sigmoid(s_ij - t_i), t_i minus the bias.  ds_ij = w_ij (1 - w_ij) (g_ij - delta_i)
-
-@triton.jit
-def sigmoid_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.sigmoid(s - t)
-    w = logistic(s - t * LOG2E)
-    return w, w, w
-
-
-@triton.jit
-def sigmoid_slope(s, r, t, power: tl.constexpr, g, delta):
-    # w = torch.sigmoid(s - t); ds = w * (1 - w) * (g - delta); dt = -ds.sum(-1)
-    w = logistic(s - t * LOG2E)
-    ds = w * (1 - w) * (g - delta)
-    return ds, -ds
-
-
-# elu: w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below.  ds_ij = min(1, e^s_ij) (g_ij - delta_i)
-
-@triton.jit
-def elu_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.nn.functional.elu(s) + 1
-    w = tl.maximum(s, 0.) + tl.exp2(tl.minimum(s, 0.) * LOG2E)
-    return w, w, w
-
-
-@triton.jit
-def elu_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.exp(s.clamp(max=0)) * (g - delta)
-    ds = tl.exp2(tl.minimum(s, 0.) * LOG2E) * (g - delta)
-    return ds, ds
-
-
-# identity: w_ij = s_ij.  ds_ij = g_ij - delta_i
-
-@triton.jit
-def identity_weigh(s, r, t, power: tl.constexpr):
-    # w = s
-    return s, s, s
-
-
-@triton.jit
-def identity_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = g - delta
-    return g - delta, g - delta
-
-
-ENTMAX = Rule(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, save_u=True, skip=True, heavy=True)
-ALPHAMAX = ENTMAX._replace(weigh=alphamax_weigh, slope=alphamax_slope, settle=alphamax_settle, lift=alphamax_lift)
-RULES = {
-    "softmax": Rule(softmax_weigh, softmax_slope, log_sum_exp, online=True, unit=BINARY),
-    "elastic": Rule(elastic_weigh, elastic_slope, log_sum_exp, passes=1, save_u=True, takes_t=True, unit=BINARY),
-    "entmax": ENTMAX._replace(power=2.0, takes_power=True),
-    "sparsemax": ENTMAX._replace(power=1.0),
-    "softplus": Rule(softplus_weigh, softplus_slope, unit=BINARY, heavy=True),
-    "lssar": Rule(softmax_weigh, lssar_slope, log_sum_exp, lssar_lift, online=True, sum_delta=True, takes_t=True,
-                  takes_power=True, power=15.0, unit=BINARY, skip=True, heavy=True),
-    "softpick": Rule(softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0),
-    "relu": Rule(relu_weigh, relu_slope, skip=True),
-    "tra": Rule(tra_weigh, tra_slope, takes_t=True, takes_power=True, power=2.0, skip=True),
-    "sigmoid": Rule(sigmoid_weigh, sigmoid_slope, takes_t=True, unit=BINARY),
-    "elu": Rule(elu_weigh, elu_slope),
-    "identity": Rule(identity_weigh, identity_slope),
-    "alphamax": ALPHAMAX._replace(takes_t=True),            # what attend() takes for entmax with a t
-}
-# and with row_sum: rules without a statistic get the sum of their weights for one, to divide by outside
-RULES |= {name + "_sum": rule._replace(settle=row_sum, plain_sum=True)
-          for name, rule in RULES.items() if rule.settle is None}
 
 
 # ------------------------------------------------------------------------------------------------ what the kernels read
@@ -455,20 +334,25 @@ class Sizes(NamedTuple):
     BN: int
 
 
-# ------------------------------------------------------------------------------------------------------ who sees whom
-# `visible` says it for one row and key, the two functions after it for a whole tile. Change these, and every kernel
-# follows. Both return (kept, lo, a, b, hi). Tiles in [a, b) are seen in full and far: they need neither mask nor table.
-# Those in [0, kept), [lo, a) and [b, hi) do. Nothing else is in sight. All five but hi are multiples of the tile.
+# -------------------------------------------------------------------------------------------------------- who sees whom
+# `visible_in_tile` says it for one row and key, the two functions after it for a whole tile. Change these, and every
+# kernel follows. Both return (kept, lo, a, b, hi). Tiles in [a, b) are far and seen in full: they need neither mask nor
+# table. Those in [0, kept), [lo, a) and [b, hi) do. No other tile is visible. All but hi are multiples of the tile:
+#
+#     keys of a tile of rows      0 .... kept .... lo ........ a .................. b ...... hi
+#     without a window            |      |         |           |  full, no mask     | masked |
+#     with a window               masked | skipped |  masked   |  full, no mask     | masked |
+#     (first keys stay visible)                     edge of the window               diagonal
 
-@triton.jit
-def visible(i, j, inputs):
+@jit
+def visible_in_tile(i, j, inputs):
     seen = j <= i
     if inputs.window is not None:
         seen &= (i - j < inputs.window) | (j < inputs.first)
     return seen
 
 
-@triton.jit
+@jit
 def strangers(i, j, inputs, head):
     """Which tokens have no set in common."""
     at = inputs.sets + head.batch * inputs.T
@@ -477,7 +361,7 @@ def strangers(i, j, inputs, head):
     return (own & others) == 0
 
 
-@triton.jit
+@jit
 def key_tiles(i, inputs, c: tl.constexpr):
     """The keys that rows i .. i+BM-1 see."""
     hi = tl.minimum(i + c.BM, inputs.T)
@@ -497,7 +381,7 @@ def key_tiles(i, inputs, c: tl.constexpr):
     return kept, lo, a, tl.maximum(a, b), hi
 
 
-@triton.jit
+@jit
 def row_tiles(j, inputs, c: tl.constexpr):
     """The rows that see keys j .. j+BN-1."""
     hi = inputs.T
@@ -513,7 +397,7 @@ def row_tiles(j, inputs, c: tl.constexpr):
     return 0, lo, a, tl.maximum(a, b), hi
 
 
-@triton.jit
+@jit
 def walk(state, step: tl.constexpr, own, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
          size: tl.constexpr, LIVE: tl.constexpr):
     """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do.
@@ -534,27 +418,27 @@ def walk(state, step: tl.constexpr, own, tiles, visits, inputs, head, rule: tl.c
     return state
 
 
-@triton.jit
+@jit
 def place_of(visits, start, size: tl.constexpr):
     """The place in the list from where on its tiles begin at `start` or later: so many come before, times the size."""
     return tl.load(visits + tl.cdiv(start, size)) * size                        # ()
 
 
-@triton.jit
+@jit
 def visited(visits, place, inputs, size: tl.constexpr):
     """Where the live tile at this place of the list begins."""
     return tl.load(visits + tl.cdiv(inputs.T, size) + 1 + place // size) * size # ()
 
 
-# ------------------------------------------------------------------------------------------------ loading and scoring
+# -------------------------------------------------------------------------------------------------- loading and scoring
 
-@triton.jit
+@jit
 def begin(matrix, batch, head):
     """Where a head of this matrix begins. batch and head are 64-bit numbers, for the product may pass 2^31."""
     return matrix.at + batch * matrix.batch + head * matrix.head
 
 
-@triton.jit
+@jit
 def head_of(inputs, number):
     """The head of this number, counted over the whole batch."""
     batch = (number // inputs.H).to(tl.int64)
@@ -573,7 +457,7 @@ def head_of(inputs, number):
     return Head(batch, h, out, number.to(tl.int64) * inputs.T, q, k, v, tail, slope)
 
 
-@triton.jit
+@jit
 def my_tile(inputs, tiles, BOTH: tl.constexpr = True):
     """This program's tile and head. Heads are outermost, so that programs that run together share k and v. BOTH: of two
     views the program takes both, and the head is the first view's."""
@@ -584,12 +468,12 @@ def my_tile(inputs, tiles, BOTH: tl.constexpr = True):
     return tl.program_id(0) % tiles, head
 
 
-@triton.jit
+@jit
 def second_head(inputs, head):
     return head_of(inputs, head.batch * inputs.H + head.number + 1)
 
 
-@triton.jit
+@jit
 def load(at, stride, i, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
     """Rows i of a (T, D) matrix, zero in the padding. EDGE: some may lie beyond T."""
     d = tl.arange(0, DP)
@@ -600,14 +484,14 @@ def load(at, stride, i, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr
         return tl.load(at)                                                      # asynchronous: (rows, DP)
 
 
-@triton.jit
+@jit
 def save(at, value, stride, i, T, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     mask = (i < T)[:, None] & (d < D)[None, :]
     tl.store(at + i[:, None] * stride + d[None, :], value.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def row_input(inputs, head, i, SIZE: tl.constexpr):
     """t of rows i. Those beyond T repeat the last row: a zero may not suit the rule."""
     t = tl.zeros((SIZE,), tl.float32)
@@ -616,13 +500,13 @@ def row_input(inputs, head, i, SIZE: tl.constexpr):
     return t
 
 
-@triton.jit
+@jit
 def mix_of(inputs, head, i):
     """What the second view of rows i is multiplied by before it is subtracted."""
     return tl.load(begin(inputs.mix, head.batch, head.out) + tl.minimum(i, inputs.T - 1) * inputs.mix.row)     # (rows,)
 
 
-@triton.jit
+@jit
 def second_view(inputs, head, i, c: tl.constexpr):
     """The second view's head, q and t of rows i there, and their mix."""
     headb = second_head(inputs, head)
@@ -630,13 +514,13 @@ def second_view(inputs, head, i, c: tl.constexpr):
     return headb, qb, row_input(inputs, headb, i, c.BM), mix_of(inputs, head, i)
 
 
-@triton.jit
+@jit
 def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """(BM, BN) scores in the rule's unit, and which of them are seen; i is a column, j a row. All may be transposed:
     with k for q, q for k, i a row and j a column the result is (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (inputs.scale * rule.unit)
-    seen = visible(i, j, inputs)
+    seen = visible_in_tile(i, j, inputs)
     if inputs.sets is not None:
         seen &= strangers(i, j, inputs, head)
     if NEAR and inputs.table is not None:
@@ -650,16 +534,16 @@ def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     return s, seen
 
 
-@triton.jit
+@jit
 def lifted(s, t, rule: tl.constexpr):
     if rule.lift is not None:
         s = rule.lift(s, t, rule.power)
     return s
 
 
-# ------------------------------------------------------------------------------------------------------------ forward
+# -------------------------------------------------------------------------------------------------------------- forward
 
-@triton.jit
+@jit
 def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr,
                  RUNNING: tl.constexpr):
     """w, z and u of one tile. RUNNING: r is the maximum so far; it may rise here, and `fade` rescales earlier sums."""
@@ -680,7 +564,7 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
     return w, z, u, r, fade
 
 
-@triton.jit
+@jit
 def add_to_sums(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of a pass for the statistic alone: nothing is multiplied with the values."""
     r, sum_w, sum_z = state
@@ -689,7 +573,7 @@ def add_to_sums(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
     return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1)
 
 
-@triton.jit
+@jit
 def add_to_sums_at_r(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """The same once there is a statistic, to improve on it."""
     r, sum_w, sum_z = state
@@ -698,7 +582,7 @@ def add_to_sums_at_r(state, own, start, inputs, head, rule: tl.constexpr, c: tl.
     return r, sum_w + tl.sum(w, 1), sum_z + tl.sum(z, 1)
 
 
-@triton.jit
+@jit
 def statistic(r, own, keys, alive, inputs, head, rule: tl.constexpr, c: tl.constexpr):
     """The row statistic of rules that need it before the output."""
     t = own[2]
@@ -716,7 +600,7 @@ def statistic(r, own, keys, alive, inputs, head, rule: tl.constexpr, c: tl.const
     return r
 
 
-@triton.jit
+@jit
 def add_to_output(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
@@ -741,7 +625,7 @@ def add_to_output(state, own, start, inputs, head, rule: tl.constexpr, c: tl.con
     return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1), o, U
 
 
-@triton.jit
+@jit
 def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
     # which rows are ours, and what they need
@@ -782,9 +666,9 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
         tl.store(R + head.rows + i, r if rule.plain_sum else r * (1 / rule.unit), mask=i < inputs.T)
 
 
-# ----------------------------------------------------------------------------------------------------------- backward
+# ------------------------------------------------------------------------------------------------------------- backward
 
-@triton.jit
+@jit
 def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
     """r in the rule's unit, t and delta of rows i. Rows beyond T repeat the last one, so every rule stays finite."""
     r = tl.zeros((SIZE,), tl.float32)
@@ -797,7 +681,7 @@ def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexp
     return r, row_input(inputs, head, i, SIZE), delta
 
 
-@triton.jit
+@jit
 def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """Weights, ds and the summands of dt of one tile, which may be transposed as in scores()."""
     s, seen = scores(q, k, i, j, inputs, head, rule, NEAR)
@@ -810,13 +694,13 @@ def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: t
     return w, ds, dt
 
 
-@triton.jit
+@jit
 def my_visits(Visits, own, owns, inputs, size: tl.constexpr):
     """Which tiles the `own`-th of `owns` tiles of this head visits: a list as in_order() makes it."""
     return Visits + (tl.program_id(0) // owns * owns + own).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
 
 
-@triton.jit
+@jit
 def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of the sums of w and of w (g - delta), with delta = do . o - dr, which is rough: their ratio is what to
     add to it; and dr, which is in it with a minus, comes off once more.
@@ -837,7 +721,7 @@ def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.cons
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
 
-@triton.jit
+@jit
 def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """What one tile of keys adds to the gradients of a tile of rows, in one view. Its weights, too."""
     dq, dt, dtail, dslope = state
@@ -850,7 +734,7 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
     return (dq, dt, dtail, dslope), w
 
 
-@triton.jit
+@jit
 def add_to_rows(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """What one tile of keys adds to the gradients of a tile of rows. k comes after v is used: fewer tiles at a time."""
     grads, gradsb, dmix = state
@@ -870,7 +754,7 @@ def add_to_rows(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
     return grads, gradsb, dmix
 
 
-@triton.jit
+@jit
 def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
     dq, dt, dtail, dslope = state
     save(begin(DQ, head.batch, head.number), dq * inputs.scale, DQ.row, i, inputs.T, c.D, c.DP)
@@ -881,7 +765,7 @@ def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
         tl.store(DFar + 2 * head.rows + inputs.T + i, dslope, mask=i < inputs.T)
 
 
-@triton.jit
+@jit
 def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: dq, what it adds to the gradients of t, tail, slope and mix, and delta for later kernels."""
     # which rows are ours, and what they need
@@ -919,7 +803,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
         tl.store(DMix + head.rows // 2 + i, dmix, mask=i < inputs.T)            # (B, H/2, T)
 
 
-@triton.jit
+@jit
 def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """What one tile of rows adds to the gradients of a tile of keys. All is transposed: keys go down, rows across."""
     dk, dv, dkb = state
@@ -946,7 +830,7 @@ def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
     return dk, dv, dkb
 
 
-@triton.jit
+@jit
 def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of keys: dk and dv of a query head. Heads that share keys are summed outside, always in one order."""
     # which keys are ours
@@ -973,7 +857,7 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: t
         save(begin(DK, head.batch, headb.number), dkb * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
 
 
-@triton.jit
+@jit
 def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
     """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same
     places, so one program adds them up as they are. by_distance() sums what is left, one tile a diagonal. Dead tiles
@@ -1000,13 +884,13 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
     tl.store(at + row[:, None] * c.BM + row[None, :], total)
 
 
-# --------------------------------------------------------------------------------------------------------------- host
+# ----------------------------------------------------------------------------------------------------------------- host
 # Two operators, forward and backward: torch.compile traces through them. Each allocates, which is also all that tracing
 # needs, then launches. What is left, sums over heads, rows and diagonals, is ordinary PyTorch in `differentiate`.
 
 class Call(NamedTuple):
     """What attend() hands to the operators. These take it flat, as the schema says, and put it together again."""
-    rule: str                   # a name of RULES, or with a power: "tra:3.0"
+    rule: str                   # a name of KERNELS, or with a power: "tra:3.0"
     q: Tensor                   # these eight as in Inputs
     k: Tensor
     v: Tensor
@@ -1035,7 +919,7 @@ SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Ten
 
 def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False,
            power=None, skip=True, mix=None, sets=None):
-    """Causal attention (B, H, T, E) by a rule of RULES, and its row statistic (B, H, T), or None where it has none.
+    """Causal attention (B, H, T, E) by a rule of KERNELS, and its row statistic (B, H, T), or None where it has none.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0.
     The score is scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h]
@@ -1069,9 +953,9 @@ def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     """Pairs of a condition and what to say about it. Each relies on those before."""
     yield from problems_anywhere(q, k, v)
-    yield rule not in RULES, f"no kernel for the rule {rule!r}: choose one of {list(RULES)}"
-    about = RULES[rule]
-    yield row_sum and rule + "_sum" not in RULES, f"{rule} has no row sum to return: leave out row_sum"
+    yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
+    about = KERNELS[rule]
+    yield row_sum and rule + "_sum" not in KERNELS, f"{rule} has no row sum to return: leave out row_sum"
     yield t is not None and not about.takes_t, f"{rule} reads no row input: leave out t"
     yield power is not None and not (about.takes_power and power >= 1), f"{rule} takes no power {power}: leave it out"
     yield mix is not None and (row_sum or about.settle is not None), (
@@ -1109,7 +993,7 @@ def fits(q, k, v, views):
 def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix, sets):
     """attend()'s arguments as the operators take them."""
     B, H, T, _ = q.shape
-    if RULES[rule].takes_t:
+    if KERNELS[rule].takes_t:
         t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
     mix = None if mix is None else along_rows(mix, B, H // 2, T)
     far = None
@@ -1130,7 +1014,7 @@ def along_rows(part, *shape):
 def named(rule):
     """The Rule of "softmax", or of "tra:3.0" with a power: operators take a string, but no Rule."""
     name, _, power = rule.partition(":")
-    return RULES[name]._replace(power=float(power)) if power else RULES[name]
+    return KERNELS[name]._replace(power=float(power)) if power else KERNELS[name]
 
 
 def count(T, size):
@@ -1324,7 +1208,7 @@ run_forward.register_autograd(differentiate, setup_context=remember)
 run_backward.register_autograd(refuse)
 
 
-# -------------------------------------------------------------------------------------------------------------- tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
 # rule, in Triton 3.9. (In 3.6 about one kernel in twenty spills 8 to 72 bytes. So do float32 at width 256 and some
 # widths that are no power of two, in both.) A table, a tail, a slope or a window makes a call "busy", which costs

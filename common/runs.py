@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.adapters import frozen, merged
 from data import files
 
 ROOT = Path(__file__).parent.parent
@@ -44,20 +45,22 @@ class Run:
         self.checkpoint = self.folder / "ckpt.pt"
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.saved = None                       # the step of the last checkpoint, None before the first
+        self.meta = {}                          # what meta.json says
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + more
 
-    def begin(self, meta, step):
-        """Open the log. A new run (step None) moves an earlier one's files aside; a resumed one forgets the rows after
-        its checkpoint, for they will be written again."""
+    def begin(self, meta):
+        """Open the log. A new run moves an earlier run's files aside. A resumed run forgets the rows after its
+        checkpoint (`saved`), because it writes them again."""
+        self.meta = meta
         if not self.main:
             return
-        with self.writing(step or 0):
+        with self.writing(self.saved or 0):
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".*.tmp"):                     # by a kill in the middle of a save
                 left.unlink()
-            if step is None and self.checkpoint.exists():
+            if self.saved is None and self.checkpoint.exists():
                 self.move_aside()
-            rows = self.rows_until(step) if step is not None else []
+            rows = [] if self.saved is None else self.rows_until(self.saved)
             with files.replacing(self.log_csv, "w") as f:
                 csv.writer(f, lineterminator="\n").writerows([self.columns, *rows])
             files.write_json(self.meta_json, meta)
@@ -87,25 +90,25 @@ class Run:
             with self.writing(row["step"]), open(self.log_csv, "a", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerow(cells)
 
-    def save(self, meta, model, optimizer, scaler, step):
-        """A checkpoint, then meta.json: a kill between the two leaves an older meta.json, which does no harm."""
+    def save(self, model, optimizer, scaler, step):
+        """Write a checkpoint, then meta.json: a kill between the two leaves an older meta.json, which does no harm."""
         if not self.main:
             return
-        frozen = model.frozen()                 # these are the base's, as they were
-        learned = {name: value for name, value in model.state_dict().items() if name not in frozen}
+        kept = frozen(model)                    # the base of this adapter has them
+        learned = {name: value for name, value in model.state_dict().items() if name not in kept}
         state = {"model": learned, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                  "step": step}
         with self.writing(step):
             with files.replacing(self.checkpoint) as f:
                 torch.save(state, f)
             self.saved = step
-            files.write_json(self.meta_json, meta)
+            files.write_json(self.meta_json, self.meta)
 
-    def finish(self, meta):
-        """What is known only at the end."""
+    def finish(self):
+        """Write what is known only at the end."""
         if self.main:
             with self.writing(self.saved):
-                files.write_json(self.meta_json, meta)
+                files.write_json(self.meta_json, self.meta)
 
     @contextlib.contextmanager
     def writing(self, step):
@@ -263,22 +266,11 @@ def fingerprint(out_dir):
     return digest.hexdigest()[:16]
 
 
-def merged(state, path):
-    """A model's weights without LoRA: W + B A in the place of W, A and B (see model.LoRA), in float32."""
-    for name in [name for name in state if name.endswith(".lora_a")]:
-        module = name.removesuffix(".lora_a")
-        a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
-        if b is None or weight is None or (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]):
-            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or is not whole")
-        state = state | {f"{module}.weight": weight.float() + b @ a}
-    return {name: value for name, value in state.items() if ".lora_" not in name}
-
-
 def load_weights(model, state, path, new=(), copy=True):
     """Put a checkpoint's weights into a model: copies, or the very tensors, in their precision. Raises ValueError that
     names the first tensor that does not fit, or the recipe where it is the reason. Those named in `new` may be missing:
     they keep their initial values."""
-    own, state = model.state_dict(), model.without_spare(state)
+    own, state = model.state_dict(), model.without_unused_additions(state)
     state = {name: own[name] for name in new if name not in state} | state
     for name in [*own, *state]:
         if name not in own or name not in state or own[name].shape != state[name].shape:

@@ -9,7 +9,7 @@ mistral, qwen2, qwen3 and olmo2; the rest is refused with the reason. Data in sy
 import dataclasses
 from pathlib import Path
 
-from attention import parse_rope_scaling
+from axes.positions import parse_rope_scaling
 from common.flags import Parser, fields_of
 from common.runs import read_run, read_weights
 from data import coders, files, lookup

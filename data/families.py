@@ -8,7 +8,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-from attention import parse_rope_scaling
+from axes.positions import parse_rope_scaling
 from model import GPTConfig, shapes_of
 
 # ----------------------------------------------------------------------------------------------------------- the tables

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-import attention
+from axes.outputs import sigmoid_gate
+from axes.sight import visible
 from common.flags import at_least, knob
 from data import tokens
 from evals.ablate import ablations, cost_table, costs, draw_costs
@@ -133,16 +134,16 @@ class HeadSums:
         """Take in one batch of a layer's inputs, as `instead` hands them over."""
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             self.see_rows(i, w, module)
-        if module.choices["gate"].does is attention.gated:              # another, as silu, says nothing from 0 to 1
+        if module.choices["gate"].gated is sigmoid_gate:                # silu is no share from 0 to 1
             ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
-            self.add("gate", module.through("gate", ones, x)[:, :, module.ahead:].mean(-1))
+            self.add("gate", module.choices["gate"].gated(module, ones, x)[:, :, module.ahead:].mean(-1))
 
     def see_rows(self, i, w, module):
         """Add one block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T)."""
         sink, elsewhere = w[..., 0], w[..., 1:].abs().sum(-1)           # the sink has the first column in any case
         w = w[..., 1:] if has_outside(module) else w
         j = torch.arange(w.shape[3], device=w.device)
-        seen = attention.visible(i[:, None] + module.ahead, j + module.ahead, module.sight)             # (R, T)
+        seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)             # (R, T)
         n = seen.sum(-1)
         share = w.abs() / (w.abs().sum(-1, keepdim=True) + 1e-8)        # 1e-8, as a row may be empty
         away = (share - 1 / n[:, None]) * seen  # from an even spread

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import attention
 import mixers
+from axes.positions import POSITIONS
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
 from common.runs import ROOT, load_weights, read_run, read_weights, what_is_new
@@ -134,7 +135,7 @@ class OpenedRun:
     def positions(self):
         """How many tokens the model can read: block_size where it embeds each place, else without end."""
         config = self.model.config
-        return config.block_size if attention.POSITIONS[config.pos].embeds else math.inf
+        return config.block_size if POSITIONS[config.pos].embeds else math.inf
 
     def check_positions(self, length, flag="length"):
         """Raise ValueError where the model cannot read the `length` tokens that this flag asks for."""

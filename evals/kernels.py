@@ -87,7 +87,7 @@ def our_cases(q, k, v):
     def attend(rule, v=v, **mix):               # without the row statistic, which comes second
         return kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
 
-    cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.RULES}
+    cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
     if q.shape[1] % 2 == 0:                     # half of the heads are second views, of the same values
         cases["tda"] = partial(attend, "tra", v[:, 0::2], mix=q.new_tensor(0.5)), *PRODUCTS["tda"]
     return cases

@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-import attention
+import kernels
 import mixers
+from axes.sight import visible
 from data import tokens
 from evals.instrument import instead, read_windows, save_numbers, table, whole_numbers
 
-LIVE_TILE = (attention.BLOCK, 64)               # rows and keys of a tile, as the kernels have them at widths up to 128
+LIVE_TILE = (kernels.BLOCK, 64)               # rows and keys of a tile, as the kernels have them at widths up to 128
 
 
 def command(args, run):
@@ -59,9 +60,9 @@ def live_tiles(module, q, k, v, x, distance=None):
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
     blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles
-    for (_, i), w in zip(attention.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
+    for (_, i), w in zip(kernels.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
         w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
-        seen = attention.visible(i[:, None], keys, module.sight).expand_as(w)
+        seen = visible(i[:, None], keys, module.sight).expand_as(w)
         for name, cells in (("", seen), ("live_", w != 0)):
             # (B, H, rows, tiles, keys of a tile); the last tile is filled up with keys that nobody sees
             tiles = F.pad(cells, (0, -T % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1]))

@@ -39,7 +39,7 @@ def command(args, run):
     modules = [block.attn for block in run.model.transformer.h]
     layers = chosen("layers", args.layers, len(modules)) or spread(len(modules))
     heads = chosen("heads", args.heads, modules[0].heads)
-    if args.views and not modules[0].choices["diff"].does:
+    if args.views and not modules[0].choices["diff"].mix:
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
     seen = weights_of_layers(run, ids, layers, args.views)

@@ -16,7 +16,7 @@ Where they come from:
 """
 import torch
 
-import attention
+from axes.sight import visible_count
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over queries",
@@ -71,7 +71,7 @@ class Probe:
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             extra, w = split_extra(module, w)
             here = counted[:, None, i].expand(w.shape[:3])
-            shares = self.see_rows(here, w, attention.visible_count(i, module.sight), extra)
+            shares = self.see_rows(here, w, visible_count(i, module.sight), extra)
             early = early + shares[..., i < self.ROWS].sum(-1)
         B, H = early.shape[1:]
         sinks = early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
@@ -105,7 +105,7 @@ class Probe:
     def see_views(self, module, q, k, table=None):
         """The two views of a differential recipe, before one is subtracted from the other."""
         for i, w in rows_of(module, module.view_blocks(q, k, table)):
-            w, n = split_extra(module, w)[1], attention.visible_count(i, module.sight)
+            w, n = split_extra(module, w)[1], visible_count(i, module.sight)
             for name, view in (("a", w[:, 0::2]), ("b", w[:, 1::2])):
                 self.add(f"pairs_{name}", n.expand(view.shape[:3]))
                 self.add(f"zeros_{name}", n - (view != 0).sum(-1))

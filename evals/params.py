@@ -137,27 +137,27 @@ def alpha(module, x):
 
 def sharpness(module, x):
     """The factor on the score where a row sees block_size keys (SSMax, ASEntmax)."""
-    factor = module.choices["scale"].does
+    factor = module.choices["scale"].factor
     return factor and factor(module, x.new_full((1,), module.config.block_size)).flatten()
 
 
 def lambda_of(module, x):
     """What `mix` gives may be one number, one a head, or one a head and token."""
-    mix = module.mix(x)
-    return None if mix is None else (mix + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
+    mix = module.choices["diff"].mix
+    return None if mix is None else (mix(module, x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
 
 
 def gate(module, x):
     """The gate is what it makes of an output of ones."""
-    if module.choices["gate"].does:
+    if hasattr(module, "gate"):
         ones = x.new_ones(len(x), module.heads, x.shape[1], 1)
-        return module.through("gate", ones, x).mean((0, 2, 3))
+        return module.choices["gate"].gated(module, ones, x).mean((0, 2, 3))
 
 
 def kept(module, x):
     """What is left of a state, made from the logarithms of `forget`."""
     forget = module.choices.get("forget")
-    return forget.does(module, x).exp().mean((0, 2, 3)) if forget and forget.does else None
+    return forget.log_kept(module, x).exp().mean((0, 2, 3)) if forget and forget.log_kept else None
 
 
 def momentum(module, x):
@@ -173,7 +173,7 @@ def slowed(module, x):
 def written(module, x):
     """Mamba2's step in time, the delta rule's beta, a learner's rate."""
     write = module.choices.get("write")
-    return write.does(module, x).mean((0, 2, 3)) if write and write.does else None
+    return write.amount(module, x).mean((0, 2, 3)) if write and write.amount else None
 
 
 MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "kept": kept, "written": written,

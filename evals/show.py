@@ -22,20 +22,23 @@ import torch.nn as nn
 import attention
 import mixers
 import kernels
+from axes import rows
+from axes.base import unchanged
+from axes.positions import Distance, no_bias
+from axes.sight import visible
 from common.flags import knob
 from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
 WIDTH = 110
-# what happens in a pass through a layer: (axis, part of its row), and what in the layer makes use of it
-PASS = [("conv", "does"), ("qk_norm", "does"), ("feature", "does"), ("scale", "does"), ("pos", "does"),
-        ("forget", "does"), ("write", "does"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
-        ("rule", "does"), ("rule", "after"), ("normalize", "does"), ("sink", "does"), ("sink", "value"),
-        ("diff", "does"), ("value_bias", "does"), ("dex", "does"), ("out_norm", "does"), ("diff", "after"),
-        ("gate", "does")]
-AROUND = {("normalize", "does"): attention.Attention.share, ("sink", "does"): attention.Attention.share,
-          ("sink", "value"): attention.Attention.kept, ("diff", "does"): attention.Attention.attend,
-          ("pos", "does"): attention.Distance}
+# a pass through a layer: (axis, the field of its row that holds a function), and the code that calls the function
+PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("scale", "factor"), ("pos", "bias"),
+        ("forget", "log_kept"), ("write", "amount"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
+        ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"), ("sink", "score"),
+        ("sink", "value"), ("diff", "mix"), ("value_bias", "shifted"), ("dex", "corrected"), ("out_norm", "normed"),
+        ("diff", "after"), ("gate", "gated")]
+AROUND = {("normalize", "divisor"): rows.share_of_keys, ("sink", "score"): rows.share_of_keys,
+          ("sink", "value"): rows.spent, ("diff", "mix"): attention.Attention.attend, ("pos", "bias"): Distance}
 SHOWN = ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "block_size", "vocab_size", "rope_base",
          "rope_scaling")
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
@@ -118,31 +121,36 @@ class Page:
         return "\n".join([*lines, textwrap.fill(f"{'as usual':12} {rest}", WIDTH, subsequent_indent=" " * 13)])
 
     def meaning(self, axis):
-        """The first sentence of the docstring of what a choice does."""
-        choice = self.layer.choices.get(axis)
-        does = getattr(choice, "does", None)
-        text = inspect.getdoc(getattr(does, "func", does)) or "" if does else ""
+        """The first sentence of the docstring of what a choice computes."""
+        parts = (part for of, part in PASS if of == axis and part not in ("inputs", "row_input", "start"))
+        function = next(filter(None, (self.function(axis, part) for part in parts)), None)
+        text = inspect.getdoc(getattr(function, "func", function)) or "" if function else ""
         return re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
+
+    def function(self, axis, part):
+        """The function in this field of the chosen row, or None."""
+        function = getattr(self.layer.choices.get(axis), part, None)
+        return None if function in (unchanged, no_bias) else function
 
     def pytorch(self):
         """The functions of every choice, in the order of a pass through the layer."""
         found = []
         for axis, part in PASS:
-            found.append(getattr(self.layer.choices.get(axis), part, None))
+            found.append(self.function(axis, part))
             found += called(found[-1])
             if found[-1] and (axis, part) in AROUND and type(self.layer).attend is attention.Attention.attend:
                 found.append(AROUND[axis, part])
         if self.config.window:
-            found += [attention.visible, attention.Attention.rotated]
+            found += [visible, attention.Attention.rotated]
         return list(dict.fromkeys(filter(None, found)))
 
     def triton_functions(self):
         """(role, function) of the kernel's rule, those of the call before it first."""
         for function in self.layer.fused_by:
             yield "a state", getattr(function, "fn", function)
-        names = [name for name in (self.layer.rule.counted_in, self.config.rule) if name]
+        names = [name for name in (getattr(self.layer.rule, "threshold_of", None), self.config.rule) if name]
         for name in names:
-            rule = kernels.RULES.get(name)
+            rule = kernels.KERNELS.get(name)
             for role, part in zip(getattr(rule, "_fields", ()), rule or (), strict=True):
                 function = getattr(part, "fn", part)                    # below triton.jit
                 if inspect.isfunction(function):

@@ -28,36 +28,29 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-import attention
 import kernels
-from attention import (
-    UNSEEN,
-    Attention,
-    Choice,
-    Constant,
-    Fixed,
-    LogSumExp,
-    Normal,
-    Redrawn,
-    Sight,
-    for_products,
-    grouped,
-    only,
-    softmax,
-    visible,
-    wide,
-)
+from attention import MASKED, RULES, LogSumExp, choose_kernel, softmax, triton_obstacles
+from axes import options
+from axes.base import Choice, Constant, Fixed, Normal, Redrawn, only, wide
+from axes.layer import Layer
+from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
+from axes.positions import WITHOUT_BIAS
+from axes.queries_keys import QK_NORMS
+from axes.rows import SINKS, share_of_keys, spent
+from axes.sight import Sight, visible
+from kernels import for_products, grouped
 
 # -------------------------------------------------------------------------- the axis balance: how tokens find a group
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance(Choice):
-    """How a token's scores become shares of groups; does layer, s (B, T, K) over the temperature -> g, rows of sum 1.
+    """How a token's scores become shares of groups.
 
     `count` says what a training step remembers of its tokens z (B, T, d_g), their s and g: a tensor that is summed over
     micro-batches and ranks, or a sample, of which the step's first one counts. `settle` is told when the step is
     over."""
+    shares: Callable | None = None              # layer, s (B, T, K) over the temperature -> g, whose rows sum to 1
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
     count: Callable | None = None               # layer, s, z, g -> a tensor
@@ -178,18 +171,18 @@ ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
 BALANCES = {                                    # the default is ours, the others are the paper's: section 2, table 8
-    "potential": Balance(with_potential, lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
-                         SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, count=sum_of_potentials,
+    "potential": Balance(lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
+                         SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential, count=sum_of_potentials,
                          settle=move_potential),
-    "sinkhorn": Balance(sinkhorn, router, SINKHORN, causal=False),
-    "softmax": Balance(by_softmax, router, ROUTER),
-    "entropy": Balance(by_softmax, router, ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
+    "sinkhorn": Balance(router, SINKHORN, shares=sinkhorn, causal=False),
+    "softmax": Balance(router, ROUTER, shares=by_softmax),
+    "entropy": Balance(router, ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)}, shares=by_softmax,
                        penalty=confident_and_even),
-    "stop_gradient": Balance(by_softmax, router, ROUTER, detached=True),
-    "ema": Balance(by_softmax, router_alone, ROUTER | {"rate": Constant(0.01, 0.0, 1.0)},
+    "stop_gradient": Balance(router, ROUTER, shares=by_softmax, detached=True),
+    "ema": Balance(router_alone, ROUTER | {"rate": Constant(0.01, 0.0, 1.0)}, shares=by_softmax,
                    detached=True, count=sums_by_group, settle=move_centroids),
-    "recluster": Balance(by_softmax, router_and_middle, ROUTER | {"every": Constant(100, 1, 10**9)}, count=a_sequence,
-                         sample=True, settle=recluster),
+    "recluster": Balance(router_and_middle, ROUTER | {"every": Constant(100, 1, 10**9)}, shares=by_softmax,
+                         count=a_sequence, sample=True, settle=recluster),
 }
 
 # ------------------------------------------------------------------- the axis affinity: what a gate does to a score
@@ -211,7 +204,7 @@ def score_gate(s, z):
     return s * torch.sigmoid(z)
 
 
-def no_window(config, args):
+def no_window(config, args, choices):
     if not config.window:
         return "--attn=focus gates the pairs beyond a window, and --window=0 has none: give --window=1 or more"
 
@@ -225,27 +218,29 @@ def gate_args(offset):
             "learn_gate_offset": Constant(False)}
 
 
-AFFINITIES = {                                  # s, z (both broadcastable to (B, H, R, T)) -> s'
-    "log": Choice(log_gate, numbers_of_gate, gate_args(0.5), no_window),
-    "score": Choice(score_gate, numbers_of_gate, gate_args(0.0), no_window),
+@dataclasses.dataclass(frozen=True)
+class Affinity(Choice):
+    gated: Callable | None = None               # scores s, arguments z of the gates, broadcast to (B, H, R, T) -> s'
+
+
+AFFINITIES = {
+    "log": Affinity(numbers_of_gate, gate_args(0.5), no_window, gated=log_gate),
+    "score": Affinity(numbers_of_gate, gate_args(0.0), no_window, gated=score_gate),
 }
 
 # ------------------------------------------------------------------------------------------------------ all the axes
 
 
-def more_than_groups(config, args):
+def more_than_groups(config, args, choices):
     if config.topk > args["groups"]:
         return (f"--topk={config.topk} is more than the {args['groups']} groups: lower it, or raise "
                 "--attn_args=groups=NUMBER")
 
 
-AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
-    "balance": BALANCES, "affinity": AFFINITIES,
-    "pos": {name: choice for name, choice in attention.POSITIONS.items() if not choice.does},
-    "qk_norm": attention.QK_NORMS, "value_bias": attention.VALUE_BIASES, "out_norm": attention.OUT_NORMS,
-    "gate": attention.GATES,
-    "sink": {name: choice for name, choice in attention.SINKS.items() if not choice.ahead},
-}
+AXES = options.defaults_but(
+    only(RULES, "softmax"), balance=BALANCES, affinity=AFFINITIES, pos=WITHOUT_BIAS, qk_norm=QK_NORMS,
+    value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES,
+    sink={name: choice for name, choice in SINKS.items() if not choice.ahead})
 
 REFUSED = {                                     # axis: why its other values mean nothing here
     "window_every": "each layer has a router, and the window is what it leaves alone",
@@ -257,15 +252,15 @@ REFUSED = {                                     # axis: why its other values mea
 # ------------------------------------------------------------------------------------------------ a block of all pairs
 
 
-def gated_block(affinity, local, sight, need_r, dropout, q, k, v, a, b, *distance, i):
+def gated_block(affinity, local, sight, need_r, dropout, i, q, k, v, a, b):
     """Output (B, H, R, E) of one block of rows, and its log-sum-exp if that is needed. a (B, 1, R, G) and b (B, 1,
     keys, G) are the rows' and the keys' halves of the gates' arguments."""
-    w, r = gated_weights(affinity, local, sight, q, k, a, b, i, need_r)
+    w, r = gated_weights(affinity, local, sight, i, q, k, a, b, need_r)
     o = grouped((F.dropout(w, dropout) if dropout else w).to(v.dtype), v)
     return (o, r) if need_r else (o,)
 
 
-def gated_weights(affinity, local, sight, q, k, a, b, i, need_r):
+def gated_weights(affinity, local, sight, i, q, k, a, b, need_r):
     """The rows at positions i (R,): weights (B, H, R, keys), and their log-sum-exp where it is needed. Without an
     affinity the gates are shut or open."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
@@ -312,7 +307,7 @@ def sparse_sequence(q, k, v, members, local, scale, fused):
     back = order.argsort()
     o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
     near, near_r = strangers(q, k, v, bits, local, scale, fused)
-    near_r = near_r.masked_fill(nobody(own, meet, local)[:, None], UNSEEN)
+    near_r = near_r.masked_fill(nobody(own, meet, local)[:, None], MASKED)
     share = torch.sigmoid(r - near_r)           # of the whole sum
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
@@ -385,14 +380,15 @@ def heads_product(a, b):
 # ---------------------------------------------------------------------------------------------------------- the layer
 
 
-class Focus(Attention):
-    """One layer of plain softmax attention with a router beside it: (B, T, C) to (B, T, C), as Attention has it.
+class Focus(Layer):
+    """One layer of plain softmax attention with a router beside it: (B, T, C) to (B, T, C).
 
     past, which generation carries, holds the tokens' shares of groups beside their keys and values.
     """
     axes, refused = AXES, REFUSED
-    numbers = {"window": attention.NUMBERS["window"], "topk": attention.Number(0, more_than_groups)}
+    numbers = {"window": options.NUMBERS["window"], "topk": options.Number(0, more_than_groups)}
     added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "middle", "steps")
+    retrofit = True
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -420,7 +416,7 @@ class Focus(Attention):
             z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)
             middle = getattr(self, "middle", 0.0)
             s = (z - middle) @ self.centroids.mT / self.args["temperature"]             # (B, T, K)
-            g = balance.does(self, s)
+            g = balance.shares(self, s)
         if self.training and balance.penalty:
             self.penalty = balance.penalty(self, g)
         if self.training and balance.count:
@@ -462,25 +458,29 @@ class Focus(Attention):
 
     # ------------------------------------------------------------------ the layer's face
 
-    def carried(self, x, past):
-        """The shares of all tokens, of which a cache keeps the earlier; without one, attend finds them in x."""
-        if past is None:
-            return {}
-        g = self.assign(x)
-        past["g"] = torch.cat([past["g"], g], 1) if "g" in past else g
-        return {"g": past["g"]}
+    def forward(self, x, past=None, importances=None):
+        """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and shares."""
+        q, k, v = self.heads_of(self.c_attn(x))
+        shares = {}                             # of all tokens; without a cache attend finds them in x
+        if past is not None:
+            k, v, _ = self.recall(past, k, v)
+            g = self.assign(x)
+            past["g"] = torch.cat([past["g"], g], 1) if "g" in past else g
+            shares = {"g": past["g"]}
+        if self.choices["pos"].rotates:
+            q, k = self.rotated(q, k)
+        return self.output(self.attend(q, k, v, x, None, **shares))
 
-    def attend(self, q, k, v, x, table=None, sight=None, importances=None, g=None):
+    def attend(self, q, k, v, x, table=None, sight=None, g=None):
         """From rotated queries and keys, values and the layer's input x (B, T, C) to each head's output (B, H, R, E).
         With fewer queries than keys, they are the last. sight: only its `hidden` counts. g: the shares of all T
         tokens; None: of x, which then has T rows."""
-        dtype, (q, k, _, n) = v.dtype, self.prepare(q, k)
-        g, sight = self.check(k, x, table, g), sight or self.sight
-        o, r = self.mixed(q, k, v, g, sight)
-        o = self.kept(o, q, r, n)
-        for axis in ("value_bias", "out_norm"):
-            o = self.through(axis, o)
-        return self.through("gate", o, x[:, -q.shape[2]:]).to(dtype)
+        dtype, q, k = v.dtype, self.featured(q), self.featured(k)
+        o, r = self.mixed(q, k, v, self.check(k, x, table, g), sight or self.sight)
+        o = spent(self, o, q, r, None)     # the share that an extra key leaves
+        o = self.choices["value_bias"].shifted(self, o)
+        o = self.choices["out_norm"].normed(self, o)
+        return self.choices["gate"].gated(self, o, x[:, -q.shape[2]:]).to(dtype)
 
     def check(self, k, x, table, g):
         """The shares of all tokens. Raises ValueError on what Focus cannot make use of."""
@@ -494,40 +494,40 @@ class Focus(Attention):
     def mixed(self, q, k, v, g, sight):
         """Softmax over open pairs: output, and the log-sum-exp where it is needed."""
         if self.hard and q.shape[2] == k.shape[2] and sight.hidden < 0:
-            fused = attention.choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
+            fused = choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
             low = (lambda x: x) if fused else for_products
             return sparse(low(q), low(k), low(v), self.memberships(g, self.hard), self.local, sight.scale, fused)
         a, b = self.halves(g)
         dropout = self.config.dropout if self.training else 0.0
-        run = partial(gated_block, self.gate_of_pairs, self.local, sight, self.need_r, dropout)
-        return attention.in_blocks(run, sight, q, k, v, a[:, :, -q.shape[2]:], b)
+        one_block = partial(gated_block, self.gate_of_pairs, self.local, sight, self.has_extra_key, dropout)
+        q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
+        parts, a = ("rows", "keys", "keys", "rows", "keys"), a[:, :, -q.shape[2]:]
+        o, *r = kernels.loop_for(q)(one_block, sight, parts, q, k, v, a, b)
+        return o, r[0] if r else None
 
     @property
     def gate_of_pairs(self):
-        return None if self.hard else self.choices["affinity"].does
+        return None if self.hard else self.choices["affinity"].gated
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
-        q, k, _, n = self.prepare(q, k)
+        q, k = self.featured(q), self.featured(k)
         sight, (a, b) = sight or self.sight, self.halves(self.check(k, x, table, None))
         R, T = q.shape[2], k.shape[2]
-        for rows, i in attention.row_blocks(R, T, q.device):
-            qb, end = q[:, :, rows], i[-1] + 1
-            w, r = gated_weights(self.gate_of_pairs, self.local, sight, for_products(qb) * sight.scale,
-                                 for_products(k[:, :, :end]), a[:, :, i], b[:, :, :end], i, self.need_r)
-            share = self.share(qb, r, n[rows])
+        for block, i in kernels.row_blocks(R, T, q.device):
+            qb, end = q[:, :, block], i[-1] + 1
+            w, r = gated_weights(self.gate_of_pairs, self.local, sight, i, for_products(qb) * sight.scale,
+                                 for_products(k[:, :, :end]), a[:, :, i], b[:, :, :end], self.has_extra_key)
+            share = share_of_keys(self, qb, r, None)
             w = F.pad(w if share is None else w * share, (0, T - end))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
-
-    def view_blocks(self, q, k, table=None, sight=None):
-        raise ValueError(f"--attn={self.config.attn} has no views")
 
     # ------------------------------------------------------------------ fine print
 
     @staticmethod
     def cannot_learn(config):
         """Why training with this config would teach the router nothing, or None."""
-        groups = attention.constants(config, AXES)["groups"]
+        groups = options.constants(config, AXES)["groups"]
         if groups == 1:
             return "--attn_args=groups=1: with one group there is nothing to learn; give it two or more"
         if groups > config.block_size:
@@ -542,5 +542,5 @@ class Focus(Attention):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
         yield "triton", not config.topk, "the soft gate of every pair has no kernel; the sparse form, --topk, has"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
-        yield from attention.triton_obstacles(config, device)
+        yield from triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

@@ -21,9 +21,10 @@ import math
 
 import torch
 
-from attention import Choice, Constant, Fixed, only
+from axes.base import Constant, Fixed, only
+from axes.rows import Normalizer
 from mixers.recurrent import AXES as STATES
-from mixers.recurrent import FORGETS, WRITES, Recurrent, Rule
+from mixers.recurrent import FORGETS, WRITES, Recurrent, StateRule
 
 
 def orthogonal_normal(m, D, dice):
@@ -75,10 +76,10 @@ def itself(r, n):
     return r
 
 
-FAVOR = Rule(step, directions, {"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)},
-             inputs=log_features)
+FAVOR = StateRule(directions, {"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)}, chunk=step,
+                  inputs=log_features)
 AXES = STATES | {
-    "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(itself)},
+    "rule": {"favor": FAVOR}, "normalize": {"sum": Normalizer(divisor=itself)},
     "forget": only(FORGETS, "none"), "write": only(WRITES, "one"),
     "feature": only(STATES["feature"], "none"),
 }

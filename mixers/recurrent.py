@@ -41,8 +41,15 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import attention
-from attention import Attention, Choice, Constant, Normal, choose_kernel, only, split_heads, wide
+import kernels
+from attention import choose_kernel, triton_obstacles
+from axes import options
+from axes.base import Choice, Constant, Normal, only, split_heads, wide
+from axes.layer import Layer
+from axes.outputs import EPS, GATES, OUT_NORMS, VALUE_BIASES, Gate, OutNorm, gate_of
+from axes.positions import WITHOUT_BIAS, rope_frequencies, rotate
+from axes.queries_keys import FEATURES, QK_NORMS, SCALES, unit_square
+from axes.rows import NORMALIZERS
 from mixers import recurrent_kernels
 
 # ---------------------------------------------------------------------------------------------- one chunk, and all
@@ -205,17 +212,17 @@ def slowed_deep(state, q, k, v, rate, *rest):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule(Choice):
-    """How a state learns; does one chunk: state, q, k, v, ... -> o, state."""
+class StateRule(Choice):
+    """How a token changes the state."""
+    chunk: Callable | None = None               # state, q, k, v, ... of one chunk of tokens -> o, state
     inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> what a chunk takes
     start: Callable | None = None               # layer, B -> the state before the first token; None: S is 0
     after: Callable | None = None               # layer, o, q, v -> o
     products: int = 2                           # of a vector with a state, for every token: it reads, and it writes
     linear: bool = True                         # what is written is linear in v, so that there are weights
-    slowed: Callable | None = None              # does one chunk, but returns which tokens' rates it lowers, not o
+    slowed: Callable | None = None              # as chunk, but returns which tokens' rates it lowers, not o
     places: Callable = lambda positions, chunk: positions               # what RoPE turns by
     heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
-    power = statistic = row_input = counted_in = None                   # what only rules of scores have
 
 
 def told(layer, q, k, v, forget, write, x):
@@ -233,7 +240,7 @@ def plus_skip(layer, o, q, v):
     return o + layer.skip[:, None, None] * v
 
 
-def needs_small_writes(config, args):
+def needs_small_writes(config, args, choices):
     if config.write == "dt":
         return ("--rule=delta erases as much as it writes, and --write=dt has no bound: above 1, old values would "
                 "change their sign. Use --write=beta")
@@ -244,7 +251,7 @@ def needs_small_writes(config, args):
                 "--feature")
 
 
-def one_rate(config, args):
+def one_rate(config, args, choices):
     if config.forget == "channel":
         return f"--rule={config.rule} forgets at one rate per head: use --forget=none, fixed, dt or alpha"
 
@@ -279,7 +286,7 @@ def for_momentum(layer, q, k, v, forget, write, x):
     """
     logits = wide(split_heads(layer.momentum(x), layer.heads, 1))
     rate, share = write / layer.width**0.5, torch.sigmoid(-logits) / layer.args["chunk"]
-    return q, k, attention.unit_square(layer, v), rate, share, forget, F.logsigmoid(logits)
+    return q, k, unit_square(layer, v), rate, share, forget, F.logsigmoid(logits)
 
 
 def memory_of_momentum(layer):
@@ -320,14 +327,14 @@ CHUNK = {"chunk": Constant(64, 1, 65536)}       # tokens taken at once; of a mem
 
 
 RULES = {
-    "add": Rule(step, args=CHUNK, inputs=told),
+    "add": StateRule(args=CHUNK, chunk=step, inputs=told),
     # state-space duality: all heads have one q and k, and tokens a way past the state. Mamba2, Dao and Gu 2405.21060
-    "ssd": Rule(step, lambda layer: {"skip": torch.ones(layer.heads)}, CHUNK, inputs=told, after=plus_skip,
-                heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
-    "delta": Rule(step, args=CHUNK, refuse=needs_small_writes, inputs=told_and_erased, products=3),
-    "descent": Rule(learn, memory_of_descent, CHUNK, one_rate, inputs=for_descent, start=linear_memory, after=answer,
-                    products=3, linear=False, places=lambda positions, chunk: positions % chunk),
-    "momentum": Rule(learn_deep, memory_of_momentum, CHUNK, one_rate, inputs=for_momentum, start=deep_memory,
+    "ssd": StateRule(lambda layer: {"skip": torch.ones(layer.heads)}, CHUNK, chunk=step, inputs=told, after=plus_skip,
+                     heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
+    "delta": StateRule(args=CHUNK, chunk=step, refuse=needs_small_writes, inputs=told_and_erased, products=3),
+    "descent": StateRule(memory_of_descent, CHUNK, one_rate, chunk=learn, inputs=for_descent, start=linear_memory,
+                         after=answer, products=3, linear=False, places=lambda positions, chunk: positions % chunk),
+    "momentum": StateRule(memory_of_momentum, CHUNK, one_rate, chunk=learn_deep, inputs=for_momentum, start=deep_memory,
                      slowed=slowed_deep, linear=False,
                      products=7 * 4),           # of two memories, four times as wide as a head
 }
@@ -399,16 +406,21 @@ def decay_layers(layer):
             "forget_bias": torch.full((layer.heads,), 4.0)}
 
 
-FORGETS = {                                     # layer, x (B, T, C) -> log forget (B, H, T, 1 or D), at most 0
-    "none": Choice(),
-    "fixed": Choice(gamma),
-    "channel": Choice(gla_gate, gla_layers),
-    "dt": Choice(time_gate, time_scalars),
-    "alpha": Choice(decay, decay_layers),
+@dataclasses.dataclass(frozen=True)
+class Forget(Choice):
+    log_kept: Callable | None = None            # layer, x (B, T, C) -> log forget (B, H, T, 1 or D), at most 0; None: 0
+
+
+FORGETS = {
+    "none": Forget(),
+    "fixed": Forget(log_kept=gamma),
+    "channel": Forget(gla_layers, log_kept=gla_gate),
+    "dt": Forget(time_scalars, log_kept=time_gate),
+    "alpha": Forget(decay_layers, log_kept=decay),
 }
 
 
-def needs_time(config, args):
+def needs_time(config, args, choices):
     if config.forget != "dt":
         return f"--write=dt writes for as long as --forget=dt forgets, not --forget={config.forget}"
 
@@ -422,11 +434,16 @@ def learned_share(bias):
     return lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads, bias=bias)}
 
 
-WRITES = {                                      # layer, x (B, T, C) -> what v is multiplied with, (B, H, T, 1)
-    "one": Choice(),
-    "dt": Choice(time_step, refuse=needs_time),
-    "beta": Choice(share, learned_share(False)),
-    "rate": Choice(share, learned_share(True)),                         # TTT's has a bias
+@dataclasses.dataclass(frozen=True)
+class Write(Choice):
+    amount: Callable | None = None              # layer, x (B, T, C) -> the factor on v, (B, H, T, 1); None: 1
+
+
+WRITES = {
+    "one": Write(),
+    "dt": Write(refuse=needs_time, amount=time_step),
+    "beta": Write(learned_share(False), amount=share),
+    "rate": Write(learned_share(True), amount=share),                   # TTT's has a bias
 }
 
 # ------------------------------------------------------------------------------------- the axes: before and after
@@ -438,17 +455,18 @@ def short_convolution(layer, x):
     return F.silu(F.conv1d(x.mT, layer.conv.to(x.dtype), groups=x.shape[-1]).mT)
 
 
-CONVS = {                                       # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
-    "off": Choice(),
-    # 0.29 is the deviation of what torch draws for four values, U(-1/2, 1/2)
-    "on": Choice(short_convolution, lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))}),
+@dataclasses.dataclass(frozen=True)
+class Convolution(Choice):
+    convolved: Callable | None = None           # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
+
+
+CONVS = {
+    "off": Convolution(),
+    # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws four values
+    "on": Convolution(lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))},
+                      convolved=short_convolution),
 }
 CONV_REACH = 3                                  # earlier tokens that it sees
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate(Choice):
-    first: bool = False                         # before the norm on the output
 
 
 def silu_gate(layer, o, x):
@@ -456,13 +474,13 @@ def silu_gate(layer, o, x):
     return o * F.silu(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
 
 
-def learned_gate(layer):
-    return attention.gate(layer, layer.shapes["v"][1])
+def gate_of_elements(layer):
+    return gate_of(layer, layer.shapes["v"][1])
 
 
-GATES = attention.GATES | {                     # layer, o (B, H, T, E), x (B, T, C) -> o
-    "silu": Choice(silu_gate, learned_gate),
-    "silu_first": Gate(silu_gate, learned_gate, first=True),            # Mamba2 gates, then norms
+GATES = GATES | {
+    "silu": Gate(gate_of_elements, gated=silu_gate),
+    "silu_first": Gate(gate_of_elements, gated=silu_gate, before_norm=True),            # Mamba2
 }
 
 
@@ -475,23 +493,19 @@ def norm_of_layer(layer):
     return {"out_norm": nn.LayerNorm(layer.heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
 
 
-OUT_NORMS = attention.OUT_NORMS | {"layer": Choice(layer_norm, norm_of_layer, attention.EPS)}
+OUT_NORMS = OUT_NORMS | {"layer": OutNorm(norm_of_layer, EPS, normed=layer_norm)}
 
 
-def sum_may_be_zero(config, args):
+def sum_may_be_zero(config, args, choices):
     if config.rule != "add" or config.feature != "elu":
         return ("--normalize=sum divides by sums that weights of either sign may bring to 0: of a state it goes with "
                 "--rule=add --feature=elu")
 
 
-AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
-    "rule": RULES, "forget": FORGETS, "write": WRITES, "conv": CONVS,
-    "pos": {name: choice for name, choice in attention.POSITIONS.items() if not choice.does},
-    "qk_norm": attention.QK_NORMS, "feature": attention.FEATURES, "scale": only(attention.SCALES, "sqrt_d", "one"),
-    "normalize": {"none": attention.NORMALIZERS["none"],
-                  "sum": dataclasses.replace(attention.NORMALIZERS["sum"], refuse=sum_may_be_zero)},
-    "value_bias": attention.VALUE_BIASES, "out_norm": OUT_NORMS, "gate": GATES,
-}
+AXES = options.defaults_but(
+    RULES, forget=FORGETS, write=WRITES, conv=CONVS, pos=WITHOUT_BIAS, qk_norm=QK_NORMS, feature=FEATURES,
+    scale=only(SCALES, "sqrt_d", "one"), value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES,
+    normalize=only(NORMALIZERS, "none") | {"sum": dataclasses.replace(NORMALIZERS["sum"], refuse=sum_may_be_zero)})
 
 REFUSED = {                                     # axis: why its other values mean nothing here
     "window": "a state holds no keys that could leave its sight; how long it remembers is --forget",
@@ -507,11 +521,11 @@ REFUSED = {                                     # axis: why its other values mea
 
 def blocks(start, stop):
     """(start, stop) of every BLOCK rows in between."""
-    return [(i, min(i + attention.BLOCK, stop)) for i in range(start, stop, attention.BLOCK)]
+    return [(i, min(i + kernels.BLOCK, stop)) for i in range(start, stop, kernels.BLOCK)]
 
 
-class Recurrent(Attention):
-    """One layer whose heads keep a state instead of keys and values: (B, T, C) to (B, T, C), as Attention does.
+class Recurrent(Layer):
+    """One layer whose heads keep a state instead of keys and values: (B, T, C) to (B, T, C).
 
     past, which generation carries, holds the state, the last inputs of the short convolution and the number of tokens
     so far: its size does not grow.
@@ -530,26 +544,23 @@ class Recurrent(Attention):
         y = attend(q, k, v, x, None)            # (B, H, T, E)
         if past is not None:
             past["tokens"] = past.get("tokens", 0) + x.shape[1]
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+        return self.output(y)
 
     def projected(self, x, past):
         """Queries, keys and values (B, heads, T, width), through the short convolution and RoPE where there are any."""
         y = self.c_attn(x)
-        if self.choices["conv"].does:
+        if self.choices["conv"].convolved:
             before = (past or {}).get("conv", y.new_zeros(len(y), CONV_REACH, y.shape[2]))
             y = torch.cat([before, y], 1)
             if past is not None:
                 past["conv"] = y[:, -CONV_REACH:].clone()               # a view would keep all of y alive
-            y = self.through("conv", y)
-        parts = y.split([heads * width for heads, width in self.shapes.values()], -1)
-        q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
-        if self.choices["qk_norm"].projected:
-            q, k = (self.choices["qk_norm"].projected(self, *pair) for pair in ((self.q_norm, q), (self.k_norm, k)))
+            y = self.choices["conv"].convolved(self, y)
+        q, k, v = self.heads_of(y)
         if self.choices["pos"].rotates:
-            seen = (past or {}).get("tokens", 0)
+            seen = 0 if past is None else past.get("tokens", 0)
             places = self.rule.places(torch.arange(seen, seen + x.shape[1], device=x.device), self.args["chunk"])
-            frequency = attention.rope_frequencies(self.config, self.width, x.device)
-            q, k = (attention.rotate(y, frequency, places) for y in (q, k))
+            frequency = rope_frequencies(self.config, self.width, x.device)
+            q, k = (rotate(y, frequency, places) for y in (q, k))
         return q, k, v
 
     def attend(self, q, k, v, x, table=None, sight=None, past=None):
@@ -564,10 +575,13 @@ class Recurrent(Attention):
             without = self.read(q, k, v, x, hidden=sight.hidden)        # of it nothing was written: but for itself
             here = torch.arange(k.shape[2], device=k.device) == sight.hidden
             o = torch.where(here[:, None], o, without)
-        o, x = self.through("value_bias", o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
-        if getattr(self.choices["gate"], "first", False):
-            return self.through("out_norm", self.through("gate", o, x)).to(v.dtype)
-        return self.through("gate", self.through("out_norm", o), x).to(v.dtype)
+        o, x = self.choices["value_bias"].shifted(self, o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
+        if not self.choices["gate"].before_norm:
+            o = self.choices["out_norm"].normed(self, o)
+        o = self.choices["gate"].gated(self, o, x)
+        if self.choices["gate"].before_norm:
+            o = self.choices["out_norm"].normed(self, o)
+        return o.to(v.dtype)
 
     def check(self, k, x, table):
         """Raise ValueError on what a state cannot make use of."""
@@ -584,7 +598,8 @@ class Recurrent(Attention):
         products. past, where there is one, is left as the next call wants it. hidden: a place at which nothing is
         written. one: takes a chunk instead of the rule, and what it returns as o is returned."""
         dtype, (q, k, v) = v.dtype, self.prepare(q, k, v)
-        sums, forget, write = self.choices["normalize"].does, *(self.choices[axis].does for axis in ("forget", "write"))
+        sums, forget = self.choices["normalize"].divisor, self.choices["forget"].log_kept
+        write = self.choices["write"].amount
         forget = wide(forget(self, x)) if forget else v.new_zeros(*v.shape[:3], 1)
         write = wide(write(self, x)) if write else v.new_ones(*v.shape[:3], 1)
         if hidden >= 0:
@@ -595,7 +610,7 @@ class Recurrent(Attention):
             if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
                 o = self.fused(dtype, *inputs)
             else:
-                o = self.remember(inputs, {} if past is None else past, one or self.rule.does)
+                o = self.remember(inputs, {} if past is None else past, one or self.rule.chunk)
             if sums:
                 o = o[..., :-1] / sums(o[..., -1:], None)
             return self.rule.after(self, o, q, v) if self.rule.after else o
@@ -611,7 +626,7 @@ class Recurrent(Attention):
     def fused(self, dtype, q, k, v, forget, erase=None):
         """All tokens by the Triton kernels: (B, H, T, E), from products of numbers of this dtype."""
         q, k, v = (y.to(dtype) for y in (q, k, v))
-        return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].does else None, erase))
+        return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].log_kept else None, erase))
 
     def remember(self, inputs, past, one):
         """All tokens, a chunk at a time by `one`: (B, H, T, E). A memory that learns keeps only the steps of whole
@@ -711,9 +726,6 @@ class Recurrent(Attention):
         """Those of the recurrence, whose cost does not depend on the length; chunks spend more, on the same result."""
         return 6 * self.rule.products * self.heads * self.width * self.shapes["v"][1]
 
-    def view_blocks(self, q, k, table=None, sight=None):
-        raise ValueError(f"--attn={self.config.attn} has a state in place of scores: it has no views, and no tiles")
-
     # ------------------------------------------------------------------ fine print
 
     @staticmethod
@@ -721,5 +733,5 @@ class Recurrent(Attention):
         """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
         yield "triton", not RULES[config.rule].linear, f"rule {config.rule} of a state has no kernel"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
-        yield from attention.triton_obstacles(config, device)
+        yield from triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

@@ -28,8 +28,15 @@ Shapes: B batch, H heads, R queries, T keys, D width of q and k, E of v, K clust
 import torch
 from torch.nn import functional as F
 
-import attention
-from attention import Attention, Constant, Fixed, Rule, only, wide
+import kernels
+from attention import Rule, softmax
+from axes import options
+from axes.base import Constant, Fixed, only, wide
+from axes.layer import Layer
+from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
+from axes.positions import WITHOUT_BIAS
+from axes.queries_keys import QK_NORMS, SCALES
+from axes.sight import visible
 
 
 def random_directions(layer):
@@ -39,17 +46,16 @@ def random_directions(layer):
     return {"means": Fixed(F.normalize(means, dim=-1)), "moves": Fixed(torch.zeros(()))}
 
 
-CLUSTERED = Rule(attention.softmax, random_directions, {
+CLUSTERED = Rule(random_directions, {
     "clusters": Constant(8, 1, 65536),
-    "cluster_size": Constant(0, 0, 2**31)})     # w; 0: T / K, so that there is a place for each token on average
-AXES = {axis: only(values, attention.DEFAULTS[axis]) for axis, values in attention.AXES.items()} | {
-    "rule": {"softmax": CLUSTERED}, "qk_norm": attention.QK_NORMS, "scale": only(attention.SCALES, "sqrt_d", "one"),
-    "pos": {name: choice for name, choice in attention.POSITIONS.items() if not choice.does},
-    "value_bias": attention.VALUE_BIASES, "out_norm": attention.OUT_NORMS, "gate": attention.GATES,
-}
+    "cluster_size": Constant(0, 0, 2**31)},     # w; 0: T / K, which gives each token one place on average
+    weights=softmax)
+AXES = options.defaults_but(
+    {"softmax": CLUSTERED}, qk_norm=QK_NORMS, scale=only(SCALES, "sqrt_d", "one"), pos=WITHOUT_BIAS,
+    value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES)
 
 
-class Routing(Attention):
+class Routing(Layer):
     """One layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
     axes, numbers, causal, cached, added = AXES, {}, False, False, ("means", "moves")
     refused = {                                 # axis: why its values mean nothing here
@@ -60,6 +66,15 @@ class Routing(Attention):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.sums = 0                           # (H, K, D): unit queries and keys nearest to each centroid, this step
+
+    def forward(self, x, past=None, importances=None):
+        """x (B, R, C), the layer's normed input."""
+        q, k, v = self.heads_of(self.c_attn(x))
+        if past is not None:
+            k, v, _ = self.recall(past, k, v)
+        if self.choices["pos"].rotates:
+            q, k = self.rotated(q, k)
+        return self.output(self.attend(q, k, v, x, None))
 
     def attend(self, q, k, v, x, table=None, sight=None):
         """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
@@ -72,9 +87,9 @@ class Routing(Attention):
         o = w @ taken(wide(v), keys)            # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
-        for axis in ("value_bias", "out_norm"):
-            o = self.through(axis, o)
-        return self.through("gate", o, x).to(v.dtype)
+        o = self.choices["value_bias"].shifted(self, o)
+        o = self.choices["out_norm"].normed(self, o)
+        return self.choices["gate"].gated(self, o, x).to(v.dtype)
 
     def prepare_heads(self, q, k, *v):
         """The same, normed as asked for, every head with keys (and values) of its own."""
@@ -86,9 +101,9 @@ class Routing(Attention):
         and how many clusters give a query something, at least 1: (B, H, R, 1)."""
         R, T = q.shape[2], k.shape[2]
         rows, keys = self.nearest(q), self.nearest(k)
-        seen = attention.visible(rows[..., None] + T - R, keys[..., None, :], sight or self.sight)
+        seen = visible(rows[..., None] + T - R, keys[..., None, :], sight or self.sight)
         s = wide(taken(q, rows) @ taken(k, keys).mT) * self.sight.scale
-        w = attention.softmax(s, seen) * seen   # of a row that sees nothing, softmax is not 0
+        w = softmax(s, seen) * seen   # of a row that sees nothing, softmax is not 0
         some = seen.any(-1).flatten(2).to(w.dtype)
         count = w.new_zeros(q.shape[:3]).scatter_add(2, rows.flatten(2), some)
         return rows, keys, w, count.clamp(min=1)[..., None]
@@ -138,10 +153,7 @@ class Routing(Attention):
         R, T = q.shape[2], k.shape[2]
         places = rows[..., None] * T + keys[..., None, :]               # (B, H, K, w, w): of the pairs in a matrix
         dense = w.new_zeros(*q.shape[:2], R * T).scatter_add(2, places.flatten(2), w.flatten(2))
-        yield from (dense.unflatten(2, (R, T)) / count).split(attention.BLOCK, 2)
-
-    def view_blocks(self, q, k, table=None, sight=None):
-        raise ValueError(f"--attn={self.config.attn} has one view, and clusters in place of tiles")
+        yield from (dense.unflatten(2, (R, T)) / count).split(kernels.BLOCK, 2)
 
     # ------------------------------------------------------------------ fine print
 

@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
 import bounds  # noqa: E402
 
 import attention  # noqa: E402
+import kernels  # noqa: E402
 from data import files, tokens  # noqa: E402
 
 
@@ -109,7 +110,7 @@ def seeded():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """The block loop takes 16 rows at a time, so that 45 tokens are three blocks, which are computed again."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(kernels, "BLOCK", 16)
 
 
 # ------------------------------------------------------------------------------------------- how near the bounds came

@@ -13,7 +13,8 @@ from layers import normal
 
 import attention
 import train as train_script
-from common.runs import Run, merged, read_weights
+from common.adapters import add_lora, freeze_all_but, frozen, merged, num_trained
+from common.runs import Run, read_weights
 from data import export, files
 from evals.instrument import load_run
 from model import GPT
@@ -82,7 +83,7 @@ def cut_short(step, base, out, *flags):
 def lora_model(**choices):
     """A model with LoRA whose B is far from 0."""
     gpt = GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval()
-    gpt.add_lora(("c_attn", "c_proj"), 3, bounds.SEED)
+    add_lora(gpt, ("c_attn", "c_proj"), 3, bounds.SEED)
     for n, (name, p) in enumerate(gpt.named_parameters()):
         if ".lora_" in name:
             p.data = 0.3 * normal(*p.shape, stream=n, dtype=torch.float32)
@@ -108,7 +109,7 @@ def test_lora_begins_as_the_model_that_it_stands_on():
     """B is 0, so it adds exactly nothing; A is drawn as other weights are."""
     plain, one, other = (GPT(tiny_config(n_layer=2)).eval() for _ in range(3))
     for model in (one, other):
-        model.add_lora(("c_attn",), 16, seed=bounds.SEED)
+        add_lora(model, ("c_attn",), 16, seed=bounds.SEED)
     same(logits(one), logits(plain))
     a, b = (model.transformer.h[1].attn.c_attn.lora_a for model in (one, other))
     same(a, b)
@@ -119,11 +120,11 @@ def test_lora_begins_as_the_model_that_it_stands_on():
 
 def test_only_lora_learns_and_its_matrices_decay():
     gpt = lora_model(attn="elastic")
-    gpt.freeze("lora")
+    freeze_all_but(gpt, "lora")
     decay, = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
     assert decay["weight_decay"] == 0.1 and len(decay["params"]) == 8
-    assert sum(p.numel() for p in decay["params"]) == gpt.num_trained() == 2 * 3 * (16 + 48 + 16 + 16)
-    assert gpt.frozen() == {name for name, _ in gpt.named_parameters(remove_duplicate=False) if ".lora_" not in name}
+    assert sum(p.numel() for p in decay["params"]) == num_trained(gpt) == 2 * 3 * (16 + 48 + 16 + 16)
+    assert frozen(gpt) == {name for name, _ in gpt.named_parameters(remove_duplicate=False) if ".lora_" not in name}
 
 
 # ------------------------------------------------------------------------------------------------------- what is saved

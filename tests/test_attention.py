@@ -12,7 +12,11 @@ from test_contract import COMBINED, output_by_hand
 from torch.nn import functional as F
 
 import attention
-from attention import Attention, Distance, choose_kernel
+import kernels
+from attention import Attention, choose_kernel
+from axes import positions
+from axes.positions import Distance
+from axes.sight import Sight, visible, visible_count
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -398,7 +402,7 @@ def test_a_first_key_out_of_sight_has_no_weight_however_large_its_score():
 @pytest.mark.parametrize("attn", ["softmax", "sink"])
 def test_importance_comes_from_the_kernels_log_sum_exp(attn):
     """Through Triton (its interpreter, without a GPU), with gradients, at no cost of T x T."""
-    if not attention.kernels.AVAILABLE:
+    if not kernels.AVAILABLE:
         pytest.skip("no triton here")
     device, found = "cuda" if torch.cuda.is_available() else "cpu", []
     for kernel in ("triton", "torch"):
@@ -478,7 +482,7 @@ def test_entmax_sums_to_one_in_long_even_and_tied_rows(alpha):
     s = normal(1, 4, 5, 3000, dtype=torch.float32)
     s[:, :, 0], s[:, :, 1], s[:, :, 2, :7], s[:, :, 3] = 0.0, 1e4, 9.0, 1e3 * s[:, :, 3]
     t = module.rule.row_input(module, torch.ones(5))
-    w = module.rule.does(s, torch.ones(5, 3000, dtype=torch.bool), t)
+    w = module.rule.weights(s, torch.ones(5, 3000, dtype=torch.bool), t)
     close(w.sum(-1), torch.ones(1, 4, 5), terms=3000)
     assert (w[:, :, :2] > 0).all()
     tied = w[:, :, 2, :7]
@@ -548,7 +552,7 @@ ADDED = {
 ADDED |= {"rope+bias": ADDED["bias"]} | {name: ADDED["none"] for name in ("rope", "sinusoidal", "learned")}
 
 
-@pytest.mark.parametrize("pos", attention.POSITIONS)
+@pytest.mark.parametrize("pos", positions.POSITIONS)
 def test_what_each_position_code_adds_to_the_score(pos):
     """Against each score by itself in float64, through the layer's own forward pass: 150 tokens, so beyond every
     table."""
@@ -588,7 +592,7 @@ def test_alibi_slopes_of_any_number_of_heads():
 
 
 def test_t5_buckets():
-    buckets = attention.t5_buckets().tolist()
+    buckets = positions.t5_buckets().tolist()
     assert [buckets[apart] for apart in (0, 1, 15, 16, 31, 64, 127)] == [0, 1, 15, 16, 21, 26, 31]
     assert buckets == [t5_bucket(apart) for apart in range(128)]
 
@@ -598,7 +602,7 @@ def test_t5_and_alibi_are_those_of_transformers():
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     apart = torch.arange(300)
     theirs = t5.T5Attention._relative_position_bucket(-apart, bidirectional=False, num_buckets=32, max_distance=128)
-    same(torch.cat([attention.t5_buckets(), torch.full((172,), 31)]), theirs)
+    same(torch.cat([positions.t5_buckets(), torch.full((172,), 31)]), theirs)
     for heads in (8, 12):
         module = layer(pos="alibi", n_head=heads, n_embd=8 * heads, dtype=torch.float32)
         bias = module.distance().bias(1, 20)[:, 0]                      # (H, 20) of the last row
@@ -633,8 +637,8 @@ def test_every_second_layer_has_the_window():
 
 
 def test_lengths_count_what_a_row_sees():
-    sight, i = attention.Sight(window=5, first=2), torch.arange(12)
-    same(attention.visible(i[:, None], i, sight).sum(1).float(), attention.visible_count(i, sight))
+    sight, i = Sight(window=5, first=2), torch.arange(12)
+    same(visible(i[:, None], i, sight).sum(1).float(), visible_count(i, sight))
 
 
 # ---------------------------------------------------------------------------------------------------- dropout, kernels
@@ -647,8 +651,8 @@ def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
     module = layer(**choices, kernel="torch", dropout=0.3).train().to(device)
     T = 150 if "pos" in choices else 45                                 # beyond T5's table
     qkvx, found = [a.to(device) for a in inputs(module, T)], []
-    for apply in (attention.Recomputed.apply, attention.run_blocks):    # which keeps its blocks
-        monkeypatch.setattr(attention.Recomputed, "apply", apply)
+    for apply in (kernels.Recomputed.apply, kernels.run_blocks):    # which keeps its blocks
+        monkeypatch.setattr(kernels.Recomputed, "apply", apply)
         torch.manual_seed(5)
         found.append(attend_and_gradients(module, *qkvx, table=module.distance()))
     close(*found, terms=T)
@@ -673,7 +677,7 @@ def test_auto_takes_sdpa_for_plain_softmax_and_the_loop_for_the_rest():
 
 
 def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
-    monkeypatch.setattr(attention.kernels, "AVAILABLE", True)
+    monkeypatch.setattr(kernels, "AVAILABLE", True)
     assert [choose_kernel(tiny_config(attn=attn), "cuda") for attn in ("softmax", "elastic", "sink")] == ["triton"] * 3
     assert choose_kernel(tiny_config(attn="elastic", dropout=0.1), "cuda") == "torch"
     assert choose_kernel(tiny_config(attn="softmax", dropout=0.1), "cuda") == "sdpa"

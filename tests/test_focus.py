@@ -9,7 +9,7 @@ from bounds import below, close, dice, same
 from conftest import tiny_config, train, train_here, weights
 from layers import attend_and_gradients, inputs, normal, scalars, with_gradients
 
-import attention
+import kernels
 from common.machine import Machine
 from evals.instrument import load_run
 from mixers.focus import BALANCES, k_means, sparse
@@ -170,7 +170,7 @@ def test_a_router_can_be_left_out_or_given_another_balance(data, tmp_path):
 @pytest.mark.parametrize("T", [1, 45])
 @pytest.mark.parametrize("affinity", ["log", "score"])
 def test_soft_gates_equal_equation_2_in_output_and_all_gradients(affinity, T, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK", 16)         # 45 rows are three blocks, which are computed again
+    monkeypatch.setattr(kernels, "BLOCK", 16)         # 45 rows are three blocks, which are computed again
     equals_equation_2(layer(affinity=affinity, attn_args="learn_gate_scale=1,learn_gate_offset=1,temperature=1"), T)
 
 
@@ -229,7 +229,8 @@ def test_weights_times_values_equal_the_output_in_both_forms_also_with_an_extra_
     assert w.shape == (2, 4, 70, 71)
     close(w.sum(-1), torch.ones(2, 4, 70).double())
     o = w[..., 1:] @ v.repeat_interleave(2, 1)
-    close(module.attend(q, k, v, x), module.through("gate", module.through("out_norm", o), x))
+    o = module.choices["out_norm"].normed(module, o)
+    close(module.attend(q, k, v, x), module.choices["gate"].gated(module, o, x))
 
 
 def test_the_kernel_equals_the_masked_matrix_in_output_and_all_gradients():

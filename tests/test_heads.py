@@ -9,7 +9,9 @@ from conftest import WORDS, enliven, some_recipes, tiny_config, write_data
 from layers import in_every_layer, token_ids
 
 import eval as eval_script
-from attention import ATTENTIONS, Sight, gated, visible
+from attention import ATTENTIONS
+from axes.outputs import sigmoid_gate
+from axes.sight import Sight, visible
 from common.machine import Machine
 from evals.heads import MEASURES, HeadSums, Heads, compared, correlation, measure, summary, variation
 from model import GPT
@@ -20,7 +22,7 @@ def hand_made(w, block=None, local=2, **traits):
     w, sums = torch.as_tensor(w, dtype=torch.float32)[None, None], HeadSums(local)
     module = SimpleNamespace(**{
         "weight_blocks": lambda q, k, x, table: w.split(block or w.shape[2], 2), "has_extra_key": False, "ahead": 0,
-        "sight": Sight(), "choices": {"gate": SimpleNamespace(does=None)}} | traits)
+        "sight": Sight(), "choices": {"gate": SimpleNamespace(gated=None)}} | traits)
     sums.see(module, *[torch.ones(1, 1, w.shape[2], 4)] * 3, None)
     return {name: value.item() for name, value in sums.result().items()}
 
@@ -105,7 +107,7 @@ def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn):
 
     def expected(module, q, k, v, x, table):
         measures = double_measures(module, module.weights_of(q, k, x, table), local=4)
-        if module.choices["gate"].does is gated:
+        if module.choices["gate"].gated is sigmoid_gate:
             measures["importance"] = torch.sigmoid(module.gate(x)).mean((0, 1)).unflatten(0, (module.heads, -1)).mean(1)
         return measures
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
-FOLDERS = ("evals", "mixers", "common", "data")
+FOLDERS = ("evals", "training", "mixers", "axes", "common", "data")
 WEIGHTS = ("data.weights", "data.export", "data.sources", "data.families")
 
 

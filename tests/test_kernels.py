@@ -128,7 +128,8 @@ def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, s
         seen = seen & ((sets[:, :, None] & sets[:, None]) == 0)[:, None]
     t = None if t is None else t.to(wide).expand(q.shape[:3])[..., None]
     # future scores, which nobody sees, are 0: nothing overflows there
-    w, r = dense_weights(rule, s.masked_fill(~seen, 0.), seen, t, kernels.RULES[rule].power if power is None else power)
+    power = kernels.KERNELS[rule].power if power is None else power
+    w, r = dense_weights(rule, s.masked_fill(~seen, 0.), seen, t, power)
     return w.to(v.dtype) @ v, w.sum(-1) if row_sum else r
 
 
@@ -208,7 +209,7 @@ def roots_of_squares(terms, x):
 def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
     """RMS(kernel - float64) <= 4 RMS(eager in the same dtype - float64) + what rounding costs: outputs and gradients.
     only_o: no gradient arrives at the statistic."""
-    row_sum = shape.pop("row_sum", False) and rule + "_sum" in kernels.RULES
+    row_sum = shape.pop("row_sum", False) and rule + "_sum" in kernels.KERNELS
     x, options = draw(rule, dtype=dtype, row_sum=row_sum, **shape)
     x |= inputs or {}
     H, T = x["q"].shape[1:3]
@@ -226,7 +227,7 @@ def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
     # is a difference, in which the rounding of t remains
     nudged, up, eps = dict(x), list(upstream), torch.finfo(torch.float32).eps
     if "r" in exact and not row_sum:
-        lost_o = eps / 2 * exact["o"] if kernels.RULES[rule].sum_delta else eager["o"] - exact["o"]
+        lost_o = eps / 2 * exact["o"] if kernels.KERNELS[rule].sum_delta else eager["o"] - exact["o"]
         up[1] = up[1] + (up[0].double() * lost_o).sum(-1)
     if rule == "lssar":
         nudged["t"] = x["t"].double() * (1 + eps)
@@ -403,7 +404,7 @@ def test_a_sink_needs_no_kernel():
 
 # -------------------------------------------------------------------------------- live tiles
 
-LIVE = [rule for rule in RULES if kernels.RULES[rule].skip]
+LIVE = [rule for rule in RULES if kernels.KERNELS[rule].skip]
 
 
 def clusters(T, H=1, dtype=torch.float32):
@@ -433,7 +434,7 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
         inputs["slope"] = -x["slope"].abs()
     x |= inputs
     upstream = [torch.randn(*x["q"].shape[:3], 16, device=DEVICE), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.RULES
+    more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.KERNELS
     if kernels.INTERPRETED:                                           # a GPU's tiles are too large for these clusters
         names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix",
                  "sets")
@@ -646,7 +647,7 @@ def with_scores(rule, s, **more):
 def test_extreme_scores(rule, scores):
     """Outputs and gradients are finite, and rows without a positive score are 0 where weights have to be earned."""
     x = with_scores(rule, SCORES[scores](40))
-    x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.RULES[rule].takes_t else {}
+    x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.KERNELS[rule].takes_t else {}
     upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     results = outputs_and_gradients(kernels.attend, rule, x, {}, upstream)
     assert all(part.isfinite().all() for part in results.values())
@@ -720,8 +721,8 @@ def test_without_triton_names_remain():
     program = """
 import sys
 sys.modules["triton"] = None
-import kernels, torch
-assert not kernels.AVAILABLE and list(kernels.RULES)[:3] == ["softmax", "elastic", "entmax"]
+import attention, kernels, torch
+assert not kernels.AVAILABLE and list(kernels.KERNELS)[:3] == ["softmax", "elastic", "entmax"]
 try: kernels.attend("softmax", *torch.zeros(3, 1, 1, 4, 16))
 except ValueError as error: assert "need triton" in str(error)
 else: raise AssertionError

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 import attention
 import kernels
-import train
+from axes import queries_keys, rows
 from mixers import focus, recurrent, recurrent_kernels
 from model import MLP
+from training.balance import imbalance
 
 needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")       # numpy's, of later keys that are then masked
@@ -51,7 +52,7 @@ def slopes_in_pytorch(rule, s, t, power):
     """ds (n,) and dt of a rule of attention.py."""
     s, t = torch.tensor(s, requires_grad=True), torch.tensor([t or 0.0], requires_grad=True)
     options = {} if rule not in ("entmax", "lssar", "tra") else {"power": power}
-    w = attention.RULES[rule].does(s[None], torch.ones(1, len(s), dtype=torch.bool), t, **options)
+    w = attention.RULES[rule].weights(s[None], torch.ones(1, len(s), dtype=torch.bool), t, **options)
     return torch.autograd.grad((w * 2.0 ** torch.arange(len(s))).sum(), [s, t], materialize_grads=True)
 
 
@@ -109,12 +110,12 @@ def alpha_power(theta):
 
 # Formulas of one number x, what x is at the kink, and the derivative there.
 FORMULAS = {
-    "max(|row sum|, 1) at 1: the 1 counts": (lambda x: attention.over_max1(x, None), 1.0, 0.0),
-    "the same at -1": (lambda x: attention.over_max1(x, None), -1.0, 0.0),
-    "and at 0": (lambda x: attention.over_max1(x, None), 0.0, 0.0),
+    "max(|row sum|, 1) at 1: the 1 counts": (lambda x: rows.over_max1(x, None), 1.0, 0.0),
+    "the same at -1": (lambda x: rows.over_max1(x, None), -1.0, 0.0),
+    "and at 0": (lambda x: rows.over_max1(x, None), 0.0, 0.0),
     "entmax' alpha at its bound of 1.01 stays there": (alpha_power, -4.6, 0.0),
-    "a vector of 0 at unit length is divided by eps": (lambda x: attention.unit_length(None, x), 0.0, 1e6),
-    "the feature elu + 1 is smooth at 0": (lambda x: attention.elu_features(None, x), 0.0, 1.0),
+    "a vector of 0 at unit length is divided by eps": (lambda x: queries_keys.unit_length(None, x), 0.0, 1e6),
+    "the feature elu + 1 is smooth at 0": (lambda x: queries_keys.elu_features(None, x), 0.0, 1.0),
     "an MLP's relu'(0) = 0": (MLP.ACTIVATIONS["relu"], 0.0, 0.0),
     "relu^2 is smooth at 0": (MLP.ACTIVATIONS["relu2"], 0.0, 0.0),
     "the norm of a row without any weight is that of eps": (lambda x: F.rms_norm(x, (1,), eps=1e-6), 0.0, 1e3),
@@ -123,8 +124,8 @@ FORMULAS = {
     "TTT's spread at 0: relu'(0) = 0": (spread, -0.5, 0.0),
     "Titans' largest step is not lowered": (largest_step, recurrent.LARGEST_STEP, 1.0),
     "a first row has no choice: its importance is 0": (importance_of_first_row, 1.0, 0.0),
-    "heads used alike are balanced": (lambda x: train.imbalance(x.repeat(4)), 0.25, 0.0),
-    "so are heads that are not used at all": (lambda x: train.imbalance(x.repeat(4)), 0.0, 0.0),
+    "heads used alike are balanced": (lambda x: imbalance(x.repeat(4)), 0.25, 0.0),
+    "so are heads that are not used at all": (lambda x: imbalance(x.repeat(4)), 0.0, 0.0),
 }
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import eval as eval_script
 import train as train_script
-from attention import ATTENTIONS, Sight
+from attention import ATTENTIONS
+from axes.sight import Sight
 from common.flags import Parser, add_flags, fields_of
 from common.machine import Machine
 from data import tokens

@@ -9,7 +9,8 @@ import torch
 from bounds import close, same
 from conftest import enliven, tiny_config
 
-from attention import ATTENTIONS, Sight, visible
+from attention import ATTENTIONS
+from axes.sight import Sight, visible
 from evals.instrument import instead
 from evals.measures import MEASURES, Probe, mean_of
 from model import GPT

@@ -12,6 +12,7 @@ from layers import assert_learns, normal
 import attention
 import mixers
 from attention import ATTENTIONS
+from axes.positions import POSITIONS, rope_frequencies, rotate
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -120,15 +121,15 @@ def test_targets_of_minus_one_do_not_count():
 
 def test_rope_scores_depend_on_distance_only():
     (q, k), frequency = normal(2, 1, 1, 1, 8), torch.tensor([1.0, 0.3, 0.1, 0.03])
-    scores = [(attention.rotate(q, frequency, place + 5) * attention.rotate(k, frequency, place)).sum()
+    scores = [(rotate(q, frequency, place + 5) * rotate(k, frequency, place)).sum()
               for place in torch.tensor([[0], [3], [40]])]
     close(scores, [scores[0]] * 3, dtype=torch.float32, size=(q.norm() * k.norm()).item())
 
 
 def test_rope_turns_half_split_pairs():
     x = torch.tensor([1.0, 10.0, 0.0, 0.0]).expand(1, 1, 3, 4)
-    frequency = attention.rope_frequencies(tiny_config(rope_base=100.0), 4, "cpu")
-    turned = attention.rotate(x, frequency, torch.arange(3))[0, 0, 2]
+    frequency = rope_frequencies(tiny_config(rope_base=100.0), 4, "cpu")
+    turned = rotate(x, frequency, torch.arange(3))[0, 0, 2]
     close(turned, torch.tensor([math.cos(2), 10 * math.cos(2 / 10), math.sin(2), 10 * math.sin(2 / 10)]), terms=8)
 
 
@@ -168,7 +169,7 @@ def test_post_norm_norms_the_stream_itself():
 
 
 def frequencies(**choices):
-    return attention.rope_frequencies(tiny_config(**choices), 64, "cpu")
+    return rope_frequencies(tiny_config(**choices), 64, "cpu")
 
 
 def test_rope_scaling_by_wavelength():
@@ -199,12 +200,12 @@ def test_learned_norms_of_queries_and_keys_come_before_rotation(how):
     x = normal(2, 9, 32, stream=2)
     layer(x)
     q, k, _ = layer.c_attn(x).split([32, 16, 16], -1)
-    frequency = attention.rope_frequencies(gpt.config, 8, "cpu")
+    frequency = rope_frequencies(gpt.config, 8, "cpu")
     for part, norm, found in ((q, layer.q_norm, seen[0]), (k, layer.k_norm, seen[1])):
         part = part.unflatten(-1, (-1, 8)) if how == "head" else part
         part = part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
         part = part.reshape(2, 9, -1, 8).transpose(1, 2)
-        close(found, attention.rotate(part, frequency, torch.arange(9)))
+        close(found, rotate(part, frequency, torch.arange(9)))
 
 
 SIZES = [
@@ -294,7 +295,7 @@ def test_a_cache_changes_neither_logits_nor_what_is_generated_past_block_size(at
         pytest.skip(mixer.refused["pos"])
     gpt = model(attn=attn, pos=pos)
     if gpt.transformer.h[0].attn.cached:
-        idx, cache = some_tokens(16 if attention.POSITIONS[pos].embeds else 40), gpt.new_cache()
+        idx, cache = some_tokens(16 if POSITIONS[pos].embeds else 40), gpt.new_cache()
         with torch.no_grad():
             steps = [gpt(part, cache=cache)[0] for part in idx.split([5, 3] + [1] * (idx.shape[1] - 8), 1)]
             close(torch.cat(steps, 1), gpt(idx)[0], dtype=torch.float32)                # RoPE's angles are float32
@@ -306,7 +307,7 @@ def test_a_cache_changes_neither_logits_nor_what_is_generated_past_block_size(at
 def test_absolute_positions_read_the_last_block_again_and_others_read_everything():
     for pos in attention.AXES["pos"]:
         gpt, idx = model(pos=pos), some_tokens(25)
-        context = idx[:, -16:] if attention.POSITIONS[pos].embeds else idx
+        context = idx[:, -16:] if POSITIONS[pos].embeds else idx
         same(gpt.generate(idx, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
 
 

@@ -7,7 +7,8 @@ from conftest import RECIPES, assert_says, enliven, tiny_config, train_here
 from layers import in_every_layer
 
 import eval as eval_script
-from attention import ATTENTIONS, visible
+from attention import ATTENTIONS
+from axes.sight import visible
 from common.machine import Machine
 from data import tokens
 from evals.measures import MEASURES

@@ -25,10 +25,10 @@ def shown(capsys, *argv):
 def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
     page, found = shown(capsys, attn), json.loads(shown(capsys, attn, "--json"))
     mixer, rule = (attention.ATTENTIONS[attn].get(axis) for axis in ("mixer", "rule"))
-    does = mixers.AXES["rule"][rule].does if mixer else getattr(attention, rule)
+    does = getattr(mixers.AXES["rule"][rule], "chunk", None) or getattr(attention, rule)
     assert inspect.getsource(does).rstrip() in page
     if not mixer:
-        weigh = kernels.RULES[rule].weigh
+        weigh = kernels.KERNELS[rule].weigh
         assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in page
     # a place is the line at which the function begins: at its def, or at the decorator just above
     for name, place in (found["pytorch"] | found["triton"]).items():
@@ -81,7 +81,7 @@ def test_diff_marks_the_lines_of_each_recipe(capsys):
     lines = shown(capsys, "elastic", "--diff=softmax").splitlines()
     assert any(line.startswith("+ def elastic(") for line in lines)
     assert any(line.startswith("- def softmax(") for line in lines)
-    assert any(line.startswith("  def log_sum_exp(") for line in lines)                # they share the statistic
+    assert any(line.startswith("  def softmax_settle(") for line in lines)                # they share the statistic
     mine = [line[2:] for line in lines if not line.startswith("-")]
     assert mine == shown(capsys, "elastic").splitlines()
 

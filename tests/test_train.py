@@ -35,6 +35,7 @@ import train as train_script
 from common.flags import fields_of
 from data import files, tokens
 from model import GPT, GPTConfig
+from training import balance
 
 LEARN = ("--max_iters=60", "--learning_rate=2e-2", "--n_embd=32", "--eval_interval=30")
 LONG = ("--attn=elastic", "--max_iters=300", "--eval_interval=30", "--log_interval=7", "--block_size=32",
@@ -110,7 +111,7 @@ def test_head_lr_moves_the_head_scalars_only_and_tau_is_not_decayed(tmp_path, da
 
 
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
-    rooms = (ROOT, *(ROOT / room for room in ("common", "data", "evals", "mixers")))
+    rooms = (ROOT, *(ROOT / room for room in ("axes", "common", "data", "evals", "mixers", "training")))
     for path in (path for room in rooms for path in room.glob("*.py")):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
@@ -343,28 +344,28 @@ def test_two_ranks_equal_one_process(attn, tmp_path, data):
 
 def test_eq_9_leaves_the_first_layers_and_the_most_used_heads_alone():
     importance = torch.tensor([[0.9, 0.8, 0.9, 0.7], [0.1, 0.5, 0.9, 0.3], [0.2, 0.8, 0.4, 0.6]])
-    rest = train_script.routed(importance, skip=1, shared=0.2)          # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
+    rest = balance.routed(importance, skip=1, shared=0.2)          # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
     same(rest, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
-    assert len(train_script.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, and not a rounding more
-    same(train_script.routed(importance, 0, 0.0), importance.flatten().sort().values)
+    assert len(balance.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, and not a rounding more
+    same(balance.routed(importance, 0, 0.0), importance.flatten().sort().values)
 
 
 def test_imbalance_is_n_times_the_squared_coefficient_of_variation():
     values = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     expected = 6 * np.var(values) / np.mean(values) ** 2
-    close(train_script.imbalance(torch.tensor(values, dtype=torch.float64)).item(), expected)
-    assert train_script.imbalance(torch.full((3, 4), 0.25)) == 0
+    close(balance.imbalance(torch.tensor(values, dtype=torch.float64)).item(), expected)
+    assert balance.imbalance(torch.full((3, 4), 0.25)) == 0
     importance = torch.rand(3, 4, dtype=torch.float64, generator=dice()).requires_grad_()
     for skip, shared in ((0, 0.0), (1, 0.2)):
         assert torch.autograd.gradcheck(
-            lambda x, s=skip, m=shared: train_script.imbalance(train_script.routed(x, s, m)), importance)
+            lambda x, s=skip, m=shared: balance.imbalance(balance.routed(x, s, m)), importance)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-12, 1e-30, 0.0])
 def test_imbalance_of_heads_that_are_hardly_used_is_finite(size):
     """Where all heads park everything on the sink, their mean importance is near 0, and may be rounded to it."""
     importance = (size * torch.tensor([[1.0, 2.0], [3.0, 6.0]])).requires_grad_()
-    value = train_script.imbalance(importance)
+    value = balance.imbalance(importance)
     gradient, = torch.autograd.grad(value, importance)
     assert 0 <= value <= 12 and gradient.isfinite().all()               # 12 is n^2 - n, where one head does it all
     if size >= 1e-6:

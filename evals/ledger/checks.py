@@ -145,9 +145,9 @@ def figures_of_rows(module, q, k, x, table, kinds):
     right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): of each row but the first, the key before it
     seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
             "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
-    if module.choices["gate"].does:
+    if hasattr(module, "gate"):
         ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
-        seen["gate"] = module.through("gate", ones, x).mean((1, 3))[:, module.ahead:]
+        seen["gate"] = module.choices["gate"].gated(module, ones, x).mean((1, 3))[:, module.ahead:]
     found = {f"{name} {kind}": value[which].mean().item()
              for name, value in seen.items() for kind, which in kinds.items()}
     return found | {"cos_kk": torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()}

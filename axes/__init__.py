@@ -1,0 +1,1 @@
+"""What stands around a rule: positions, queries and keys, rows, outputs. One table an axis, one row a value."""

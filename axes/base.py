@@ -1,0 +1,94 @@
+"""What all axes have in common.
+
+An axis is one choice that a layer makes around its rule: its positions, its gate, and so on. Each axis is one table,
+and each of its values is one row of that table. A row holds everything about the value: what it computes, what it
+learns, its constants, and what it cannot be combined with. A new value is a new row.
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+# ------------------------------------------------------------------------------------------------------- rows of tables
+
+
+class Constant(NamedTuple):
+    """A constant that --attn_args may set. The type of its default decides: a switch, a whole number, a number."""
+    default: Any
+    low: float = -math.inf
+    high: float = math.inf
+    word: str | None = None                     # one word that is allowed besides
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One value of an axis. Each axis adds a field with a name of its own for what its values compute."""
+    learns: Callable | None = None              # layer -> {name: what Layer.add accepts}
+    args: dict[str, Constant] = dataclasses.field(default_factory=dict)
+    refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
+
+
+def unchanged(layer, x, *_):
+    """What the value `none` of an axis computes."""
+    return x
+
+
+def only(values, *names):
+    """These rows of a table."""
+    return {name: values[name] for name in names}
+
+
+# ---------------------------------------------------------------------------------------- what a choice adds to a layer
+
+
+class Normal(NamedTuple):
+    """A learned tensor whose initial values are drawn from N(0, std)."""
+    std: float
+    shape: tuple
+
+
+class Redrawn(NamedTuple):
+    """A weight of a learned module whose initial values are drawn from N(0, std) instead of the usual N(0, 0.02)."""
+    std: float
+
+
+class Fixed(NamedTuple):
+    """A tensor that a layer keeps and does not learn."""
+    value: torch.Tensor
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def wide(x):
+    """The same tensor in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def split_heads(x, heads, width):
+    """(B, R, heads * width) to (B, heads, R, width)."""
+    return x.unflatten(-1, (heads, width)).transpose(1, 2)
+
+
+def whole_bias(bias, heads, width):
+    """A learned key or value bias for every head, (heads, width): it may be shared by heads, or learn few channels."""
+    return F.pad(bias, (0, width - bias.shape[-1])).repeat_interleave(heads // len(bias), 0)
+
+
+BIAS_SIZES = {                                  # of learned key and value biases; When Attention Sink Emerges
+    "bias_shared": Constant(False),             # one for all heads (table 12)
+    "bias_dims": Constant("all", 1, word="all")}        # only the first channels learn, the others stay 0 (table 13)
+
+
+def bias_shape(layer, heads, width):
+    dims = layer.args["bias_dims"]
+    return 1 if layer.args["bias_shared"] else heads, width if dims == "all" else int(dims)
+
+
+def wrong_bias_dims(config, args, choices):
+    dims = args["bias_dims"]
+    if dims != "all" and (dims != int(dims) or dims > config.head_width):
+        return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"

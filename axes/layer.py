@@ -1,0 +1,160 @@
+"""What attention and every other mixer of a block have in common: projections, learned choices, cache, and face."""
+import torch
+import torch.nn as nn
+
+from axes import options
+from axes.base import Fixed, Normal, Redrawn, split_heads
+from axes.positions import no_bias, rope_frequencies, rotate
+from axes.sight import Sight
+
+
+class Layer(nn.Module):
+    """A layer built from the axes of a model.GPTConfig: module(x) takes (B, R, C) to (B, R, C).
+
+    Between the projections stands module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as
+    {"q": (heads, width), ...}. module.weights_of(q, k, x) returns the attention weights. Each mixer defines both.
+    """
+    axes, numbers = {}, {}                      # the tables of its axes: axes/options.py
+    heads_by = "diff"                           # the axis that decides how many heads q, k and v have
+    refused = {}                                # axis: why the mixer does not know its other values
+    added = ()                                  # names of parameters and buffers that it adds to plain attention
+    retrofit = False                            # can they be trained alone, on top of a run (--train_only)?
+    causal = True                               # no row depends on later positions, in values and in gradients
+    cached = True                               # can be decoded step by step
+    penalized, penalty = False, 0.0             # does the layer add to the training loss, and what
+    fused_by = ()                               # Triton functions of a mixer that has its own, in their order
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.depth = config, layer
+        self.args = options.constants(config, self.axes)                # {name: value}
+        self.choices = options.chosen(config, self.axes)                # {axis: Choice}
+        self.rule = self.choices["rule"]
+        # the projections
+        self.width = config.head_width                                  # of queries and keys
+        heads = self.choices[self.heads_by].heads(config.n_head, config.n_kv_head, self.width)
+        self.shapes = dict(zip("qkv", heads, strict=True))
+        self.score_heads, value_width = self.shapes["q"][0], self.shapes["v"][1]
+        self.heads = config.n_head * self.width // value_width          # of the output
+        self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()),
+                                bias=config.bias or config.qkv_bias)
+        self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        # who sees whom, and the constant factor on scores
+        windowed = layer % config.window_every == 0
+        scale = 1.0 if self.choices["scale"].bare else self.width ** -0.5
+        self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
+        self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
+        # what the choices learn
+        self.init_std = {}                      # {parameter: std} of those that GPT.init_weights draws
+        for choice in self.choices.values():
+            for name, start in (choice.learns(self) if choice.learns else {}).items():
+                self.add(name, start)
+
+    def add(self, name, start):
+        """Add what a choice learns or keeps. start: a module, a tensor of initial values (learn_<name>=0 among
+        --attn_args keeps it fixed), a Normal, a Redrawn weight of the module before it, or a Fixed. A layer used alone
+        is initialised here; GPT.init_weights redraws it from the model's seed."""
+        if isinstance(start, (Normal, Redrawn)):
+            self.init_std[name] = start.std
+        if isinstance(start, Redrawn):
+            return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
+        if isinstance(start, Normal):
+            start = torch.randn(start.shape) * start.std
+        if isinstance(start, nn.Module):
+            self.add_module(name, start)
+        elif isinstance(start, Fixed):
+            self.register_buffer(name, start.value)
+        elif self.args.get(f"learn_{name}", True):
+            self.register_parameter(name, nn.Parameter(start))
+        else:
+            self.register_buffer(name, start)
+
+    # ------------------------------------------------------------------ from x to q, k, v, and from y back to x
+
+    def heads_of(self, y):
+        """Projections y (B, R, sum of widths) to q, k and v (B, heads, R, width), with learned norms of q and k."""
+        parts = y.split([heads * width for heads, width in self.shapes.values()], -1)
+        q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+        projected = self.choices["qk_norm"].projected
+        return (projected(self, self.q_norm, q), projected(self, self.k_norm, k), v) if projected else (q, k, v)
+
+    def featured(self, x):
+        """Queries or keys (.., D) through the norm without weights and the feature map."""
+        x = self.choices["qk_norm"].normed(self, x)
+        return self.choices["feature"].mapped(self, x)
+
+    def for_score_heads(self, x, axis):
+        """A tensor with one entry a key head along `axis`, repeated for the score heads that share the key head. Where
+        each view has its own of a pair of key heads, pairs are repeated."""
+        shared = self.score_heads // x.shape[axis]
+        if shared == 1:
+            return x
+        if not self.choices["diff"].own_keys:
+            return x.repeat_interleave(shared, axis)
+        return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
+
+    def output(self, y):
+        """The outputs of all heads y (B, heads, R, E) to (B, R, C)."""
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+    # ------------------------------------------------------------------ cache and rotation
+
+    def recall(self, past, k, v):
+        """Append new keys and values to the cache `past`. Returns those of all cached tokens, and how many tokens have
+        left the cache. Keys are cached before rotation: when some are dropped, the positions of the others change."""
+        tokens = past.get("tokens", 0) + k.shape[2]                     # with those that have left
+        k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
+        past.update(k=self.still_seen(k), v=self.still_seen(v), tokens=tokens)
+        return k, v, tokens - k.shape[2]
+
+    def still_seen(self, x):
+        """The cached keys or values (B, H, T, .) that the next token sees: the first ones, and a window less itself."""
+        first, recent = self.sight.first, self.sight.window - 1
+        if not self.sight.window or x.shape[2] <= first + recent:
+            return x
+        if first and self.choices["pos"].bias is not no_bias:           # a distance bias would notice the gap between
+            return x
+        return torch.cat([x[:, :, :first], x[:, :, x.shape[2] - recent:]], 2)
+
+    def rotated(self, q, k):
+        """RoPE for the last R of T rows, and for all keys."""
+        frequency, j = rope_frequencies(self.config, self.width, k.device), torch.arange(k.shape[2], device=k.device)
+        return rotate(q, frequency, j[k.shape[2] - q.shape[2]:]), rotate(k, frequency, j)
+
+    # ------------------------------------------------------------------ the face to model, training and instruments
+
+    @property
+    def exact(self):
+        """Is attend's output, before norms and gates, weights_of times the values? Else derivatives stand in."""
+        return self.rule.linear
+
+    @property
+    def has_extra_key(self):
+        return self.choices["sink"].score is not None
+
+    def distance(self):
+        """The layer's relative positions, a Distance, or None."""
+        return self.choices["pos"].bias(self)
+
+    def weights_of(self, q, k, x, table=None, sight=None):
+        """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first. For a differential
+        recipe they are the difference of its views. Gates, norms and corrections of the output are not part of them.
+        Costs O(R T) memory; weight_blocks does not."""
+        return torch.cat(list(self.weight_blocks(q, k, x, table, sight)), 2)
+
+    def views_of(self, q, k, x, table=None):
+        """The weights of both views of a differential recipe, the second not yet multiplied by lambda."""
+        w = torch.cat(list(self.view_blocks(q, k, table)), 2)
+        return w[:, 0::2], w[:, 1::2]
+
+    def view_blocks(self, q, k, table=None, sight=None):
+        """The weights of every score head, a block of rows at a time: of attention alone."""
+        raise ValueError(f"--attn={self.config.attn} has no views of its weights and no tiles")
+
+    def finish_step(self, machine):
+        """The training loop calls this after every step. Some mixers settle what they counted of its tokens."""
+
+    @staticmethod
+    def cannot_learn(config):
+        """Why training with this config would teach a mixer nothing, or None."""

@@ -1,0 +1,100 @@
+"""The choices of one layer: the value of each axis, the constants that --attn_args sets, what cannot be combined."""
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from axes.base import only
+from axes.outputs import DEXES, GATES, OUT_NORMS, VALUE_BIASES
+from axes.positions import POSITIONS, parse_rope_scaling
+from axes.queries_keys import FEATURES, QK_NORMS, SCALES
+from axes.rows import DIFFERENCES, NORMALIZERS, SINKS
+
+AXES = {                                        # axis: its values, the default first; attention.py adds the axis rule
+    "pos": POSITIONS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES,
+    "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES,
+    "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES,
+}
+
+
+def defaults_but(rules, **known):
+    """The axes of a mixer: its rules, these axes, and of every other axis only the default value."""
+    return {"rule": rules} | {axis: only(values, next(iter(values))) for axis, values in AXES.items()} | known
+
+
+def needs_window(config, args, choices):
+    if not config.window:
+        return f"--window_every={config.window_every} says which layers have a window: add --window=N"
+
+
+def needs_window_and_places(config, args, choices):
+    if not config.window:
+        return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
+    if choices["pos"].rotates and config.feature == "elu":
+        return (f"--first with --pos={config.pos} scores the first keys from places of their own, which --feature=elu "
+                "would mix up: use another --feature or --pos")
+
+
+class Number(NamedTuple):
+    """An axis whose value is a whole number."""
+    default: int                                # also the smallest value
+    refuse: Callable | None = None              # config, args, choices -> why another value is refused, or None
+
+
+NUMBERS = {                                     # axes/sight.py says what they do
+    "window": Number(0),
+    "window_every": Number(1, needs_window),
+    "first": Number(0, needs_window_and_places),
+}
+
+
+def chosen(config, axes):
+    """{axis: the row of its value} of a config, on the axes of its mixer."""
+    return {axis: values[getattr(config, axis)] for axis, values in axes.items()}
+
+
+def constants(config, axes):
+    """{name: value} of every constant of a config. --attn_args "name=value,name=value" beats the recipe's own `args`,
+    which beat the defaults. Raises ValueError on an unknown name or a wrong value."""
+    known = {name: constant for choice in chosen(config, axes).values() for name, constant in choice.args.items()}
+    args = {name: constant.default for name, constant in known.items()}
+    args |= {name: value for name, value in config.recipe.get("args", {}).items() if name in known}
+    for part in filter(None, config.attn_args.split(",")):
+        name, _, text = part.partition("=")
+        if name not in known:
+            raise ValueError(f"unknown --attn_args key {name!r}: this recipe knows {', '.join(known) or 'none'}")
+        args[name] = parse_value(name, text, known[name])
+    return args
+
+
+def parse_value(name, text, constant):
+    """The value of a constant from its text. Raises ValueError that says what is allowed."""
+    default, low, high, word = constant
+    if text == word:
+        return text
+    instead = f", or {word}" if word else ""
+    if isinstance(default, bool):
+        switch = {"true": True, "1": True, "false": False, "0": False}
+        if text.lower() not in switch:
+            raise ValueError(f"--attn_args {name}={text}: use 1 or 0{instead}")
+        return switch[text.lower()]
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    whole = isinstance(default, int)
+    if not (math.isfinite(value) and low <= value <= high and not (whole and value % 1)):
+        between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
+        raise ValueError(f"--attn_args: write {name}={'WHOLE ' * whole}NUMBER{between}{instead}, not {text!r}")
+    return int(value) if whole else value
+
+
+def check_axes(config, axes, numbers):
+    """Raise ValueError, with the reason, on axes that cannot be combined."""
+    args, choices = constants(config, axes), chosen(config, axes)
+    if parse_rope_scaling(config.rope_scaling)[0] and not choices["pos"].rotates:
+        raise ValueError(f"--rope_scaling={config.rope_scaling} needs rotary positions, which --pos={config.pos} "
+                         "does not have: leave it empty, or use --pos=rope")
+    changed = [number for name, number in numbers.items() if getattr(config, name) != number.default]
+    for choice in [*choices.values(), *changed]:
+        if choice.refuse and (reason := choice.refuse(config, args, choices)):
+            raise ValueError(reason)

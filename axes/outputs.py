@@ -1,0 +1,152 @@
+"""What happens to the output of each head: a value bias, Dex's correction, a norm, a gate.
+
+Shapes: B batch, R query rows, E width of v. The output o is (B, heads, R, E), the layer's input x is (B, R, C).
+"""
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+
+from axes.base import (
+    BIAS_SIZES,
+    Choice,
+    Constant,
+    Fixed,
+    Normal,
+    Redrawn,
+    bias_shape,
+    split_heads,
+    unchanged,
+    whole_bias,
+    wrong_bias_dims,
+)
+from axes.rows import lambda_at_depth
+
+# --------------------------------------------------------------------------------------------------------- value biases
+
+
+def plus_value(layer, o):
+    """o + v*, a learned constant for each head, N(0, 0.02) at first.
+    Source: V biases of When Attention Sink Emerges, table 4."""
+    return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueBias(Choice):
+    shifted: Callable = unchanged               # layer, o -> o
+
+
+VALUE_BIASES = {
+    "off": ValueBias(),
+    "on": ValueBias(lambda layer: {"value_bias": Normal(0.02, bias_shape(layer, layer.heads, layer.shapes["v"][1]))},
+                    BIAS_SIZES, wrong_bias_dims, shifted=plus_value),
+}
+
+# ------------------------------------------------------------------------------------------------------------------ Dex
+
+
+def dex_corrected(layer, o):
+    """o - lambda(t) o W: every head may subtract what the value of a sink adds.
+
+    lambda(t) = (1 - a) a lambda_init + a lambda_learned, with a = min(1, progress / anneal) and progress from 0 to 1
+    over the training. W and lambda_learned start at 0, where their gradients are 0. The first term, which fades in and
+    out, starts them.
+    Source: Kong et al. 2505.16333, without official code.
+    Differs from the paper: it corrects some heads of a trained model, and here all heads are corrected.
+    """
+    a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
+    factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
+    return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
+
+
+def dex_correction(layer):
+    E = layer.shapes["v"][1]
+    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Redrawn(0.0), "dex_lambda": torch.zeros(()),
+            "progress": Fixed(torch.zeros(()))}                         # GPT.set_progress sets it
+
+
+@dataclasses.dataclass(frozen=True)
+class Dex(Choice):
+    corrected: Callable = unchanged             # layer, o -> o
+
+
+DEXES = {
+    "off": Dex(),
+    "on": Dex(dex_correction, {"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
+}
+
+# ---------------------------------------------------------------------------------------------------------------- norms
+
+
+def head_norm(layer, o):
+    """RMSNorm of each head's output, with one weight vector for all heads."""
+    return layer.out_norm(o.to(layer.out_norm.weight.dtype))
+
+
+def joint_norm(layer, o):
+    """RMSNorm of all heads together.
+    Source: ReLA, Zhang et al. 2021. Its code has eps 1e-8, at which an empty row has a huge gradient."""
+    together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)             # (B, R, heads E)
+    return split_heads(layer.out_norm(together), *o.shape[1::2])
+
+
+def gated_norm(layer, o):
+    """The joint norm times sigmoid(g o) of the output before the norm, with a learned vector g, N(0, 0.02) at first.
+    Source: ReLA's second form."""
+    together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)             # (B, R, heads E)
+    return split_heads(layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2])
+
+
+def rms_norm(layer, width):
+    return nn.RMSNorm(width, eps=layer.args["out_norm_eps"])
+
+
+def norm_of_all(layer):
+    return {"out_norm": rms_norm(layer, layer.heads * layer.shapes["v"][1])}
+
+
+def norm_and_gate(layer):
+    return norm_of_all(layer) | {"norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}
+
+
+@dataclasses.dataclass(frozen=True)
+class OutNorm(Choice):
+    normed: Callable = unchanged                # layer, o -> o
+
+
+EPS = {"out_norm_eps": Constant(1e-6, 1e-12, 1.0)}
+OUT_NORMS = {
+    "none": OutNorm(),
+    "head": OutNorm(lambda layer: {"out_norm": rms_norm(layer, layer.shapes["v"][1])}, EPS, normed=head_norm),
+    "all": OutNorm(norm_of_all, EPS, normed=joint_norm),
+    "gated": OutNorm(norm_and_gate, EPS, normed=gated_norm),
+}
+
+# ---------------------------------------------------------------------------------------------------------------- gates
+
+
+def sigmoid_gate(layer, o, x):
+    """o sigmoid(W x), with x the layer's input: one gate per head, or one per element of its output.
+
+    Gates start at 1/2. A closed gate spends nothing, so the head needs no sink.
+    Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
+    """
+    return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
+
+
+def gate_of(layer, gates):
+    return {"gate": nn.Linear(layer.config.n_embd, layer.heads * gates, bias=layer.config.bias)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Choice):
+    gated: Callable = unchanged                 # layer, o, x -> o
+    before_norm: bool = False                   # the gate comes before the norm of the output
+
+
+GATES = {
+    "none": Gate(),
+    "head": Gate(lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
+    "element": Gate(lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate),
+}

@@ -1,0 +1,230 @@
+"""Positions: how a score learns where its query and key stand.
+
+RoPE turns queries and keys before the score. Relative positions add a number to the score that depends on the distance
+i - j. Absolute positions are embeddings, which model.py adds to the tokens.
+
+Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, W width of a table.
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from axes.base import Choice, Constant, Fixed, Normal
+
+# --------------------------------------------------------------------------------------------------- relative positions
+
+
+class Distance(NamedTuple):
+    """Relative positions as one value: b[h, i - j], which is added to the score. Each part is a tensor or None."""
+    table: Any = None                           # (H, W): b at distances 0 .. W - 1
+    tail: Any = None                            # (H,): b from distance W on; None: 0
+    slope: Any = None                           # (H,): times the distance, added everywhere
+
+    @property
+    def is_empty(self):
+        return all(part is None for part in self)
+
+    def by_distance(self, T):
+        """b at distances 0 .. T - 1, (H, T)."""
+        H, part = next((len(part), part) for part in self if part is not None)
+        table = part.new_zeros(H, 0) if self.table is None else self.table[:, :T]
+        beyond = T - table.shape[1]
+        by_distance = F.pad(table, (0, beyond))                         # (H, T)
+        if self.tail is not None:
+            by_distance = torch.cat([table, self.tail[:, None].expand(-1, beyond)], -1)
+        if self.slope is not None:
+            by_distance = by_distance + self.slope[:, None] * torch.arange(T, device=part.device)
+        return by_distance
+
+    def bias(self, R, T):
+        """b for the last R of T rows and all T keys, (H, R, T). Entries of later keys are meaningless: they are masked.
+
+        One vector a head holds b at every distance from T - 1 down to -(R - 1). Each row is a window on this vector,
+        one place further than the row before.
+        """
+        return F.pad(self.by_distance(T).flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
+
+
+def as_distance(table):
+    """A Distance from a Distance, a bare (H, W) table, or None."""
+    return Distance(table) if isinstance(table, torch.Tensor) else table
+
+
+def no_bias(layer):
+    return None
+
+
+def learned_bias(layer):
+    """score + table[h, i - j], 0 beyond `bias_range`, 0 at the start.
+    Source: Lazy Attention, section 4.1. Its minus sign is part of our table."""
+    return Distance(layer.table)
+
+
+def learned_table(layer):
+    return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
+
+
+def alibi(layer):
+    """score - m_h (i - j), fixed, or learned with --attn_args=learn_alibi=1.
+    Source: ALiBi, Press et al. 2108.12409, section 3."""
+    return Distance(slope=-layer.alibi)
+
+
+def alibi_slopes(layer):
+    """m_h = 2^(-8 (h + 1) / H) where H is a power of 2. Otherwise the slopes of the next lower power P come first, then
+    every second slope of 2 P, as in the released code. Two views share one slope."""
+    heads = layer.heads
+    lower = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
+    slopes += [2 ** (-4 * (h + 1) / lower) for h in range(0, 2 * (heads - lower), 2)]
+    return {"alibi": torch.tensor(slopes).repeat_interleave(layer.score_heads // heads)}
+
+
+T5_BUCKETS = 32
+T5_FAR = 128                                    # from this distance on, all distances are in the last bucket
+
+
+def t5_buckets(device=None):
+    """The bucket of each distance, (T5_FAR,): one for each of the nearest 16, then 16 that are even in the logarithm.
+    Source: T5, Raffel et al. 1910.10683, section 2.1, and its code for causal attention."""
+    near = T5_BUCKETS // 2
+    distance = torch.arange(T5_FAR, device=device)
+    logs = (distance / near).clamp(min=1).log() / math.log(T5_FAR / near)               # 0 at 16, 1 at 128
+    return torch.where(distance < near, distance, near + (logs * near).long())
+
+
+def t5_bias(layer):
+    """score + b[h, bucket of i - j]. All layers share b (heads, 32), which starts as N(0, 1 / sqrt(n_embd)), as in
+    transformers.
+    Source: T5, section 2.1. T5 does not divide scores by sqrt(d): --scale=one gives its form."""
+    return Distance(layer.t5[:, t5_buckets(layer.t5.device)], layer.t5[:, -1])
+
+
+def t5_table(layer):
+    return {"t5": Normal(layer.config.n_embd ** -0.5, (layer.score_heads, T5_BUCKETS))}
+
+
+def t5_index(layer):
+    """score + the number of the bucket, 0 to 31, so that far keys gain. Nothing is learned. It is a negative control.
+    Source: the released code of When Attention Sink Emerges computes this as relative positions (table 3, where its
+    loss is 5.45 and the others' is 3.8)."""
+    return Distance(layer.t5_index, layer.t5_index[:, -1])
+
+
+def t5_index_table(layer):
+    return {"t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))}
+
+
+# ----------------------------------------------------------------------------------------------------- rotary positions
+
+
+def rope_frequencies(config, width, device):
+    """Radians per position of each pair of channels, (width // 2,): base^(-2c / width), scaled as rope_scaling says.
+
+    An odd width leaves its last channel without a partner; the exponent is then -2c / (width - 1).
+    """
+    half = width // 2
+    frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    how, numbers = parse_rope_scaling(config.rope_scaling)
+    return ROPE_SCALINGS[how](frequency, *numbers)
+
+
+def ntk_frequencies(frequency, ratio):
+    """NTK-aware scaling: the base grows to base * ratio^(D / (D - 2)). The fastest pair keeps its frequency, and the
+    slowest turns `ratio` times slower, so it covers a context `ratio` times longer.
+    Source: bloc97 2023; YaRN, Peng et al. 2309.00071, section 3.1."""
+    return frequency * ratio ** -torch.linspace(0, 1, len(frequency), device=frequency.device)
+
+
+def llama3_frequencies(frequency, factor, low, high, original):
+    """LLaMA 3.1: waves that fit into the original context at least `high` times stay. Waves that fit less than `low`
+    times become `factor` times longer. The change in between is smooth."""
+    fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
+    kept = ((fits - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+ROPE_SCALINGS = {                               # frequencies, numbers -> frequencies
+    "": lambda frequency: frequency,
+    "linear": lambda frequency, factor: frequency / factor,             # position interpolation, Chen et al. 2023
+    "ntk": ntk_frequencies,
+    "llama3": llama3_frequencies,
+}
+
+
+def parse_rope_scaling(text):
+    """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError that names the valid forms."""
+    how, _, numbers = text.partition(":")
+    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL"}
+    try:
+        numbers = [float(number) for number in numbers.split(",")] if text else []
+    except ValueError:
+        numbers = [math.nan]
+    if how not in ROPE_SCALINGS or not all(0 < n < math.inf for n in numbers) or len(numbers) != {
+            "": 0, "linear": 1, "ntk": 1, "llama3": 4}[how]:
+        raise ValueError(f"--rope_scaling={text}: write {' or '.join(forms.values())}")
+    return how, numbers
+
+
+def rotate(x, frequency, positions):
+    """RoPE: turn the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by the angle position * frequency_c.
+
+    positions (T,), frequency (D // 2,). Channels are paired half by half, as in GPT-NeoX and LLaMA. An odd last channel
+    stays as it is. Source: Su et al. 2021.
+    """
+    half = x.shape[-1] // 2
+    angle = positions[:, None].float() * frequency                      # (T, D // 2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------- absolute positions
+
+
+class Sinusoids(nn.Module):
+    """Fixed embeddings: [sin | cos] of each position, over the width C, with wavelengths from 2 pi to 20,000 pi.
+
+    Source: Vaswani et al. 2017, section 3.5. Differs from the paper: sin and cos fill two halves and do not alternate,
+    and token embeddings are not multiplied by sqrt(C). Both are as in the code of When Attention Sink Emerges.
+    """
+
+    def __init__(self, places, width):
+        super().__init__()
+        self.num_embeddings, self.width = places, width
+
+    def forward(self, positions):               # (T,) to (T, C)
+        half = -(-self.width // 2)
+        frequency = 10000.0 ** (-torch.arange(half, device=positions.device) / half)
+        angle = positions[:, None] * frequency
+        return torch.cat([angle.sin(), angle.cos()], -1)[:, :self.width]
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+@dataclasses.dataclass(frozen=True)
+class Position(Choice):
+    bias: Callable = no_bias                    # layer -> Distance, which is added to the score, or None
+    rotates: bool = False                       # q and k turn by RoPE
+    embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
+    shared: tuple = ()                          # names of learned tensors that all layers share
+
+
+POSITIONS = {
+    "rope": Position(rotates=True),
+    "none": Position(),
+    "sinusoidal": Position(embeds=Sinusoids),
+    "learned": Position(embeds=nn.Embedding),
+    "alibi": Position(alibi_slopes, {"learn_alibi": Constant(False)}, bias=alibi),
+    "t5": Position(t5_table, bias=t5_bias, shared=("t5",)),
+    "t5_index": Position(t5_index_table, bias=t5_index),
+    "bias": Position(learned_table, bias=learned_bias),
+    "rope+bias": Position(learned_table, bias=learned_bias, rotates=True),
+}
+WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if row.bias is no_bias}

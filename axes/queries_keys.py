@@ -1,0 +1,143 @@
+"""What happens to queries and keys before the score: norms, feature maps, and the factor on their product.
+
+Shapes: B batch, H score heads, Hk key heads, R query rows, T keys, D width of q and k.
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from axes.base import Choice, Constant, Redrawn, split_heads, unchanged, wide
+
+# -------------------------------------------------------------------------------------------- norms of queries and keys
+
+
+def unit_length(layer, x):
+    """x / |x|. The norm has no weights, so it may come after RoPE. TRA and LSSAR."""
+    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
+
+
+def unit_square(layer, x):
+    """x / sqrt(mean x^2), without weights."""
+    return F.rms_norm(wide(x), (layer.width,), eps=1e-6).to(x.dtype)
+
+
+def norm_of_heads(layer, norm, x):
+    """RMSNorm of each head, with learned weights (D,) for queries and (D,) for keys. Qwen3."""
+    return norm(wide(x)).to(x.dtype)
+
+
+def norm_of_layer(layer, norm, x):
+    """RMSNorm of all heads together, with learned weights (H D,) for queries and (Hk D,) for keys. OLMo 2."""
+    return split_heads(norm(wide(x).transpose(1, 2).flatten(2)), *x.shape[1::2]).to(x.dtype)
+
+
+def norms_of_qk(layer, q_width, k_width):
+    return {"q_norm": nn.RMSNorm(q_width, eps=layer.config.norm_eps),
+            "k_norm": nn.RMSNorm(k_width, eps=layer.config.norm_eps)}
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm(Choice):
+    normed: Callable = unchanged                # layer, x -> x: queries or keys, after rotation
+    projected: Callable | None = None           # layer, a learned norm, x -> x: before rotation, as its weights need
+
+
+QK_NORMS = {
+    "none": QKNorm(),
+    "l2": QKNorm(normed=unit_length),
+    "rms": QKNorm(normed=unit_square),
+    "head": QKNorm(lambda layer: norms_of_qk(layer, layer.width, layer.width), projected=norm_of_heads),
+    "all": QKNorm(lambda layer: norms_of_qk(layer, layer.shapes["q"][0] * layer.width,
+                                            layer.shapes["k"][0] * layer.width), projected=norm_of_layer),
+}
+
+# ------------------------------------------------------------------------------------------------------------- features
+
+
+def elu_features(layer, x):
+    """elu(x) + 1, the positive features of linear attention. Source: Katharopoulos et al. 2020, eq. 7."""
+    return F.elu(x) + 1
+
+
+def mlp_features(layer, x):
+    """W2 relu(W1 x), one map for the queries and keys of all heads.
+    Source: When Attention Sink Emerges, table 6.
+    Differs from the paper: it prints mlp(q, mlp(k)). Its code computes mlp(q) mlp(k), as here."""
+    return layer.feature(x.to(layer.feature[0].weight.dtype)).to(x.dtype)
+
+
+def mlp_feature_map(layer):
+    width = layer.width
+    first, second = (nn.Linear(width, width, bias=False) for _ in range(2))
+    drawn = Redrawn(math.sqrt(2 / (5 * width)))
+    return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature(Choice):
+    mapped: Callable = unchanged                # layer, x -> x: queries or keys
+
+
+FEATURES = {
+    "none": Feature(),
+    "elu": Feature(mapped=elu_features),
+    "mlp": Feature(mlp_feature_map, mapped=mlp_features),
+}
+
+# ---------------------------------------------------------------------------------------------- the factor on the score
+
+
+def ssmax_scale(layer, n):
+    """SSMax: the score is multiplied by sigma_h log n_i, so that long rows are as sharp as short ones.
+
+    Learned: sigma (H,). It starts at 1 / mean(log n) over a training context (0.168 for 1024), or at sigma_init. For
+    unit q and k (LSSAR, which does not learn it) sigma is sqrt(d) log(d).
+    Source: Nakanishi 2501.19399.
+    Differs from the asentmax repository, which has log(n + 1) and draws sigma from N(1, 0.01).
+    """
+    return layer.sigma[:, None, None] * n.log()[:, None]
+
+
+def ssmax_scalars(layer):
+    config, width, sigma = layer.config, layer.width, layer.args["sigma_init"]
+    mean_log = (torch.arange(config.block_size) + 1.0).log().mean().item()
+    if sigma == "auto":
+        sigma = math.sqrt(width) * math.log(width) if config.qk_norm == "l2" else 1 / max(mean_log, 0.1)
+    return {"sigma": torch.full((layer.score_heads,), sigma)}
+
+
+def asentmax_scale(layer, n):
+    """ASEntmax: the score is multiplied by 1 + beta_h log(n_i + 1)^gamma_h. A head may learn to let it grow or shrink.
+
+    Learned: scale_beta (H,), at first spread evenly over the heads from 0.1 to 1, and scale_gamma (H,), at first 0.
+    Source: the asentmax repository, sparse_gemma.py.
+    Differs from that code: it draws beta from that range and gamma from N(0, 0.1). Its recommended form has
+    beta = softplus(x W) and gamma = 2 tanh(x W') for each token, and scales only the heads without positions; its other
+    heads carry ALiBi.
+    """
+    return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[:, None] ** layer.scale_gamma[:, None, None]
+
+
+def asentmax_scalars(layer):
+    heads = layer.score_heads
+    beta = torch.linspace(0.1, 1.0, heads) if heads > 1 else torch.full((1,), 0.55)
+    return {"scale_beta": beta, "scale_gamma": torch.zeros(heads)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Choice):
+    factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1
+    bare: bool = False                          # the score is not divided by sqrt(d)
+
+
+SCALES = {
+    "sqrt_d": Scale(),
+    "one": Scale(bare=True),
+    "log_n": Scale(ssmax_scalars, {"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)},
+                   factor=ssmax_scale),
+    "asentmax": Scale(asentmax_scalars, factor=asentmax_scale),
+}

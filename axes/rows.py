@@ -1,0 +1,234 @@
+"""What happens to a row of weights after its rule: a row normaliser, an extra key, a second view that is subtracted.
+
+Shapes: B batch, H score heads, R query rows, D width of q and k, E width of v. Row vectors are (B, H, R, 1).
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+
+from axes.base import (
+    BIAS_SIZES,
+    Choice,
+    Constant,
+    Fixed,
+    Normal,
+    bias_shape,
+    unchanged,
+    whole_bias,
+    wide,
+    wrong_bias_dims,
+)
+
+# ------------------------------------------------------------------------------------------------------ row normalisers
+
+
+def over_sum(r, n):
+    """The row sum. The added 1e-8 keeps rows without any weight finite."""
+    return r + 1e-8
+
+
+def over_length(r, n):
+    """n_i, the number of keys that row i sees."""
+    return n
+
+
+def over_max1(r, n):
+    """max(|row sum|, 1), for weights of either sign. Source: When Attention Sink Emerges, table 6."""
+    return torch.where(r.abs() > 1, r.abs(), 1.0)
+
+
+def already_normalized(config, args, choices):
+    if choices["rule"].normalizes:
+        return (f"--normalize={config.normalize} goes with rules that have no normaliser of their own (relu, tra, "
+                f"sigmoid, elu, identity): the rows of rule {config.rule} are normalised already")
+
+
+def sum_may_be_zero(config, args, choices):
+    if config.rule == "identity" and config.feature != "elu":
+        return "--normalize=sum divides by sums that weights of either sign may bring to 0: use --normalize=max1"
+    return already_normalized(config, args, choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalizer(Choice):
+    divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> what divides the row; None: 1
+    needs_sum: bool = False                     # the divisor depends on r
+
+
+NORMALIZERS = {
+    "none": Normalizer(),
+    "sum": Normalizer(divisor=over_sum, refuse=sum_may_be_zero, needs_sum=True),
+    "length": Normalizer(divisor=over_length, refuse=already_normalized),
+    "max1": Normalizer(divisor=over_max1, refuse=already_normalized, needs_sum=True),
+}
+
+# --------------------------------------------------------------------------------------------------------- an extra key
+
+
+def zero_score(layer, q):
+    """c = 0. Source: softmax1, Miller 2023."""
+    return 0.0
+
+
+def logit_score(layer, q):
+    """c = b_h, learned, 0 at first. Source: GPT-OSS, which prints no initial value; transformers has N(0, 0.02)."""
+    return layer.sink_logit[:, None, None]
+
+
+def key_score(layer, q):
+    """c_i = q_i . k* / sqrt(d), as for every key. k* starts as N(0, 0.02) for each key head and is not rotated.
+    Source: When Attention Sink Emerges, table 4.
+    Differs from its code, which decays k* and v*: here weight decay acts on linear layers and embeddings only."""
+    key = layer.for_score_heads(layer.featured(whole_bias(layer.sink_key, *layer.shapes["k"])), 0)
+    return layer.sight.scale * (wide(q[..., :layer.width]) * key[:, None]).sum(-1, keepdim=True)
+
+
+def sink_key(layer):
+    return {"sink_key": Normal(0.02, bias_shape(layer, *layer.shapes["k"]))}
+
+
+def sink_key_and_value(layer):
+    """v* starts as N(0, 0.02). With value_norm=NUMBER it is fixed at that norm, along the first axis or (value_even)
+    along all. Source: When Attention Sink Emerges, table 5."""
+    heads, width = layer.shapes["v"]
+    if layer.args["value_norm"] == "learned":
+        return sink_key(layer) | {"sink_value": Normal(0.02, bias_shape(layer, heads, width))}
+    value = torch.full((width,), width ** -0.5) if layer.args["value_even"] else torch.eye(width)[0]
+    return sink_key(layer) | {"sink_value": Fixed((layer.args["value_norm"] * value).repeat(heads, 1))}
+
+
+def sink_value(layer, heads):
+    return whole_bias(layer.sink_value, heads, layer.shapes["v"][1])[:, None]
+
+
+def needs_softmax(config, args, choices):
+    if config.rule != "softmax":
+        return (f"--sink={config.sink} needs --rule=softmax: an extra key merges exactly by log-sum-exp, which rule "
+                f"{config.rule} does not have")
+    if args.get("value_even") and args["value_norm"] == "learned":
+        return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
+    return wrong_bias_dims(config, args, choices) if "bias_dims" in args else None
+
+
+def needs_first(config, args, choices):
+    if config.window and not config.first:
+        return "--sink=token cannot be seen beyond --window: add --first=1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink(Choice):
+    """An extra key of score c. It leaves the real keys the share e^r / (e^r + e^c) of their weights, where r is the
+    log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
+    Source: The Attention Sink as Native MoE, eq. 2 to 4."""
+    score: Callable | None = None               # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
+    value: Callable | None = None               # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
+    ahead: int = 0                              # learned tokens that model.py puts before the sequence
+
+
+SINKS = {
+    "none": Sink(),
+    "one": Sink(score=zero_score, refuse=needs_softmax),
+    "logit": Sink(lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
+                  refuse=needs_softmax),
+    "key": Sink(sink_key, BIAS_SIZES, score=key_score, refuse=needs_softmax),
+    "key_value": Sink(sink_key_and_value, BIAS_SIZES | {
+        "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
+        score=key_score, value=sink_value, refuse=needs_softmax),
+    "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
+}
+
+
+def share_of_keys(layer, q, r, n):
+    """The share of their weights that the real keys of a row keep, (B, H, R, 1), or None where they keep all: one over
+    the row normaliser, or what an extra key leaves."""
+    if layer.choices["normalize"].divisor:
+        return 1 / layer.choices["normalize"].divisor(r, n[:, None])
+    if layer.has_extra_key:
+        return torch.sigmoid(r - layer.choices["sink"].score(layer, q))
+
+
+def spent(layer, o, q, r, n):
+    """The output (B, H, R, E) after the row normaliser or the extra key, whose value gets the rest of the share."""
+    share = share_of_keys(layer, q, r, n)
+    if share is None:
+        return o
+    o = wide(o)
+    if layer.choices["sink"].value:
+        return o * share + (1 - share) * layer.choices["sink"].value(layer, o.shape[1])
+    return o * share
+
+
+# ----------------------------------------------------------------------------------- a second view, which is subtracted
+
+
+def lambda_at_depth(depth):
+    """Differential Transformer's lambda_init, for layers counted from 0."""
+    return 0.8 - 0.6 * math.exp(-0.3 * depth)
+
+
+def lambda_logit(layer):
+    start = layer.args["lambda_init"]
+    return {"lambda_logit": torch.full((layer.heads,), math.log(start / (1 - start)))}
+
+
+def lambda_of_head(layer, x):
+    """sigmoid(lambda_logit_h), 0.5 at first.
+    Source: Threshold Differential Attention.
+    Differs from the paper: it prints no initial value. Its code clamps lambda to [0, 1], where the gradient ends."""
+    return torch.sigmoid(layer.lambda_logit)[:, None, None]
+
+
+def lambda_of_layer(layer, x):
+    """exp(q1.k1) - exp(q2.k2) + lambda_init of four learned vectors (D,), N(0, 0.1), and the depth: one a layer.
+
+    Source: Ye et al. 2410.05258, eq. 3. Its code holds two layers: multihead_diffattn.py shares one key head between
+    both views. multihead_flashdiff_1.py, which it recommends, gives each view its own, as here.
+    Differs from the paper: it norms by GroupNorm. Its code has RMSNorm with one weight for all heads, as here;
+    transformers pairs heads h and h + H/2 and has no weight.
+    """
+    ups, downs = (layer.lambda_q1 * layer.lambda_k1).sum(), (layer.lambda_q2 * layer.lambda_k2).sum()
+    return ups.exp() - downs.exp() + lambda_at_depth(layer.depth)
+
+
+def lambda_of_token(layer, x):
+    """sigmoid of a linear map of the layer's input: one lambda per head and token, and no norm on the output.
+    Source: unilm, Diff-Transformer-V2."""
+    return torch.sigmoid(wide(layer.lambda_proj(x))).transpose(1, 2)[..., None]
+
+
+def shrunk(layer, o):
+    """o (1 - lambda_init), after the norm on the output. Source: Ye et al. 2410.05258, eq. 4."""
+    return o * (1 - lambda_at_depth(layer.depth))
+
+
+def needs_pairs(config, args, choices):
+    if config.n_kv_head % 2:
+        return (f"--diff=v1 pairs the heads of queries and those of keys: n_head={config.n_head} and "
+                f"n_kv_head={config.n_kv_head} must both be even")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference(Choice):
+    """o = o_a - mix o_b, so that what both views spend on a sink cancels."""
+    mix: Callable | None = None                 # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
+    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # n_head, n_kv_head, width -> those of q, k, v
+    own_keys: bool = False                      # each view has its own of a pair of key heads
+    after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
+
+
+DIFFERENCES = {
+    "none": Difference(),
+    "subtract": Difference(                     # two views of the same values
+        lambda_logit, {"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
+        heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
+    "v1": Difference(                           # half the heads, each twice as wide: as many parameters as softmax
+        lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},
+        mix=lambda_of_layer, refuse=needs_pairs, own_keys=True, after=shrunk,
+        heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D))),
+    "v2": Difference(                           # two queries look at the same keys
+        lambda layer: {"lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)}, mix=lambda_of_token,
+        heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D))),
+}

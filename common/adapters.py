@@ -1,0 +1,69 @@
+"""Adapters: train a small part of a model, and leave the rest as another run has it (--train_only).
+
+The part is either LoRA, thin matrices beside the projections of attention, or what a mixer adds to plain attention.
+This file prepares the model; common/runs.py stores an adapter, and puts it back on the run that it was trained on.
+"""
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from common.randomness import generator_of
+
+PROJECTIONS = {"both": ("c_attn", "c_proj"), "c_attn": ("c_attn",), "c_proj": ("c_proj",)}      # values of --lora_on
+
+
+class LoRA(nn.Linear):
+    """A linear layer W x + B A x. The weight W (out, in) is kept; A (rank, in) and B (out, rank) learn.
+
+    B is 0 at first, so the layer begins as W x. From Hu et al. 2021 (arXiv 2106.09685), section 4.1, which multiplies
+    B A by alpha / rank: here alpha is the rank. generator: draws the initial A."""
+
+    def __init__(self, linear, rank, generator):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_a = nn.Parameter(torch.randn(rank, self.in_features, generator=generator) * 0.02)
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def add_lora(model, projections, rank, seed):
+    """Replace these projections of every attention layer ("c_attn", "c_proj") by LoRA layers."""
+    for layer, block in enumerate(model.transformer.h):
+        for name in projections:
+            generator = generator_of(seed, f"transformer.h.{layer}.attn.{name}.lora_a")
+            setattr(block.attn, name, LoRA(getattr(block.attn, name), rank, generator))
+
+
+def merged(state, path):
+    """A model's weights with LoRA folded in: W + B A, in float32, replaces W, A and B. path: named in errors."""
+    for name in [name for name in state if name.endswith(".lora_a")]:
+        module = name.removesuffix(".lora_a")
+        a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
+        if b is None or weight is None or (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]):
+            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or is not whole")
+        state = state | {f"{module}.weight": weight.float() + b @ a}
+    return {name: value for name, value in state.items() if ".lora_" not in name}
+
+
+def freeze_all_but(model, part):
+    """Train only LoRA (part "lora"), or what the model's mixer adds to plain attention (part: the name of a mixer).
+
+    Raises ValueError if the mixer adds nothing."""
+    for name, p in model.named_parameters():
+        _, _, inside = name.partition(".attn.")                         # the parameter's name in its attention layer
+        p.requires_grad_(".lora_" in inside if part == "lora" else inside in model.transformer.h[0].attn.added)
+    if not num_trained(model):
+        raise ValueError(f"--attn={model.config.attn} adds nothing to plain attention that --train_only={part} could "
+                         f"train: use --attn={part}, or --train_only=lora")
+
+
+def frozen(model):
+    """Names of the parameters that are not trained."""
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def num_trained(model):
+    """Number of parameters that are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

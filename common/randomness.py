@@ -1,0 +1,15 @@
+"""Random numbers that depend only on what they are for, so a run can be repeated, resumed and split over ranks."""
+import zlib
+
+import numpy as np
+import torch
+
+
+def generator_of(seed, name):
+    """A generator for the initial values of one tensor. Other tensors of the model have no influence on it."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
+def seed_dropout(*numbers):
+    """Seed torch's own generator, from which dropout draws, with one number made of these."""
+    torch.manual_seed(np.random.SeedSequence(numbers).generate_state(1)[0].item())

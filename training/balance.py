@@ -1,0 +1,53 @@
+"""The head-balancing loss of The Attention Sink as Native MoE (--head_balance), which asks heads to be used alike.
+
+The importance of a head is 1 minus the weight that it puts on a sink, or the mean of its gate (eq. 8).
+"""
+import math
+
+import torch
+
+import attention
+
+
+def losses(model, x, y, knobs, machine):
+    """The model's own loss on a micro-batch, and its head-balancing loss: 0 without --head_balance."""
+    if not knobs.head_balance:
+        return model(x, y)[1], torch.zeros((), device=x.device)
+    _, loss, importance = model(x, y, importance=True)
+    importance = machine.mean(importance)       # (layers, heads), over the micro-batches of all ranks
+    if knobs.balance_form == "routed":
+        importance = routed(importance, knobs.balance_skip, knobs.balance_shared)
+    return loss, knobs.head_balance * imbalance(importance)
+
+
+def routed(importance, skip, shared):
+    """The importance (n,) of the heads that eq. 9 balances, out of all (layers, heads).
+
+    It leaves out the first `skip` layers, which attend to everything. Of the remaining heads it leaves out the share
+    `shared` of the most used ones, the "shared experts"."""
+    rest = importance[skip:].flatten().sort().values
+    return rest[:len(rest) - math.ceil(shared * len(rest) - 1e-9)]
+
+
+def imbalance(importance):
+    """n CV^2 of the importance of n heads (eq. 8): 0 if all are used alike. CV is standard deviation over mean.
+
+    The paper does not say which standard deviation. This one divides the squares by n; dividing by n - 1 would multiply
+    the loss by n / (n - 1)."""
+    mean, noise = importance.mean(), torch.finfo(importance.dtype).eps  # an importance is 1 minus a weight near 1
+    return importance.numel() * (importance / torch.where(mean > noise, mean, noise)).var(correction=0)
+
+
+def check_balance(knobs, config):
+    """Raise ValueError if --head_balance is given and there are no two heads to balance."""
+    if not knobs.head_balance:
+        return
+    attention.check_importance(config)
+    heads = torch.zeros(config.n_layer, config.n_head)
+    if knobs.balance_form == "routed":
+        heads = routed(heads, knobs.balance_skip, knobs.balance_shared)
+    elif knobs.balance_skip:
+        raise ValueError("--balance_form=all balances all heads: leave out --balance_skip")
+    if heads.numel() < 2:
+        raise ValueError(f"--balance_skip={knobs.balance_skip} --balance_shared={knobs.balance_shared} leave "
+                         f"{heads.numel()} of {config.n_layer} x {config.n_head} heads, and it takes two to balance")

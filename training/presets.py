@@ -1,0 +1,49 @@
+"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset)."""
+
+PRESETS = {
+    "tiny": {
+        "about": "a byte model of 0.8M parameters: minutes on two CPU cores",
+        "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "batch_size": 8, "max_iters": 1000,
+        "learning_rate": 2e-3},
+    "lab": {
+        "about": "the sink lab: a sink grows in one layer with one head, in well under a minute",
+        "dataset": "backcopy", "n_layer": 1, "n_head": 1, "n_embd": 64, "n_inner": 256, "block_size": 64,
+        "pos": "learned", "norm": "layernorm", "mlp": "relu", "bias": True, "bias_range": 64, "tied": False,
+        "batch_size": 48, "max_iters": 800, "warmup_iters": 100, "learning_rate": 1e-2, "beta2": 0.999,
+        "weight_decay": 0.01, "eval_interval": 200, "eval_iters": 5, "dtype": "float32"},
+    "tune": {
+        "about": "continue from public weights (the default when --init_from names them): minutes on two cores",
+        "block_size": 256, "batch_size": 1, "max_iters": 200, "learning_rate": 1e-4, "warmup_iters": 20,
+        "eval_interval": 100, "eval_iters": 16},
+    "gpt2": {
+        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step. Data: FineWeb-Edu instead of "
+                 "nanoGPT's OpenWebText",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
+        "pos": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True,
+        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 6e-4,
+        "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
+    "paper1": {
+        "about": "Lazy Attention, appendix C.2: 340M parameters, 15B tokens. The paper uses the Llama 2 tokenizer (32k "
+                 "ids); GPT-2's, used here, makes it 360M. The paper does not give the number of heads or the width "
+                 "of the MLP: they follow DeltaNet's 340M",
+        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
+        "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "learning_rate": 4e-4,
+        "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+    "paper2": {
+        "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and an untied head, with the "
+                 "paper's tokenizer and data. The paper trains for 190,730 steps; this is one pass over the data. The "
+                 "paper does not give the peak learning rate",
+        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
+        "pos": "rope", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 1e-3,
+        "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
+    "paper5": {
+        "about": "When Attention Sink Emerges: LLaMA blocks of 59M parameters, without embeddings, 20k steps. The "
+                 "paper uses the Pile with a tokenizer of its own; this uses FineWeb-Edu with GPT-2's. The batch size "
+                 "follows from 5B tokens in 20k steps",
+        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "learning_rate": 4e-4,
+        "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
+}

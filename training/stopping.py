@@ -1,0 +1,29 @@
+"""What ends a run before its last step: a signal, or a loss that is not finite."""
+import signal
+import time
+
+
+class StopSignal:
+    """Inside this context, Ctrl-C and SIGTERM ask the loop to save and stop after the current step.
+
+    Another signal, more than PATIENCE seconds later, ends the process at once."""
+    PATIENCE = 3                                # torchrun repeats a signal that its children have received already
+
+    def __enter__(self):
+        self.asked = None                       # the time of the first signal
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number, frame):
+        if self.asked and time.monotonic() - self.asked > self.PATIENCE:
+            raise KeyboardInterrupt
+        self.asked = self.asked or time.monotonic()
+
+
+def diverged(what, run):
+    """The error of a run whose loss or gradient is not finite. what: what was found, and when."""
+    return ValueError(f"{what}; {run.last_good()}. Start again with a lower --learning_rate or more --warmup_iters")

@@ -1,0 +1,39 @@
+"""Where a run's first weights come from: another run (--init_from=RUN), or its own last checkpoint (resume)."""
+from pathlib import Path
+
+from common.adapters import frozen
+from common.flags import fields_of
+from common.runs import load_weights, on_base, read_checkpoint, read_run, read_weights, what_is_new
+from model import GPTConfig
+
+
+def take_weights(model, path, run, machine):
+    """Load the weights of another run. What this model's recipe adds to that run's keeps its initial values.
+
+    Raises ValueError if `run`, the new run, would overwrite that run, or if an addition would never be trained."""
+    if run.checkpoint.resolve() == Path(path).resolve():
+        raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
+    added = model.beyond(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
+    if untrained := [name for name in added if name in frozen(model)]:
+        raise ValueError(f"{untrained[0]} is not in {path}, and --train_only does not train it, so it would stay at "
+                         "its initial value: leave out the flags that add it")
+    load_weights(model, read_weights(path), path, added)
+    if added and machine.main:
+        print(what_is_new(added, path))
+
+
+def resume(run, stored, meta, model, optimizer, scaler):
+    """Load a run's own last checkpoint, if it has saved one. stored: its meta.json; meta: that of its continuation.
+
+    Raises ValueError if the data set is not the one that the run began with."""
+    if stored.get("data_hash") != meta["data_hash"]:
+        raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: "
+                         "make it as it was, or start a new run")
+    if not run.checkpoint.exists():             # killed before its first checkpoint: it begins again
+        return
+    checkpoint = read_checkpoint(run.checkpoint)
+    load_weights(model, on_base(checkpoint["model"], stored, run.checkpoint), run.checkpoint)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scaler.load_state_dict(checkpoint.get("scaler", {}))
+    run.saved = checkpoint["step"]
+    meta["losses"] = stored["losses"]
