@@ -1412,13 +1412,14 @@ class Attention(nn.Module):
         return block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
-        """The rule by its Triton kernel; two views in one pass if no statistic comes between weights and output."""
+        """The rule by its Triton kernel; two views in one pass if no statistic comes between weights and output, and if
+        a tile can hold both."""
         call = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
                        window=sight.window, first=sight.first, skip=sight.skip_dead)
         t = None if t is None else t.squeeze(-1)
         if self.rule.counted_in:                # lssar's threshold is a share of the row sum of softplus
             t = t * call(self.rule.counted_in, row_sum=True)[1]
-        if mix is not None and not self.rule.normalizes and not need_r:
+        if mix is not None and not self.rule.normalizes and not need_r and kernels.holds_two_views(q, v):
             return call(self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = call(self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes)
         return o, None if r is None else r[..., None]

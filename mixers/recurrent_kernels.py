@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from kernels import INTERPRETED, Matrix, begin, count, matrix, padded, tl, triton
+from kernels import INTERPRETED, Matrix, begin, count, matrix, padded, times, tl, triton
 
 
 class Inputs(NamedTuple):
@@ -144,12 +144,6 @@ def left_of(inputs, head, start, left, c: tl.constexpr):
 
 
 # ------------------------------------------------------------------------------------------------ products of a chunk
-
-@triton.jit
-def times(a, b):
-    """a @ b, in the dtype of b."""
-    return tl.dot(a.to(b.dtype), b, input_precision="ieee")
-
 
 @triton.jit
 def pairs(a, b, left, c: tl.constexpr):
@@ -466,12 +460,12 @@ def launch(kernel, inputs, sizes, more, columns=None):
     walks = kernel in (scan, scan_back)
     grid = (B * heads * (1 if walks else count(T, sizes.C)),
             1 if columns is None else count(sizes.D if kernel is gradients else E, columns))
-    # so that none spills registers to memory in Triton 3.9; in 3.6 four of `tests/test_recurrent_kernels.py table`'s 92
-    # spill 8 or 16 bytes
-    wide = inputs.v.at.dtype == torch.float32   # its numbers take twice the registers
-    warps = 8 if walks or kernel is gradients or wide else 4
+    # so that none spills registers to memory in Triton 3.9; in 3.6 a few spill 8 or 16 bytes
+    wide = inputs.v.at.dtype == torch.float32   # its numbers take twice the registers, and twice the shared memory
+    warps, stages = 8 if walks or kernel is gradients or wide else 4, 1 if walks and wide else 3
     with torch.cuda.device_of(inputs.v.at):
-        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=warps)
+        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=warps, num_stages=stages,
+                     enable_fp_fusion=True)
 
 
 def remember(ctx, inputs, output):
@@ -494,7 +488,7 @@ run_backward.register_autograd(kernels.refuse)
 TILES = {  # GPU generation (0: float32, on any), width of q and k, is there a rate a channel?
     (90, 64, False): (64, 64, 64, 32), (90, 128, False): (64, 64, 64, 32), (90, 256, False): (32, 64, 16, 16),
     (80, 64, False): (32, 64, 64, 64), (80, 128, False): (32, 64, 32, 32), (80, 256, False): (32, 64, 16, 16),
-    (0, 64, False): (16, 32, 64, 32), (0, 128, False): (16, 64, 32, 32), (0, 256, False): (16, 64, 16, 16),
+    (0, 64, False): (16, 32, 32, 32), (0, 128, False): (16, 64, 32, 32), (0, 256, False): (16, 64, 16, 16),
     (90, 64, True): (16, 32, 64, 32), (90, 128, True): (16, 32, 64, 32), (90, 256, True): (16, 32, 16, 16),
     (80, 64, True): (16, 32, 64, 32), (80, 128, True): (16, 32, 32, 32), (80, 256, True): (16, 32, 16, 16),
     (0, 64, True): (16, 32, 32, 32), (0, 128, True): (16, 32, 32, 32), (0, 256, True): (16, 32, 16, 16),

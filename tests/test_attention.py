@@ -1154,3 +1154,18 @@ def test_the_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
         found.append([o, *torch.autograd.grad(o, [q, k, v, *scalars(module)], above)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=64 * torch.finfo(torch.float32).eps * b.abs().max().item())
+
+
+def test_two_views_too_wide_for_one_tile_take_two_calls(monkeypatch):
+    """Their difference and all gradients are the same."""
+    if not attention.kernels.AVAILABLE:
+        pytest.skip("no triton here")
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    module = layer("tda", torch.float32, kernel="triton").to(device)
+    for fit in (True, False):
+        monkeypatch.setattr(attention.kernels, "holds_two_views", lambda q, v, fit=fit: fit)
+        q, k, v, x = (a.to(device).requires_grad_() for a in inputs(module, 20, dtype=torch.float32))
+        o = module.attend(q, k, v, x)
+        found.append([o, *torch.autograd.grad(o.square().sum(), [q, k, v, *scalars(module)])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=64 * torch.finfo(torch.float32).eps * b.abs().max().item())
