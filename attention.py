@@ -808,13 +808,14 @@ class Attention(Layer):
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
         """The rule by its kernel: output (B, score heads, R, E), and its statistic. A rule without a statistic weighs
-        both views in one pass, if nothing comes between weights and output: then the output is (B, heads, R, E)."""
+        both views in one pass, if nothing comes between weights and output and a tile can hold both:
+        then the output is (B, heads, R, E)."""
         call = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
                        window=sight.window, first=sight.first, skip=sight.skip_dead)
         t = None if t is None else t.squeeze(-1)                        # (B, H, R)
         if self.rule.threshold_of:              # lssar's threshold is a share of the row sum of softplus
             t = t * call(self.rule.threshold_of, row_sum=True)[1]
-        if mix is not None and not self.rule.normalizes and not need_r:
+        if mix is not None and not self.rule.normalizes and not need_r and kernels.holds_two_views(q, v):
             return call(self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = call(self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes)
         return o, None if r is None else r[..., None]

@@ -23,8 +23,9 @@
     speed     time every recipe's training step and attention on this machine. With --kernels, the fused kernels against
               torch's own; with --live (and --out_dir), what the zeros of a trained run are worth
     show      a recipe on one page: its choices, PyTorch, Triton, and where they stand (python eval.py show elastic)
+    compile   the Triton kernels, compiled for GPUs that need not be there: registers, shared memory, spills
 
-lab, claims, speed and show need no run.
+lab, claims, speed, show and compile need no run.
 
 The model is rebuilt from the run's meta.json alone; --attn and the flags of its axes override it where the parameters
 allow. --out_dir=out/a,out/b and --out_dir='out/lab-*' look at several runs, one after another. Where the measures come
@@ -41,6 +42,7 @@ from evals import (
     bench,
     claims,
     compare,
+    compile,
     groups,
     heads,
     lab,
@@ -88,6 +90,7 @@ OF_THEIR_OWN = {                                # these train or build their mod
     "claims": Command(claims.ClaimsFlags, claims.command),
     "speed": Command(speed.Speed, speed.command),
     "show": Command(show.Show, show.command),
+    "compile": Command(compile.Compile, compile.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN
 

@@ -514,12 +514,29 @@ def second_view(inputs, head, i, c: tl.constexpr):
     return headb, qb, row_input(inputs, headb, i, c.BM), mix_of(inputs, head, i)
 
 
+# Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns of b. Long ones are
+# more than its registers can hold, so they are cut into pieces, and a thread holds a piece of each.
+LONG, PIECE = tl.constexpr(64), tl.constexpr(32)
+
+
+@jit
+def times(a, b):
+    """a @ b, in the dtype of b."""
+    if b.dtype == tl.float32 and a.shape[1] > LONG:
+        pieces: tl.constexpr = a.shape[1] // PIECE
+        a = tl.permute(tl.reshape(a, (a.shape[0], pieces, PIECE)), (1, 0, 2))   # (pieces, rows, PIECE)
+        b = tl.reshape(b, (pieces, PIECE, b.shape[1]))                          # (pieces, PIECE, columns)
+        return tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
+    else:
+        return tl.dot(a.to(b.dtype), b, input_precision="ieee")
+
+
 @jit
 def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """(BM, BN) scores in the rule's unit, and which of them are seen; i is a column, j a row. All may be transposed:
     with k for q, q for k, i a row and j a column the result is (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (inputs.scale * rule.unit)
+    s = times(q, tl.trans(k)) * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs)
     if inputs.sets is not None:
         seen &= strangers(i, j, inputs, head)
@@ -712,7 +729,7 @@ def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.cons
     i, q, do, r, t, delta, _ = own
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
-    g = tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None]        # g = do @ v.T - delta
+    g = times(do, tl.trans(v)) - delta[:, None]                                 # g = do @ v.T - delta
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], inputs, head, rule, NEAR)
     w, _, _ = rule.weigh(lifted(s, t[:, None], rule), r[:, None], t[:, None], rule.power)
@@ -741,7 +758,7 @@ def add_to_rows(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
     i, q, do, r, t, delta, second = own
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
-    g = tl.dot(do, tl.trans(v), input_precision="ieee")                         # g = do @ v.T
+    g = times(do, tl.trans(v))                                                  # g = do @ v.T
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     i, j_row = i[:, None], j[None, :]
     grads, _ = add_to_view(grads, q, k, g, i, j_row, r, t, delta, inputs, head, rule, NEAR)
@@ -811,7 +828,7 @@ def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)                # (BM, DP)
     do = load(DO, do_row, i, inputs.T, c.E, c.EP, NEAR)                         # (BM, EP)
-    g = tl.dot(v, tl.trans(do), input_precision="ieee")                         # g.T = v @ do.T
+    g = times(v, tl.trans(do))                                                  # g.T = v @ do.T
     r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)            # (BM,) each
     if inputs.mix is not None:
         headb, kb = second
@@ -870,7 +887,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
         j = i - b * c.BM
         v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)            # (BM, EP)
         do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                      # (BM, EP)
-        g = tl.dot(do, tl.trans(v), input_precision="ieee")                     # g = do @ v.T
+        g = times(do, tl.trans(v))                                              # g = do @ v.T
         if inputs.mix is not None:                                              # -mix for the second view
             g *= tl.where(head.number % 2 == 0, 1., -mix_of(inputs, head, i))[:, None]
         q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)            # (BM, DP)
@@ -971,6 +988,9 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     yield sets is not None and (sets.shape != q.shape[::2] or sets.dtype != torch.int64), (
         f"sets must be (B, T) int64 with the B and T of q, {tuple(q.shape[::2])}")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
+    yield mix is not None and not holds_two_views(q, v), (
+        f"a tile holds two views of float32 heads of width 128 at most: call {rule} once a view and subtract the "
+        "outputs")
 
 
 def problems_anywhere(q, k, v):
@@ -982,6 +1002,11 @@ def problems_anywhere(q, k, v):
         "q, k and v must share one of float32, float16 and bfloat16")
     yield INTERPRETED and q.dtype == torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly: use float32 there"
     yield not (INTERPRETED or q.is_cuda), "the kernels run on a CUDA GPU: move q there or use --kernel=torch"
+
+
+def holds_two_views(q, v):
+    """Can one call have both views of these heads (see mix)? Float32 numbers take twice the registers."""
+    return q.dtype != torch.float32 or max(q.shape[3], v.shape[3]) <= 128
 
 
 def fits(q, k, v, views):
@@ -1210,15 +1235,14 @@ run_backward.register_autograd(refuse)
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
-# rule, in Triton 3.9. (In 3.6 about one kernel in twenty spills 8 to 72 bytes. So do float32 at width 256 and some
-# widths that are no power of two, in both.) A table, a tail, a slope or a window makes a call "busy", which costs
-# registers, and so does the second accumulator of rules that save U. With fewer rows than 16 a warp, warps would
-# repeat each other's work.
+# rule, in Triton 3.9. (In 3.6 about one kernel in twenty spills 8 to 72 bytes. So do some widths that are no power of
+# two, in both.) A table, a tail, a slope or a window makes a call "busy", which costs registers, and so does the second
+# accumulator of rules that save U. With fewer rows than 16 a warp, warps would repeat each other's work.
 #
-# `python tests/test_kernels.py table` compiles all of them without a GPU and shows registers, shared memory and spills:
-# the rows were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python
-# tests/test_kernels.py choose 90 64 busy backward_keys` tries the tiles of one kernel, the largest first, and stops at
-# one that is clean for every rule.
+# `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
+# were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python eval.py compile
+# --choose=backward_keys --sm=90 --width=64 --calls=plain+busy` tries the tiles of one kernel, the largest first, and
+# stops at one that is clean for every rule.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no row for False, that for True serves
@@ -1232,8 +1256,8 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no
     (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
     (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
     (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
-    (0, 64, True): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
-    (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    (0, 64, True): ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1), (16, 16, 4, 1)),
+    (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     (0, 256, True): ((16, 16, 8, 1),) * 5,
 }
 HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; chosen in the same way

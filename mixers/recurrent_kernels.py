@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from kernels import INTERPRETED, Matrix, begin, count, matrix, padded, tl, triton
+from kernels import INTERPRETED, Matrix, begin, count, jit, matrix, padded, times, tl
 
 
 class Inputs(NamedTuple):
@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ loading and fading
 
-@triton.jit
+@jit
 def head_of(inputs, number, c: tl.constexpr):
     """The head of this number, counted over the whole batch."""
     batch, h = (number // inputs.H).to(tl.int64), (number % inputs.H).to(tl.int64)
@@ -72,39 +72,39 @@ def head_of(inputs, number, c: tl.constexpr):
     return Head(batch, h, q, k, number.to(tl.int64) * inputs.T, number.to(tl.int64) * tl.cdiv(inputs.T, c.C))
 
 
-@triton.jit
+@jit
 def my_chunk(inputs, c: tl.constexpr):
     """This program's head, and the first token of its chunk."""
     chunks = tl.cdiv(inputs.T, c.C)
     return head_of(inputs, tl.program_id(0) // chunks, c), tl.program_id(0) % chunks * c.C
 
 
-@triton.jit
+@jit
 def tile(i, stride, T, left, D: tl.constexpr, BD: tl.constexpr):
     """Offsets of rows i and BD columns from `left` on in a (T, D) matrix, and which of them there are."""
     d = left + tl.arange(0, BD)
     return i[:, None] * stride + d[None, :], (i < T)[:, None] & (d < D)[None, :]
 
 
-@triton.jit
+@jit
 def load(at, stride, i, T, left, D: tl.constexpr, BD: tl.constexpr):
     offsets, mask = tile(i, stride, T, left, D, BD)
     return tl.load(at + offsets, mask=mask, other=0.)                           # (rows, BD)
 
 
-@triton.jit
+@jit
 def save(at, value, stride, i, T, left, D: tl.constexpr, BD: tl.constexpr):
     offsets, mask = tile(i, stride, T, left, D, BD)
     tl.store(at + offsets, value.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def state_of(States, head, start, c: tl.constexpr):
     """Where the state before the chunk that begins at `start` lies in (B, H, chunks, D, E)."""
     return States + (head.chunks + start // c.C) * (c.D * c.E)
 
 
-@triton.jit
+@jit
 def sums(inputs, head, i, left, c: tl.constexpr, BD: tl.constexpr):
     """c of tokens i: of a head, (rows, 1), or of these channels, (rows, BD)."""
     if c.channels:
@@ -113,7 +113,7 @@ def sums(inputs, head, i, left, c: tl.constexpr, BD: tl.constexpr):
         return tl.load(inputs.c + head.rows + i, mask=i < inputs.T, other=0.)[:, None]                      # (rows, 1)
 
 
-@triton.jit
+@jit
 def fading(inputs, head, start, left, c: tl.constexpr, BD: tl.constexpr):
     """What is left of the chunk's first state at each token, of each token at the chunk's end, both (C, 1 or BD), and
     of the first state there, (1 or BD, 1)."""
@@ -127,7 +127,7 @@ def fading(inputs, head, start, left, c: tl.constexpr, BD: tl.constexpr):
         return tl.exp(here), tl.exp(end - here), tl.trans(tl.exp(end))
 
 
-@triton.jit
+@jit
 def left_of(inputs, head, start, left, c: tl.constexpr):
     """What is left at token i of what token j wrote, 0 for later j: (C, C), or of these channels (C, C, BD)."""
     i = tl.arange(0, c.C)
@@ -145,13 +145,7 @@ def left_of(inputs, head, start, left, c: tl.constexpr):
 
 # ------------------------------------------------------------------------------------------------ products of a chunk
 
-@triton.jit
-def times(a, b):
-    """a @ b, in the dtype of b."""
-    return tl.dot(a.to(b.dtype), b, input_precision="ieee")
-
-
-@triton.jit
+@jit
 def pairs(a, b, left, c: tl.constexpr):
     """a_i . b_j times what is left, of BD columns: (C, C)."""
     if c.channels:
@@ -162,7 +156,7 @@ def pairs(a, b, left, c: tl.constexpr):
         return times(a, tl.trans(b)) * left
 
 
-@triton.jit
+@jit
 def pairs_back(dp, a, b, left, c: tl.constexpr):
     """The gradients of a and b, (C, BD) each, from that of their pairs (C, C)."""
     if c.channels:
@@ -174,7 +168,7 @@ def pairs_back(dp, a, b, left, c: tl.constexpr):
         return times(dp * left, b), times(tl.trans(dp * left), a)
 
 
-@triton.jit
+@jit
 def scores(at, stride, inputs, head, start, c: tl.constexpr):
     """Every token's q, or its k, with the keys of its chunk, times what is left: (C, C)."""
     i = start + tl.arange(0, c.C)
@@ -186,21 +180,21 @@ def scores(at, stride, inputs, head, start, c: tl.constexpr):
     return p
 
 
-@triton.jit
+@jit
 def below(p, c: tl.constexpr):
     """p.tril(-1): a token does not see itself."""
     i = tl.arange(0, c.C)
     return tl.where(i[:, None] > i[None, :], p, 0.)
 
 
-@triton.jit
+@jit
 def erasing(inputs, head, i):
     return tl.load(inputs.erase + head.rows + i, mask=i < inputs.T, other=0.)[:, None]                      # (C, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
 
-@triton.jit
+@jit
 def invert(inputs, X, c: tl.constexpr):
     """X = (1 + A)^-1, from blocks of one token, whose inverse is 1, to blocks of two, four, .. The inverses of blocks
     stay small, where the powers of A, of which a shorter series could be made, do not."""
@@ -218,7 +212,7 @@ def invert(inputs, X, c: tl.constexpr):
     save(X + head.rows * c.C, x, c.C, i, inputs.T, 0, c.C, c.C)
 
 
-@triton.jit
+@jit
 def scan(inputs, X, U, States, c: tl.constexpr):
     """The state before each chunk, and u, of BE columns of v. U is written only where something is erased."""
     head, left = head_of(inputs, tl.program_id(0), c), tl.program_id(1) * c.BE
@@ -240,7 +234,7 @@ def scan(inputs, X, U, States, c: tl.constexpr):
         S = end * S + times(tl.trans(k * last), u)
 
 
-@triton.jit
+@jit
 def read(inputs, U, States, O, c: tl.constexpr):
     """o of one chunk and BE columns."""
     head, start = my_chunk(inputs, c)
@@ -256,7 +250,7 @@ def read(inputs, U, States, O, c: tl.constexpr):
 
 # ----------------------------------------------------------------------------------------------------------- backward
 
-@triton.jit
+@jit
 def read_back(inputs, DO, DR, c: tl.constexpr):
     """What o of its own chunk adds to du, for one chunk and BE columns."""
     head, start = my_chunk(inputs, c)
@@ -267,7 +261,7 @@ def read_back(inputs, DO, DR, c: tl.constexpr):
     save(DR + head.rows * c.E, du, c.E, i, inputs.T, left, c.E, c.BE)
 
 
-@triton.jit
+@jit
 def scan_back(inputs, X, DO, DR, DStates, c: tl.constexpr):
     """The gradient of the state after each chunk, from the last to the first, and dr in place of du."""
     head, left = head_of(inputs, tl.program_id(0), c), tl.program_id(1) * c.BE
@@ -293,7 +287,7 @@ def scan_back(inputs, X, DO, DR, DStates, c: tl.constexpr):
         save(DR + head.rows * c.E, dr, c.E, i, inputs.T, left, c.E, c.BE)
 
 
-@triton.jit
+@jit
 def gradients(inputs, U, States, DStates, DO, DR, DQ, DK, DC, DErase, c: tl.constexpr):
     """dq and dk of one chunk and BD columns, and what these add to the gradients of c and erase."""
     head, start = my_chunk(inputs, c)
@@ -466,12 +460,12 @@ def launch(kernel, inputs, sizes, more, columns=None):
     walks = kernel in (scan, scan_back)
     grid = (B * heads * (1 if walks else count(T, sizes.C)),
             1 if columns is None else count(sizes.D if kernel is gradients else E, columns))
-    # so that none spills registers to memory in Triton 3.9; in 3.6 four of `tests/test_recurrent_kernels.py table`'s 92
-    # spill 8 or 16 bytes
-    wide = inputs.v.at.dtype == torch.float32   # its numbers take twice the registers
-    warps = 8 if walks or kernel is gradients or wide else 4
+    # so that none spills registers to memory in Triton 3.9; in 3.6 a few spill 8 or 16 bytes
+    wide = inputs.v.at.dtype == torch.float32   # its numbers take twice the registers, and twice the shared memory
+    warps, stages = 8 if walks or kernel is gradients or wide else 4, 1 if walks and wide else 3
     with torch.cuda.device_of(inputs.v.at):
-        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=warps)
+        kernel[grid](inputs, *more, Sizes(*map(tl.constexpr, sizes)), num_warps=warps, num_stages=stages,
+                     enable_fp_fusion=True)
 
 
 def remember(ctx, inputs, output):
@@ -494,7 +488,7 @@ run_backward.register_autograd(kernels.refuse)
 TILES = {  # GPU generation (0: float32, on any), width of q and k, is there a rate a channel?
     (90, 64, False): (64, 64, 64, 32), (90, 128, False): (64, 64, 64, 32), (90, 256, False): (32, 64, 16, 16),
     (80, 64, False): (32, 64, 64, 64), (80, 128, False): (32, 64, 32, 32), (80, 256, False): (32, 64, 16, 16),
-    (0, 64, False): (16, 32, 64, 32), (0, 128, False): (16, 64, 32, 32), (0, 256, False): (16, 64, 16, 16),
+    (0, 64, False): (16, 32, 32, 32), (0, 128, False): (16, 64, 32, 32), (0, 256, False): (16, 64, 16, 16),
     (90, 64, True): (16, 32, 64, 32), (90, 128, True): (16, 32, 64, 32), (90, 256, True): (16, 32, 16, 16),
     (80, 64, True): (16, 32, 64, 32), (80, 128, True): (16, 32, 32, 32), (80, 256, True): (16, 32, 16, 16),
     (0, 64, True): (16, 32, 32, 32), (0, 128, True): (16, 32, 32, 32), (0, 256, True): (16, 32, 16, 16),

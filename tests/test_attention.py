@@ -683,3 +683,16 @@ def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
     assert choose_kernel(tiny_config(attn="softmax", dropout=0.1), "cuda") == "sdpa"
     with pytest.raises(ValueError, match="dropout"):
         choose_kernel(tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda")
+
+
+def test_two_views_too_wide_for_one_tile_take_two_calls(monkeypatch):
+    """Their difference and all gradients are the same."""
+    if not kernels.AVAILABLE:
+        pytest.skip("no triton here")
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    module = layer("tda", dtype=torch.float32, kernel="triton").to(device)
+    qkvx = [a.to(device) for a in inputs(module, 20, dtype=torch.float32)]
+    for fit in (True, False):
+        monkeypatch.setattr(kernels, "holds_two_views", lambda q, v, fit=fit: fit)
+        found.append(attend_and_gradients(module, *qkvx))
+    close(*found, terms=40)

@@ -1,0 +1,77 @@
+"""eval.py compile: no kernel spills, whatever the rule, the width and the data type; and its flags."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, complain
+
+pytest.importorskip("triton")
+import eval as eval_script  # noqa: E402
+
+exhaustive = pytest.mark.exhaustive
+PROGRAM = "import sys; sys.path[:0] = sys.argv[1:3]; import eval; eval.main(['compile', '--json', *sys.argv[3:]])"
+
+
+def compiled(*flags, folder="", **environment):
+    """What the command finds, in a process of its own: in this one the kernels may be interpreted. folder: where
+    modules are looked for first."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    argv = [sys.executable, "-c", PROGRAM, folder, str(ROOT), *flags]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# by the whole table, those with the fewest registers to spare, and of either kind of kernel
+TIGHT = ("--sm=90", "--width=128", "--dtype=float32,bfloat16", "--calls=lssar+busy,gated_deltanet")
+# the fullest of each group: what others have, these have too. The rest of the table is for the command
+FULLEST = ("softmax,softmax+sets,elastic,elastic+busy,lssar,lssar+busy,tra+mix,tra+mix+busy,gated_deltanet,"
+           "delta+channels")
+
+
+@pytest.mark.parametrize("flags", [TIGHT, *(pytest.param((f"--dtype={dtype}", f"--calls={FULLEST}"), marks=exhaustive)
+                                            for dtype in ("float32", "bfloat16"))])
+def test_kernels_compile_well(flags):
+    """No spills, shared memory that exists on every GPU that takes these tiles, tensor cores, and as many exponentials
+    as the design counts."""
+    bad = [row for row in compiled(*flags)["kernels"] if row["problems"]]
+    assert not bad, "\n".join(map(str, bad))
+
+
+@exhaustive
+def test_the_largest_clean_tile_is_chosen():
+    """softmax at width 64 has room for more than its usual tile of rows; the last that is tried is clean."""
+    found = compiled("--choose=forward", "--sm=90", "--width=64", "--dtype=bfloat16", "--calls=softmax")
+    *others, last = found["tried"]
+    assert all(row["problems"] for row in others) and not last["problems"] and last["tile"][0] >= 128
+
+
+@exhaustive
+def test_an_edited_rule_is_compiled_anew(tmp_path):
+    """Triton keeps what it compiled on disk. Without Kernel.cache_key it would not look into the rule and run the old
+    kernel."""
+    source = (ROOT / "attention.py").read_text(encoding="utf-8")
+    line = "    w = tl.exp2(s - r)\n"
+    assert source.count(line) == 1
+    codes = []
+    for edited in (line, line + "    w = w * 2\n", line):
+        (tmp_path / "attention.py").write_text(source.replace(line, edited), encoding="utf-8")
+        found = compiled("--sm=90", "--width=64", "--dtype=bfloat16", "--calls=softmax", folder=str(tmp_path),
+                         TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
+        codes.append({row["kernel"]: row["code"] for row in found["kernels"]}["forward"])
+    assert codes[0] == codes[2] != codes[1]
+
+
+@pytest.mark.parametrize("flag, says", [
+    ("--calls=nonsense", "elastic"), ("--dtype=int8", "bfloat16"), ("--sm=new", "'new'"), ("--choose=nonsense", "scan"),
+    ("--processes=0", "processes")])
+def test_wrong_flags_are_explained(flag, says, capsys, monkeypatch):
+    monkeypatch.setattr("kernels.INTERPRETED", False)
+    assert says in complain(eval_script.main, capsys, "compile", flag)[1]
+
+
+def test_the_interpreter_compiles_nothing(capsys, monkeypatch):
+    monkeypatch.setattr("kernels.INTERPRETED", True)
+    assert "unset it" in complain(eval_script.main, capsys, "compile")[1]
