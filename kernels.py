@@ -1256,7 +1256,7 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no
     (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
     (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
     (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
-    (0, 64, True): ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1), (16, 16, 4, 1)),
+    (0, 64, True): ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1), (32, 32, 8, 1)),
     (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     (0, 256, True): ((16, 16, 8, 1),) * 5,
 }
@@ -1283,7 +1283,7 @@ MIXED = {  # instead of all these, for two views at once, twice the work; chosen
     (80, 128, False): {"forward": (128, 32, 8, 2), "backward_rows": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward": (64, 32, 8, 2), "backward_rows": (32, 16, 4, 2), "backward_keys": (16, 64, 8, 2)},
     (80, 256, True): {"forward": (32, 32, 8, 2), "backward_rows": (16, 32, 8, 1), "backward_keys": (32, 16, 4, 1)},
-    (0, 64, True): {"backward_rows": (16, 16, 8, 1), "backward_keys": (16, 32, 8, 1)},
+    (0, 64, True): {"forward": (32, 16, 4, 1), "backward_rows": (16, 16, 8, 1), "backward_keys": (16, 32, 8, 1)},
     (0, 128, True): {"backward_keys": (16, 16, 8, 1)},
 }
 # the interpreter: several tiles even of short inputs
