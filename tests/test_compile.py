@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import eval as eval_script  # noqa: E402
 
 exhaustive = pytest.mark.exhaustive
-PROGRAM = "import sys; sys.path[:0] = sys.argv[1:3]; import eval; eval.main(['compile', '--json', *sys.argv[3:]])"
+PROGRAM = "import sys; sys.path[:0] = sys.argv[1:3]; import attention, eval; eval.main(['compile', '--json', *sys.argv[3:]])"
 
 
 def compiled(*flags, folder="", **environment):
