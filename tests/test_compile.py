@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 import eval as eval_script  # noqa: E402
 
 exhaustive = pytest.mark.exhaustive
-PROGRAM = "import sys; sys.path[:0] = sys.argv[1:3]; import attention, eval; eval.main(['compile', '--json', *sys.argv[3:]])"
+# attention.py first, before a script of data/ puts the repository at the head of the path
+PROGRAM = ("import sys; sys.path[:0] = sys.argv[1:3]; import attention, eval; "
+           "eval.main(['compile', '--json', *sys.argv[3:]])")
 
 
 def compiled(*flags, folder="", **environment):
