@@ -351,7 +351,7 @@ def by_fla(attn, module, q, k, v, x):
 def test_flash_linear_attention_reads_the_same(attn):
     """Theirs are in float32."""
     module = layer(attn, torch.float32, pos="none")
-    qkvx = inputs(module, 70, torch.float32)
+    qkvx = inputs(module, 70, dtype=torch.float32)
     close(module.read(*qkvx), by_fla(attn, module, *qkvx), terms=8 * 70)
 
 
