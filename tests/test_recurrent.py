@@ -360,7 +360,7 @@ def test_mamba2_of_transformers_is_ours_on_the_same_weights():
     """The whole layer, projections, convolution, norm and gate included."""
     pytest.importorskip("transformers")
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
-    module, x = layer("mamba2", bias=False, torch.float32), normal(2, 70, 32).float()
+    module, x = layer("mamba2", torch.float32, bias=False), normal(2, 70, 32).float()
     config = Mamba2Config(num_heads=4, head_dim=8, hidden_size=32, state_size=8, expand=1, n_groups=1, conv_kernel=4,
                           use_conv_bias=False, use_bias=False, layer_norm_epsilon=1e-6, chunk_size=16,
                           num_hidden_layers=1)
