@@ -314,8 +314,8 @@ def test_a_batch_that_ranks_cannot_share_is_refused(data):
 
 
 @pytest.mark.exhaustive
-def test_a_batch_that_ranks_cannot_share_is_refused_by_all_of_them(kept, data):
-    done = train(kept, data, "--batch_size=3", ranks=2, ok=False)
+def test_a_batch_that_ranks_cannot_share_is_refused_by_all_of_them(tmp_path, data):
+    done = train(tmp_path, data, "--batch_size=3", ranks=2, ok=False)
     assert done.returncode != 0 and "cannot be shared by 2 ranks" in done.stderr and "multiple of 2" in done.stderr
 
 
