@@ -1235,9 +1235,10 @@ run_backward.register_autograd(refuse)
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
-# rule, in Triton 3.9. (In 3.6 about one kernel in twenty spills 8 to 72 bytes. So do some widths that are no power of
-# two, in both.) A table, a tail, a slope or a window makes a call "busy", which costs registers, and so does the second
-# accumulator of rules that save U. With fewer rows than 16 a warp, warps would repeat each other's work.
+# rule, in Triton 3.9. (At width 256 a few kernels spill up to 24 bytes. In Triton 3.6 about one kernel in twenty spills
+# 8 to 72 bytes. So do some widths that are no power of two, in both.) A table, a tail, a slope or a window makes a call
+# "busy", which costs registers. So does the second accumulator of rules that save U. With fewer rows than 16 a warp,
+# warps would repeat each other's work.
 #
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
 # were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python eval.py compile
@@ -1257,8 +1258,8 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no
     (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
     (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
     (0, 64, True): ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1), (32, 32, 8, 1)),
-    (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
-    (0, 256, True): ((16, 16, 8, 1),) * 5,
+    (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1)),
+    (0, 256, True): ((16, 16, 16, 1), (16, 16, 16, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; chosen in the same way
     (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
@@ -1271,6 +1272,8 @@ HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; ch
     (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_rows": (64, 32, 8, 2),
                        "backward_keys": (32, 64, 8, 2)},
     (80, 128, True): {"forward with U": (32, 64, 8, 2), "backward_table": (32, 32, 8, 1)},
+    (0, 128, True): {"forward": (32, 16, 8, 1), "forward with U": (32, 16, 8, 1)},
+    (0, 256, True): {"forward": (16, 16, 8, 1), "forward with U": (16, 16, 8, 1)},
 }
 MIXED = {  # instead of all these, for two views at once, twice the work; chosen likewise. backward_table takes one
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
