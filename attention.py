@@ -35,8 +35,6 @@ from kernels import (
     LOG2E,
     Kernel,
     const_power,
-    for_products,
-    grouped,
     jit,
     log_one_plus,
     logistic,
@@ -149,7 +147,7 @@ def elastic(s, seen, t):
     Differs from the author's code: it stores -tau and adds it, from -1, -0.5 or -1.01 on, with a hundred times the
     learning rate (here --head_lr=100).
     """
-    return F.relu(softmax(s, seen) - t).masked_fill(~seen, 0.0)         # a negative tau would lift masked keys
+    return (softmax(s, seen) - t).masked_fill_(~seen, 0.0).relu_()      # a negative tau would lift masked keys
 
 
 def elastic_threshold(layer, n):
@@ -477,7 +475,7 @@ def tra(s, seen, t, power=2.0):
     Differs from the released kernel: it has kappa = 1, takes beta as a constant, and lacks the norm on the output,
     which gives the few small weights a scale. Here the logarithm is at least 0, for kappa above n.
     """
-    return F.relu(s - t).masked_fill(~seen, 0.0) ** power
+    return (s - t).masked_fill_(~seen, 0.0).relu_() ** power
 
 
 def tra_threshold(layer, n):
@@ -842,8 +840,7 @@ class Attention(Layer):
         for block, i in kernels.row_blocks(R, T, q.device):
             keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
             tb = None if t is None else t[..., block, :]
-            w, *r = kernels.attend_block(self.rule, sight, self.need_r, 0.0, i, for_products(qb) * sight.scale,
-                                         for_products(k[:, :, keys]), None, tb, *distance)
+            w, *r = kernels.attend_block(self.rule, sight, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb, *distance)
             share = rows.share_of_keys(self, qb, r[0] if r else None, n[block])
             w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
@@ -861,8 +858,7 @@ class Attention(Layer):
             return rows.share_of_keys(self, q, r, n).mean((0, 2, 3))
         R, T = q.shape[2], k.shape[2]
         # r holds scores as the block loop rounds them, so s must be rounded alike
-        qs, first = for_products(q) * sight.scale, for_products(k[:, :, :1])
-        s = wide(grouped(qs, first.mT))[..., 0]                         # (B, H, R)
+        s = kernels.scaled_scores(q, k[:, :, :1], sight.scale)[..., 0]  # (B, H, R)
         if distance is not None:
             s = s + distance.by_distance(T)[:, T - R:]                  # row i is i away from the first key
         seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)

@@ -36,8 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from axes.base import wide
 from axes.positions import Distance
@@ -67,6 +66,36 @@ jit = triton.jit
 BLOCK = 128
 
 
+def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
+    """Attention by a rule of all query rows: output (B, H, R, E), and the statistic (B, H, R, 1) if asked for, or None.
+
+    q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t broadcastable to (B, H, R, 1) or None."""
+    one_block = partial(attend_block, rule, sight, need_r, dropout)
+    parts = "rows", "keys", "keys", "rows", "all", "all", "all"
+    o, *r = run_blocks(one_block, sight, parts, q, k, v, t, *(distance or Distance()))
+    return o, r[0] if r else None
+
+
+def run_blocks(one_block, sight, parts, *tensors):
+    """one_block(positions of its rows, *its part of each tensor) for every block of rows, and its outputs joined.
+
+    parts says what a block gets of each tensor: its "rows" (axis -2 are the query rows), the "keys" that they see (axis
+    -2 are the keys), or "all". q and k come first. A tensor may be None. Outputs are (.., rows, .).
+
+    Up to two blocks keep their weights for the backward pass. More drop them and are computed again there, with the
+    same dropout, so memory stays O(T x BLOCK)."""
+    q, k, *_ = tensors
+    R, T = q.shape[2], k.shape[2]
+    if torch.is_grad_enabled() and R > 2 * BLOCK:
+        one_block = partial(checkpoint, one_block, use_reentrant=False)
+    blocks = []
+    for block, i in row_blocks(R, T, q.device):
+        cuts = {"rows": block, "keys": keys_of(block, R, T, sight)}
+        blocks.append(one_block(i, *(x if x is None or part == "all" else x[..., cuts[part], :]
+                                     for part, x in zip(parts, tensors, strict=True))))
+    return tuple(torch.cat(outputs, 2) for outputs in zip(*blocks, strict=True))
+
+
 def row_blocks(R, T, device):
     """The last R of T rows, BLOCK at a time: yields a slice of the R rows, and their positions."""
     for start in range(0, R, BLOCK):
@@ -78,6 +107,33 @@ def keys_of(block, R, T, sight):
     """The keys that some row of a block may see: up to the last row, and back to the first row's window."""
     start = 0 if sight.first or not sight.window else max(0, T - R + block.start + 1 - sight.window)
     return slice(start, T - R + block.stop)
+
+
+def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
+    """One block: the rows at positions i (R,) attend to the keys that end at the last of them.
+
+    q (B, H, R, D), k (B, Hk, keys, D), v (B, Hv, keys, E). Returns the output (B, H, R, E), and the statistic if it is
+    needed. With v None it returns the weights (B, H, R, keys) in place of the output. Products may have low precision;
+    everything after them has not."""
+    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
+    seen = visible(i[:, None], j, sight)                                # (R, keys)
+    s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
+    if not Distance(*distance).is_empty:
+        s = s + Distance(*distance).bias(*s.shape[2:])
+    w = rule.weights(s, seen, t)                                        # (B, H, R, keys)
+    r = (rule.statistic(s, seen, w),) if need_r else ()                 # (B, H, R, 1)
+    return w if v is None else weighted_sum(w, v, dropout), *r          # (B, H, R, E)
+
+
+def scaled_scores(q, k, scale):
+    """s_ij = scale q_i . k_j, (B, H, R, keys) in float32 at least."""
+    return wide(grouped(for_products(q) * scale, for_products(k).mT))
+
+
+def weighted_sum(w, v, dropout):
+    """o_i = sum_j w_ij v_j, (B, H, R, E)."""
+    v = for_products(v)
+    return grouped((F.dropout(w, dropout) if dropout else w).to(v.dtype), v)
 
 
 def for_products(x):
@@ -92,97 +148,6 @@ def grouped(a, b):
     B, H, R, _ = a.shape
     with torch.autocast(a.device.type, enabled=False):                  # a and b already have the right precision
         return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
-
-
-def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
-    """One block: the rows at positions i (R,) attend to the keys that end at the last of them.
-
-    q (B, H, R, D), scaled already, k (B, Hk, keys, D), v (B, Hv, keys, E). Returns the output (B, H, R, E), and the
-    statistic if it is needed. With v None it returns the weights (B, H, R, keys) in place of the output. Products may
-    have low precision; everything after them has not."""
-    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
-    seen = visible(i[:, None], j, sight)                                # (R, keys)
-    s = wide(grouped(q, k.mT))                                          # (B, H, R, keys)
-    if not Distance(*distance).is_empty:
-        s = s + Distance(*distance).bias(*s.shape[2:])
-    w = rule.weights(s, seen, t)                                        # (B, H, R, keys)
-    r = (rule.statistic(s, seen, w),) if need_r else ()                 # (B, H, R, 1)
-    if v is None:
-        return w, *r
-    w = F.dropout(w, dropout) if dropout else w
-    return grouped(w.to(v.dtype), v), *r                                # (B, H, R, E)
-
-
-def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
-    """Attention by a rule of all query rows: output (B, H, R, E), and the statistic (B, H, R, 1) if asked for, or None.
-
-    q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t broadcastable to (B, H, R, 1) or None."""
-    one_block = partial(attend_block, rule, sight, need_r, dropout)
-    q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
-    parts = "rows", "keys", "keys", "rows", "all", "all", "all"
-    o, *r = loop_for(q)(one_block, sight, parts, q, k, v, t, *(distance or Distance()))
-    return o, r[0] if r else None
-
-
-def loop_for(q):
-    """The loop over blocks for queries (B, H, R, D): up to two blocks are kept for the backward pass, more are computed
-    again."""
-    return Recomputed.apply if torch.is_grad_enabled() and q.shape[2] > 2 * BLOCK else run_blocks
-
-
-def run_blocks(one_block, sight, parts, *tensors):
-    """one_block(positions of its rows, *its part of each tensor) for every block of rows, and its outputs joined.
-
-    parts says what a block gets of each tensor: its "rows" (axis -2 are the query rows), the "keys" that they see (axis
-    -2 are the keys), or "all". q and k come first. A tensor may be None. Outputs are (.., rows, .)."""
-    q, k, *_ = tensors
-    blocks = [one_block(i, *cut(block, sight, parts, tensors))
-              for block, i in row_blocks(q.shape[2], k.shape[2], q.device)]
-    return tuple(torch.cat(outputs, 2) for outputs in zip(*blocks, strict=True))
-
-
-def cut(block, sight, parts, tensors):
-    """What one block gets of each tensor, as views: gradients can be added to them in place."""
-    q, k, *_ = tensors
-    keys = keys_of(block, q.shape[2], k.shape[2], sight)
-    views = {"rows": lambda x: x[..., block, :], "keys": lambda x: x[..., keys, :], "all": lambda x: x}
-    return [None if x is None else views[part](x) for part, x in zip(parts, tensors, strict=True)]
-
-
-class Recomputed(torch.autograd.Function):
-    """run_blocks whose backward pass computes each block again, so that none is kept: memory stays O(T x BLOCK).
-
-    torch.utils.checkpoint around each block would add up full gradients of k and v, which are zero outside the block.
-    """
-    @staticmethod
-    def forward(ctx, one_block, sight, parts, *tensors):
-        ctx.one_block, ctx.sight, ctx.parts = one_block, sight, parts
-        ctx.rng, ctx.device_rng = torch.get_rng_state(), get_device_states(*tensors)
-        ctx.save_for_backward(*tensors)
-        return run_blocks(one_block, sight, parts, *tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *upstream):
-        q, k, *_ = tensors = ctx.saved_tensors
-        sums = [None if x is None else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-                for x in tensors]
-        with torch.random.fork_rng(devices=ctx.device_rng[0]):
-            torch.set_rng_state(ctx.rng)        # the same dropout as in the forward pass
-            set_device_states(*ctx.device_rng)
-            for block, i in row_blocks(q.shape[2], k.shape[2], q.device):
-                with torch.enable_grad():
-                    leaves = [None if x is None else x.detach().requires_grad_()
-                              for x in cut(block, ctx.sight, ctx.parts, tensors)]
-                    outputs = ctx.one_block(i, *leaves)
-                # the gradients of this block alone, added where its rows and keys lie in the whole
-                gradients = torch.autograd.grad(outputs, [x for x in leaves if x is not None],
-                                                [g[:, :, block] for g in upstream], materialize_grads=True)
-                totals = [x for x in cut(block, ctx.sight, ctx.parts, sums) if x is not None]
-                for total, gradient in zip(totals, gradients, strict=True):
-                    total += gradient
-        return None, None, None, *(None if x is None else total.to(x.dtype)
-                                   for x, total in zip(tensors, sums, strict=True))
 
 
 def plain_softmax(q, k, v, scale, dropout):

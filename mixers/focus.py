@@ -38,7 +38,7 @@ from axes.positions import WITHOUT_BIAS
 from axes.queries_keys import QK_NORMS
 from axes.rows import SINKS, share_of_keys, spent
 from axes.sight import Sight, visible
-from kernels import for_products, grouped
+from kernels import for_products, grouped, scaled_scores, weighted_sum
 
 # -------------------------------------------------------------------------- the axis balance: how tokens find a group
 
@@ -256,7 +256,7 @@ def gated_block(affinity, local, sight, need_r, dropout, i, q, k, v, a, b):
     """Output (B, H, R, E) of one block of rows, and its log-sum-exp if that is needed. a (B, 1, R, G) and b (B, 1,
     keys, G) are the rows' and the keys' halves of the gates' arguments."""
     w, r = gated_weights(affinity, local, sight, i, q, k, a, b, need_r)
-    o = grouped((F.dropout(w, dropout) if dropout else w).to(v.dtype), v)
+    o = weighted_sum(w, v, dropout)
     return (o, r) if need_r else (o,)
 
 
@@ -265,7 +265,8 @@ def gated_weights(affinity, local, sight, i, q, k, a, b, need_r):
     affinity the gates are shut or open."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     near, seen = i[:, None] - j < local, visible(i[:, None], j, sight)
-    s, z = wide(grouped(q, k.mT)), grouped(a, b.mT)                     # (B, H, R, keys), (B, 1, R, keys)
+    s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
+    z = grouped(a, b.mT)                                                # (B, 1, R, keys)
     if affinity:
         s = torch.where(near, s, affinity(s, z))
     else:
@@ -500,9 +501,8 @@ class Focus(Layer):
         a, b = self.halves(g)
         dropout = self.config.dropout if self.training else 0.0
         one_block = partial(gated_block, self.gate_of_pairs, self.local, sight, self.has_extra_key, dropout)
-        q, k, v = for_products(q) * sight.scale, for_products(k), for_products(v)
         parts, a = ("rows", "keys", "keys", "rows", "keys"), a[:, :, -q.shape[2]:]
-        o, *r = kernels.loop_for(q)(one_block, sight, parts, q, k, v, a, b)
+        o, *r = kernels.run_blocks(one_block, sight, parts, q, k, v, a, b)
         return o, r[0] if r else None
 
     @property
@@ -516,8 +516,8 @@ class Focus(Layer):
         R, T = q.shape[2], k.shape[2]
         for block, i in kernels.row_blocks(R, T, q.device):
             qb, end = q[:, :, block], i[-1] + 1
-            w, r = gated_weights(self.gate_of_pairs, self.local, sight, i, for_products(qb) * sight.scale,
-                                 for_products(k[:, :, :end]), a[:, :, i], b[:, :, :end], self.has_extra_key)
+            w, r = gated_weights(self.gate_of_pairs, self.local, sight, i, qb, k[:, :, :end], a[:, :, i],
+                                 b[:, :, :end], self.has_extra_key)
             share = share_of_keys(self, qb, r, None)
             w = F.pad(w if share is None else w * share, (0, T - end))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w

@@ -651,8 +651,8 @@ def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
     module = layer(**choices, kernel="torch", dropout=0.3).train().to(device)
     T = 150 if "pos" in choices else 45                                 # beyond T5's table
     qkvx, found = [a.to(device) for a in inputs(module, T)], []
-    for apply in (kernels.Recomputed.apply, kernels.run_blocks):    # which keeps its blocks
-        monkeypatch.setattr(kernels.Recomputed, "apply", apply)
+    for compute in (kernels.checkpoint, lambda block, *args, use_reentrant: block(*args)):      # which keeps its blocks
+        monkeypatch.setattr(kernels, "checkpoint", compute)
         torch.manual_seed(5)
         found.append(attend_and_gradients(module, *qkvx, table=module.distance()))
     close(*found, terms=T)
