@@ -311,7 +311,7 @@ RULES["entmax"] = Rule(
     lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
     {"alpha": Constant(1.5, 1.01, 2.0, "learned")}, weights=entmax, row_input=entmax_row_input,
     power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1),
-    kernel=ENTMAX._replace(power=2.0, takes_power=True))
+    kernel=ENTMAX._replace(power=2.0, takes_power=True, with_t="alphamax"))
 RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
 
 # ---------------------------------------------------------------------------------------------------------------- lssar

@@ -1,20 +1,20 @@
 """How any rule is computed without storing its weights: one walk over blocks of scores, in PyTorch and in Triton.
 
-A rule (attention.py) turns one block of scores into weights and knows nothing of blocks. This file knows nothing of any
-rule. It cuts the rows of a causal attention into blocks, finds the keys that a block sees, hands their scores to the
-rule, and sums up weights times values. Memory is O(T x block), because the weights of a block are dropped when its
-output is known; the backward pass computes them again.
+A rule (attention.py) turns one block of scores into weights. This file works for any rule and names none. It cuts the
+rows of a causal attention into blocks, finds the keys that a block sees, passes their scores to the rule, and sums up
+weights times values. Memory is O(T x block): the weights of a block are dropped once its output is known, and the
+backward pass computes them again.
 
 First the walk in PyTorch (`block_loop`), which trains on CPUs, decodes (a block of one row) and shows weights to the
 instruments. Then the same walk in Triton: each program keeps one tile of rows, or of keys, on the chip and walks over
 the tiles of the other side (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135),
 with a running maximum where a rule normalises (Milakov & Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two
-runs agree bit for bit. The forward notes tiles in which every weight is exactly 0, and the backward skips them.
-The row input t and the statistic r of a rule are differentiable, except for an r that was found by iteration. So
-thresholds, sinks, gates and normalisers are ordinary PyTorch outside.
+runs agree bit for bit. The forward pass records the tiles in which every weight is exactly 0, and the backward pass
+skips them. The row input t and the statistic r of a rule are differentiable, except for an r that was found by
+iteration. So thresholds, sinks, gates and normalisers are ordinary PyTorch outside.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij) v_j,
-with w' from queries and keys of its own. For rules without a statistic one pass weighs both views.
+with w' from queries and keys of its own. Rules without a statistic compute both views in one pass.
 
 Legend                                              shapes in comments
   B, H, T   batch, query heads, tokens              (BM, ..)  a tile of BM rows, that is queries
@@ -23,8 +23,8 @@ Legend                                              shapes in comments
   i, j      row and key numbers                     NEAR      the tile needs masks or the distance table
   s, w      scores, weights                         do, ds    the upstream gradient of o, the gradient of s; dq, dk, ..
   r, t      row statistic, row input                g         g_ij = do_i . v_j, the gradient of w
-  z         what the statistic sums besides w       U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
-  u         what U sums                             delta     delta_i = do_i . U_i - dr_i, the backward's row constant
+  z         summed for the statistic, besides w     U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
+  u         the weights that U sums                 delta     delta_i = do_i . U_i - dr_i, the backward's row constant
   mix       a row's factor of the second view       .b        (qb, wb, ..) of the second view
   power     the rule's power, a constant            rule, c   Kernel and Sizes, compile-time constants
 """
@@ -47,10 +47,10 @@ try:
     import triton.language as tl
 
     INTERPRETED = triton.knobs.runtime.interpret            # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
-    # NVIDIA from Ampere on: older GPUs have too little shared memory for these tiles
+    # NVIDIA GPUs from Ampere on. Older ones have too little shared memory for these tiles
     CAPABLE = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0)
     AVAILABLE = bool(INTERPRETED or CAPABLE)
-except (ImportError, AttributeError):                       # no Triton, or an old one: names stay, nothing runs
+except (ImportError, AttributeError):                       # no Triton, or an old one: this file can still be imported
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
@@ -175,6 +175,7 @@ class Kernel(NamedTuple):
     sum_delta: bool = False     # slope divides by a small number: find delta by a pass of its own, see add_to_delta
     plain_sum: bool = False     # the statistic is a plain sum, which the backward does not need
     takes_t: bool = False       # reads t
+    with_t: str = ""            # the rule that replaces this one if a t is given
     takes_power: bool = False   # attend() may choose the power
     power: float = 0.0
     unit: float = 1.0           # the rule sees s * unit
@@ -191,7 +192,7 @@ KERNELS = {}                                    # name of a rule: Kernel. An ope
 
 
 def offer(kernels):
-    """Add rules. Under "name_sum", a rule without a statistic returns the sum of its weights as one."""
+    """Add rules. A rule without a statistic is added a second time, as "name_sum", whose statistic is its row sum."""
     KERNELS.update(kernels)
     KERNELS.update({f"{name}_sum": kernel._replace(settle=sum_settle, plain_sum=True)
                     for name, kernel in kernels.items() if kernel.settle is None})
@@ -203,7 +204,7 @@ def sum_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
     return sum_w
 
 
-# Arithmetic that rules share. The hardware computes 2^x: e^x = 2^(x log2 e)
+# Arithmetic that rules share. The hardware computes 2^x, so e^x is 2^(x log2 e)
 
 BINARY = 1.4426950408889634                                 # log2 e
 LOG2E = tl.constexpr(BINARY)                                # the same for use inside a kernel
@@ -250,7 +251,7 @@ def logistic(s):
 # ------------------------------------------------------------------------------------------------ what the kernels read
 
 class Matrix(NamedTuple):
-    """A (B, heads, T, width) tensor, or (B, heads, T): its address and strides. Along the width the stride is 1."""
+    """The address and strides of a tensor (B, heads, T, width) or (B, heads, T). The stride along the width is 1."""
     at: Any
     batch: int
     head: int
@@ -258,35 +259,35 @@ class Matrix(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What every kernel reads. What is None does not exist for the compiler either."""
+    """What every kernel reads. A None argument is removed at compile time."""
     q: Any                      # (B, H, T, D)
     k: Any                      # (B, H/GK, T, D): GK query heads share one key head,
     v: Any                      # (B, H/GV, T, E)  and GV heads of the output one value head
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
-    far: Any                    # (H, 2) float32, or None: a constant from distance W on, a slope times any distance
+    far: Any                    # (H, 2) float32, or None: tail, added from distance W on, and slope, times any distance
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
-    sets: Any                   # (B, T) int64, or None: bits. Only pairs that have none in common are seen
+    sets: Any                   # (B, T) int64, or None: a bit a set. Tokens with a common set do not see each other
     H: int
     GK: int
     GV: int
     T: int
     W: int                      # 0 without a table
-    window: Any                 # keys farther away than this are not seen (None: no limit),
-    first: int                  # but for this many first keys
+    window: Any                 # a row sees this many keys, its own included (None: no limit),
+    first: int                  # and this many first keys
     scale: float
 
 
 class Head(NamedTuple):
-    """One head: its numbers, and where its matrices begin (64-bit addresses; inside a head 32 bits are enough)."""
+    """One head: its numbers, and the addresses of its matrices (64 bits; inside a head 32 bits are enough)."""
     batch: Any
     number: Any                 # 0 .. H-1
     out: Any                    # its number in the output: the same, or number // 2 where two views share one
-    rows: Any                   # where its rows begin in a row vector (B, H, T)
+    rows: Any                   # the offset of its rows in a row vector (B, H, T)
     q: Any
     k: Any
     v: Any
-    tail: Any                   # what far holds for this head
+    tail: Any                   # far, for this head
     slope: Any
 
 
@@ -300,14 +301,21 @@ class Sizes(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------------- who sees whom
-# `visible_in_tile` says it for one row and key, the two functions after it for a whole tile. Change these, and every
-# kernel follows. Both return (kept, lo, a, b, hi). Tiles in [a, b) are far and seen in full: they need neither mask nor
-# table. Those in [0, kept), [lo, a) and [b, hi) do. No other tile is visible. All but hi are multiples of the tile:
+# The triangle of tiles. A program of `forward` or `backward_rows` walks along one row of it, a program of
+# `backward_keys` down one column:
 #
-#     keys of a tile of rows      0 .... kept .... lo ........ a .................. b ...... hi
-#     without a window            |      |         |           |  full, no mask     | masked |
-#     with a window               masked | skipped |  masked   |  full, no mask     | masked |
-#     (first keys stay visible)                     edge of the window               diagonal
+#     without a window          with a window and first keys
+#
+#     rows   M                  rows   M                     #  full: no mask is needed, and no key lies within the
+#            # M                       M M                      distance table
+#            # # M                     M # M                 M  masked: on the diagonal, at the edge of the window,
+#            # # # M                   M M # M                  among the first keys, or within the distance table
+#            # # # # M                 M . M # M             .  skipped
+#            keys                      keys
+#
+# `visible_in_tile` says who sees whom for one row and key, `key_tiles` and `row_tiles` for whole tiles. Both return
+# (kept, lo, a, b, hi): tiles in [a, b) are full, those in [0, kept), [lo, a) and [b, hi) are masked, and all others are
+# skipped. All but hi are multiples of the tile.
 
 @jit
 def visible_in_tile(i, j, inputs):
@@ -318,12 +326,11 @@ def visible_in_tile(i, j, inputs):
 
 
 @jit
-def strangers(i, j, inputs, head):
-    """Which tokens have no set in common."""
+def share_no_set(i, j, inputs, head):
     at = inputs.sets + head.batch * inputs.T
-    own = tl.load(at + tl.minimum(i, inputs.T - 1))                             # as i
-    others = tl.load(at + tl.minimum(j, inputs.T - 1))                          # as j
-    return (own & others) == 0
+    sets_of_rows = tl.load(at + tl.minimum(i, inputs.T - 1))                    # as i
+    sets_of_keys = tl.load(at + tl.minimum(j, inputs.T - 1))                    # as j
+    return (sets_of_rows & sets_of_keys) == 0
 
 
 @jit
@@ -338,11 +345,11 @@ def key_tiles(i, inputs, c: tl.constexpr):
         kept = tl.minimum(tl.cdiv(inputs.first, c.BN) * c.BN, end)
         lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # the first row sees farthest back,
         lo = tl.maximum(lo, kept)
-        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # from here on the last row does, too
+        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # and the last row sees from here on
         a = tl.minimum(tl.maximum(a, lo), end)
     b = a                                                                       # sets may hide any pair
     if inputs.sets is None:
-        b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                      # nearer than W, or not seen by all rows
+        b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                      # nearer than W, or masked for some rows
     return kept, lo, a, tl.maximum(a, b), hi
 
 
@@ -350,7 +357,7 @@ def key_tiles(i, inputs, c: tl.constexpr):
 def row_tiles(j, inputs, c: tl.constexpr):
     """The rows that see keys j .. j+BN-1."""
     hi = inputs.T
-    b = inputs.T // c.BM * c.BM                                                 # a last broken tile needs masks
+    b = inputs.T // c.BM * c.BM                                                 # an incomplete last tile needs masks
     if inputs.window is not None:
         if j >= inputs.first:                                                   # first keys are seen to the end
             hi = tl.minimum(inputs.T, j + c.BN - 1 + inputs.window)
@@ -363,35 +370,36 @@ def row_tiles(j, inputs, c: tl.constexpr):
 
 
 @jit
-def walk(state, step: tl.constexpr, own, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
+def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
          size: tl.constexpr, LIVE: tl.constexpr):
-    """state = step(state, ..) for every tile in sight: first the many that need no mask, then the few that do.
+    """state = step(state, ..) for every visible tile: first the many full ones, then the few masked ones.
 
-    LIVE: only for those in the list `visits`, see in_order(). Then the five bounds become places in that list."""
+    held: what the program keeps on the chip all the way, its rows or its keys. LIVE: visit only the tiles in the list
+    `visits` (see in_order). The five bounds then become places in that list."""
     kept, lo, a, b, hi = tiles
     if LIVE:
         kept, lo, a = place_of(visits, kept, size), place_of(visits, lo, size), place_of(visits, a, size)
         b, hi = place_of(visits, b, size), place_of(visits, hi, size)
     for place in tl.range(a, b, size):
         start = visited(visits, place, inputs, size) if LIVE else place
-        state = step(state, own, start, inputs, head, rule, c, False)
+        state = step(state, held, start, inputs, head, rule, c, False)
     for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):       # pipelining these costs registers
-        place = tl.where(n < kept, n, n - kept + lo)                            # three runs, laid end to end
+        place = tl.where(n < kept, n, n - kept + lo)                            # the three ranges, end to end
         place = tl.where(place < a, place, place - a + b)
         start = visited(visits, place, inputs, size) if LIVE else place
-        state = step(state, own, start, inputs, head, rule, c, True)
+        state = step(state, held, start, inputs, head, rule, c, True)
     return state
 
 
 @jit
 def place_of(visits, start, size: tl.constexpr):
-    """The place in the list from where on its tiles begin at `start` or later: so many come before, times the size."""
+    """The place in the list of the first tile that begins at `start` or later, times the size."""
     return tl.load(visits + tl.cdiv(start, size)) * size                        # ()
 
 
 @jit
 def visited(visits, place, inputs, size: tl.constexpr):
-    """Where the live tile at this place of the list begins."""
+    """The start of the live tile at this place of the list."""
     return tl.load(visits + tl.cdiv(inputs.T, size) + 1 + place // size) * size # ()
 
 
@@ -399,7 +407,7 @@ def visited(visits, place, inputs, size: tl.constexpr):
 
 @jit
 def begin(matrix, batch, head):
-    """Where a head of this matrix begins. batch and head are 64-bit numbers, for the product may pass 2^31."""
+    """The address of a head of this matrix. batch and head are 64-bit numbers: the product may exceed 2^31."""
     return matrix.at + batch * matrix.batch + head * matrix.head
 
 
@@ -424,8 +432,8 @@ def head_of(inputs, number):
 
 @jit
 def my_tile(inputs, tiles, BOTH: tl.constexpr = True):
-    """This program's tile and head. Heads are outermost, so that programs that run together share k and v. BOTH: of two
-    views the program takes both, and the head is the first view's."""
+    """This program's tile and head. Heads are outermost: programs that run together share k and v. BOTH: the program
+    handles both views, and the head is that of the first."""
     number = tl.program_id(0) // tiles
     if BOTH and inputs.mix is not None:
         number *= 2
@@ -445,8 +453,8 @@ def load(at, stride, i, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr
     at += i[:, None] * stride + d[None, :]
     if EDGE or D < DP:
         return tl.load(at, mask=(i < T)[:, None] & (d < D)[None, :], other=0.)  # (rows, DP)
-    else:                                                                       # without a mask, loads stay wide and
-        return tl.load(at)                                                      # asynchronous: (rows, DP)
+    else:
+        return tl.load(at)                      # (rows, DP). Without a mask, loads stay wide and asynchronous
 
 
 @jit
@@ -458,7 +466,7 @@ def save(at, value, stride, i, T, D: tl.constexpr, DP: tl.constexpr):
 
 @jit
 def row_input(inputs, head, i, SIZE: tl.constexpr):
-    """t of rows i. Those beyond T repeat the last row: a zero may not suit the rule."""
+    """t of rows i. Rows beyond T repeat the last one, because a rule may not accept a zero."""
     t = tl.zeros((SIZE,), tl.float32)
     if inputs.t is not None:
         t = tl.load(begin(inputs.t, head.batch, head.number) + tl.minimum(i, inputs.T - 1) * inputs.t.row)     # (SIZE,)
@@ -467,7 +475,7 @@ def row_input(inputs, head, i, SIZE: tl.constexpr):
 
 @jit
 def mix_of(inputs, head, i):
-    """What the second view of rows i is multiplied by before it is subtracted."""
+    """The factor of the second view of rows i, before it is subtracted."""
     return tl.load(begin(inputs.mix, head.batch, head.out) + tl.minimum(i, inputs.T - 1) * inputs.mix.row)     # (rows,)
 
 
@@ -479,8 +487,8 @@ def second_view(inputs, head, i, c: tl.constexpr):
     return headb, qb, row_input(inputs, headb, i, c.BM), mix_of(inputs, head, i)
 
 
-# Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns of b. Long ones are
-# more than its registers can hold, so they are cut into pieces, and a thread holds a piece of each.
+# Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns of b. If these are
+# long, they do not fit into its registers, so they are cut into pieces.
 LONG, PIECE = tl.constexpr(64), tl.constexpr(32)
 
 
@@ -498,18 +506,19 @@ def times(a, b):
 
 @jit
 def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """(BM, BN) scores in the rule's unit, and which of them are seen; i is a column, j a row. All may be transposed:
-    with k for q, q for k, i a row and j a column the result is (BN, BM)."""
+    """Scores (BM, BN) in the rule's unit, and their mask. i is a column (BM, 1), j a row (1, BN).
+
+    All may be transposed: with k for q, q for k, i a row and j a column the result is (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
     s = times(q, tl.trans(k)) * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs)
     if inputs.sets is not None:
-        seen &= strangers(i, j, inputs, head)
+        seen &= share_no_set(i, j, inputs, head)
     if NEAR and inputs.table is not None:
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
         s += tl.where(close, tl.load(at, mask=seen & close, other=0.), head.tail)                              # as s
-    elif inputs.far is not None:                                                # far away there is nothing to look up
+    elif inputs.far is not None:                                                # a full tile needs no table
         s += head.tail
     if inputs.far is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
@@ -528,7 +537,7 @@ def lifted(s, t, rule: tl.constexpr):
 @jit
 def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr,
                  RUNNING: tl.constexpr):
-    """w, z and u of one tile. RUNNING: r is the maximum so far; it may rise here, and `fade` rescales earlier sums."""
+    """w, z and u of one tile. RUNNING: r is the maximum so far. If it rises here, `fade` rescales the earlier sums."""
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], inputs, head, rule, NEAR)
@@ -539,43 +548,43 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
         fade = tl.exp2(r - top)
         r = top
     w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
-    if NEAR:                                                                    # weights are masked, never scores: a
-        w = tl.where(seen, w, 0.)                                               # rule need not cope with -inf
+    if NEAR:                                    # the mask acts on weights, never on scores: no rule meets -inf
+        w = tl.where(seen, w, 0.)
         z = tl.where(seen, z, 0.)
         u = tl.where(seen, u, 0.)
     return w, z, u, r, fade
 
 
 @jit
-def add_to_sums(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of a pass for the statistic alone: nothing is multiplied with the values."""
+def add_to_sums(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """One tile of a pass for the statistic alone, without the values."""
     r, sum_w, sum_z = state
-    i, q, t, _, _ = own
+    i, q, t, _, _ = held
     w, z, _, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, True)
     return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1)
 
 
 @jit
-def add_to_sums_at_r(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """The same once there is a statistic, to improve on it."""
+def add_to_sums_at_r(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """The same with a first statistic, in order to improve it."""
     r, sum_w, sum_z = state
-    i, q, t, _, _ = own
+    i, q, t, _, _ = held
     w, z, _, _, _ = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, False)
     return r, sum_w + tl.sum(w, 1), sum_z + tl.sum(z, 1)
 
 
 @jit
-def statistic(r, own, keys, alive, inputs, head, rule: tl.constexpr, c: tl.constexpr):
-    """The row statistic of rules that need it before the output."""
-    t = own[2]
+def statistic(r, held, keys, alive, inputs, head, rule: tl.constexpr, c: tl.constexpr):
+    """The row statistic of a rule that needs it before the output."""
+    t = held[2]
     zero = tl.zeros((c.BM,), tl.float32)
-    r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, own, keys, alive, inputs, head, rule, c, c.BN, False)
+    r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, held, keys, alive, inputs, head, rule, c, c.BN, False)
     r = rule.settle(r, t, rule.power, sum_w, sum_z, True)
     if rule.passes > 1:
         left = rule.passes - 1
         while left > 0:                                                         # until no row's weights change by 1e-5
             state = (r, zero, zero)
-            _, sum_w, sum_z = walk(state, add_to_sums_at_r, own, keys, alive, inputs, head, rule, c, c.BN, False)
+            _, sum_w, sum_z = walk(state, add_to_sums_at_r, held, keys, alive, inputs, head, rule, c, c.BN, False)
             better = rule.settle(r, t, rule.power, sum_w, sum_z, False)
             left = tl.where(tl.max((better - r) * sum_z, 0) > 1e-5, left - 1, 0)
             r = better
@@ -583,22 +592,22 @@ def statistic(r, own, keys, alive, inputs, head, rule: tl.constexpr, c: tl.const
 
 
 @jit
-def add_to_output(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
-    i, q, t, alive, second = own
+    i, q, t, alive, second = held
     w, z, u, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, rule.online)
     largest = w
     if inputs.mix is not None:
         headb, qb, tb, mix = second
         wb, _, _, _, _ = tile_weights(r, qb, tb, i, start, inputs, headb, rule, c, NEAR, False)
-        largest = tl.maximum(w, wb)                                             # either view keeps a tile alive
+        largest = tl.maximum(w, wb)                                             # a weight of either view counts
         w -= mix[:, None] * wb
-    if rule.skip:                                                               # a row beyond T keeps no tile alive
-        largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.), 0)
+    if rule.skip:                                                               # is the tile alive? Rows beyond T do
+        largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.), 0)     # not count
         tl.store(alive + start // c.BN, (largest > 0).to(tl.int8))
     if rule.online:
-        o *= fade[:, None]                                                      # a larger maximum shrinks what we have
+        o *= fade[:, None]                                                      # rescale to the larger maximum
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")                     # o = w @ v
@@ -610,32 +619,32 @@ def add_to_output(state, own, start, inputs, head, rule: tl.constexpr, c: tl.con
 @jit
 def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
-    # which rows are ours, and what they need
+    # this program's rows, and what they need
     tiles = tl.cdiv(inputs.T, c.BM)
     tile, head = my_tile(inputs, tiles)
-    start = (tiles - 1 - tile) * c.BM                                           # the longest rows first
+    start = (tiles - 1 - tile) * c.BM           # start with the longest rows: it balances the load
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
     t = row_input(inputs, head, i, c.BM)                                        # (BM,)
     second = second_view(inputs, head, i, c) if inputs.mix is not None else 0
     map_row = (tl.program_id(0) // tiles * tiles + start // c.BM).to(tl.int64)
     alive = Alive + map_row * tl.cdiv(inputs.T, c.BN)                           # of (B, H, row tiles, key tiles)
-    own = (i, q, t, alive, second)
+    held = (i, q, t, alive, second)
     keys = key_tiles(start, inputs, c)
 
     # the statistic, where the output needs it; then the output
     r = tl.full((c.BM,), rule.floor, tl.float32)
     if rule.passes:
-        r = statistic(r, own, keys, alive, inputs, head, rule, c)
+        r = statistic(r, held, keys, alive, inputs, head, rule, c)
     zero = tl.zeros((c.BM,), tl.float32)
     empty = tl.zeros((c.BM, c.EP), tl.float32)
-    # sums and U cost nothing where a rule leaves them unused: the compiler removes them
+    # the compiler removes the sums and U where a rule does not use them
     state = (r, zero, zero, empty, empty)
-    top, sum_w, sum_z, o, u = walk(state, add_to_output, own, keys, alive, inputs, head, rule, c, c.BN, False)
-    if rule.settle is not None and not rule.passes:                             # both in one pass: r was the maximum,
+    top, sum_w, sum_z, o, u = walk(state, add_to_output, held, keys, alive, inputs, head, rule, c, c.BN, False)
+    if rule.settle is not None and not rule.passes:                             # statistic and output in one pass
         r = rule.settle(top, t, rule.power, sum_w, sum_z, True)
     if rule.online:
-        o *= tl.exp2(top - r)[:, None]                                          # which o must exchange for r
+        o *= tl.exp2(top - r)[:, None]                                          # from the running maximum to r itself
     if rule.passes > 1:
         o /= tl.maximum(sum_w, 1e-30)[:, None]                                  # r is rounded: sums may be 1e-4 off 1
 
@@ -652,7 +661,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
 
 @jit
 def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
-    """r in the rule's unit, t and delta of rows i. Rows beyond T repeat the last one, so every rule stays finite."""
+    """r in the rule's unit, t and delta of rows i. Rows beyond T repeat the last one: every rule stays finite."""
     r = tl.zeros((SIZE,), tl.float32)
     delta = tl.zeros((SIZE,), tl.float32)
     at = head.rows + tl.minimum(i, inputs.T - 1)
@@ -677,21 +686,20 @@ def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: t
 
 
 @jit
-def my_visits(Visits, own, owns, inputs, size: tl.constexpr):
-    """Which tiles the `own`-th of `owns` tiles of this head visits: a list as in_order() makes it."""
-    return Visits + (tl.program_id(0) // owns * owns + own).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
+def my_visits(Visits, tile, tiles, inputs, size: tl.constexpr):
+    """The list of tiles (see in_order) that one of the `tiles` tiles of this head visits."""
+    return Visits + (tl.program_id(0) // tiles * tiles + tile).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
 
 
 @jit
-def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - delta), with delta = do . o - dr, which is rough: their ratio is what to
-    add to it; and dr, which is in it with a minus, comes off once more.
+def add_to_delta(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """One tile of the sums of w and of w (g - delta). Their ratio corrects a first delta = do . o - dr, which is rough.
 
-    Where one weight of a row dominates, its g - do . o should cancel, and lssar divides what is left by a small x. For
-    that do . o is too rough: r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. The mean of the very g
-    that slope will see, under the very w, does cancel."""
+    Where one weight of a row dominates, g - do . o of that key should cancel, and such a rule divides the remainder by
+    a small number. But r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. The mean of exactly the g that
+    slope gets, under exactly its w, does cancel."""
     sum_w, sum_wg = state
-    i, q, do, r, t, delta, _ = own
+    i, q, do, r, t, delta, _ = held
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]                                 # g = do @ v.T - delta
@@ -705,7 +713,7 @@ def add_to_delta(state, own, start, inputs, head, rule: tl.constexpr, c: tl.cons
 
 @jit
 def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """What one tile of keys adds to the gradients of a tile of rows, in one view. Its weights, too."""
+    """Add one tile of keys to the gradients of a tile of rows, in one view. Returns its weights as well."""
     dq, dt, dtail, dslope = state
     w, ds, dt_ij = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, NEAR)
     dt += tl.sum(dt_ij, 1)
@@ -717,10 +725,10 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
 
 
 @jit
-def add_to_rows(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """What one tile of keys adds to the gradients of a tile of rows. k comes after v is used: fewer tiles at a time."""
+def add_to_rows(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """Add one tile of keys to the gradients of a tile of rows. k is loaded once v is no longer needed."""
     grads, gradsb, dmix = state
-    i, q, do, r, t, delta, second = own
+    i, q, do, r, t, delta, second = held
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     g = times(do, tl.trans(v))                                                  # g = do @ v.T
@@ -749,11 +757,11 @@ def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
 
 @jit
 def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of rows: dq, what it adds to the gradients of t, tail, slope and mix, and delta for later kernels."""
-    # which rows are ours, and what they need
+    """One tile of rows: dq, its part of the gradients of t, tail, slope and mix, and delta for the kernels after it."""
+    # this program's rows, and what they need
     tiles = tl.cdiv(inputs.T, c.BM)
     tile, head = my_tile(inputs, tiles)
-    start = (tiles - 1 - tile) * c.BM                                           # the longest rows first
+    start = (tiles - 1 - tile) * c.BM           # start with the longest rows: it balances the load
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
     do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                          # (BM, EP)
@@ -764,20 +772,20 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
 
     # delta = (do * U).sum(-1) - dr
     delta = -dr
-    if rule.settle is not None and not rule.plain_sum:                          # a plain sum has no share in ds but dr
+    if rule.settle is not None and not rule.plain_sum:                          # for a plain sum, only dr counts
         u = load(begin(U, head.batch, head.out), U.row, i, inputs.T, c.E, c.EP, True)                         # (BM, EP)
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if rule.sum_delta:
-        own = (i, q, do, r, t, delta, second)
-        sum_w, sum_wg = walk((zero, zero), add_to_delta, own, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
+        held = (i, q, do, r, t, delta, second)
+        sum_w, sum_wg = walk((zero, zero), add_to_delta, held, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
         delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # (an empty row sums to 0)
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
     # the gradients
-    own = (i, q, do, r, t, delta, second)
+    held = (i, q, do, r, t, delta, second)
     none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
-    state = walk((none, none, zero), add_to_rows, own, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
+    state = walk((none, none, zero), add_to_rows, held, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
     grads, gradsb, dmix = state
     save_rows(grads, inputs, head, DQ, DT, DFar, i, c)
     if inputs.mix is not None:
@@ -786,10 +794,10 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
 
 
 @jit
-def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """What one tile of rows adds to the gradients of a tile of keys. All is transposed: keys go down, rows across."""
+def add_to_keys(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """Add one tile of rows to the gradients of a tile of keys. All is transposed: keys go down, rows across."""
     dk, dv, dkb = state
-    j, k, v, DO, do_row, R, Delta, second = own
+    j, k, v, DO, do_row, R, Delta, second = held
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)                # (BM, DP)
     do = load(DO, do_row, i, inputs.T, c.E, c.EP, NEAR)                         # (BM, EP)
@@ -800,7 +808,7 @@ def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
         mix, tb = mix_of(inputs, head, i)[None, :], row_input(inputs, headb, i, c.BM)                       # (BM,) each
         qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)          # (BM, DP)
     if NEAR:
-        i = tl.where(i < inputs.T, i, -1)                                       # a row that does not exist sees no key
+        i = tl.where(i < inputs.T, i, -1)                                       # rows beyond T see no key
     i, j, r, delta = i[None, :], j[:, None], r[None, :], delta[None, :]
     w, ds, _ = slopes(k, q, g, i, j, r, t[None, :], delta, inputs, head, rule, NEAR)
     if inputs.mix is not None:
@@ -815,7 +823,7 @@ def add_to_keys(state, own, start, inputs, head, rule: tl.constexpr, c: tl.const
 @jit
 def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of keys: dk and dv of a query head. Heads that share keys are summed outside, always in one order."""
-    # which keys are ours
+    # this program's keys
     tiles = tl.cdiv(inputs.T, c.BN)
     tile, head = my_tile(inputs, tiles)
     start = tile * c.BN
@@ -826,13 +834,13 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: t
     if inputs.mix is not None:
         headb = second_head(inputs, head)
         second = (headb, load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, True))                           # (BN, DP)
-    own = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
+    held = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
 
     # the gradients
     rows, visits = row_tiles(start, inputs, c), my_visits(Visits, tile, tiles, inputs, c.BM)
     dk = tl.zeros((c.BN, c.DP), tl.float32)
     state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk)
-    dk, dv, dkb = walk(state, add_to_keys, own, rows, visits, inputs, head, rule, c, c.BM, rule.skip)
+    dk, dv, dkb = walk(state, add_to_keys, held, rows, visits, inputs, head, rule, c, c.BM, rule.skip)
     save(begin(DK, head.batch, head.number), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
     save(begin(DV, head.batch, head.out), dv, DV.row, j, inputs.T, c.E, c.EP)
     if inputs.mix is not None:
@@ -842,8 +850,8 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: t
 @jit
 def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
     """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same
-    places, so one program adds them up as they are. by_distance() sums what is left, one tile a diagonal. Dead tiles
-    are visited, too: a table covers the distances at which keys matter, so few are dead."""
+    places, so one program adds them up. by_distance() reduces the one tile that remains of each diagonal. Dead tiles
+    are visited as well: a table covers the distances at which keys matter, so few are dead."""
     b, head = my_tile(inputs, diagonals, False)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
@@ -858,7 +866,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
         q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)            # (BM, DP)
         k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)            # (BM, DP)
         r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)        # (BM,) each
-        i = tl.where(i < inputs.T, i, -1)                                       # a row that does not exist sees no key
+        i = tl.where(i < inputs.T, i, -1)                                       # rows beyond T see no key
         r, t, delta = r[:, None], t[:, None], delta[:, None]
         _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, True)
         total += ds
@@ -867,11 +875,12 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
-# Two operators, forward and backward: torch.compile traces through them. Each allocates, which is also all that tracing
-# needs, then launches. What is left, sums over heads, rows and diagonals, is ordinary PyTorch in `differentiate`.
+# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs (which is all that
+# tracing needs) and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch in
+# `differentiate`.
 
 class Call(NamedTuple):
-    """What attend() hands to the operators. These take it flat, as the schema says, and put it together again."""
+    """What attend() passes to the operators. They take it as separate arguments, in the order of SCHEMA."""
     rule: str                   # a name of KERNELS, or with a power: "tra:3.0"
     q: Tensor                   # these eight as in Inputs
     k: Tensor
@@ -903,17 +912,24 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
            power=None, skip=True, mix=None, sets=None):
     """Causal attention (B, H, T, E) by a rule of KERNELS, and its row statistic (B, H, T), or None where it has none.
 
-    q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. t broadcasts to (B, H, T); left out, it is 0.
-    The score is scale q.k + table[h, i - j] (or tail[h] where i - j is not below the table's width) + slope[h]
-    (i - j). Row i sees key j if i - j < window (0: no limit) or j < first. row_sum: a rule that has no statistic
-    returns the sum of its weights. power: another one than the rule's own; entmax takes one of each row as t, too.
-    skip: the backward passes over tiles in which all weights are 0. mix: q has two heads for each of the output,
-    whose weights are those of the first minus mix times those of the second; Hv divides H/2, mix broadcasts to (B,
-    H/2, T), and the rule must have no statistic. sets (B, T) int64: row i sees key j only if they have no bit in
-    common; a row that sees nothing has output and statistic 0. All is differentiable but entmax's statistic."""
+    q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H.
+    t: the row input, broadcastable to (B, H, T). None: 0.
+    table (H, W), tail (H,), slope (H,): the score is scale q.k + slope[h] (i - j), plus table[h, i - j] at distances
+        below W and tail[h] beyond.
+    window, first: row i sees key j if i - j < window (0: no limit) or j < first.
+    row_sum: a rule without a statistic returns the sum of its weights.
+    power: replaces the rule's own.
+    skip: the backward pass skips tiles in which all weights are 0.
+    mix: q has two heads, called views, for each head of the output. The weights are those of the first view minus mix
+        times those of the second. Hv divides H/2, mix broadcasts to (B, H/2, T), and the rule must have no statistic.
+    sets (B, T) int64: row i sees key j only if they have no bit in common. Output and statistic of a row without any
+        visible key are 0.
+    All is differentiable, except for a statistic that is found by iteration.
+    """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
-    rule = "alphamax" if rule == "entmax" and t is not None else rule
+    if t is not None and rule in KERNELS:
+        rule = KERNELS[rule].with_t or rule
     check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets)
     call = prepare(rule + "_sum" if row_sum else rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix,
                    sets)
@@ -922,18 +938,18 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     rule = named(call.rule)
     if not rule.settle:
         return o, None
-    return o, r.detach() if rule.passes > 1 else r          # the slopes of such rules hold r to its equation already
+    return o, r.detach() if rule.passes > 1 else r          # slope accounts for an r that was iterated
 
 
 def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """What the kernels cannot do ends here, in one line. (Whatever does not broadcast, PyTorch refuses by itself.)"""
+    """Raise ValueError on what the kernels cannot compute. (PyTorch itself refuses what does not broadcast.)"""
     for bad, why in problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
         if bad:
             raise ValueError(why)
 
 
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """Pairs of a condition and what to say about it. Each relies on those before."""
+    """Pairs of a condition and its error message. Each relies on those before it."""
     yield from problems_anywhere(q, k, v)
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     about = KERNELS[rule]
@@ -959,7 +975,7 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
 
 
 def problems_anywhere(q, k, v):
-    """Those of any kernel: where it runs, and on which numbers."""
+    """The problems of any kernel: its device and its data types."""
     yield not AVAILABLE, ("the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
                           "(or set TRITON_INTERPRET=1 to test them on a CPU)")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -970,7 +986,7 @@ def problems_anywhere(q, k, v):
 
 
 def holds_two_views(q, v):
-    """Can one call have both views of these heads (see mix)? Float32 numbers take twice the registers."""
+    """Can one call compute both views of these heads (see mix)? Float32 numbers take twice the registers."""
     return q.dtype != torch.float32 or max(q.shape[3], v.shape[3]) <= 128
 
 
@@ -1002,7 +1018,7 @@ def along_rows(part, *shape):
 
 
 def named(rule):
-    """The Rule of "softmax", or of "tra:3.0" with a power: operators take a string, but no Rule."""
+    """The Kernel of "softmax", or of "tra:3.0" with a power. Operators accept a string, but no Kernel."""
     name, _, power = rule.partition(":")
     return KERNELS[name]._replace(power=float(power)) if power else KERNELS[name]
 
@@ -1014,8 +1030,7 @@ def count(T, size):
 # ---- the forward operator
 
 def unpacked(call, learn, skip):
-    """The flat call, and its rule as the forward takes it: without gradients nobody needs U or the map of live
-    tiles."""
+    """The arguments as a Call, and its Kernel. Without gradients it saves neither U nor the map of live tiles."""
     call = Call(*call)
     rule = named(call.rule)
     return call, rule._replace(save_u=rule.save_u and learn, skip=rule.skip and learn and skip)
@@ -1045,7 +1060,8 @@ def allocate_forward(*args):
 
 
 def rows_of_all_heads(q, heads, width):
-    """An empty (B, heads, T, width), in memory (B, T, heads, width) as projections read it, if 32-bit offsets allow."""
+    """An empty tensor (B, heads, T, width). In memory it is (B, T, heads, width), as the next projection reads it, if
+    32-bit offsets allow that."""
     B, _, T, _ = q.shape
     if T * heads * width < 2**31:
         return q.new_empty(B, T, heads, width).transpose(1, 2)
@@ -1053,7 +1069,7 @@ def rows_of_all_heads(q, heads, width):
 
 
 def matrix(tensor, name="a gradient"):
-    """A tensor as the kernels address it: the last axis with stride 1, and one head within 2^31 elements."""
+    """The Matrix of a tensor: its last axis must have stride 1, and one head must lie within 2^31 elements."""
     if tensor.ndim == 4:
         tensor = tensor if tensor.stride(3) == 1 else tensor.contiguous()
         if (tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] > 2**31:
@@ -1062,7 +1078,7 @@ def matrix(tensor, name="a gradient"):
 
 
 def kernel_inputs(call):
-    """The kernels' arguments. Tables are multiplied by the rule's unit here, once, and not at every score."""
+    """The Inputs of the kernels. Tables are multiplied by the rule's unit here, once, instead of at every score."""
     unit, (_, H, T, _) = named(call.rule).unit, call.q.shape
     q, k, v = (matrix(part, name) for part, name in ((call.q, "q"), (call.k, "k"), (call.v, "v")))
     t, mix = (None if part is None else matrix(part) for part in (call.t, call.mix))
@@ -1073,7 +1089,7 @@ def kernel_inputs(call):
 
 
 def launch(kernel, rule, call, args, diagonals=None):
-    """One program for each tile of each head: of keys in backward_keys, a diagonal in backward_table, else of rows."""
+    """One program for each head and each tile of rows, or of keys (backward_keys), or diagonal (backward_table)."""
     BM, BN, warps, stages = tile(kernel.__name__, rule, call)
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
@@ -1122,14 +1138,14 @@ def allocate_backward(*args):
 
 
 def diagonals_in_sight(call, n):
-    """How many block diagonals of n x n tiles hold a distance below W that anybody sees."""
+    """How many block diagonals of n x n tiles contain a visible distance below W."""
     reach = min(call.table.shape[1], call.q.shape[2])
     reach = reach if call.first or not call.window else min(reach, call.window)
     return (reach + n - 2) // n + 1
 
 
 def visits_of(alive, kernel, rule, call):
-    """For every tile of a backward kernel, which tiles of the other side are alive; nothing where all are visited."""
+    """For every tile of a backward kernel, the list of live tiles on the other side; empty if all are visited."""
     if not rule.skip:
         return alive
     (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, call) for name in ("forward", kernel))
@@ -1138,8 +1154,8 @@ def visits_of(alive, kernel, rule, call):
 
 
 def in_order(alive):
-    """(.., n) bytes to (.., 2n + 1) numbers: how many tiles are alive among the first 0 .. n, then which, in ascending
-    order. (Those of dead tiles follow and are never read.)"""
+    """A map of live tiles (.., n) as lists (.., 2n + 1): how many are alive among the first 0 .. n tiles, then their
+    numbers in ascending order. (The numbers of dead tiles follow and are never read.)"""
     numbers = alive.argsort(dim=-1, descending=True, stable=True)
     return torch.cat([F.pad(alive.cumsum(-1), (1, 0)), numbers], -1).int()
 
@@ -1259,7 +1275,7 @@ SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32
 
 
 def generation(device):
-    """Data-centre Hopper and Blackwell have the shared memory for the tiles of 90; all others take those of 80."""
+    """90 for data-centre Hopper and Blackwell, whose shared memory holds larger tiles; 80 for all others."""
     return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
 
 
@@ -1275,7 +1291,7 @@ def tile(kernel, rule, call):
 
 
 def tile_key(call):
-    """Which row of the tables serves this call."""
+    """The row of the tables for this call."""
     width = max(64, padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     device = 0 if call.q.dtype == torch.float32 else generation(call.q.device)
     busy = call.table is not None or call.far is not None or call.has_window
