@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common import files
 from common.adapters import frozen, merged
-from data import files
 
 ROOT = Path(__file__).parent.parent
 

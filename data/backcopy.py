@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
 
 SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
 BOS, FIXED = 64, 65                             # ids beside the symbols; both have bigram rows of their own

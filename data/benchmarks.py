@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
+from data.downloads import TIMEOUT, download, size_of
 
 HERE = Path(__file__).parent / "benchmarks"
 
@@ -263,7 +265,7 @@ class Remote(io.RawIOBase):
     """A file at an address, of which only what is read is fetched. Raises OSError where the server cannot do that."""
 
     def __init__(self, url):
-        self.url, self.size, self.place = url, files.size_of(url), 0
+        self.url, self.size, self.place = url, size_of(url), 0
 
     def readable(self):
         return True
@@ -280,7 +282,7 @@ class Remote(io.RawIOBase):
         if end <= self.place:
             return 0
         request = urllib.request.Request(self.url, headers={"Range": f"bytes={self.place}-{end - 1}"})
-        with urllib.request.urlopen(request, timeout=files.TIMEOUT) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             if answer.status != 206:
                 raise OSError("the server sends whole files only")
             found = answer.read()
@@ -296,7 +298,7 @@ def fetch(name, folder):
     otherwise = "name a folder that has it with --source"
     part = path.with_name(path.name + ".new")   # until its rows are counted
     if not task.members:
-        files.download(task.url, part, size, digest, name, otherwise)
+        download(task.url, part, size, digest, name, otherwise)
     else:
         try:
             with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:

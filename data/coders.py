@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import files
+from common import files
+from data.downloads import download
 
 # ---------------------------------------------------------------------------------------------------- those with a name
 
@@ -79,7 +80,7 @@ class GPT2:
         if place.exists() and files.sha256(place) == digest:
             return
         if parts is None:
-            return files.download(
+            return download(
                 self.ADDRESS + name, place, size, digest, "the GPT-2 tokenizer", "name a folder that has it with "
                 "TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
         with files.replacing(place) as f:

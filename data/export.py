@@ -10,9 +10,10 @@ import dataclasses
 from pathlib import Path
 
 from axes.positions import parse_rope_scaling
+from common import files
 from common.flags import Parser, fields_of
 from common.runs import read_run, read_weights
-from data import coders, files, lookup
+from data import coders, lookup
 from data.families import FAMILIES, config_for, config_from, is_turned, own_shapes, pieces
 from model import GPTConfig
 

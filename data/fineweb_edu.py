@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
+from data.downloads import download
 
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 ADDRESS = f"https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/{COMMIT}/sample/10BT/"
@@ -64,7 +66,7 @@ class Stream:
     def read(self, paths, coder, file, document, token):
         for i, path in enumerate(paths[file:], file):
             if not path.exists():
-                files.download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
+                download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
                                "name a folder of local files with --source")
             texts = itertools.islice(tokens.documents(path), document, None)
             for j, ids in enumerate(tokens.encode_all(coder, texts), document):

@@ -6,7 +6,7 @@ tokenizer.json lies beside it, and the meta.json says which id goes between two 
 import json
 from pathlib import Path
 
-from data import files
+from common import files
 from data.coders import GPT2, TOKENIZERS, Bytes, HuggingFace
 
 # ----------------------------------------------------------------------------------------------------- by name, by path

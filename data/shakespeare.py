@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
+from data.downloads import download
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -38,7 +40,7 @@ def fetched_text(out):
     """The text from the public file, fetched where it is not there yet."""
     path = out / "input.txt"
     if not path.exists() or files.sha256(path) != SHA256:
-        files.download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+        download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
     return tokens.read_text(path)
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from data import coders, files, lookup
+from common import files
+from data import coders, lookup
 from data.families import FAMILIES, config_from
 from model import GPTConfig
 

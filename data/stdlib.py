@@ -14,7 +14,8 @@ import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import files
+from common import files
 from data.lookup import content_of, identity, keep_tokenizer, meta_of, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent

@@ -28,9 +28,11 @@ from typing import NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from common import files
 from common.flags import Parser
 from common.runs import check_convertible, write_converted
-from data import export, files, lookup
+from data import export, lookup
+from data.downloads import download
 from data.families import is_turned, own_shapes, pieces
 from data.sources import NO_WEIGHT, opened
 
@@ -64,7 +66,7 @@ def fetched(name, downloads):
         openai_tokenizer(folder)                # its absence, too
     for part in ("config.json", "model.safetensors"):
         if not (folder / part).exists():        # nobody has published sizes and hashes: the server's word counts
-            files.download(HUB.format(name, part), folder / part, None, None, f"{name}'s {part}",
+            download(HUB.format(name, part), folder / part, None, None, f"{name}'s {part}",
                            "name a folder with config.json and model.safetensors by --source")
     return folder, HUB.format(name, "")
 

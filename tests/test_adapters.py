@@ -13,9 +13,10 @@ from layers import normal
 
 import attention
 import train as train_script
+from common import files
 from common.adapters import add_lora, freeze_all_but, frozen, merged, num_trained
 from common.runs import Run, read_weights
-from data import export, files
+from data import export
 from evals.instrument import load_run
 from model import GPT
 

@@ -36,7 +36,8 @@ import kernels
 import eval as eval_script
 import mixers
 import train as train_script
-from data import benchmarks, files, tokens
+from common import files
+from data import benchmarks, tokens
 from data import weights as weights_script
 from evals import claims
 from evals.ledger import experiments

@@ -12,7 +12,7 @@ import attention
 import eval as eval_script
 import kernels
 import mixers
-from data import files
+from common import files
 from evals.show import page_of
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from conftest import SPECIAL, TEXT, WORDS, byte_pairs, write_data, write_tokenizer
 
-from data import coders, files, lookup, tokens
+from common import files
+from data import coders, lookup, tokens
 
 # --------------------------------------------------------------------------------------------------- shards and windows
 

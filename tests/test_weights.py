@@ -10,8 +10,9 @@ import torch
 from bounds import below, close, dice, same
 from conftest import ROOT, assert_says, complain, contents, meta, train_here, weights
 
+from common import files
 from common.runs import read_run
-from data import families, files, lookup
+from data import families, lookup
 from data import weights as tool
 from evals.instrument import load_run
 
