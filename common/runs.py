@@ -159,14 +159,6 @@ def output_of(script, *flags, **variables):
     return done.stdout
 
 
-def check_convertible(folder, source):
-    """Raise ValueError where a converted run would overwrite its own source, or a run that was trained."""
-    if folder.resolve() == Path(source).resolve():
-        raise ValueError(f"{folder} is the folder of the weights themselves: name another one for the run with --out")
-    if (folder / "meta.json").exists() and "source" not in read_run(folder)[0]:
-        raise ValueError(f"{folder} holds a run that was trained: name another folder with --out")
-
-
 def write_converted(folder, meta, weights, tokenizer):
     """A run of public weights, as before the first step. tokenizer: the content of its tokenizer.json, or None.
 
