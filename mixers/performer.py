@@ -89,7 +89,7 @@ class Performer(Recurrent):
     """A recurrent layer whose state holds the sums of random features, and the largest of each so far."""
     axes, added = AXES, ("directions",)
 
-    def fresh(self, v):
+    def initial_state(self, v):
         """The state before the first token: S of 0, and nothing yet that could be the largest."""
         B, H, _, E = v.shape
         m = len(self.directions)
