@@ -616,7 +616,7 @@ class Recurrent(Layer):
         self.check(k, x, table)
         o = self.read(q, k, v, x, past)
         if sight is not None and sight.hidden >= 0:
-            without = self.read(q, k, v, x, hidden=sight.hidden)        # it writes nothing
+            without = self.read(q, k, v, x, hidden=sight.hidden)        # the hidden token writes nothing
             here = torch.arange(k.shape[2], device=k.device) == sight.hidden
             o = torch.where(here[:, None], o, without)
         o, x = self.choices["value_bias"].shifted(self, o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
@@ -641,22 +641,24 @@ class Recurrent(Layer):
         """What every token reads, (B, H, T, E), before norm and gate; in float32 at least, since these are sums of many
         products. past: the cache, which the call updates. hidden: a position that writes nothing. chunk: a function
         that replaces the rule's `chunk`."""
-        dtype, (q, k, v) = v.dtype, self.prepare(q, k, v)
-        sums, forget = self.choices["normalize"].divisor, self.choices["forget"].log_kept
-        write = self.choices["write"].amount
-        forget = wide(forget(self, x)) if forget else v.new_zeros(*v.shape[:3], 1)
-        write = wide(write(self, x)) if write else v.new_ones(*v.shape[:3], 1)
+        dtype = v.dtype
+        q, k, v = self.prepare(q, k, v)
+        log_forget = self.choices["forget"].log_kept
+        amount = self.choices["write"].amount
+        divisor = self.choices["normalize"].divisor
+        forget = wide(log_forget(self, x)) if log_forget else v.new_zeros(*v.shape[:3], 1)
+        write = wide(amount(self, x)) if amount else v.new_ones(*v.shape[:3], 1)
         if hidden >= 0:
             write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
         with torch.autocast(q.device.type, enabled=False):
-            values = F.pad(v, (0, 1), value=1.0) if sums else v         # a value of 1 reads as the sum of weights
+            values = F.pad(v, (0, 1), value=1.0) if divisor else v      # a value of 1 reads as the sum of weights
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
             if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
                 o = self.fused(dtype, *inputs)
             else:
                 o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk)
-            if sums:
-                o = o[..., :-1] / sums(o[..., -1:], None)
+            if divisor:
+                o = o[..., :-1] / divisor(o[..., -1:], None)
             return self.rule.after(self, o, q, v) if self.rule.after else o
 
     def prepare(self, q, k, v):
@@ -680,8 +682,9 @@ class Recurrent(Layer):
         state = self.state_before(past, inputs[2])
         if "rows" in past:
             inputs = [torch.cat(pair, 2) for pair in zip(past["rows"], inputs, strict=True)]
-        T, outputs = inputs[0].shape[2], []
+        T = inputs[0].shape[2]
         full = T if self.rule.start is None else T - T % size
+        outputs = []
         if full:
             o, state = all_chunks(chunk, state, [y[:, :, :full] for y in inputs], size)
             outputs.append(o)
