@@ -22,7 +22,7 @@ SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57
 
 
 def local_text(source):
-    """The text from a local file, or from the one file in a folder that is Tiny Shakespeare."""
+    """The text of a local file, or of the file in a folder that is Tiny Shakespeare."""
     for path in tokens.source_files(source):
         try:
             text = tokens.read_text(path)
@@ -37,7 +37,7 @@ def local_text(source):
 
 
 def fetched_text(out):
-    """The text from the public file, fetched where it is not there yet."""
+    """The text of the public file, fetched unless it is there already."""
     path = out / "input.txt"
     if not path.exists() or files.sha256(path) != SHA256:
         download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")

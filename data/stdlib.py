@@ -21,7 +21,7 @@ SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycac
 
 
 def modules(root):
-    """The source files below a folder, in an order that does not depend on the file system: {relative name: path}."""
+    """{relative name: path} of the source files below a folder, in an order independent of the file system."""
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     return {name.as_posix(): root / name for name in sorted(names, key=Path.as_posix) if not SKIP & set(name.parts)}
 

@@ -16,6 +16,10 @@ from data import coders, lookup, tokens
 # --------------------------------------------------------------------------------------------------- shards and windows
 
 
+def test_every_script_that_makes_a_data_set_is_known():
+    assert tokens.data_sets() == ["backcopy", "fineweb_edu", "shakespeare", "stdlib", "text"]
+
+
 def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):
     ids = np.array([0, 1, 256, 65535], np.uint16)
     row = tokens.write_shard(tmp_path / "train.bin", ids)
