@@ -36,8 +36,8 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+from common import files
 from common.flags import Parser, add_flags, given_flags
-from data import files
 from evals import (
     bench,
     claims,

@@ -24,12 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import attention
 import mixers
+from common import files
 from common.adapters import PROJECTIONS, add_lora, freeze_all_but, num_trained
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
 from common.machine import Machine
 from common.randomness import seed_dropout
 from common.runs import Run, as_base, describe, read_run
-from data import files, tokens
+from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig

@@ -1,10 +1,10 @@
-"""Flags made from dataclasses, and which of several values for a knob counts.
+"""Flags made from dataclasses, and their precedence.
 
 A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4 both work, -h lists
 every knob with its meaning, and a wrong flag or value is one line that names the valid ones.
 
-Which value counts: a flag beats the recipe (--attn), the recipe beats the preset or the stored run, that beats the
-default. The first three are put together by `with_recipe`, the default comes from the dataclass.
+Precedence: a flag overrides the recipe (--attn), the recipe overrides the preset or the stored run, and these override
+the default. `with_recipe` combines the first three; the default is in the dataclass.
 """
 import argparse
 import dataclasses
@@ -17,14 +17,14 @@ from functools import partial
 
 
 def knob(default, meaning, choices=None, positional=False):
-    """A dataclass field that is also a flag: its default, what -h says about it, its valid values if they are few.
-    positional: it is given as a word by itself."""
+    """A dataclass field that is also a flag: its default, its help text, and its valid values if they are few.
+    positional: it is given without its name."""
     return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices, "positional": positional})
 
 
 def add_flags(parser, *groups):
-    """Add a flag for every knob of these dataclasses. It is None until given, so that presets and recipes can come in
-    between."""
+    """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that presets and recipes can
+    decide."""
     for group in groups:
         title = (inspect.getdoc(group) or "").split(". ")[0]            # the first sentence
         section = parser.add_argument_group(group.__name__, title)
@@ -35,7 +35,7 @@ def add_flags(parser, *groups):
             reads = {"type": as_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
             name = f"--{field.name}"
             if field.metadata["positional"]:
-                name, reads = field.name, {"nargs": "?"}                # left out, it has its default
+                name, reads = field.name, {"nargs": "?"}                # optional, with a default
             choices, default = field.metadata["choices"], field.default
             metavar = None if choices else {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
             meaning = field.metadata["help"].replace("%", "%%")         # argparse would read % as its own
@@ -56,7 +56,7 @@ def as_bool(text):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line that says what would have been right."""
+    """An argument parser whose errors are one line that names the valid flags."""
 
     def __init__(self, **kwargs):
         wide = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=150)
@@ -75,11 +75,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-# ------------------------------------------------------------------------------------------------- which value counts
+# --------------------------------------------------------------------------------------------------------- precedence
 
 
 def given_flags(args, *groups):
-    """The knobs of these dataclasses that were set on the command line, as {name: value}."""
+    """{name: value} of the knobs of these dataclasses that were given on the command line."""
     return {name: value for group in groups
             for name, value in fields_of(group, vars(args)).items() if value is not None}
 
@@ -91,11 +91,12 @@ def fields_of(group, values):
 
 
 def with_recipe(base, given, recipes, axes):
-    """All knobs: `given` flags over the recipe of a given --attn over `base`, a preset or the knobs of a stored run.
+    """All knobs: `given` flags override the recipe of a given --attn, which overrides `base`, a preset or the knobs of
+    a stored run.
 
-    A stored run knows every axis by value. So where --attn is given, the values that its old recipe had set are
-    forgotten, its constants too; what the user had chosen beside that recipe stays.
-    recipes: {name: {axis: value}}; axes: their names.
+    A stored run has a value for every axis. If --attn is given, the values and constants from its old recipe are
+    dropped, and the values that the user had chosen in addition are kept. recipes: {name: {axis: value}}; axes: their
+    names.
     """
     if "attn" in given:
         before = recipes.get(base.get("attn"), {})
@@ -105,7 +106,7 @@ def with_recipe(base, given, recipes, axes):
 
 
 def at_least(knobs, **bounds):
-    """Raise ValueError where a knob is below its bound, or is no finite number."""
+    """Raise ValueError if a knob is below its bound or not finite."""
     for name, bound in bounds.items():
         if not bound <= getattr(knobs, name) < math.inf:
             raise ValueError(f"--{name}={getattr(knobs, name)} must be a number of at least {bound}")

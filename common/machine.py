@@ -1,6 +1,6 @@
-"""The machine: device, precision, this process's place among the ranks, and its clock and memory.
+"""The machine: device, precision, ranks, clock and memory.
 
-Everything that differs between a laptop, one GPU and many is in `Machine`; train.py and the instruments ask it.
+`Machine` holds everything that differs between a laptop, one GPU and many GPUs.
 """
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# dense TFLOP/s in 16 bits, from the data sheets; the first name that is part of the device's counts
+# dense TFLOP/s in 16 bits, from the data sheets, by the first name that is part of the device's name
 PEAK_TFLOPS = {
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70, "4090": 165,
     "3090": 71, "V100": 125, "T4": 65,
@@ -22,10 +22,10 @@ PEAK_TFLOPS = {
 
 
 class Machine:
-    """The device, the precision, and this process's place among the ranks that torchrun started."""
+    """The device, the precision, and this process's rank among those that torchrun started."""
 
     def __init__(self, device="auto", dtype="auto"):
-        # torchrun sets these; without it there is one rank, and it is the main one
+        # torchrun sets these; without it there is one rank
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = pick_device(device, self.local_rank)
@@ -46,7 +46,7 @@ class Machine:
         return f"{self.device} ({name}), {precision}, {ranks}, torch {torch.__version__}"
 
     def autocast(self):
-        """Products in self.dtype inside this context."""
+        """A context in which matrix products are in self.dtype."""
         if self.dtype == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.dtype))
@@ -67,8 +67,8 @@ class Machine:
         return total.tolist()
 
     def mean(self, x):
-        """Mean of a tensor over all ranks. Each rank's gradient flows through its own part; the ranks average their
-        gradients, so together that is the gradient of the mean."""
+        """Mean of a tensor over all ranks. The gradient flows through each rank's own tensor only. Since ranks average
+        their gradients, the result is the gradient of the mean."""
         if self.world == 1:
             return x
         total = x.detach().clone()
@@ -76,7 +76,7 @@ class Machine:
         return total / self.world + (x - x.detach())
 
     def wait(self):
-        """Go on when every rank has come this far."""
+        """Wait until every rank is here."""
         if self.world > 1:
             dist.barrier()
 
@@ -87,18 +87,17 @@ class Machine:
     # ----------------------------------------------------------------------------------------------- clock and memory
 
     def peak_flops(self):
-        """FLOP/s of dense products in this precision, as the device's data sheet has it; None where it is not known."""
+        """FLOP/s of dense products in this precision, from the device's data sheet; None if unknown."""
         cuda = self.device.type == "cuda" and self.dtype != "float32"
         name = torch.cuda.get_device_name(self.device) if cuda else ""
         return next((1e12 * tera for part, tera in PEAK_TFLOPS.items() if part in name), None)
 
     def seconds(self, run):
-        """How long run() keeps the device busy. On CUDA by the device's own clock, with nothing of it left in the L2
-        cache."""
+        """How long run() keeps the device busy. On CUDA by the device's own clock, after flushing the L2 cache."""
         if self.device.type == "cuda":
             torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # about a millisecond in which Python gets ahead: the device is timed, not the launching
+            # the device sleeps about 1 ms, so that Python queues the kernels first: launching is not timed
             torch.cuda._sleep(2_000_000)
             start.record()
             run()
@@ -112,7 +111,7 @@ class Machine:
         return time.perf_counter() - started
 
     def race(self, cases, rounds):
-        """Median seconds of each case {name: function}. All cases once, again and again: noise falls on all alike."""
+        """Median seconds of each case {name: function}. Cases take turns, so noise affects all alike."""
         seconds = {name: [] for name in cases}
         for number in range(rounds + 2):
             for name, run in cases.items():
@@ -122,7 +121,7 @@ class Machine:
         return {name: float(np.median(values)) for name, values in seconds.items()}
 
     def peak_memory(self, run):
-        """Bytes of tensors that are alive at the height of run(), beyond those from before."""
+        """Peak bytes of tensors during run(), without those that existed before."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -133,7 +132,7 @@ class Machine:
         return memory.peak
 
 
-# ------------------------------------------------------------------------------------------ what "auto" comes to here
+# --------------------------------------------------------------------------------------- what "auto" means on a machine
 
 
 def pick_device(name, local_rank):
@@ -146,7 +145,7 @@ def pick_device(name, local_rank):
             raise RuntimeError("choose cuda, mps or cpu")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local_rank)
-        torch.empty(1, device=device)           # says at once if it cannot be used
+        torch.empty(1, device=device)           # fails at once if the device cannot be used
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"--device={name} cannot be used here: {str(e).splitlines()[0]}") from None
     return device
@@ -162,7 +161,7 @@ def pick_dtype(name, device_type):
 
 
 def cpu_has_bf16():
-    """Does this processor multiply bfloat16 (AVX512-BF16 or AMX)? Without, it is emulated, and slow."""
+    """Does this processor multiply bfloat16 (AVX512-BF16 or AMX)? Otherwise bfloat16 is emulated and slow."""
     return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
 
 
@@ -170,17 +169,17 @@ def cpu_has_bf16():
 
 
 def keep_freed_memory():
-    """Tell Linux's allocator to keep what is freed: handed back and fetched anew, the large tensors of a CPU run cost a
-    page fault every 4 KB, which took up to 40 % of attention's time."""
+    """Tell Linux's allocator to keep freed memory. Otherwise every large tensor of a CPU run costs a page fault per
+    4 KB, which took up to 40 % of attention's time."""
     trim_threshold, mmap_threshold = -1, -3     # from malloc.h
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 1 << 25)   # the most that it allows
+        libc.mallopt(mmap_threshold, 1 << 25)   # the largest value allowed
         libc.mallopt(trim_threshold, (1 << 31) - 1)
 
 
 class LiveMemory(TorchDispatchMode):
-    """Inside this context, counts the bytes of the tensors that operations make, and forgets them when they die."""
+    """A context that counts the bytes of live tensors: those that operations return, until they are freed."""
 
     def __enter__(self):
         self.now, self.peak, self.known = 0, 0, set()
@@ -189,7 +188,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         outputs = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
-            # views share a storage, which counts once
+            # views share a storage, which is counted once
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
                 storage = tensor.untyped_storage()
                 self.known.add(storage._cdata)

@@ -1,14 +1,14 @@
 """A run on disk. Its folder holds these files, and only this module reads and writes the first three:
 
-    ckpt.pt     model, optimizer, scaler and step; loads with weights_only=True; names of the uncompiled module
-                (of an adapter, made by --train_only, the model is without what was frozen: that is its base's)
-    meta.json   every knob, versions, hashes, losses: enough to build the model again; of an adapter also its base, the
-                run that it was trained on top of: {path, weights}, the latter their fingerprint
+    ckpt.pt     model, optimizer, scaler and step; loads with weights_only=True; names of the uncompiled module.
+                An adapter (--train_only) stores only the parameters that it trained; its base has the others
+    meta.json   every knob, versions, hashes, losses: enough to build the model again. For an adapter also its base, the
+                run that it was trained on: {path, weights}, where weights is their fingerprint
     log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu, with --head_balance
-                also its loss; none where the weights are public ones
-    tokenizer.json  of a model whose tokenizer is its own, in Hugging Face's format
+                also its loss. Public weights have no log
+    tokenizer.json  the tokenizer of a public model, in Hugging Face's format
 
-Each is written under a temporary name and renamed when complete, so a run killed at any moment goes on from its last
+Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last
 checkpoint. Only rank 0 writes.
 """
 import contextlib
@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common import files
 from common.adapters import frozen, merged
-from data import files
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,7 +45,7 @@ class Run:
         self.checkpoint = self.folder / "ckpt.pt"
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.saved = None                       # the step of the last checkpoint, None before the first
-        self.meta = {}                          # what meta.json says
+        self.meta = {}                          # the content of meta.json
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + more
 
     def begin(self, meta):
@@ -56,7 +56,7 @@ class Run:
             return
         with self.writing(self.saved or 0):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".*.tmp"):                     # by a kill in the middle of a save
+            for left in self.folder.glob(".*.tmp"):                     # left by a kill during a save
                 left.unlink()
             if self.saved is None and self.checkpoint.exists():
                 self.move_aside()
@@ -75,7 +75,7 @@ class Run:
         print(f"the earlier run in {self.folder} was moved to {old}")
 
     def rows_until(self, step):
-        """The log's rows up to a step; a row that a kill cut short is none."""
+        """The log's rows up to a step, without a row that a kill cut short."""
         if not self.log_csv.exists():
             return []
         with open(self.log_csv, newline="") as f:
@@ -83,18 +83,18 @@ class Run:
             return [row for row in whole if int(row[0]) <= step]
 
     def log(self, **row):
-        """Append a row; a column that is not given stays empty."""
+        """Append a row. Columns that are not given stay empty."""
         if self.main:
             cells = [row.get(name, "") for name in self.columns]
-            cells = [f"{c:.9g}" if isinstance(c, float) else c for c in cells]          # float32 comes back bit for bit
+            cells = [f"{c:.9g}" if isinstance(c, float) else c for c in cells]          # read back bit for bit
             with self.writing(row["step"]), open(self.log_csv, "a", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerow(cells)
 
     def save(self, model, optimizer, scaler, step):
-        """Write a checkpoint, then meta.json: a kill between the two leaves an older meta.json, which does no harm."""
+        """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json, which does no harm."""
         if not self.main:
             return
-        kept = frozen(model)                    # the base of this adapter has them
+        kept = frozen(model)                    # an adapter's base has these
         learned = {name: value for name, value in model.state_dict().items() if name not in kept}
         state = {"model": learned, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                  "step": step}
@@ -105,14 +105,14 @@ class Run:
             files.write_json(self.meta_json, self.meta)
 
     def finish(self):
-        """Write what is known only at the end."""
+        """Write meta.json with the entries that are known only at the end."""
         if self.main:
             with self.writing(self.saved):
                 files.write_json(self.meta_json, self.meta)
 
     @contextlib.contextmanager
     def writing(self, step):
-        """A full disk, a folder that may not be written: one sentence that says what is safe and what to do."""
+        """A context that turns a full disk or a read-only folder into one sentence: what is safe, and what to do."""
         try:
             yield
         except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
@@ -125,7 +125,7 @@ class Run:
 
 
 def describe(knobs, config, machine, parameters, data_hash, flags):
-    """meta.json of a run that begins. knobs, config: its two dataclasses of knobs; flags: the command line as given."""
+    """meta.json of a new run. knobs, config: its two dataclasses of knobs; flags: the command line as given."""
     return {
         "flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
         "parameters": parameters, "data_hash": data_hash, **made_by(),
@@ -141,7 +141,7 @@ def made_by():
 
 
 def git(*args):
-    """What git says of this repository; None where it is no repository, or there is no git."""
+    """The output of a git command on this repository; None if this is no repository, or git is not installed."""
     try:
         found = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
     except OSError:
@@ -150,8 +150,8 @@ def git(*args):
 
 
 def output_of(script, *flags, **variables):
-    """What a script of this repository prints, run in a process of its own: nothing that it leaves behind, not even in
-    memory, reaches the next. variables: of its environment. Raises ValueError with its last line where it fails."""
+    """The output of a script of this repository, run in a process of its own, so that runs cannot affect each other
+    through memory. variables: added to its environment. Raises ValueError with its last line if it fails."""
     done = subprocess.run([sys.executable, ROOT / script, *flags], capture_output=True, text=True,
                           env=os.environ | variables)
     if done.returncode:
@@ -159,25 +159,17 @@ def output_of(script, *flags, **variables):
     return done.stdout
 
 
-def check_convertible(folder, source):
-    """Raise ValueError where a converted run would overwrite its own source, or a run that was trained."""
-    if folder.resolve() == Path(source).resolve():
-        raise ValueError(f"{folder} is the folder of the weights themselves: name another one for the run with --out")
-    if (folder / "meta.json").exists() and "source" not in read_run(folder)[0]:
-        raise ValueError(f"{folder} holds a run that was trained: name another folder with --out")
-
-
 def write_converted(folder, meta, weights, tokenizer):
-    """A run of public weights, as before the first step. tokenizer: the content of its tokenizer.json, or None.
+    """Write public weights as a run before its first step. tokenizer: the content of its tokenizer.json, or None.
 
-    meta.json is the last to come and, of an earlier run, the first to go: with it the run is whole."""
+    meta.json marks a complete run: that of an earlier run is deleted first, and the new one is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("meta.json", "tokenizer.json"):
         (folder / name).unlink(missing_ok=True)
     try:
         with files.replacing(folder / "ckpt.pt") as f:
             torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
-    except RuntimeError as e:                   # torch.save's word for a full disk
+    except RuntimeError as e:                   # torch.save reports a full disk as this
         raise OSError(f"could not write to {folder} ({str(e).splitlines()[0]}): free some space there, or name "
                       "another folder with --out") from None
     if tokenizer:
@@ -204,20 +196,20 @@ def read_run(out_dir):
 
 
 def finished_run(folder, flags):
-    """meta.json of the finished run of these flags in a folder, or None: there is none, it was cut short, or its flags
-    were others."""
+    """meta.json of a finished run with these flags in a folder. None if there is no run, it is unfinished, or it has
+    other flags."""
     meta = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     return meta if "report" in meta and meta["flags"] == flags else None
 
 
 def read_checkpoint(path, mmap=False):
     """The dict in a ckpt.pt: model, optimizer, step. mmap: tensors stay on the disk until they are copied, so memory
-    holds a large model once. Raises ValueError where the file is no checkpoint of this project."""
+    holds a large model only once. Raises ValueError if the file is no checkpoint of this project."""
     if not Path(path).exists():
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: as the damage is
+    except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
     if not isinstance(checkpoint, dict) or not {"model", "optimizer", "step"} <= checkpoint.keys():
@@ -226,25 +218,25 @@ def read_checkpoint(path, mmap=False):
 
 
 def read_weights(out_dir):
-    """{name: tensor} of a run's whole model, on the disk until they are copied: what its ckpt.pt holds, and for an
-    adapter also what its base holds, with LoRA's matrices merged into the weights that they stand beside."""
+    """{name: tensor} of a run's whole model. Tensors stay on the disk until they are copied. An adapter is completed by
+    its base, with LoRA's matrices merged into their weights."""
     meta, path = read_run(out_dir)
     return merged(on_base(read_checkpoint(path, mmap=True)["model"], meta, path), path)
 
 
 def on_base(state, meta, path):
-    """The weights in a run's checkpoint, over those of its base if it is an adapter. A base may be one, too."""
+    """The weights in a run's checkpoint. An adapter's replace those of its base, which may be an adapter itself."""
     return read_weights(find_base(meta, path.parent)) | state if "base" in meta else state
 
 
 def as_base(out_dir):
-    """The entry "base" in meta.json of an adapter that is trained on top of this run."""
+    """The entry "base" in meta.json of an adapter that is trained on this run."""
     return {"path": str(read_run(out_dir)[1].parent), "weights": fingerprint(out_dir)}
 
 
 def find_base(meta, folder):
-    """The run that an adapter in this folder was trained on: where it was then, or else beside the adapter. Raises
-    ValueError where it is gone, or its weights have changed."""
+    """The folder of the run that an adapter was trained on: at its path in meta.json, or beside the adapter. Raises
+    ValueError if it is missing or its weights have changed."""
     named = Path(meta["base"]["path"])
     places = [named, folder.resolve().parent / named.name]
     base = next((place for place in places if (place / "meta.json").exists()), None)
@@ -258,7 +250,7 @@ def find_base(meta, folder):
 
 
 def fingerprint(out_dir):
-    """One short name for all the weights in a run's checkpoint."""
+    """One short hash of all weights in a run's checkpoint."""
     digest = hashlib.sha256()
     for name, value in sorted(read_checkpoint(read_run(out_dir)[1], mmap=True)["model"].items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
@@ -267,14 +259,16 @@ def fingerprint(out_dir):
 
 
 def load_weights(model, state, path, new=(), copy=True):
-    """Put a checkpoint's weights into a model: copies, or the very tensors, in their precision. Raises ValueError that
-    names the first tensor that does not fit, or the recipe where it is the reason. Those named in `new` may be missing:
-    they keep their initial values."""
-    own, state = model.state_dict(), model.without_unused_additions(state)
-    state = {name: own[name] for name in new if name not in state} | state
-    for name in [*own, *state]:
-        if name not in own or name not in state or own[name].shape != state[name].shape:
-            theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, own))
+    """Load a checkpoint's weights into a model: copies, or with copy=False the tensors themselves, in their precision.
+
+    new: names of parameters that may be missing; they keep their initial values. Raises ValueError that names the first
+    tensor that does not fit, or the recipe if it is the reason."""
+    expected = model.state_dict()
+    state = model.without_unused_additions(state)
+    state = {name: expected[name] for name in new if name not in state} | state
+    for name in [*expected, *state]:
+        if name not in expected or name not in state or expected[name].shape != state[name].shape:
+            theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, expected))
             check_projections(model.config, name, theirs, ours)
             raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
                              "model; give it the run's own --attn and axes, or ones with the same parameters")
@@ -282,13 +276,13 @@ def load_weights(model, state, path, new=(), copy=True):
     model.tie()
 
 
-# recipes with one query a head, to name some where another does not fit
+# recipes with one query per head, which an error message suggests
 USUAL = ("softmax", "softmax1", "sink", "gated", "window", "elastic", "entmax", "softpick", "relu", "sigmoid")
 
 
 def check_projections(config, name, theirs, ours):
-    """Raise ValueError where a tensor does not fit because its weights have one query a head, and the recipe wants two,
-    as some differential ones do. theirs, ours: its shape there and in the model."""
+    """Raise ValueError if a tensor does not fit because the checkpoint has one query per head and the recipe, a
+    differential one, has two. theirs, ours: the tensor's shape in the checkpoint and in the model."""
     rows = (config.n_head + 2 * config.n_kv_head) * config.head_width                   # of queries, keys and values
     if name.endswith(".attn.c_attn.weight") and theirs[0] == rows != ours[0]:
         raise ValueError(
@@ -297,7 +291,7 @@ def check_projections(config, name, theirs, ours):
 
 
 def what_is_new(new, path):
-    """One line on what a recipe adds to a run's weights: tau of 30 layers."""
+    """One line that names the parameters that a recipe adds to a run's weights: tau of 30 layers."""
     layers = Counter(re.sub(r"^transformer\.h\.\d+\.attn\.", "", name) for name in new)
     parts = [f"{name}{f' of {count} layers' if count > 1 else ''}" for name, count in layers.items()]
     return f"not in {path}, so at their initial values: {', '.join(parts)}"

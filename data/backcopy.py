@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
 
 SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
-BOS, FIXED = 64, 65                             # ids beside the symbols; both have bigram rows of their own
+BOS, FIXED = 64, 65                             # two more ids, each with its own bigram row
 
 
 def make_task(seed):
@@ -35,8 +36,8 @@ def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
     x[:, 0] = BOS if bos else rng.integers(0, SYMBOLS, count)
     for i in range(length + 1):
         if i > 0:
-            row = cumulative[x[:, i - 1]]                               # (count, 64), of the symbol before
-            u = rng.random((count, 1)) * row[:, -1:]                    # rounding may leave its sum a little below 1
+            row = cumulative[x[:, i - 1]]                               # (count, 64): of the previous symbol
+            u = rng.random((count, 1)) * row[:, -1:]                    # rounding may make the sum slightly less than 1
             x[:, i] = (row <= u).sum(1)
         if i > 1:
             copies = np.isin(x[:, i - 1], triggers) & (x[:, i - 2] < SYMBOLS)

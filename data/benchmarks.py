@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
+from data.downloads import TIMEOUT, download, size_of
 
 HERE = Path(__file__).parent / "benchmarks"
 
-# ------------------------------------------------------------------------------------- from a row to what a model reads
+# ----------------------------------------------------------------------------------- from a row of a file to a question
 
 
 class Row(NamedTuple):
@@ -47,7 +49,7 @@ def question(context, choices, gold):
 
 
 def hellaswag(row):
-    """Zellers et al. 2019. Also with the three fields put together and cleaned before: query, choices, gold."""
+    """Zellers et al. 2019. Some copies have the fields joined and cleaned already: query, choices, gold."""
     if "query" in row:
         return question(row["query"], row["choices"], row["gold"])
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
@@ -55,7 +57,7 @@ def hellaswag(row):
 
 
 def cleaned(text):
-    """Without the marks that WikiHow's pages left: [header], [title], [step], ..."""
+    """A text without the marks of WikiHow's pages: [header], [title], [step], ..."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -67,16 +69,16 @@ def arc(row):
 
 
 def openbookqa(row):
-    """Mihaylov et al. 2018: the question alone, without the facts of the book."""
+    """Mihaylov et al. 2018: only the question, without the facts of the book."""
     return question(*answers(row))
 
 
 def answers(row):
-    """(question, choices, gold) as AI2 writes them, or flat: question or question_stem, choices, gold."""
+    """(question, choices, gold) of a row in AI2's nested form, or in the flat form of some copies."""
     if "gold" in row:
         return row.get("question") or row["question_stem"], row["choices"], row["gold"]
     choices = row["question"]["choices"]
-    letters = [choice["label"] for choice in choices]                   # A B C D, of some exams 1 2 3 4
+    letters = [choice["label"] for choice in choices]                   # A B C D, in some exams 1 2 3 4
     return row["question"]["stem"], [choice["text"] for choice in choices], letters.index(row["answerKey"].strip())
 
 
@@ -92,7 +94,7 @@ def siqa(row):
 
 
 def winogrande(row):
-    """Sakaguchi et al. 2021. Each option goes into the gap, and what is scored is the same rest of the sentence."""
+    """Sakaguchi et al. 2021. Each option fills the gap; the score is that of the rest of the sentence."""
     before, after = row["sentence"].split("_", 1)
     return Row([before + row["option1"], before + row["option2"]], [after.strip()] * 2, int(row["answer"]) - 1)
 
@@ -103,8 +105,8 @@ def boolq(row):
 
 
 def lambada(row):
-    """Paperno et al. 2016, in OpenAI's version: what is the last word? There is one choice, and the score is whether it
-    is the likeliest."""
+    """Paperno et al. 2016, in OpenAI's version: what is the last word? There is one choice; it scores if it is the most
+    likely continuation."""
     context, _, word = row["text"].rpartition(" ")
     return question(context, [word], 0)
 
@@ -113,24 +115,23 @@ def lambada(row):
 
 
 class Page(NamedTuple):
-    """One page of WikiText, readable, with the numbers of words and bytes that it had before."""
+    """A page of WikiText as readable text, with the numbers of words and bytes of its original."""
     text: str
     words: int
     bytes: int
 
 
 def pages(text):
-    """The pages of wiki.test.raw, which begin at headings of the first level: " = Robert Boulter = "."""
+    """The pages of wiki.test.raw. Each begins at a heading of the first level: " = Robert Boulter = "."""
     lines = text.split("\n")
     starts = [i for i, line in enumerate(lines) if re.fullmatch(r"= [^=].* =", line.strip())]
     found = ("\n".join(lines[i:j]) for i, j in itertools.pairwise([*starts, len(lines)]))
-    # of a split at white space: the empty pieces at both ends count, as they do in lm-evaluation-harness
+    # words: the empty pieces at both ends count, as in lm-evaluation-harness
     return [Page(readable(page), len(re.split(r"\s+", page)), len(page.encode())) for page in found]
 
 
 def readable(text):
-    """A page of WikiText with the spaces of its tokenization taken out, by lm-evaluation-harness's rules in its order.
-    """
+    """A page of WikiText without the spaces of its tokenization, by lm-evaluation-harness's rules in its order."""
     text = text.replace("s '", "s'")
     for mark in "-,.":                                                  # 1 @,@ 000
         text = text.replace(f" @{mark}@ ", mark)
@@ -150,10 +151,10 @@ def readable(text):
 
 class Task(NamedTuple):
     file: str                                   # its name here
-    rows: int                                   # of the whole public split
-    read: Callable | None                       # from a row of the file to a Row; None: WikiText
-    url: str                                    # where its authors put it
-    members: tuple = ()                         # of a zip: the file in it, and where they are apart, its labels
+    rows: int                                   # number of rows of the public split
+    read: Callable | None                       # row of the file -> Row; None: WikiText
+    url: str                                    # the authors' own
+    members: tuple = ()                         # of a zip: names of the file and, if separate, of its labels
 
 
 GOOGLE, AMAZON = "https://storage.googleapis.com/ai2-mosaic/public/", "https://s3-us-west-2.amazonaws.com/ai2-website/data/"
@@ -182,13 +183,13 @@ TASKS = {
                      "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
                      ("wikitext-2-raw/wiki.test.raw",)),
 }
-KNOWN = {                                       # bytes and sha256, of files that are published with them
+KNOWN = {                                       # {task: size and sha256}, where they are published
     "lambada": (1819752, "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
     "wikitext": (1290590, "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08")}
 
 
 def task_names(text):
-    """The list in "hellaswag,piqa", or every task for "all". Raises ValueError on one that does not exist."""
+    """The tasks in "hellaswag,piqa", or all tasks for "all". Raises ValueError on an unknown task."""
     names = list(TASKS) if text == "all" else text.split(",")
     for name in names:
         if name not in TASKS:
@@ -200,13 +201,13 @@ def task_names(text):
 
 
 def find(name, folder):
-    """The path of a task's file in a folder, packed or not; None where it is missing."""
+    """The path of a task's file in a folder, compressed or not; None if it is missing."""
     places = (Path(folder, TASKS[name].file + end) for end in ("", ".gz"))
     return next((place for place in places if place.exists()), None)
 
 
 def those_in(folder):
-    """The tasks whose files are in a folder. Raises ValueError where there is none."""
+    """The tasks whose files are in a folder. Raises ValueError if there are none."""
     here = [name for name in TASKS if find(name, folder)]
     if not here:
         raise ValueError(f"no benchmark's file in {folder}: fetch them with python data/benchmarks.py, or name a "
@@ -215,8 +216,8 @@ def those_in(folder):
 
 
 def read(name, folder):
-    """The rows of a task, [Row], or of wikitext [Page]. Raises ValueError where its file is missing, damaged or
-    something else."""
+    """The rows of a task: [Row], for wikitext [Page]. Raises ValueError if its file is missing, damaged or another
+    file."""
     path = find(name, folder)
     if path is None:
         raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
@@ -246,7 +247,7 @@ def read_rows(name, path):
 
 
 def checked(row):
-    """A Row that can be scored; raises ValueError on another."""
+    """The same Row. Raises ValueError if it cannot be scored."""
     if not all(isinstance(text, str) for text in row.contexts + row.choices):
         raise ValueError("a context or a choice is no text")
     if not all(row.choices):
@@ -256,14 +257,15 @@ def checked(row):
     return row
 
 
-# ------------------------------------------------------------------------------------------------ addresses to files
+# ------------------------------------------------------------------------------------------------------ fetching files
 
 
 class Remote(io.RawIOBase):
-    """A file at an address, of which only what is read is fetched. Raises OSError where the server cannot do that."""
+    """A file at a URL, of which only the parts that are read are fetched. Raises OSError if the server cannot do that.
+    """
 
     def __init__(self, url):
-        self.url, self.size, self.place = url, files.size_of(url), 0
+        self.url, self.size, self.place = url, size_of(url), 0
 
     def readable(self):
         return True
@@ -280,7 +282,7 @@ class Remote(io.RawIOBase):
         if end <= self.place:
             return 0
         request = urllib.request.Request(self.url, headers={"Range": f"bytes={self.place}-{end - 1}"})
-        with urllib.request.urlopen(request, timeout=files.TIMEOUT) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             if answer.status != 206:
                 raise OSError("the server sends whole files only")
             found = answer.read()
@@ -294,9 +296,9 @@ def fetch(name, folder):
     task, path = TASKS[name], folder / TASKS[name].file
     size, digest = KNOWN.get(name, (None, None))
     otherwise = "name a folder that has it with --source"
-    part = path.with_name(path.name + ".new")   # until its rows are counted
+    part = path.with_name(path.name + ".new")   # its name until its rows are counted
     if not task.members:
-        files.download(task.url, part, size, digest, name, otherwise)
+        download(task.url, part, size, digest, name, otherwise)
     else:
         try:
             with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
@@ -310,7 +312,7 @@ def fetch(name, folder):
 
 
 def joined(rows, labels=None):
-    """The lines of a file (bytes), each with the label that stands in the same line of another file."""
+    """The JSON lines of a file (bytes), each with the label in the same line of another file."""
     if labels is None:
         return rows
     pairs = zip(rows.splitlines(), labels.split(), strict=True)
@@ -318,7 +320,7 @@ def joined(rows, labels=None):
 
 
 def settle(name, part, path, digest):
-    """Give a file its name if it is the whole public one."""
+    """Rename a fetched file if it is the complete public file. Raises ValueError."""
     try:
         if digest and files.sha256(part) != digest:
             raise ValueError(f"{name}: what came is not the public file (sha256 differs): run this again")
@@ -331,8 +333,8 @@ def settle(name, part, path, digest):
 
 
 def copy(name, source, folder):
-    """Put a task's file from another folder here, unpacked."""
-    read(name, source)                          # which says what is wrong with it
+    """Copy a task's file from another folder, decompressed."""
+    read(name, source)                          # raises ValueError on a wrong file
     with tokens.unpacked(find(name, source)) as there, files.replacing(folder / TASKS[name].file) as here:
         here.write(there.read())
 

@@ -1,15 +1,15 @@
 """Tokenizers: text into ids and back. Each is a class with
 
-    name, vocab_size, separator     separator: the id that goes between two texts
-    content                         of the tokenizer.json that it needs, None where it needs none
-    lengths                         bytes of text behind each id, (vocab_size,)
-    encode(text), decode(ids)       tokens that are no text are never read out of a text, and not shown
-    ends(id_hints)                  the ids at which a model that was made for it stops to speak
-    exported()                      itself as a tokenizer.json, or None
+    name, vocab_size, separator     separator: the id between two texts
+    content                         content of its tokenizer.json; None: it needs no file
+    lengths                         bytes of text of each id, (vocab_size,)
+    encode(text), decode(ids)       special tokens are not parsed from text, and not shown
+    ends(id_hints)                  the ids that end the text of a model with this tokenizer
+    exported()                      the tokenizer as a tokenizer.json, or None
 
-Bytes, GPT-2's byte pairs, and symbols that are no text are known here by name; any other is a tokenizer.json in Hugging
-Face's format, which belongs to a public model, and then to the runs and the data sets that are made with it. Which of
-them a name, a run or a data set means is found by lookup.py.
+Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a tokenizer.json in
+Hugging Face's format: it belongs to a public model, and to the runs and data sets made with it. lookup.py finds the
+tokenizer of a name, a run or a data set.
 """
 import functools
 import hashlib
@@ -22,16 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data import files
+from common import files
+from data.downloads import download
 
-# ---------------------------------------------------------------------------------------------------- those with a name
+# ---------------------------------------------------------------------------------------------------- named tokenizers
 
 
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
     name, vocab_size, separator = "bytes", 257, 256
     content = None                              # it needs no file
-    lengths = np.array([1] * 256 + [0])         # bytes of text behind each id
+    lengths = np.array([1] * 256 + [0])         # bytes of text of each id
 
     def encode(self, text):
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
@@ -43,23 +44,23 @@ class Bytes:
         return [self.separator]
 
     def exported(self):
-        """Itself as a tokenizer.json: byte pairs without a single pair."""
+        """The tokenizer as a tokenizer.json: byte pairs without any merges."""
         return byte_pairs(BYTE_SPELLING, [], {END: self.separator})
 
 
 class GPT2:
     """OpenAI's byte-pair encoding, through tiktoken; id 50256 separates documents."""
     name, vocab_size, separator = "gpt2", 50257, 50256
-    content = None                              # its two files are tiktoken's business
+    content = None                              # tiktoken stores its two files
     ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    PARTS = {                                   # its two files: bytes and sha256
+    PARTS = {                                   # its two files: size in bytes and sha256
         "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
         "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 
     def __init__(self, parts=None):
-        """parts: {name: content} of the two files, where they are at hand."""
+        """parts: {name: content} of the two files; None: from tiktoken's cache or the network."""
         tiktoken = files.optional("tiktoken")
-        # where tiktoken looks for a file: in this folder, under the hash of its address
+        # tiktoken looks for a file in this folder, under the hash of its URL
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
                      or f"{tempfile.gettempdir()}/data-gym-cache")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
@@ -68,18 +69,18 @@ class GPT2:
             self.put_part(name, parts)
         try:
             self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as e:                  # a tiktoken that looks elsewhere downloads, and raises as requests does
+        except Exception as e:                  # another version of tiktoken may download, and raise anything
             raise ValueError(f"the GPT-2 tokenizer could not be fetched by tiktoken ({type(e).__name__}): "
                              "run this again with network") from None
 
     def put_part(self, name, parts):
-        """Put one of the two files where tiktoken looks for it, from what is at hand or from the network: tiktoken's
-        own download has no time limit, and deletes what it does not know."""
+        """Put one of the two files where tiktoken looks for it, from `parts` or the network. tiktoken's own download
+        has no timeout, and deletes files that it does not expect."""
         (size, digest), place = self.PARTS[name], self.places[name]
         if place.exists() and files.sha256(place) == digest:
             return
         if parts is None:
-            return files.download(
+            return download(
                 self.ADDRESS + name, place, size, digest, "the GPT-2 tokenizer", "name a folder that has it with "
                 "TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
         with files.replacing(place) as f:
@@ -101,7 +102,7 @@ class GPT2:
 
     @classmethod
     def parts_of(cls, described):
-        """OpenAI's two files, byte for byte, out of a tokenizer.json; None where it is another tokenizer's."""
+        """OpenAI's two files, byte for byte, from a parsed tokenizer.json; None if it is another tokenizer's."""
         try:
             model, before = described["model"], described["pre_tokenizer"]
             steps = before.get("pretokenizers", [before])
@@ -112,16 +113,16 @@ class GPT2:
             parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),
                      "encoder.json": json.dumps(vocab).encode()}
         except (AttributeError, KeyError, TypeError):
-            return None                         # of another kind
+            return None                         # another kind of tokenizer
         return parts if plain and added and all(cls.is_part(*part) for part in parts.items()) else None
 
     def ends(self, id_hints):
         return [self.separator]
 
     def exported(self):
-        """Itself as a tokenizer.json."""
+        """The tokenizer as a tokenizer.json."""
         vocab = files.read_json(self.places["encoder.json"])
-        merges = self.places["vocab.bpe"].read_text(encoding="utf-8").split("\n")[1:-1]          # a line on its version
+        merges = self.places["vocab.bpe"].read_text(encoding="utf-8").split("\n")[1:-1]          # [0]: version
         return byte_pairs(vocab, merges, {END: self.separator})
 
     @functools.cached_property
@@ -139,15 +140,15 @@ WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")                    # one sp
 
 
 def cut(text):
-    """A long text in parts of about a million characters. Byte pairs of words that begin with their space are never
-    joined across a WORD_END, so that the ids stay the same."""
+    """A long text in parts of about a million characters. The cuts are at WORD_END, which no merge crosses, because a
+    word begins with its space: the ids are those of the whole text."""
     found = (WORD_END.search(text, i) for i in range(1 << 20, len(text), 1 << 20))
     cuts = sorted({match.start() for match in found if match})
     return (text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)]))
 
 
 class Numbers:
-    """No text at all: tokens are symbols of a synthetic task and print as numbers."""
+    """Symbols of a synthetic task, which print as numbers."""
     name, separator, content = "numbers", None, None
 
     def encode(self, text):
@@ -166,15 +167,14 @@ class Numbers:
 
 TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}
 
-# ----------------------------------------------------------------------------------------------- those of public models
+# ------------------------------------------------------------------------------------------ tokenizers of public models
 
 
 class HuggingFace:
-    """The tokenizer of a public model, by its tokenizer.json in Hugging Face's format.
+    """The tokenizer of a public model, from its tokenizer.json in Hugging Face's format.
 
-    content: of that file; path: where it is, or what it was made from. id_hints: the model's other JSON files that may
-    say which ids begin and end a text (config.json, ...), as dicts. separator: the id between two texts, where it is
-    known already.
+    content: of that file; path: its place, for error messages. id_hints: the model's other JSON files that may name
+    the ids that begin and end a text (config.json, ...), as dicts. separator: the id between two texts; None: find it.
     """
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
@@ -184,17 +184,17 @@ class HuggingFace:
             self.coder = library.Tokenizer.from_buffer(content)
         except ValueError as e:
             raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can read ({e})") from None
-        self.coder.encode_special_tokens = True                         # spelled in a text, they are text
-        self.coder.no_truncation()              # some files ask for the one
-        self.coder.no_padding()                 # or for the other
+        self.coder.encode_special_tokens = True                         # special tokens spelled in a text are text
+        self.coder.no_truncation()              # some files ask for truncation or padding
+        self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
         self.separator = self.find_separator(id_hints, path) if separator is None else separator
         decoder = json.dumps(json.loads(content).get("decoder"))
-        self.byte_level = "ByteLevel" in decoder                        # else it spells as SentencePiece does
+        self.byte_level = "ByteLevel" in decoder                        # otherwise as in SentencePiece
 
     def find_separator(self, id_hints, path):
-        """<|endoftext|> where there is one; or else what the tokenizer puts before a text; or else what the model's
-        files say begins one; or else what they say ends one."""
+        """The first that exists: <|endoftext|>; the token that the tokenizer puts before a text; the token that begins
+        a text, or ends it, according to the model's files."""
         put_before = self.coder.encode("", add_special_tokens=True).ids[:1]
         begins, ends = self.special_ids(id_hints, "bos"), self.special_ids(id_hints, "eos")
         if candidates := [*self.ids_of(END), *put_before, *begins, *ends]:
@@ -203,8 +203,8 @@ class HuggingFace:
                          f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
 
     def special_ids(self, id_hints, role):
-        """The ids that begin (role "bos") or end ("eos") a text: config.json gives one or several by number,
-        tokenizer_config.json one by its spelling."""
+        """The ids that begin (role "bos") or end ("eos") a text. config.json has one or several ids,
+        tokenizer_config.json the spelling of one."""
         found = []
         for hints in id_hints:
             ids, token = hints.get(f"{role}_token_id"), hints.get(f"{role}_token")
@@ -213,21 +213,21 @@ class HuggingFace:
         return list(dict.fromkeys(i for i in found if i is not None and i < self.vocab_size))
 
     def ends(self, id_hints):
-        """The ids at which a model stops to speak: what its files say, and the end of a turn in a conversation."""
+        """The ids that end a model's text: those in its files, and the end of a turn in a conversation."""
         return list(dict.fromkeys(self.special_ids(id_hints, "eos") + self.ids_of("<|im_end|>")))
 
     def ids_of(self, token):
-        """The id of one token by its spelling, as a list; empty where there is none."""
+        """The id of one token by its spelling, as a list; empty if it does not exist."""
         found = self.coder.token_to_id(token or "")
         return [] if found is None else [found]
 
     @functools.cached_property
     def lengths(self):
-        """Bytes of text behind each id, (vocab_size,): none behind special tokens."""
+        """Bytes of text of each id, (vocab_size,): 0 for special tokens."""
         lengths = np.zeros(self.vocab_size, np.int64)
         for spelling, i in self.coder.get_vocab().items():
             lengths[i] = self.length(spelling)
-        for i, token in self.coder.get_added_tokens_decoder().items():  # spelled as they are
+        for i, token in self.coder.get_added_tokens_decoder().items():  # these are spelled literally
             lengths[i] = 0 if token.special else len(token.content.encode())
         lengths[self.separator] = 0
         return lengths
@@ -237,29 +237,29 @@ class HuggingFace:
             return len(spelling)
         if re.fullmatch("<0x[0-9A-F]{2}>", spelling):                   # a byte by its number
             return 1
-        return len(spelling.replace("\u2581", " ").encode())            # a low line that stands for a space
+        return len(spelling.replace("\u2581", " ").encode())            # U+2581 stands for a space
 
     def encode(self, text):
-        parts = cut(text) if self.byte_level else [text]                # SentencePiece's words may hold spaces
+        parts = cut(text) if self.byte_level else [text]                # SentencePiece's words may contain spaces
         found = (self.coder.encode_batch_fast([part], add_special_tokens=False)[0].ids for part in parts)
         return np.concatenate([np.array(ids, np.uint32) for ids in found])
 
     def decode(self, ids):
-        return self.coder.decode([int(i) for i in ids if i != self.separator])      # leaves out special tokens
+        return self.coder.decode([int(i) for i in ids if i != self.separator])      # without special tokens
 
 
 # -------------------------------------------------------------------------------------------- the format tokenizer.json
 
-END = "<|endoftext|>"                           # what most tokenizers call the token between two texts
+END = "<|endoftext|>"                           # the separator of most tokenizers
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that stand for themselves in spellings
-# {character: byte}, as byte-level tokenizers spell bytes; the others get the characters from 256 on
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that are spelled as themselves
+# {character: byte} of byte-level tokenizers; the other bytes are spelled by the characters from 256 on
 BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b for b in range(256)}
 
 
 def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
-    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs as "a b", the first joined first; special:
-    {spelling: id} of tokens that are no text; cutting: what cuts a text into words, GPT-2's way unless it is said."""
+    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in the order of merging; special:
+    {spelling: id} of special tokens; cutting: pre-tokenizers that cut a text into words."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     described = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,

@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
+from data.downloads import download
 
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 ADDRESS = f"https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/{COMMIT}/sample/10BT/"
@@ -44,8 +46,8 @@ FILES = {  # bytes and sha256
 
 
 def source_of(args):
-    """The source files, some perhaps still to be fetched, and a description by which a restart knows them: their names
-    and sizes."""
+    """Paths of the source files, which may not be fetched yet, and their names and sizes, by which a restart recognises
+    them."""
     if not args.source:
         return [args.out_dir / "source" / name for name in FILES], [[name, size] for name, (size, _) in FILES.items()]
     paths = tokens.source_files(args.source, (".parquet", ".jsonl", ".txt"))
@@ -54,18 +56,17 @@ def source_of(args):
 
 
 class Stream:
-    """The tokens of all documents from a position on. The position (file, document, token) is all that a restart needs
-    to know."""
+    """The tokens of all documents from a position (file, document, token) on. A restart needs only this position."""
 
     def __init__(self, paths, coder, position):
-        self.position, self.rest = position, np.empty(0, np.uint16)     # rest: what is left of this document
+        self.position, self.rest = position, np.empty(0, np.uint16)     # rest: remaining tokens of this document
         self.documents = self.read(paths, coder, *position)
 
     def read(self, paths, coder, file, document, token):
         for i, path in enumerate(paths[file:], file):
             if not path.exists():
-                files.download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
-                               "name a folder of local files with --source")
+                download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
+                         "name a folder of local files with --source")
             texts = itertools.islice(tokens.documents(path), document, None)
             for j, ids in enumerate(tokens.encode_all(coder, texts), document):
                 yield [i, j, token], ids[token:]
@@ -82,7 +83,7 @@ class Stream:
         return True
 
     def take(self, count):
-        """The next `count` tokens, or what there is, piece by piece."""
+        """The next `count` tokens, piece by piece; fewer at the end of the source."""
         while count and self.more():
             piece, self.rest = self.rest[:count], self.rest[count:]
             self.position[2] += piece.size
@@ -91,7 +92,8 @@ class Stream:
 
 
 def resume(out, plan, coder):
-    """The state to go on from: an unfinished data set's, a finished one's (which may get more shards), or none yet."""
+    """The state to continue from: that of an unfinished or a finished data set (which may get more shards), or a new
+    one."""
     for path in (out / "progress.json", out / "meta.json"):
         if path.exists():
             state = files.read_json(path)
@@ -111,7 +113,7 @@ def prepare(args):
     coder = tokens.settle(args, "fineweb_edu")
     paths, sizes = source_of(args)
     if any(path.suffix == ".parquet" for path in paths):
-        files.optional("pyarrow.parquet")       # better missed now than after a long download
+        files.optional("pyarrow.parquet")       # fail before a long download
     plan = {"dataset": "fineweb_edu"} | tokens.described(coder) | {"shard_tokens": args.shard_tokens, "files": sizes}
     state = resume(args.out_dir, plan, coder)
     write_shards(args, state, Stream(paths, coder, state["next"] or [len(paths), 0, 0]), coder)
@@ -129,8 +131,8 @@ def prepare(args):
 
 
 def write_shards(args, state, stream, coder):
-    """Write what is missing. A shard first gets its name, then a row in progress.json: killed between the two, it is
-    written again."""
+    """Write the missing shards. A shard is renamed first, then gets its row in progress.json: after a kill between the
+    two, it is written again."""
     while not args.train_shards or len(state["shards"]) <= args.train_shards:
         if not stream.more():
             state["next"] = None

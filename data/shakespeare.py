@@ -13,14 +13,16 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
+from data.downloads import download
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def local_text(source):
-    """The text from a local file, or from the one file in a folder that is Tiny Shakespeare."""
+    """The text of a local file, or of the file in a folder that is Tiny Shakespeare."""
     for path in tokens.source_files(source):
         try:
             text = tokens.read_text(path)
@@ -35,10 +37,10 @@ def local_text(source):
 
 
 def fetched_text(out):
-    """The text from the public file, fetched where it is not there yet."""
+    """The text of the public file, fetched unless it is there already."""
     path = out / "input.txt"
     if not path.exists() or files.sha256(path) != SHA256:
-        files.download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+        download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
     return tokens.read_text(path)
 
 

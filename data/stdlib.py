@@ -14,13 +14,14 @@ import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def modules(root):
-    """The source files below a folder, in an order that does not depend on the file system: {relative name: path}."""
+    """{relative name: path} of the source files below a folder, in an order independent of the file system."""
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     return {name.as_posix(): root / name for name in sorted(names, key=Path.as_posix) if not SKIP & set(name.parts)}
 

@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
-from data import files, tokens
+from common import files
+from data import tokens
 
 
 def measure(source):
-    """The sizes in bytes of the documents of each file, and how many files of a folder hold no text."""
+    """{file: sizes in bytes of its documents}, and the number of files without text."""
     sizes, paths = {}, tokens.source_files(source)
     for path in paths:
         try:
@@ -44,8 +45,8 @@ def measure(source):
 
 
 def named(sizes, names, source):
-    """Hold out the files of these names, given with or without folder and endings. Returns one array of bool a file:
-    which documents are held out."""
+    """Hold out the files with these names, which may omit folder and endings. Returns {file: array of bool, which of
+    its documents are held out}."""
     forms = {path: {path.name, path.name.split(".")[0], path.relative_to(source).as_posix(), str(path)}
              for path in sizes}
     for name in names:
@@ -59,8 +60,8 @@ def named(sizes, names, source):
 
 
 def shared(sizes, share):
-    """Hold out documents in a fixed random order as long as they fit into the share; if not even the first fits, the
-    shortest of all."""
+    """Hold out documents in a fixed random order as long as they fit into the share; if the first does not fit, the
+    shortest one."""
     lengths = np.concatenate(list(sizes.values()))
     order = np.random.default_rng(0).permutation(len(lengths))
     held = np.zeros(len(lengths), bool)
@@ -71,22 +72,22 @@ def shared(sizes, share):
 
 
 def chosen(held, wanted):
-    """The texts of one split, read from the files again, so that memory holds a few of them at a time."""
+    """The texts of one split. They are read from the files again, so memory holds only a few at a time."""
     for path, flags in held.items():
         if (flags == wanted).any():
             yield from (text for text, flag in zip(tokens.documents(path), flags, strict=True) if flag == wanted)
 
 
 def fixed(args, separator, pieces):
-    """The ids of all texts in sequences of args.length + 1, with the separator at place args.fixed_at of each; what is
-    left at the end is no sequence."""
-    left = np.zeros(0, np.int64)
+    """The ids of all texts in sequences of args.length + 1, with the separator at position args.fixed_at of each. An
+    incomplete last sequence is dropped."""
+    rest = np.zeros(0, np.int64)
     for piece in pieces:
-        left = np.concatenate([left, piece])
-        whole = left[:len(left) // (args.length + 1) * (args.length + 1)].reshape(-1, args.length + 1)
-        left = left[whole.size:]
-        whole[:, args.fixed_at] = separator
-        yield whole.reshape(-1)
+        rest = np.concatenate([rest, piece])
+        sequences = rest[:len(rest) // (args.length + 1) * (args.length + 1)].reshape(-1, args.length + 1)
+        rest = rest[sequences.size:]
+        sequences[:, args.fixed_at] = separator
+        yield sequences.reshape(-1)
 
 
 def prepare(args):

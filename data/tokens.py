@@ -1,16 +1,17 @@
 """From text to tokens on disk, and back into windows: shared by the data scripts, train.py and the instruments.
 
-In the order of this file: a script reads text files, a tokenizer (coders.py) turns each text into ids, ids go into
-shards, shards make a data set, and whoever trains or looks reads windows from it. A data set is a folder data/<name>/:
+In the order of this file: a script reads text files, a tokenizer (coders.py) turns each text into ids, the ids are
+written to shards, the shards form a data set, and training and instruments read windows from it. A data set is a folder
+data/<name>/:
 
     train.bin, val.bin                      one shard a split, or
     train_000000.bin, train_000001.bin ...  several, read one after another as if they were one
     meta.json                               vocab_size, tokenizer; of each shard its tokens, bytes of text and sha256
-    tokenizer.json                          the tokenizer itself, where it is that of a public model
+    tokenizer.json                          the tokenizer itself, if it is that of a public model
 
-A shard is 256 int32 of header (magic number, version, number of tokens), then the tokens as uint16, or as uint32 where
-the vocabulary is larger: the layouts of llm.c and modded-nanogpt, which can read these files as they are. It describes
-itself and it can be memory-mapped.
+A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as uint16, or as uint32 for
+a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they can read these files. A shard can be
+memory-mapped.
 """
 import argparse
 import gzip
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import files
+from common import files
 from data.lookup import content_of, identity, keep_tokenizer, meta_of, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent
@@ -37,12 +38,12 @@ HERE = Path(__file__).parent
 
 
 class NotText(ValueError):
-    """A file that is empty or binary: a mistake where it was named, passed over where a folder was."""
+    """A file that is empty or binary: an error if --source names it, skipped if --source is a folder."""
 
 
 def source_files(source, endings=None):
-    """The files of a --source in a fixed order: itself, or all below a folder but the hidden ones. endings: those
-    wanted, .gz aside; None: all."""
+    """The files of a --source in a fixed order: the file itself, or all files below a folder except hidden ones.
+    endings: the accepted ones, without .gz; None: all."""
     if not source.exists():
         raise ValueError(f"--source={source} does not exist: name a file or a folder")
     found = [source] if source.is_file() else [
@@ -61,13 +62,13 @@ def hidden(path):
 
 
 def ending(path):
-    """What kind of file it is, packed or not: .jsonl for a.jsonl and for a.jsonl.gz."""
+    """The kind of a file, compressed or not: .jsonl for a.jsonl and a.jsonl.gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
 def documents(path):
-    """The texts of one source file: the "text" of each row of a .parquet or .jsonl, or else the whole file. Empty rows
-    are left out."""
+    """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
+    rows are left out."""
     texts = {".parquet": parquet_texts, ".jsonl": jsonl_texts}.get(ending(path), whole_text)
     try:
         yield from (text for text in texts(path) if text and not text.isspace())
@@ -93,22 +94,22 @@ def jsonl_texts(path):
             if line.strip():
                 try:
                     text = json.loads(line)["text"]
-                    yield text.encode("utf-8", "replace").decode()      # JSON can hold half characters, UTF-8 cannot
+                    yield text.encode("utf-8", "replace").decode()      # JSON can hold lone surrogates, UTF-8 cannot
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '
                                      "mend or remove it") from None
 
 
 def whole_text(path):
-    """The whole file as its one document."""
+    """The whole file as one document."""
     yield read_text(path)
 
 
 def read_text(path):
-    """A file as one text. Raises NotText where it is empty, binary or in another encoding than UTF-8."""
+    """A file as one text. Raises NotText if it is empty, binary or not in UTF-8."""
     with unpacked(path) as f:
         content = f.read(1 << 16)
-        if b"\0" not in content:                # a binary file is known by its beginning, and may be large
+        if b"\0" not in content:                # a binary file shows at its beginning; it may be large
             content += f.read()
     try:
         text = content.decode("utf-8-sig")
@@ -130,8 +131,8 @@ def unpacked(path):
 
 
 def encode_all(coder, texts, separate=True, together=32):
-    """The ids of each text, in order, some encoded at once (byte pairs are found outside Python's lock). separate: each
-    begins with the separator."""
+    """The ids of each text, in order, `together` texts at a time in threads (tokenizers release Python's lock).
+    separate: each text begins with the separator."""
     texts = iter(texts)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(texts, together)):
@@ -142,13 +143,13 @@ def encode_all(coder, texts, separate=True, together=32):
 # ------------------------------------------------------------------------------------------------------------- shards
 
 HEADER = 256 * 4                                # bytes
-LAYOUTS = {                                     # what a token is, and the magic number and version that say so
+LAYOUTS = {                                     # {type of a token: magic number and version in the header}
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
 
 
 def layout(vocab_size):
-    """What a token of such a vocabulary is in a shard: the whole data set is of one kind, whichever ids occur."""
+    """The type of a token in a shard. It depends on the vocabulary alone, so all shards of a data set have the same."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -162,12 +163,12 @@ def shard_header(kind, count):
 
 
 def write_shard(path, tokens, coder=None):
-    """Write one shard from an array of ids, or from an iterator of arrays, of which it holds one at a time. coder: the
-    tokenizer that they come from; without, they are no text. Returns its row of meta.json, with the bytes of text."""
+    """Write one shard from an array of ids, or from an iterator of arrays, one at a time in memory. coder: the
+    tokenizer of the ids; None: they are not text. Returns the shard's row of meta.json, with the bytes of text."""
     count, text, kind = 0, 0, layout(coder.vocab_size if coder else 1 << 16)
     pieces = tokens if hasattr(tokens, "__next__") else [tokens]
     with files.replacing(path) as f:
-        f.write(shard_header(kind, 0))          # the number of tokens is known at the end
+        f.write(shard_header(kind, 0))          # the number of tokens follows at the end
         for piece in pieces:
             piece = np.asarray(piece)
             if piece.size and not (0 <= piece.min() and piece.max() <= np.iinfo(kind).max):
@@ -182,7 +183,7 @@ def write_shard(path, tokens, coder=None):
 
 
 def read_shard(path):
-    """Memory-map one shard, after checking that it is one and that it is whole."""
+    """Memory-map one shard, after checking its header and its size."""
     path = Path(path)
     size = path.stat().st_size
     header = np.fromfile(path, dtype=np.int32, count=256)
@@ -203,8 +204,8 @@ def read_shard(path):
 
 
 def write_data_set(out, coder, splits, separate=True, through=iter, **about):
-    """A data set of one shard a split. splits: the texts of "train" and of "val", encoded and written as they come.
-    through: changes an iterator of arrays of ids."""
+    """Write a data set of one shard per split. splits: iterators over the texts of "train" and "val". through: a
+    function applied to the iterator over arrays of ids."""
     begin(out, coder)
     shards = {f"{split}.bin": write_shard(out / f"{split}.bin", through(encode_all(coder, texts, separate)), coder)
               for split, texts in splits.items()}
@@ -212,14 +213,14 @@ def write_data_set(out, coder, splits, separate=True, through=iter, **about):
 
 
 def described(coder):
-    """What a meta.json says of a tokenizer."""
+    """The entries of meta.json on a tokenizer."""
     found = {"tokenizer": coder.name, "vocab_size": coder.vocab_size}
     return found | ({"separator": coder.separator} if coder.content else {})
 
 
 def begin(out, coder=None):
-    """A data set is about to be written here: without meta.json it counts as incomplete, and what a killed run left
-    behind goes."""
+    """Prepare a folder for a new data set. Delete meta.json, without which a data set counts as incomplete, and the
+    temporary files of a killed run."""
     out.mkdir(parents=True, exist_ok=True)
     earlier = [out / "tokenizer.json"] if "separator" in meta_of(out) else []
     for path in [*earlier, out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
@@ -228,8 +229,8 @@ def begin(out, coder=None):
 
 
 def finish(out, meta):
-    """All shards are written: those of an earlier data set go, since Tokens would read them too, and meta.json comes
-    last."""
+    """After all shards are written: delete those of an earlier data set, which Tokens would read too, then write
+    meta.json."""
     for path in out.glob("*.bin"):
         if path.name not in meta["shards"] and re.fullmatch(r"(train|val)(_\d{6})?\.bin", path.name):
             path.unlink()
@@ -239,22 +240,21 @@ def finish(out, meta):
 
 
 def shards_of(meta, split):
-    """The rows of meta.json on the shards of one split."""
+    """The rows of meta.json for the shards of one split."""
     return [shard for name, shard in meta["shards"].items() if name.startswith(split)]
 
 
 # --------------------------------------------------------------------------------------------------- data sets: known
 
-OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # these need no network; their own tokenizers
-VERIFY_BELOW = 1 << 30                          # bytes: more is not hashed at every start (about a second per GB)
-# what else stands in data/
-NO_DATA_SET = ("files", "coders", "lookup", "tokens", "weights", "sources", "families", "export", "benchmarks",
-               "__init__")
+OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
+VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
+# the other scripts in data/
+NO_DATA_SET = ("downloads", "coders", "lookup", "tokens", "weights", "benchmarks")
 
 
 def data_folder(dataset, run=None):
-    """A data set's folder: any folder named by its path, or data/<dataset>. run: whose tokenizer it must be in; where
-    data/<dataset> is in another one, it is a folder beside it, by whichever name the tokenizer has there."""
+    """A data set's folder: any path, or data/<dataset>. run: a run whose tokenizer the data set must use. If
+    data/<dataset> uses another one, the result is a folder data/<dataset>-..., whatever the tokenizer's name there."""
     if os.sep in dataset or "/" in dataset:
         return Path(dataset)
     plain, name = HERE / dataset, tokenizer_name(run)
@@ -266,12 +266,12 @@ def data_folder(dataset, run=None):
 
 
 def home(dataset, name, content):
-    """Where a data set in some tokenizer goes: data/<dataset>; or data/<dataset>-<name>, so that it can be there in
-    several. content: of the tokenizer's file, if it needs one."""
+    """The folder for a data set in some tokenizer: data/<dataset>, or data/<dataset>-<name>, so that one data set can
+    exist in several tokenizers. content: of the tokenizer's file, if it needs one."""
     usual = OFFLINE.get(dataset)
-    if "numbers" in (name, usual):              # symbols are in no other tokenizer
+    if "numbers" in (name, usual):              # symbols have no other tokenizer
         plain = True
-    elif usual:                                 # train.py makes data/stdlib by itself, and relies on what it is in
+    elif usual:                                 # train.py makes data/stdlib by itself, in this tokenizer
         plain = name == usual
     else:
         plain = not content
@@ -284,14 +284,14 @@ def data_sets():
 
 
 def script_of(folder):
-    """What to run to make this data set, for error messages."""
+    """The command that makes this data set, for error messages."""
     name = Path(folder).name
     return f"python data/{name}.py" if name in data_sets() else "a data script: " + ", ".join(data_sets())
 
 
 def read_meta(folder, verify=True):
-    """meta.json of a data set. verify: compare every shard's hash too, where the set is small enough to do so at each
-    start. Raises ValueError where something is missing or damaged."""
+    """meta.json of a data set. verify: also check every shard's hash, if the data set is smaller than VERIFY_BELOW.
+    Raises ValueError if something is missing or damaged."""
     folder = Path(folder)
     if not (folder / "meta.json").exists():
         raise ValueError(f"{folder / 'meta.json'} is missing: make the data set with {script_of(folder)}")
@@ -309,7 +309,7 @@ def read_meta(folder, verify=True):
 
 
 def is_whole(meta):
-    """Does meta.json say what everybody relies on?"""
+    """Does meta.json have all required entries?"""
     try:
         rows = meta["shards"].values()
         return {"vocab_size", "tokenizer"} <= meta.keys() and all({"tokens", "sha256"} <= row.keys() for row in rows)
@@ -318,7 +318,7 @@ def is_whole(meta):
 
 
 def check_shard(path, digest, vocab_size):
-    """Read a whole shard once, before any work rests on it."""
+    """Check the hash and the ids of a whole shard. Raises ValueError."""
     ids, again = read_shard(path), f"run {script_of(path.parent)} again"
     if files.sha256(path) != digest:
         raise ValueError(f"{path} is not the file that meta.json describes (sha256 differs): {again}")
@@ -328,7 +328,7 @@ def check_shard(path, digest, vocab_size):
 
 
 def check_vocabulary(config, meta, dataset):
-    """Do the token ids of a data set fit a model, and its sequences its windows? Raises ValueError if not."""
+    """Raise ValueError if the token ids or the sequences of a data set do not fit a model."""
     if config.block_size >= meta.get("stride", math.inf):
         raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have {meta['stride'] - 1} "
                          "tokens: lower --block_size, or make longer sequences (--length)")
@@ -338,13 +338,13 @@ def check_vocabulary(config, meta, dataset):
 
 
 def data_hash(meta):
-    """One short name for all of a data set's contents."""
+    """One short hash of a data set's whole content."""
     digests = (shard["sha256"] for _, shard in sorted(meta["shards"].items()))
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
 def bytes_per_token(meta, split):
-    """Bytes of text behind one token, to turn a loss in nats per token into bits per byte; None without text."""
+    """Bytes of text per token, which turn a loss in nats per token into bits per byte; None if tokens are not text."""
     size, tokens = (sum(shard.get(key) or 0 for shard in shards_of(meta, split)) for key in ("bytes", "tokens"))
     return size / tokens if size and tokens else None
 
@@ -353,9 +353,9 @@ def bytes_per_token(meta, split):
 
 
 def data_for(run, dataset, machine):
-    """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder, or None, which takes the
-    data set as it is. One that needs no network is made if it is missing, by one rank of each machine. Raises
-    ValueError where it is missing, damaged, or in another tokenizer."""
+    """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder; None: any tokenizer. A
+    missing data set that needs no network is made, by one rank of each machine. Raises ValueError if the data set is
+    missing, damaged, or in another tokenizer."""
     name = tokenizer_name(run)
     folder = data_folder(dataset, run)
     if machine.local_rank == 0 and dataset in OFFLINE and not (folder / "meta.json").exists():
@@ -370,7 +370,7 @@ def data_for(run, dataset, machine):
 
 
 def make(dataset, folder, run):
-    """Run the script of a data set. What it says goes to stderr, for eval.py's stdout may be JSON."""
+    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON."""
     flags = [] if folder == HERE / dataset else [f"--tokenizer={reference(run)}"]
     print(f"making {folder}: {' '.join(['python', f'data/{dataset}.py', *flags])}", file=sys.stderr, flush=True)
     if subprocess.run([sys.executable, HERE / f"{dataset}.py", *flags], stdout=2).returncode:
@@ -378,7 +378,7 @@ def make(dataset, folder, run):
 
 
 def command_for(run, dataset):
-    """What makes a data set in a run's tokenizer."""
+    """The command that makes a data set in a run's tokenizer."""
     if tokenizer_name(run) == "numbers":
         return "python data/backcopy.py"
     scripted = dataset in data_sets() and dataset != "text" and OFFLINE.get(dataset) != "numbers"
@@ -387,12 +387,12 @@ def command_for(run, dataset):
 
 
 def reference(run):
-    """What --tokenizer calls the tokenizer of a run."""
+    """The value of --tokenizer for the tokenizer of a run."""
     return run if content_of(run) else tokenizer_name(run)
 
 
 def same_tokenizer(run, folder):
-    """Are a run and a data set in the same one? True of an older run, which does not say."""
+    """Do a run and a data set use the same tokenizer? True for an older run, which does not name its own."""
     wanted = identity(run)
     return wanted is None or wanted == identity(folder)
 
@@ -401,7 +401,7 @@ def same_tokenizer(run, folder):
 
 
 class Tokens:
-    """The shards of one split, read as one long array that may be larger than memory. len() counts its tokens."""
+    """The shards of one split as one long array, which may be larger than memory. len() is its number of tokens."""
 
     def __init__(self, folder, split):
         folder = Path(folder)
@@ -419,7 +419,7 @@ class Tokens:
         return int(self.ends[-1])
 
     def window(self, start, length):
-        """Tokens start .. start+length-1; a window may run over the border of two shards."""
+        """Tokens start .. start+length-1, which may span several shards."""
         pieces, i = [], int(np.searchsorted(self.ends, start, side="right"))
         while length > 0:
             offset = start - (self.ends[i] - len(self.shards[i]))
@@ -428,7 +428,7 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def windows(self, starts, length, vocab_size):
-        """The windows at these starts as one int64 array (len(starts), length), ids checked against the vocabulary."""
+        """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids outside the vocabulary."""
         rows = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
         if rows.max() >= vocab_size:
             row = int((rows >= vocab_size).any(1).argmax())
@@ -438,8 +438,8 @@ class Tokens:
 
 
 def fixed_windows(split, length, count, stride=1):
-    """Starts of `count` windows of length+1 tokens (0: as many as fit side by side), spread evenly over a split, the
-    same at every call; fewer if the split is short."""
+    """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every call; fewer if the
+    split is short. count 0: as many as fit side by side."""
     last = (len(split) - length - 1) // stride
     if last < 0:
         raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of {length}: "
@@ -468,7 +468,7 @@ def flags(doc, dataset, tokenizer):
 
 
 def settle(args, dataset):
-    """The tokenizer that the flags name; and where the data set goes, if they do not say it."""
+    """The tokenizer that the flags name. Also sets args.out_dir if it was not given."""
     coder = tokenizer(args.tokenizer, args.tokenizer_files)
     if coder.name == "numbers":
         raise ValueError(f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or gpt2")

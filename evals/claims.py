@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common import files
 from common.flags import knob
 from common.machine import Machine
 from common.runs import ROOT, made_by
-from data import files
 from evals.instrument import whole_numbers
 from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
 from evals.ledger.claim import COSTS

@@ -34,10 +34,11 @@ from tqdm import tqdm
 import attention
 import mixers
 from axes.positions import POSITIONS
+from common import files
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
 from common.runs import ROOT, load_weights, read_run, read_weights, what_is_new
-from data import files, tokens
+from data import tokens
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------------------ opening a run

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 import attention
 import mixers
+from common import files
 from common.flags import knob
 from common.runs import ROOT, finished_run, output_of
-from data import files, tokens
+from data import tokens
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import markdown, marked, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
 from evals.measures import Probe, mean_of

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common import files
 from common.flags import at_least, knob
-from data import files
 from evals.instrument import mean_and_error, progress, table
 from evals.passkey import Reader, forced, text_tokenizer
 

@@ -1,21 +1,21 @@
 """Focus: learned groups of tokens decide which distant pairs may attend to each other. Focus, the paper (3), section 2
 and appendix D.
 
-A router gives every token x_i a share g_ik of K groups; what two tokens have in common, g_i . g_j, opens or shuts the
-way between them. Near pairs, i - j < window, are always open, and what flows is left to plain softmax attention:
+A router gives every token x_i a share g_ik of each of K groups. The product g_i . g_j of two tokens' shares opens or
+shuts a gate on their score. Near pairs, i - j < window, have no gate. The rest is plain softmax attention:
 
     s'_ij = s_ij                                near                g_i = normalize(W x_i . C^T / temperature)
     s'_ij = s_ij gated by g_i . g_j             distant             gate = sigmoid(gate_scale (g_i . g_j - gate_offset))
 
-W (d_g x C) and the centroids C (K x d_g) are one set a layer, shared by its heads, and all that a retrofit trains:
-`train.py --init_from=RUN --attn=focus --train_only=focus`. In training every pair is computed, softly. With --topk=k
-the model is evaluated as the paper uses it: a token is a member of its k largest groups, and a distant pair attends if
-and only if the two share one. Then pairs that share none are never computed, see `Focus.sparse`.
+The heads of a layer share W (d_g x C) and the centroids C (K x d_g). A retrofit trains only these:
+`train.py --init_from=RUN --attn=focus --train_only=focus`. Training computes every pair with its soft gate. With
+--topk=k the model is evaluated as in the paper: a token is a member of its k largest groups, and a distant pair attends
+if and only if the two tokens share a group. Then the other distant pairs are never computed, see `sparse`.
 
-`normalize` is the axis --balance. Left to the gradient, one group takes all tokens (section 4). Sinkhorn as printed
-evens the groups out over the tokens of a sequence, the later ones included: what is read early then depends on what
-comes late, so the loss of such a model is no loss of prediction, and it cannot be decoded. The default carries what
-Sinkhorn finds from batch to batch instead, a number a group, and leaks nothing.
+`normalize` is the axis --balance. Trained by gradient alone, one group takes all tokens (section 4). Sinkhorn as
+printed evens out the groups over all tokens of a sequence, so an early token's groups depend on later tokens. The loss
+of such a model is not a prediction loss, and the model cannot be decoded. The default therefore carries the result of
+Sinkhorn from batch to batch, one number for each group. It is causal.
 
 Shapes: B batch, H heads, R rows, T keys, D width of q and k, E of v, K groups.  x (B, T, C)   g (B, T, K)
 """
@@ -47,28 +47,28 @@ from kernels import for_products, grouped, scaled_scores, weighted_sum
 class Balance(Choice):
     """How a token's scores become shares of groups.
 
-    `count` says what a training step remembers of its tokens z (B, T, d_g), their s and g: a tensor that is summed over
-    micro-batches and ranks, or a sample, of which the step's first one counts. `settle` is told when the step is
-    over."""
-    shares: Callable | None = None              # layer, s (B, T, K) over the temperature -> g, whose rows sum to 1
+    `count` returns a statistic of a training step's tokens, which is summed over micro-batches and ranks; if it is a
+    `sample`, only the step's first one is kept. After the step, `settle` updates the layer from it."""
+    shares: Callable | None = None              # layer, s (B, T, K) / temperature -> g, whose rows sum to 1
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
-    count: Callable | None = None               # layer, s, z, g -> a tensor
+    count: Callable | None = None               # layer, s, z (B, T, d_g) = W x, g -> a tensor
     sample: bool = False
-    settle: Callable | None = None              # layer, what was counted
-    penalty: Callable | None = None             # layer, g -> what is added to the loss
+    settle: Callable | None = None              # layer, the statistic of the step
+    penalty: Callable | None = None             # layer, g -> a term of the loss
 
 
 def by_softmax(layer, s):
-    """g_i = softmax(s_i): nothing keeps the groups even, and the gradient wants no pair shut. Section 4."""
+    """g_i = softmax(s_i). Nothing keeps the groups even, and the gradient shuts no pair. Section 4."""
     return s.softmax(-1)
 
 
 def potentials(layer, s):
-    """What Sinkhorn takes off the scores of each group, u (B, 1, K), mean 0: Q = exp(s), then N times over the sum of
-    its tokens, over the sum of its groups, in logarithms. The last division makes each row of Q softmax(s_i - u).
+    """The potentials u (B, 1, K), mean 0, that Sinkhorn subtracts from the scores of each group.
 
-    A group's sum runs over all tokens of a sequence: NOT causal."""
+    Starting from Q = exp(s), each of N iterations divides by the sum over tokens, then by the sum over groups; here in
+    logarithms. After the last division, each row of Q is softmax(s_i - u). NOT causal: the sum over tokens includes
+    later ones."""
     Q, u = s, 0.0
     for _ in range(layer.args["iterations"]):
         u = u + Q.logsumexp(1, keepdim=True)
@@ -77,19 +77,19 @@ def potentials(layer, s):
 
 
 def sinkhorn(layer, s):
-    """g = Q, as printed: section 2."""
+    """g = Q, the result of Sinkhorn, as printed: section 2."""
     return (s - potentials(layer, s)).softmax(-1)
 
 
 def with_potential(layer, s):
-    """g_i = softmax(s_i - u), u the mean of what Sinkhorn found for the sequences of past steps: a constant to the
-    gradient, which stays as it is in evaluation. Causal. It starts at 0 and moves by `rate`, so for the first twenty
-    steps or so nothing is balanced yet."""
+    """g_i = softmax(s_i - u), where u averages Sinkhorn's potentials over the sequences of past steps. Causal: u is a
+    constant for the gradient and in evaluation. It starts at 0 and moves by `rate`, so the first twenty steps or so are
+    not balanced yet."""
     return (s - layer.potential).softmax(-1)
 
 
 def sum_of_potentials(layer, s, z, g):
-    """Over sequences, and how many they are: (K + 1,)."""
+    """Sum over sequences, and their number: (K + 1,)."""
     return F.pad(potentials(layer, s).sum((0, 1)), (0, 1), value=len(s))
 
 
@@ -98,35 +98,36 @@ def move_potential(layer, sums):
 
 
 def confident_and_even(layer, g):
-    """The mean entropy of a token's shares, less that of the mean share: low where each token is sure of its group, and
-    the groups are even. The paper names "entropy and balance losses" and no formula; its "balance weight x5" is
-    penalty=0.05 here. Taken of each micro-batch by itself, so here it does matter how a batch is split."""
+    """The mean entropy of a token's shares minus the entropy of the mean share. It is low where each token is sure of
+    its group and the groups are even. The paper names "entropy and balance losses" without a formula; its "balance
+    weight x5" is penalty=0.05 here. It is computed for each micro-batch, so it depends on how a batch is split."""
     return layer.args["penalty"] * (entropy(g).mean() - entropy(g.mean((0, 1))))
 
 
 def entropy(p):
-    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)  # a share of 0 has a finite slope, too
+    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)  # clamp: finite slope at p = 0
 
 
 def sums_by_group(layer, s, z, g):
-    """Each group's sum of shares, and of its tokens weighted by them: (K, 1 + d_g)."""
+    """Each group's sum of shares, and its sum of tokens weighted by their shares: (K, 1 + d_g)."""
     return torch.cat([g.sum((0, 1))[:, None], torch.einsum("btk,btd->kd", g, z)], 1)
 
 
 def move_centroids(layer, sums):
-    """Centroids drift to the mean of their tokens; a group without tokens stays where it is."""
+    """Move each centroid towards the mean of its tokens; the centroid of an empty group stays."""
     mass = sums[:, :1]
     means = torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids)
     layer.centroids.lerp_(means, layer.args["rate"])
 
 
 def a_sequence(layer, s, z, g):
-    """What k-means runs on: up to about 512 tokens of a sequence."""
+    """A sample for k-means: about 512 tokens of the first sequence at most."""
     return z[0, ::-(-z.shape[1] // 512)]
 
 
 def recluster(layer, z):
-    """Every so many steps the centroids become the directions of k-means of the tokens z (n, d_g) from their mean."""
+    """Every `every` steps: run k-means on the tokens z (n, d_g) minus their mean, and take the directions of its means
+    as centroids."""
     layer.steps += 1
     if layer.steps % layer.args["every"] == 0:
         layer.middle.copy_(z.mean(0))
@@ -134,43 +135,44 @@ def recluster(layer, z):
 
 
 def k_means(z, K):
-    """K means (K, d) of points z (n, d), each start as far from the earlier ones as it can be; ten rounds."""
+    """K means (K, d) of points z (n, d): ten rounds. Each start is the point farthest from the earlier starts."""
     means = z[:1]
     for _ in range(1, K):
         means = torch.cat([means, z[torch.cdist(z, means).amin(1).argmax()][None]])
     for _ in range(10):
-        own = F.one_hot(torch.cdist(z, means).argmin(1), K).to(z)       # (n, K)
-        count = own.sum(0)[:, None]
-        means = torch.where(count > 0, own.T @ z / count.clamp(min=1), means)
+        member = F.one_hot(torch.cdist(z, means).argmin(1), K).to(z)    # (n, K)
+        count = member.sum(0)[:, None]
+        means = torch.where(count > 0, member.T @ z / count.clamp(min=1), means)
     return means
 
 
 def router(layer):
-    """W and the centroids. Their start is in no paper: scores of an input of unit variance have unit variance."""
+    """W and the centroids. The paper gives no initial values. These give scores of unit variance for an input of unit
+    variance."""
     C, d_g = layer.config.n_embd, layer.args["route_dim"]
     return {"router": nn.Linear(C, d_g, bias=False), "router.weight": Redrawn(C ** -0.5),
             "centroids": Normal(d_g ** -0.5, (layer.groups, d_g))}
 
 
 def router_alone(layer):
-    """The same, with centroids that no gradient moves."""
-    dice = torch.Generator().manual_seed(layer.depth)
-    start = torch.randn(layer.groups, layer.args["route_dim"], generator=dice)
+    """The same, with centroids that have no gradient."""
+    generator = torch.Generator().manual_seed(layer.depth)
+    start = torch.randn(layer.groups, layer.args["route_dim"], generator=generator)
     return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1))}
 
 
 def router_and_middle(layer):
-    """The same, and what is taken off every token before it is scored."""
+    """The same, and the mean that is subtracted from every token before it is scored."""
     middle = torch.zeros(layer.args["route_dim"])
     return router_alone(layer) | {"middle": Fixed(middle), "steps": Fixed(torch.zeros(()))}
 
 
-# a set of groups is the bits of a number, of which 62 are enough
+# 62: a token's set of groups is stored as the bits of an int64
 ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
           "temperature": Constant(0.1, 1e-6, math.inf)}
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
-BALANCES = {                                    # the default is ours, the others are the paper's: section 2, table 8
+BALANCES = {                                    # the default is ours, the others are from the paper: section 2, table 8
     "potential": Balance(lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
                          SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential, count=sum_of_potentials,
                          settle=move_potential),
@@ -189,18 +191,16 @@ BALANCES = {                                    # the default is ours, the other
 
 
 def log_gate(s, z):
-    """s + log sigmoid(z): the weight is multiplied by the gate, so a shut gate leaves nothing of a pair. A mask is its
-    limit.
+    """s + log sigmoid(z): the gate multiplies the weight, so a shut gate removes the pair, like a mask.
 
-    Differs from the paper, whose eq. 2 is `score_gate`, and which gives neither a gate_scale (its lambda) nor a
-    gate_offset.
+    Differs from the paper: its eq. 2 is `score_gate`. It gives no values for gate_scale (its lambda) and gate_offset.
     """
     return s + F.logsigmoid(z)
 
 
 def score_gate(s, z):
-    """s sigmoid(z), as printed (eq. 2). A shut gate makes the score 0, which is no mask: exp(0) = 1 is as much as many
-    a score gets, and a negative one is raised. With gate_offset=0, as printed too, no gate is below 1/2."""
+    """s sigmoid(z), as printed (eq. 2). A shut gate makes the score 0, which is not a mask: exp(0) = 1 is a usual
+    weight, and a negative score even rises. With gate_offset=0, also as printed, no gate is below 1/2."""
     return s * torch.sigmoid(z)
 
 
@@ -220,7 +220,7 @@ def gate_args(offset):
 
 @dataclasses.dataclass(frozen=True)
 class Affinity(Choice):
-    gated: Callable | None = None               # scores s, arguments z of the gates, broadcast to (B, H, R, T) -> s'
+    gated: Callable | None = None               # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
 
 
 AFFINITIES = {
@@ -249,20 +249,20 @@ REFUSED = {                                     # axis: why its other values mea
     "rule": "it is exact only for softmax, whose parts can be put together by their log-sum-exps",
 }
 
-# ------------------------------------------------------------------------------------------------ a block of all pairs
+# ------------------------------------------------------------------------------------- all pairs, a block at a time
 
 
 def gated_block(affinity, local, sight, need_r, dropout, i, q, k, v, a, b):
-    """Output (B, H, R, E) of one block of rows, and its log-sum-exp if that is needed. a (B, 1, R, G) and b (B, 1,
-    keys, G) are the rows' and the keys' halves of the gates' arguments."""
+    """Output (B, H, R, E) of one block of rows, and its log-sum-exp if need_r. a (B, 1, R, G) and b (B, 1, keys, G) are
+    the factors of the gate arguments, see `Focus.gate_factors`."""
     w, r = gated_weights(affinity, local, sight, i, q, k, a, b, need_r)
     o = weighted_sum(w, v, dropout)
     return (o, r) if need_r else (o,)
 
 
 def gated_weights(affinity, local, sight, i, q, k, a, b, need_r):
-    """The rows at positions i (R,): weights (B, H, R, keys), and their log-sum-exp where it is needed. Without an
-    affinity the gates are shut or open."""
+    """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if need_r. affinity None: hard
+    gates, open or shut."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     near, seen = i[:, None] - j < local, visible(i[:, None], j, sight)
     s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
@@ -275,64 +275,70 @@ def gated_weights(affinity, local, sight, i, q, k, a, b, need_r):
     return w, LogSumExp.apply(s, seen, w) if need_r else None
 
 
-# --------------------------------------------------------------------------- only pairs that are open: the sparse form
+# --------------------------------------------------------------------------------------- the sparse form: open pairs
 
 
 def sparse(q, k, v, members, local, scale, fused=False):
-    """The hard form without the pairs that it shuts: o (B, H, T, E) and log-sum-exp (B, H, T, 1). members (B, T, K).
+    """Attention with hard gates that skips shut pairs: o (B, H, T, E) and log-sum-exp (B, H, T, 1). members (B, T, K).
 
-    Appendix D splits the open pairs in two that do not overlap, those of one group and near ones of two, and puts their
-    outputs together by their log-sum-exps: exact, for a softmax over both is what each finds, weighted by what each
-    sums to. That is for one group a token. With k of them a pair may share several, and must count once: tokens are
-    sorted by the set of groups they are in, and each set's rows see all keys whose sets meet it, in one softmax."""
+    Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near pairs that do not. It
+    merges the outputs of both by their log-sum-exps. That is exact: a softmax over both parts is the mean of their
+    outputs, weighted by their sums of exponentials.
+
+    The paper has one group for each token. With k groups a pair may share several and must count once. So tokens are
+    sorted by their set of groups, and the rows of one set see all keys whose sets share a group with it, in one
+    softmax."""
     sequences = [sparse_sequence(*parts, local, scale, fused) for parts in zip(q, k, v, members, strict=True)]
     return tuple(torch.stack(parts) for parts in zip(*sequences, strict=True))
 
 
 def sets_of(members):
-    """The different sets of groups among tokens, members (T, K): each token's as the bits of a number (T,), which of
-    the S sets it is (T,), how many tokens each has (S,), and which sets have a group in common (S, S)."""
+    """The distinct sets of groups among tokens, from members (T, K).
+
+    Returns each token's set as the bits of a number (T,), its index among the S sets (T,), the number of tokens in each
+    set (S,), and which sets share a group (S, S)."""
     bits = (members * 2 ** torch.arange(members.shape[1], device=members.device)).sum(-1)
-    sets, own, sizes = bits.unique(return_inverse=True, return_counts=True)
-    return bits, own, sizes, (sets[:, None] & sets) != 0
+    sets, set_index, sizes = bits.unique(return_inverse=True, return_counts=True)
+    return bits, set_index, sizes, (sets[:, None] & sets) != 0
 
 
 def sparse_sequence(q, k, v, members, local, scale, fused):
     """One sequence: q (H, T, D), k and v with as many heads or fewer, members (T, K)."""
-    bits, own, sizes, meet = sets_of(members)
-    order = own.argsort(stable=True)            # by set, and within it by place
+    bits, set_index, sizes, share_group = sets_of(members)
+    order = set_index.argsort(stable=True)      # by set, and within a set by position
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
-        keys = rows if meet[number].sum() == 1 else meet[number][own].nonzero()[:, 0]
-        outputs.append(causal(q[:, rows], k[:, keys], v[:, keys], rows, keys, scale, fused))
+        alone = share_group[number].sum() == 1  # it shares groups with itself only
+        keys = rows if alone else share_group[number][set_index].nonzero()[:, 0]
+        outputs.append(causal_softmax(q[:, rows], k[:, keys], v[:, keys], rows, keys, scale, fused))
     back = order.argsort()
     o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
-    near, near_r = strangers(q, k, v, bits, local, scale, fused)
-    near_r = near_r.masked_fill(nobody(own, meet, local)[:, None], MASKED)
-    share = torch.sigmoid(r - near_r)           # of the whole sum
+    near, near_r = near_softmax(q, k, v, bits, local, scale, fused)
+    near_r = near_r.masked_fill(without_near_keys(set_index, share_group, local)[:, None], MASKED)
+    share = torch.sigmoid(r - near_r)           # of the keys that share a group in the whole sum
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
 
-def causal(q, k, v, rows, keys, scale, fused):
-    """Softmax of queries at the places `rows` over keys at the places `keys` that are not later, both in order:
-    o (H, R, E) and log-sum-exp (H, R, 1). Where both are the same tokens a kernel can do it."""
-    same = len(rows) == len(keys)
-    if fused and same:
+def causal_softmax(q, k, v, rows, keys, scale, fused):
+    """Softmax of the queries at positions `rows` over the keys at positions `keys`, both sorted, that are not later:
+    o (H, R, E) and log-sum-exp (H, R, 1)."""
+    same_tokens = len(rows) == len(keys)        # then plain causal attention
+    if fused and same_tokens:
         o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale)
         return wide(o[0]), r[0][..., None]
-    if same and flash_is_enough(q):
-        return softmax_parts(q, k, v, None, scale)
+    if same_tokens and can_use_flash(q):
+        return masked_softmax(q, k, v, None, scale)
     ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
     for start in range(0, len(rows), ROWS):
-        some, end = rows[start:start + ROWS], ends[min(start + ROWS, len(rows)) - 1]
-        outputs.append(softmax_parts(q[:, start:start + ROWS], k[:, :end], v[:, :end], keys[:end] <= some[:, None],
-                                     scale))
+        block, end = rows[start:start + ROWS], ends[min(start + ROWS, len(rows)) - 1]
+        outputs.append(masked_softmax(q[:, start:start + ROWS], k[:, :end], v[:, :end], keys[:end] <= block[:, None],
+                                      scale))
     return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
 
 
-def strangers(q, k, v, bits, local, scale, fused):
-    """Softmax over the keys within the window that have no group in common with the row: o (H, T, E) and log-sum-exp
-    (H, T, 1). Of a row that has none neither means anything."""
+def near_softmax(q, k, v, bits, local, scale, fused):
+    """Softmax over the keys in the window that share no group with the row: o (H, T, E) and log-sum-exp (H, T, 1). Both
+    are meaningless for the rows `without_near_keys`."""
     if fused:
         o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale, window=local, sets=bits[None])
         return wide(o[0]), r[0][..., None]
@@ -341,24 +347,25 @@ def strangers(q, k, v, bits, local, scale, fused):
         rows, keys = slice(start, min(start + ROWS, T)), slice(max(0, start + 1 - local), min(start + ROWS, T))
         i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
         seen = visible(i[:, None], j, Sight(window=local)) & ((bits[rows, None] & bits[keys]) == 0)
-        outputs.append(softmax_parts(q[:, rows], k[:, keys], v[:, keys], seen, scale))
+        outputs.append(masked_softmax(q[:, rows], k[:, keys], v[:, keys], seen, scale))
     return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
 
 
-def nobody(own, meet, local):
-    """Rows (T,) without a stranger within the window, by where the last stranger of each set stands."""
-    i = torch.arange(len(own), device=own.device)
-    last = torch.where(meet[:, own], -1 - local, i).cummax(1).values    # (S, T): up to each place
-    return last[own, i] <= i - local
+def without_near_keys(set_index, share_group, local):
+    """Which rows (T,) share a group with all keys in their window."""
+    i = torch.arange(len(set_index), device=set_index.device)
+    # (S, T): up to each position, the last key that shares no group with the set
+    last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
+    return last[set_index, i] <= i - local
 
 
-ROWS = 512                                      # of a block: those of the sparse form are short of keys, not of memory
+ROWS = 512                                      # rows of a block; large, because these blocks have few keys
 
 
-def softmax_parts(q, k, v, seen, scale):
-    """Softmax of queries (H, R, D) over the keys (Hk, T, D) that are seen (R, T), None: causal, of as many queries as
-    keys. Output (H, R, E) and log-sum-exp (H, R, 1)."""
-    if flash_is_enough(q):                      # torch's fused kernel: its log-sum-exp has no gradient
+def masked_softmax(q, k, v, seen, scale):
+    """Softmax of queries (H, R, D) over the keys (Hk, T, D) that are seen (R, T): output (H, R, E) and log-sum-exp
+    (H, R, 1). seen None: causal, with as many queries as keys."""
+    if can_use_flash(q):                        # torch's fused kernel; its log-sum-exp has no gradient
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
         o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -369,12 +376,12 @@ def softmax_parts(q, k, v, seen, scale):
     return wide(heads_product(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
 
 
-def flash_is_enough(q):
+def can_use_flash(q):
     return q.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def heads_product(a, b):
-    """a @ b of one sequence, (H, R, .), where a group of heads shares one head of b."""
+    """a @ b of one sequence, (H, R, .); a group of heads may share one head of b."""
     return grouped(a[None], b[None])[0]
 
 
@@ -382,9 +389,9 @@ def heads_product(a, b):
 
 
 class Focus(Layer):
-    """One layer of plain softmax attention with a router beside it: (B, T, C) to (B, T, C).
+    """A layer of softmax attention with a router: (B, T, C) to (B, T, C).
 
-    past, which generation carries, holds the tokens' shares of groups beside their keys and values.
+    past, the cache of generation, also holds the tokens' shares of groups.
     """
     axes, refused = AXES, REFUSED
     numbers = {"window": options.NUMBERS["window"], "topk": options.Number(0, more_than_groups)}
@@ -393,9 +400,11 @@ class Focus(Layer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.local, self.sight = self.sight.window, self.sight._replace(window=0)       # who is near; all are in sight
+        self.local = self.sight.window          # pairs nearer than this have no gate
+        self.sight = self.sight._replace(window=0)                      # every earlier key is visible
         self.causal = self.cached = self.choices["balance"].causal
-        self.counted, self.penalized = None, self.choices["balance"].penalty is not None
+        self.counted = None                     # the statistic of this training step
+        self.penalized = self.choices["balance"].penalty is not None
 
     @property
     def groups(self):
@@ -403,15 +412,15 @@ class Focus(Layer):
 
     @property
     def hard(self):
-        """Groups per token that open a pair, or 0: gates are soft. Training is always soft: through a mask no gradient
-        would reach the router."""
+        """The number of groups of each token under hard gates; 0: soft gates. Training always has soft gates: through a
+        mask no gradient reaches the router."""
         return 0 if self.training else self.config.topk
 
     # ------------------------------------------------------------------ routing
 
     def assign(self, x):
-        """The tokens' shares of groups g (B, T, K), rows of sum 1, from the layer's normed input x (B, T, C). In
-        float32: the temperature makes much of small differences."""
+        """The tokens' shares of groups g (B, T, K), whose rows sum to 1, from the layer's normed input x (B, T, C). In
+        float32, because the division by the temperature amplifies rounding."""
         balance = self.choices["balance"]
         with torch.autocast(x.device.type, enabled=False):
             z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)
@@ -421,24 +430,21 @@ class Focus(Layer):
         if self.training and balance.penalty:
             self.penalty = balance.penalty(self, g)
         if self.training and balance.count:
-            self.remember(balance.count(self, s.detach(), z.detach(), g.detach()))
+            statistic = balance.count(self, s.detach(), z.detach(), g.detach())
+            if self.counted is None:
+                self.counted = statistic
+            elif not balance.sample:            # a sample: the first micro-batch has the step's first sequence
+                self.counted = self.counted + statistic
         return g
-
-    def remember(self, found):
-        """Add to what this step has counted; the first micro-batch begins with the step's first sequence."""
-        if self.counted is None:
-            self.counted = found
-        elif not self.choices["balance"].sample:
-            self.counted = self.counted + found
 
     @torch.no_grad()
     def finish_step(self, machine):
-        """A training step is over: settle what it counted, the same on all ranks."""
-        self.penalty = 0.0                      # its graph is not needed any more
+        """After a training step: update the router from the step's statistic, equally on all ranks."""
+        self.penalty = 0.0                      # free its graph
         balance, counted, self.counted = self.choices["balance"], self.counted, None
-        if counted is None or not self.router.weight.requires_grad:     # frozen, groups stay as they are
+        if counted is None or not self.router.weight.requires_grad:     # a frozen router keeps its groups
             return
-        if balance.sample:                      # the main rank's: the mean of it and of nothing, times the ranks
+        if balance.sample:                      # take the main rank's: the mean over ranks of world x its sample and 0s
             counted = counted * machine.world * machine.main
         balance.settle(self, machine.mean(counted))
 
@@ -447,9 +453,9 @@ class Focus(Layer):
         """The k largest groups of each token: (B, T, K), true or false."""
         return torch.zeros_like(g, dtype=torch.bool).scatter(-1, g.topk(k, -1).indices, True)
 
-    def halves(self, g):
-        """Two factors (B, 1, T, K + 1) whose product over tokens i and j is the argument of the gate; in the hard form
-        it is above 0 where they share a group."""
+    def gate_factors(self, g):
+        """Two factors a, b (B, 1, T, K + 1) such that a_i . b_j is the argument of the gate of tokens i and j. For hard
+        gates, it is above 0 if and only if they share a group."""
         if self.hard:
             g, scale, offset = wide(self.memberships(g, self.hard).to(g.dtype)), 1.0, 0.5
         else:
@@ -462,7 +468,7 @@ class Focus(Layer):
     def forward(self, x, past=None, importances=None):
         """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and shares."""
         q, k, v = self.heads_of(self.c_attn(x))
-        shares = {}                             # of all tokens; without a cache attend finds them in x
+        shares = {}                             # of all tokens; without a cache attend computes them from x
         if past is not None:
             k, v, _ = self.recall(past, k, v)
             g = self.assign(x)
@@ -474,17 +480,17 @@ class Focus(Layer):
 
     def attend(self, q, k, v, x, table=None, sight=None, g=None):
         """From rotated queries and keys, values and the layer's input x (B, T, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, they are the last. sight: only its `hidden` counts. g: the shares of all T
-        tokens; None: of x, which then has T rows."""
+        With fewer queries than keys, the queries are the last positions. sight: only its `hidden` is used. g: shares of
+        all T tokens; None: computed from x, which then has T rows."""
         dtype, q, k = v.dtype, self.featured(q), self.featured(k)
         o, r = self.mixed(q, k, v, self.check(k, x, table, g), sight or self.sight)
-        o = spent(self, o, q, r, None)     # the share that an extra key leaves
+        o = spent(self, o, q, r, None)          # an extra key takes its share of the weights
         o = self.choices["value_bias"].shifted(self, o)
         o = self.choices["out_norm"].normed(self, o)
         return self.choices["gate"].gated(self, o, x[:, -q.shape[2]:]).to(dtype)
 
     def check(self, k, x, table, g):
-        """The shares of all tokens. Raises ValueError on what Focus cannot make use of."""
+        """The shares of all tokens. Raises ValueError on inputs that Focus cannot use."""
         if table is not None:
             raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: give it no table")
         if g is None and x.shape[1] != k.shape[2]:
@@ -493,12 +499,13 @@ class Focus(Layer):
         return self.assign(x) if g is None else g
 
     def mixed(self, q, k, v, g, sight):
-        """Softmax over open pairs: output, and the log-sum-exp where it is needed."""
+        """Softmax over the gated pairs: output, and the log-sum-exp if an extra key needs it."""
         if self.hard and q.shape[2] == k.shape[2] and sight.hidden < 0:
             fused = choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
-            low = (lambda x: x) if fused else for_products
-            return sparse(low(q), low(k), low(v), self.memberships(g, self.hard), self.local, sight.scale, fused)
-        a, b = self.halves(g)
+            if not fused:
+                q, k, v = for_products(q), for_products(k), for_products(v)
+            return sparse(q, k, v, self.memberships(g, self.hard), self.local, sight.scale, fused)
+        a, b = self.gate_factors(g)
         dropout = self.config.dropout if self.training else 0.0
         one_block = partial(gated_block, self.gate_of_pairs, self.local, sight, self.has_extra_key, dropout)
         parts, a = ("rows", "keys", "keys", "rows", "keys"), a[:, :, -q.shape[2]:]
@@ -512,7 +519,8 @@ class Focus(Layer):
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
         q, k = self.featured(q), self.featured(k)
-        sight, (a, b) = sight or self.sight, self.halves(self.check(k, x, table, None))
+        sight = sight or self.sight
+        a, b = self.gate_factors(self.check(k, x, table, None))
         R, T = q.shape[2], k.shape[2]
         for block, i in kernels.row_blocks(R, T, q.device):
             qb, end = q[:, :, block], i[-1] + 1
@@ -526,7 +534,7 @@ class Focus(Layer):
 
     @staticmethod
     def cannot_learn(config):
-        """Why training with this config would teach the router nothing, or None."""
+        """The reason why the router cannot learn with this config, or None."""
         groups = options.constants(config, AXES)["groups"]
         if groups == 1:
             return "--attn_args=groups=1: with one group there is nothing to learn; give it two or more"
@@ -539,7 +547,7 @@ class Focus(Layer):
 
     @staticmethod
     def obstacles(config, device):
-        """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
+        """Triples (kernel, condition under which it cannot run on this device, reason)."""
         yield "triton", not config.topk, "the soft gate of every pair has no kernel; the sparse form, --topk, has"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
         yield from triton_obstacles(config, device)

@@ -1,27 +1,27 @@
-"""Routing attention: keys and queries fall into clusters, and only those of one cluster meet (Roy et al. 2003.05997).
+"""Routing attention: queries attend only to keys of their own clusters (Roy et al. 2003.05997).
 
-Each head has K centroids, unit vectors at first. For clustering, queries and keys are scaled to unit length, and each
-centroid takes the w queries and the w keys that lie nearest to it, of the whole sequence. Softmax runs inside each
-cluster, over the keys at or before the query. A query of several clusters gets the mean of their outputs. A query of
-none gets 0, as does one without an earlier key in its cluster.
+Each head has K centroids, which start as unit vectors. For clustering, queries and keys are scaled to unit length. Each
+centroid takes the w queries and the w keys of the whole sequence that are nearest to it. Softmax runs inside each
+cluster, over the keys at or before the query. A query in several clusters gets the mean of their outputs. A query in no
+cluster gets 0, and so does a query without an earlier key in its cluster.
 
-Which tokens a cluster takes depends on all of them: a later one that lies nearer pushes an earlier one out. So although
-no query reads a later value, what it reads depends on later tokens, in training and in every perplexity that is
-measured like that: `causal` is False, and there is no step-by-step decoding.
+A cluster takes the nearest tokens of the whole sequence, so a later token can replace an earlier one. No query reads a
+later value, but which values it reads depends on later tokens. That is so in training and in every perplexity measured
+this way: `causal` is False, and there is no step-by-step decoding.
 
 Centroids start as random directions. After each training step (`finish_step`) they move towards the mean of the queries
-and keys nearest to each: to it at first, later as an average of 0.999 of what they were (the paper's decay).
+and keys nearest to them: all the way at first, later by 0.001 of it (the paper's decay of 0.999).
 
 Differs from the authors' code (google-research/routing_transformer): there, queries and keys go through a LayerNorm
-without weights, both for clustering and for the scores, which are then not divided by sqrt(D). In a decoder the keys
-are the queries (share_qk), and relative positions are learned inside each cluster. A centroid is a running mean of
-these normed vectors, of any length. Here the length matters for clustering alone: scores are q.k / sqrt(D) of the
-queries and keys as they are, from projections of their own, as in the public PyTorch code (routing_transformer 1.6.1).
+without weights, for clustering and for the scores, and the scores are not divided by sqrt(D). In a decoder the keys are
+the queries (share_qk), and relative positions are learned inside each cluster. A centroid is a running mean of these
+normed vectors, of any length. Here unit length is for clustering alone: scores are q.k / sqrt(D) of the original
+queries and keys, which have separate projections, as in the public PyTorch code (routing_transformer 1.6.1).
 --qk_norm=rms --scale=one comes close to the authors' scores.
 
-Left out: both codes have local attention in some heads, and a loss of weight 1e-4 that pulls queries and keys to their
-centroids. The PyTorch code also learns an extra key for each cluster, and starts with ten rounds of k-means on its
-first batch.
+Left out: both implementations have local attention in some heads, and a loss of weight 1e-4 that pulls queries and keys
+to their centroids. The PyTorch code also learns an extra key for each cluster, and starts with ten rounds of k-means on
+its first batch.
 
 Shapes: B batch, H heads, R queries, T keys, D width of q and k, E of v, K clusters, w tokens of a cluster.
 """
@@ -40,15 +40,15 @@ from axes.sight import visible
 
 
 def random_directions(layer):
-    """Centroids (H, K, D), and how often they have moved."""
-    dice = torch.Generator().manual_seed(layer.depth)
-    means = torch.randn(layer.heads, layer.args["clusters"], layer.width, generator=dice, device="cpu")
+    """Centroids `means` (H, K, D), and `moves`, how often they have moved."""
+    generator = torch.Generator().manual_seed(layer.depth)
+    means = torch.randn(layer.heads, layer.args["clusters"], layer.width, generator=generator, device="cpu")
     return {"means": Fixed(F.normalize(means, dim=-1)), "moves": Fixed(torch.zeros(()))}
 
 
 CLUSTERED = Rule(random_directions, {
     "clusters": Constant(8, 1, 65536),
-    "cluster_size": Constant(0, 0, 2**31)},     # w; 0: T / K, which gives each token one place on average
+    "cluster_size": Constant(0, 0, 2**31)},     # w; 0: T / K, so that a token is in one cluster on average
     weights=softmax)
 AXES = options.defaults_but(
     {"softmax": CLUSTERED}, qk_norm=QK_NORMS, scale=only(SCALES, "sqrt_d", "one"), pos=WITHOUT_BIAS,
@@ -56,7 +56,7 @@ AXES = options.defaults_but(
 
 
 class Routing(Layer):
-    """One layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
+    """A layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
     axes, numbers, causal, cached, added = AXES, {}, False, False, ("means", "moves")
     refused = {                                 # axis: why its values mean nothing here
         "window": "who sees whom is decided by clusters; how many tokens one takes is --attn_args=cluster_size=",
@@ -65,7 +65,7 @@ class Routing(Layer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.sums = 0                           # (H, K, D): unit queries and keys nearest to each centroid, this step
+        self.sums = 0                           # (H, K, D): sums of unit queries and keys nearest to each centroid
 
     def forward(self, x, past=None, importances=None):
         """x (B, R, C), the layer's normed input."""
@@ -78,13 +78,13 @@ class Routing(Layer):
 
     def attend(self, q, k, v, x, table=None, sight=None):
         """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, they are the last. sight: only its `hidden` counts."""
+        With fewer queries than keys, the queries are the last positions. sight: only its `hidden` is used."""
         q, k, v = self.prepare_heads(q, k, v)
         if self.training:
-            self.notice(q, k)
+            self.add_to_sums(q, k)
         rows, keys, w, count = self.clusters(q, k, sight)
         w = F.dropout(w, self.config.dropout, self.training)
-        o = w @ taken(wide(v), keys)            # (B, H, K, w, E)
+        o = w @ gathered(wide(v), keys)         # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
         o = self.choices["value_bias"].shifted(self, o)
@@ -92,32 +92,32 @@ class Routing(Layer):
         return self.choices["gate"].gated(self, o, x).to(v.dtype)
 
     def prepare_heads(self, q, k, *v):
-        """The same, normed as asked for, every head with keys (and values) of its own."""
+        """The same, normed, with the keys (and values) repeated for every head."""
         q, *kv = self.featured(q), self.featured(k), *v
         return q, *(y.repeat_interleave(self.heads // y.shape[1], 1) for y in kv)
 
     def clusters(self, q, k, sight=None):
-        """What each cluster takes, and its softmax: places of queries and of keys (B, H, K, w), weights (B, H, K, w, w)
-        and how many clusters give a query something, at least 1: (B, H, R, 1)."""
+        """Positions of each cluster's queries and keys (B, H, K, w), its softmax weights (B, H, K, w, w), and in how
+        many clusters a query sees a key (B, H, R, 1), at least 1."""
         R, T = q.shape[2], k.shape[2]
         rows, keys = self.nearest(q), self.nearest(k)
         seen = visible(rows[..., None] + T - R, keys[..., None, :], sight or self.sight)
-        s = wide(taken(q, rows) @ taken(k, keys).mT) * self.sight.scale
-        w = softmax(s, seen) * seen   # of a row that sees nothing, softmax is not 0
-        some = seen.any(-1).flatten(2).to(w.dtype)
-        count = w.new_zeros(q.shape[:3]).scatter_add(2, rows.flatten(2), some)
+        s = wide(gathered(q, rows) @ gathered(k, keys).mT) * self.sight.scale
+        w = softmax(s, seen) * seen             # the softmax of a fully masked row is not 0
+        sees_any = seen.any(-1).flatten(2).to(w.dtype)
+        count = w.new_zeros(q.shape[:3]).scatter_add(2, rows.flatten(2), sees_any)
         return rows, keys, w, count.clamp(min=1)[..., None]
 
     @torch.no_grad()
     def nearest(self, x):
-        """The places of the w tokens nearest to each centroid, x (B, H, T, D) to (B, H, K, w)."""
+        """The positions of the w tokens nearest to each centroid: x (B, H, T, D) to (B, H, K, w)."""
         T, K = x.shape[2], self.means.shape[1]
         size = min(self.args["cluster_size"] or -(-T // K), T)
         return self.closeness(x).topk(size, dim=2).indices.mT
 
     def closeness(self, x):
-        """Cosines with each centroid, times its length: (B, H, T, D) to (B, H, T, K). The length is at most 1, since a
-        centroid is an average of unit vectors."""
+        """Cosine with each centroid times the centroid's length: (B, H, T, D) to (B, H, T, K). The length is at most 1,
+        because a centroid is an average of unit vectors."""
         x = F.normalize(wide(x), dim=-1)
         with torch.autocast(x.device.type, enabled=False):
             return x @ self.means.to(x.dtype).mT
@@ -125,7 +125,7 @@ class Routing(Layer):
     # ------------------------------------------------------------------ how centroids move
 
     @torch.no_grad()
-    def notice(self, q, k):
+    def add_to_sums(self, q, k):
         """Add queries and keys (B, H, ., D) of a training batch to the sums of their nearest centroids."""
         x = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)
         nearest = F.one_hot(self.closeness(x).argmax(-1), self.means.shape[1]).to(x.dtype)          # (B, H, ., K)
@@ -134,24 +134,24 @@ class Routing(Layer):
 
     @torch.no_grad()
     def finish_step(self, machine):
-        """After a training step: each centroid moves towards the mean direction of what was nearest to it on all
-        ranks; one to which nothing was, stays. The n-th move is a share of 1 / n, but 0.001 at least."""
-        found, self.sums = machine.mean(self.sums), 0
+        """After a training step: move each centroid towards the mean direction of the tokens nearest to it, on all
+        ranks. A centroid without tokens stays. The n-th move covers 1 / n of the way, but at least 0.001."""
+        sums, self.sums = machine.mean(self.sums), 0
         self.moves += 1
-        share = torch.clamp(1 / self.moves, min=0.001)
-        used = found.abs().sum(-1, keepdim=True) > 0
-        self.means.lerp_(torch.where(used, F.normalize(found, dim=-1), self.means).to(self.means.dtype), share)
+        rate = torch.clamp(1 / self.moves, min=0.001)
+        used = sums.abs().sum(-1, keepdim=True) > 0
+        self.means.lerp_(torch.where(used, F.normalize(sums, dim=-1), self.means).to(self.means.dtype), rate)
 
-    # ------------------------------------------------------------------ for looking at
+    # ------------------------------------------------------------------ attention weights, for instruments
 
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """The w_ij of o_i = sum_j w_ij v_j before value bias, norm and gate, a block of rows at a time: yields
-        (B, H, BLOCK or fewer, T). Memory is O(R T): clusters hold rows from everywhere."""
+        (B, H, BLOCK or fewer, T). Memory is O(R T), because a cluster's rows come from the whole sequence."""
         q, k = self.prepare_heads(q, k)
         rows, keys, w, count = self.clusters(q, k, sight)
         R, T = q.shape[2], k.shape[2]
-        places = rows[..., None] * T + keys[..., None, :]               # (B, H, K, w, w): of the pairs in a matrix
+        places = rows[..., None] * T + keys[..., None, :]               # (B, H, K, w, w): in the flattened matrix
         dense = w.new_zeros(*q.shape[:2], R * T).scatter_add(2, places.flatten(2), w.flatten(2))
         yield from (dense.unflatten(2, (R, T)) / count).split(kernels.BLOCK, 2)
 
@@ -159,12 +159,12 @@ class Routing(Layer):
 
     @staticmethod
     def obstacles(config, device):
-        """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
+        """Triples (kernel, condition under which it cannot run on this device, reason)."""
         yield "triton", True, "clusters have no kernel"
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
 
-def taken(x, places):
-    """The tokens of x (B, H, T, D) at places (B, H, K, w): (B, H, K, w, D)."""
-    found = x.gather(2, places.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1]))
-    return found.unflatten(2, places.shape[2:])
+def gathered(x, places):
+    """The tokens of x (B, H, T, D) at the positions `places` (B, H, K, w): (B, H, K, w, D)."""
+    tokens = x.gather(2, places.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1]))
+    return tokens.unflatten(2, places.shape[2:])

@@ -26,7 +26,8 @@ import bounds  # noqa: E402
 
 import attention  # noqa: E402
 import kernels  # noqa: E402
-from data import files, tokens  # noqa: E402
+from common import files  # noqa: E402
+from data import tokens  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

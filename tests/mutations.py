@@ -67,7 +67,7 @@ MUTATIONS = [
              [("        dmix -= tl.sum(wb * g, 1)", "        dmix -= 0 * tl.sum(wb * g, 1)")]),
     # mixers/: states, groups, features
     Mutation("a state that fades one token late", "mixers/recurrent.py", "recurrent -k tokens",
-             [("(k * (end - c).exp()).mT @ u,)", "(k * (end - c + forget).exp()).mT @ u,)")]),
+             [("(k * (end - c).exp()).mT @ u", "(k * (end - c + forget).exp()).mT @ u")]),
     Mutation("a delta rule that erases nothing within a chunk", "mixers/recurrent.py", "recurrent -k tokens",
              [("torch.linalg.solve_triangular(erase * scores(k, k, c)",
                "torch.linalg.solve_triangular(0 * erase * scores(k, k, c)")]),

@@ -13,11 +13,12 @@ from layers import normal
 
 import attention
 import train as train_script
+from common import files
 from common.adapters import add_lora, freeze_all_but, frozen, merged, num_trained
 from common.runs import Run, read_weights
-from data import export, files
 from evals.instrument import load_run
 from model import GPT
+from pretrained import export
 
 SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--batch_size=4",
          "--warmup_iters=2", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")

@@ -7,7 +7,8 @@ import zipfile
 import pytest
 from conftest import ROOT, assert_says, run
 
-from data import benchmarks, files
+from common import files
+from data import benchmarks
 
 # one invented row in the form of each public file, and the question that it becomes
 PUBLIC = {

@@ -9,8 +9,7 @@ import pytest
 from conftest import ROOT
 
 ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
-FOLDERS = ("evals", "training", "mixers", "axes", "common", "data")
-WEIGHTS = ("data.weights", "data.export", "data.sources", "data.families")
+FOLDERS = ("evals", "training", "mixers", "axes", "common", "data", "pretrained")
 
 
 def drawn():
@@ -32,8 +31,8 @@ def imported(path):
 def imports():
     """{module: the modules of this repository that it imports}; evals.probe is a module, and so is model."""
     files = {name: ROOT / file for name, file in ROOMS.items()}
-    files |= {f"{folder}.{path.stem}".removesuffix(".__init__"): path
-              for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
+    files |= {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+              for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 
     def target(wanted):                         # mixers.recurrent rather than mixers, which holds it
         return max((name for name in files if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
@@ -42,9 +41,8 @@ def imports():
 
 
 def room(module):
-    """Its file or folder; data/weights.py and its parts, which turn public weights into a run, stand above the
-    model."""
-    return "weights" if module in WEIGHTS else module.split(".")[0]
+    """The file or folder of a module. data/weights.py belongs to pretrained/, whose command it is."""
+    return "pretrained" if module == "data.weights" else module.split(".")[0]
 
 
 def test_the_diagram_shows_all_imports():
@@ -60,15 +58,17 @@ def test_no_module_imports_itself_through_others():
         left = {module: targets for module, targets in left.items() if module not in free}
 
 
-def test_nothing_imports_train_or_eval_common_only_data_files_and_only_kernels_triton():
-    everything = imports()
-    assert not any(targets & {"train", "eval", "data.weights"} for targets in everything.values())
-    for module, targets in everything.items():
-        if room(module) == "common":
-            assert {target for target in targets if room(target) != "common"} <= {"data.files"}, module
-        if room(module) == "data":
-            assert all(room(target) == "data" for target in targets), module
-    files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).glob("*.py")]
+def test_nothing_imports_train_or_eval_and_data_imports_only_common_files():
+    """data/ and common/ are below the model: a data set is made, and a file written, without it."""
+    below = {"common": set(), "data": {"common.files"}}                 # {room: what it may import of other rooms}
+    for module, targets in imports().items():
+        assert not targets & {"train", "eval", "data.weights"}, module
+        others = {target for target in targets if room(target) != room(module)}
+        assert others <= below.get(room(module), others), module
+
+
+def test_only_kernels_imports_triton():
+    files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     assert [path.name for path in files if any(room(name) == "triton" for name in imported(path))] == ["kernels.py"]
 
 

@@ -9,7 +9,7 @@ from bounds import close, dice, same
 from conftest import complain, meta, tiny_config, train_here
 
 import eval as eval_script
-from data import files
+from common import files
 from evals.instrument import OpenedRun, instead, load_run, recipe_names, runs_named, table, whole_numbers
 from model import GPT
 

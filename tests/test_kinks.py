@@ -85,7 +85,7 @@ def spread(place):
     """The share of its chunk's steps that TTT's second token sees."""
     zeros = torch.zeros(1, 1, 2, dtype=torch.float64)
     layer = SimpleNamespace(memory=zeros, memory_bias=zeros, inner_scale=zeros, inner_bias=zeros, place=place.repeat(2))
-    return recurrent.linear_memory(layer, 1)[-1][0, 0, 1]
+    return recurrent.initial_state_ttt(layer, 1)[-1][0, 0, 1]
 
 
 def largest_step(rate):
@@ -93,7 +93,7 @@ def largest_step(rate):
     rate. The value is large, so that nothing is left of the 1e-12 in the curvature."""
     one, value = torch.ones(1, 1, 1, 1, dtype=rate.dtype), 2.0 ** 30
     state = (0 * one, 0 * one, 2 * one, 0 * one)
-    _, (M, *_) = recurrent.learn_deep(state, one, one, value * one, rate * one, one / value, 0 * one, 0 * one)
+    _, (M, *_) = recurrent.one_chunk_titans(state, one, one, value * one, rate * one, one / value, 0 * one, 0 * one)
     return M
 
 
@@ -136,7 +136,7 @@ def test_a_formula_at_a_kink(kink):
     close(torch.autograd.grad(f(x).sum(), x)[0], torch.tensor([slope], dtype=torch.float64), size=max(1.0, slope))
 
 
-@pytest.mark.parametrize("form", [recurrent.step, pytest.param(recurrent_kernels.recur, marks=needs_triton)])
+@pytest.mark.parametrize("form", [recurrent.one_chunk, pytest.param(recurrent_kernels.recur, marks=needs_triton)])
 def test_a_state_that_forgets_nothing_still_knows_the_slope_of_forgetting(form):
     """log forget is 0, its largest value. The second token reads what the first one wrote and its own forget took off
     nothing of: o_2 = 1 + exp(log forget_2)."""

@@ -1,4 +1,4 @@
-"""mixers/recurrent.py: chunks against tokens taken one by one, and each recipe's formula."""
+"""mixers/recurrent.py: chunks against the recurrence token by token, and each recipe against its formula."""
 import math
 
 import pytest
@@ -9,19 +9,19 @@ from layers import inputs, layer, normal, with_gradients
 from torch.nn import functional as F
 
 from attention import ATTENTIONS
-from mixers.recurrent import gla_gate, run, share, step, time_gate
+from mixers.recurrent import all_chunks, gla_forget, learned_write, mamba2_forget, one_chunk, token_by_token
 from model import GPT
 
 RECURRENT = [name for name, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
 RECURRENT.remove("linear_state")                # a form of `linear`: it has a test of its own
-LEARNERS = ["ttt", "titans"]                    # whose writes are not linear in the values
+LEARNERS = ["ttt", "titans"]                    # they write by gradient descent, not linearly in the values
 recipes = pytest.mark.parametrize("attn", RECURRENT)
-told = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
+linear_recipes = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
 learners = pytest.mark.parametrize("attn", LEARNERS)
 
 
 def by_tokens(q, k, v, forget, erase=None):
-    """The four lines at the top of the mixer, for one token after another: the definition."""
+    """The formula at the top of the mixer once more, in einsum: independent of its code."""
     S, outputs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for t in range(q.shape[2]):
         S = forget[:, :, t, :, None].exp() * S
@@ -35,8 +35,12 @@ def by_tokens(q, k, v, forget, erase=None):
 
 def by_chunks(size):
     def call(q, k, v, *rest):
-        return run(step, (v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]),), (q, k, v, *rest), size)[0]
+        return all_chunks(one_chunk, zero_state(k, v), (q, k, v, *rest), size)[0]
     return call
+
+
+def zero_state(k, v):
+    return v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]),
 
 
 # ------------------------------------------------------------------------------------------------- chunks and tokens
@@ -47,7 +51,7 @@ FORMS = {                                       # heads of q and k, channels tha
 
 
 def draw(form, T):
-    """Inputs of `step` in float64: forget is between 0 and 1, erase too, keys have unit length."""
+    """Inputs of `one_chunk` in float64: forget is between 0 and 1, erase too, keys have unit length."""
     G, channels, erases = FORMS[form]
     q, k, v = normal(2, G, T, 8), F.normalize(normal(2, G, T, 8, stream=1), dim=-1), normal(2, 3, T, 5, stream=2)
     forget, erase = F.logsigmoid(normal(2, 3, T, channels, stream=3) + 1), torch.sigmoid(normal(2, 3, T, 1, stream=4))
@@ -59,8 +63,15 @@ def draw(form, T):
     for T in (1, 37, 130) for size in (1, 16, 64)])
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_equal_tokens_with_all_gradients(form, T, size):
-    """130 tokens are more than two chunks of 64: what the backward pass needs is computed again."""
+    """130 tokens are more than two chunks of 64: the backward pass recomputes them."""
     close(*(with_gradients(function, draw(form, T)) for function in (by_chunks(size), by_tokens)), terms=8 * T)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_recurrence_over_tokens_is_the_formula(form):
+    def defined(q, k, v, *rest):
+        return token_by_token(zero_state(k, v), q, k, v, *rest)[0]
+    close(*(with_gradients(function, draw(form, 37)) for function in (defined, by_tokens)), terms=8 * 37)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -94,8 +105,8 @@ def heads_of(y, H=4):
     return y.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
-def told_by_formula(attn, module, q, k, v, x):
-    """q, k, v times write, log forget, and erase where there is one, as the papers write them."""
+def inputs_by_formula(attn, module, q, k, v, x):
+    """q, k, v times write, log forget, and erase if the recipe has it, as the papers define them."""
     forget = torch.zeros_like(v[..., :1])
     if attn == "retnet":
         forget = torch.stack([torch.full_like(v[0, 0, :, :1], 1 - 2.0 ** (-5 - h)).log() for h in range(4)]).expand(
@@ -123,13 +134,13 @@ def time_of(module, x):
 
 
 def read_by_formula(attn, module, q, k, v, x):
-    """What is read before norm and gate."""
-    o = by_tokens(*told_by_formula(attn, module, q, k, v, x))
+    """The outputs before norm and gate."""
+    o = by_tokens(*inputs_by_formula(attn, module, q, k, v, x))
     return o + module.skip[:, None, None] * v if attn == "mamba2" else o
 
 
 def output_by_formula(attn, module, q, k, v, x):
-    """The same through the norm and the gate."""
+    """The outputs after norm and gate."""
     o = read_by_formula(attn, module, q, k, v, x)
     gate = heads_of(F.silu(x @ module.gate.weight.T)) if hasattr(module, "gate") else 1.0
     if attn == "mamba2":                        # gated first, then normed over all heads
@@ -138,10 +149,10 @@ def output_by_formula(attn, module, q, k, v, x):
     return o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.out_norm.weight * gate
 
 
-@told
+@linear_recipes
 @pytest.mark.parametrize("T", [1, 45])
 def test_attend_equals_the_formula(attn, T):
-    """Two heads share one of keys and values; all heads of Mamba2 have one key anyway."""
+    """Two heads share a key head and a value head; in Mamba2 all heads share one key head anyway."""
     module = layer(attn, n_kv_head=2, bias=False)
     q, k, v, x = inputs(module, T)
     keys = k if attn == "mamba2" else k.repeat_interleave(2, 1)
@@ -149,9 +160,16 @@ def test_attend_equals_the_formula(attn, T):
     close(module.attend(q, k, v, x), expected, terms=8 * T)
 
 
+@linear_recipes
+def test_a_layer_reads_the_same_token_by_token(attn):
+    module = layer(attn)
+    qkvx = inputs(module, 45)
+    close(module.read(*qkvx, chunk=token_by_token), module.read(*qkvx), terms=8 * 45)
+
+
 @pytest.mark.parametrize("pos", ["rope", "none"])
 def test_linear_attention_is_a_state_too(pos):
-    """The same function of the same parameters, row by row and chunk by chunk."""
+    """Rows of weights and chunks of a state compute the same function of the same parameters."""
     quadratic, chunked = (layer(attn, pos=pos, n_kv_head=2) for attn in ("linear", "linear_state"))
     chunked.load_state_dict(quadratic.state_dict())
     x = normal(2, 150, 32)
@@ -168,65 +186,65 @@ def test_the_convolution_sees_three_tokens_back():
     close(torch.cat([part.transpose(1, 2).flatten(2) for part in module.projected(x, None)], -1), expected)
 
 
-def descent_by_autograd(answer, loss, memory, largest, q, k, v, rate, share, forget, momentum, spread, size):
-    """TTT's and Titans' updates (eq. 13 and 14 of the latter) with autograd's own slopes, for one head: q, k, v (T, D),
-    the others (T,). A token's step is taken with the slope where its chunk began; `spread` scales what a token sees of
-    its own chunk's steps. memory: a tuple of matrices. largest: bound on the rate times the curvature
-    along the slope, which is the squared length of the slope in the memory over that of the slope in the answer.
-    Returns what is read, and for each token whether its rate was lowered."""
+def descent_by_autograd(output, loss, memory, largest, q, k, v, rate, share, forget, momentum, averaging, size):
+    """TTT's and Titans' updates (eq. 13 and 14 of the latter) with gradients by autograd, for one head: q, k, v (T, D),
+    the others (T,). A token's gradient is taken at the memory before its chunk; `averaging` scales what a token sees of
+    its own chunk's steps. memory: a tuple of matrices. largest: bound on the rate times the curvature along the
+    gradient, which is the squared norm of the gradient in the memory over that of the gradient in the output. Returns
+    the outputs, and for each token whether its rate was lowered."""
     error = torch.func.grad(loss)
-    slope = torch.func.grad(lambda memory, k, v: loss(answer(memory, k), k, v))
+    gradient = torch.func.grad(lambda memory, k, v: loss(output(memory, k), k, v))
     moving, outputs, slowed = [torch.zeros_like(w) for w in memory], [], []
     for t in range(len(q)):
         if t % size == 0:
             anchor = start = memory
-        slopes = slope(anchor, k[t], v[t])
-        curvature = sum(g.square().sum() for g in slopes) / error(answer(anchor, k[t]), k[t], v[t]).square().sum()
+        gradients = gradient(anchor, k[t], v[t])
+        curvature = sum(g.square().sum() for g in gradients) / error(output(anchor, k[t]), k[t], v[t]).square().sum()
         slowed.append(bool(rate[t] * curvature > largest))
         step = share[t] * (largest / curvature if slowed[-1] else rate[t])
-        moving = [momentum[t] * p - step * g for p, g in zip(moving, slopes, strict=True)]
-        start = [forget[t] * w for w in start]  # what would be left without this chunk's steps
+        moving = [momentum[t] * p - step * g for p, g in zip(moving, gradients, strict=True)]
+        start = [forget[t] * w for w in start]  # the memory without this chunk's steps
         memory = tuple(forget[t] * w + p for w, p in zip(memory, moving, strict=True))
-        seen = tuple(w0 + spread[t] * (w - w0) for w0, w in zip(start, memory, strict=True))
-        outputs.append(answer(seen, q[t]))
+        seen = tuple(w0 + averaging[t] * (w - w0) for w0, w in zip(start, memory, strict=True))
+        outputs.append(output(seen, q[t]))
         memory = seen if t % size == size - 1 else memory
     return torch.stack(outputs), slowed
 
 
 def learner_by_formula(attn, module, q, k, v, x):
-    """What is read before norm and gate, head by head, and which tokens' rates were lowered (2, 4, T)."""
+    """The outputs before norm and gate, head by head, and which tokens' rates were lowered (2, 4, T)."""
     T, size = q.shape[2], 16
     ones = torch.ones(2, 4, T, dtype=torch.float64)
     rate = torch.sigmoid(heads_of(x @ module.beta.weight.T + module.beta.bias))[..., 0]
     if attn == "ttt":
         place = torch.arange(T) % size
-        spread = (1 / (place + 1).double() + module.place[place]).clamp(min=0).expand_as(ones)
+        averaging = (1 / (place + 1).double() + module.place[place]).clamp(min=0).expand_as(ones)
         rate, share, forget, momentum = rate / 8, ones, ones, 0 * ones
     else:
         q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
         v = v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         forget = torch.sigmoid(module.forget_bias[:, None] - heads_of(x @ module.alpha.weight.T)[..., 0])
         momentum = torch.sigmoid(heads_of(x @ module.momentum.weight.T + module.momentum.bias))[..., 0]
-        rate, share, spread = rate / 8**0.5, (1 - momentum) / size, ones
+        rate, share, averaging = rate / 8**0.5, (1 - momentum) / size, ones
     slowed = torch.zeros(2, 4, T, dtype=torch.bool)
     o = torch.empty_like(v)
     for b in range(2):
         for h in range(4):
             if attn == "ttt":                   # a residual and a LayerNorm around a linear memory with a bias
                 norm = (module.inner_scale[h, 0], module.inner_bias[h, 0], 1e-6)
-                memory, answer = (module.memory[h], module.memory_bias[h]), lambda w, x: x @ w[0] + w[1][0]
+                memory, output = (module.memory[h], module.memory_bias[h]), lambda w, x: x @ w[0] + w[1][0]
 
                 def seen(z, k, norm=norm):
                     return k + F.layer_norm(z, (8,), *norm)
             else:
-                memory, answer = (module.memory_in[h], module.memory_out[h]), lambda w, x: F.gelu(x @ w[0]) @ w[1]
+                memory, output = (module.memory_in[h], module.memory_out[h]), lambda w, x: F.gelu(x @ w[0]) @ w[1]
 
                 def seen(z, k):
                     return z
             z, lowered = descent_by_autograd(
-                answer, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
+                output, lambda z, k, v, seen=seen: (seen(z, k) - v).square().sum() / 2, memory,
                 math.inf if attn == "ttt" else 2, q[b, h], k[b, h], v[b, h],
-                *(y[b, h] for y in (rate, share, forget, momentum, spread)), size)
+                *(y[b, h] for y in (rate, share, forget, momentum, averaging)), size)
             o[b, h], slowed[b, h] = seen(z, q[b, h]), torch.tensor(lowered)
     return o, slowed
 
@@ -241,22 +259,22 @@ def test_learners_take_the_steps_that_autograd_finds(attn):
     q, k, v, x = inputs(module, 45)
     leaves = [y.requires_grad_() for y in (q, k, v, x)]
     parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
-    above, results = normal(2, 4, 45, 8, stream=7), []
+    upstream, results = normal(2, 4, 45, 8, stream=7), []
     expected, slowed = learner_by_formula(attn, module, *leaves)
     for o in (module.read(*leaves), expected):
-        results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], above)])
-    close(*results, moved=1e-12)                # what the layer adds to a denominator of the curvature
+        results.append([o, *torch.autograd.grad(o, [*leaves, *parameters], upstream)])
+    close(*results, moved=1e-12)                # the layer adds this to the denominator of the curvature
     if attn == "titans":
-        found = module.read(*leaves, one=module.rule.slowed)
-        assert found[..., 0].bool().equal(slowed) and slowed.any() and not slowed.all()   # it is tested on both
+        found = module.read(*leaves, chunk=module.rule.slowed)
+        assert found[..., 0].bool().equal(slowed) and slowed.any() and not slowed.all()
 
 
 @pytest.mark.parametrize("bias", [0.0, 3.0])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
-    """At the largest rate, with little momentum or much, without forgetting, on runs of equal tokens, which all push
-    the same way. A memory of 4 times its size at first has 16 times the curvature: what a chunk writes overshoots, and
-    must not grow from chunk to chunk."""
+    """At the largest rate, with little momentum or much, without forgetting, on runs of equal tokens, whose steps all
+    have one direction. A memory of 4 times its initial size has 16 times the curvature: each chunk's steps overshoot,
+    and must not grow from chunk to chunk."""
     module = layer("titans")
     with torch.no_grad():
         for memory in (module.memory_in, module.memory_out):
@@ -273,8 +291,8 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
 
 @learners
 def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
-    """They estimate the mean over channels of every derivative of o_ic in v_jc. One direction of signs is a rough
-    estimate of a single mean, and a good one of all together; the derivatives along it are exact."""
+    """They estimate the mean over channels of every derivative of o_ic with respect to v_jc. One direction of signs
+    estimates a single mean roughly, and all together well. The derivatives along that direction are exact."""
     module, x = layer(attn), normal(1, 20, 32)
     q, k, v = module.projected(x, None)
     w = module.weights_of(q, k, x)[0]
@@ -283,7 +301,7 @@ def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
     exact = torch.einsum("hichjc->hij", jacobian) / 8
     earlier = torch.ones(20, 20).tril(-1).bool()
     below(1 - torch.corrcoef(torch.stack([w[:, earlier].flatten(), exact[:, earlier].flatten()]))[0, 1], 0.2)
-    signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1       # the product's
+    signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1       # as the layer's
     along = torch.einsum("hic,hichjd,hjd->hij", signs.expand(4, 20, 8), jacobian, signs.expand(4, 20, 8)) / 8
     close(w, along)
 
@@ -294,11 +312,11 @@ def test_the_state_does_not_grow_from_token_to_token(attn):
     for piece in x.split([40, 1, 1, 17, 1, 29, 1], 1):
         module(piece, past)
         sizes.append(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
-    rows = sum(y[:, :, :1].numel() for y in past.get("rows", ()))       # of a chunk that has begun: at most 15
+    rows = sum(y[:, :, :1].numel() for y in past.get("rows", ()))       # of an unfinished chunk: at most 15
     assert max(sizes) - min(sizes) <= 15 * rows
 
 
-ADDED = {                                       # what the README's table says: C, D, H -> parameters beside softmax's
+ADDED = {                                       # as in the README's table: C, D, H -> parameters beyond softmax's
     "retnet": lambda C, D, H: C * D * H + D, "gla": lambda C, D, H: (C * D + 17 * D) * H + 16 * C + D,
     "mamba2": lambda C, D, H: (C * D + C + 5 * D + 3) * H + 8 * D - 2 * C * D * (H - 1),
     "deltanet": lambda C, D, H: (C + 12 * D) * H + D,
@@ -326,8 +344,8 @@ def test_the_cost_of_a_token_does_not_depend_on_the_length():
 
 
 def by_fla(attn, module, q, k, v, x):
-    """The same by the reference functions of flash-linear-attention, all (B, H, T, .) here and (B, T, H, .) there, but
-    in two."""
+    """The same by the reference functions of flash-linear-attention. Most of them take (B, T, H, .) for our
+    (B, H, T, .)."""
     def reference(ops, name, *inputs):
         function = getattr(pytest.importorskip(f"fla.ops.{ops}.naive"), name)
         return function(*(y.transpose(1, 2) for y in inputs))[0].transpose(1, 2)
@@ -338,11 +356,11 @@ def by_fla(attn, module, q, k, v, x):
         return function(*((F.elu(y) + 1).transpose(1, 2) for y in (q, k)), v.transpose(1, 2),
                         normalize=True)[0].transpose(1, 2)
     if attn == "gla":
-        return reference("gla", "naive_recurrent_gla", q, k, v, gla_gate(module, x))
-    q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), share(module, x)[..., 0]
+        return reference("gla", "naive_recurrent_gla", q, k, v, gla_forget(module, x))
+    q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), learned_write(module, x)[..., 0]
     if attn == "deltanet":
         return pytest.importorskip("fla.ops.delta_rule.naive").delta_rule_recurrence(q, k, v, beta)[0]
-    gate = time_gate(module, x)[..., 0]
+    gate = mamba2_forget(module, x)[..., 0]
     return reference("gated_delta_rule", "naive_recurrent_gated_delta_rule", q, k, v, beta, gate)
 
 
@@ -357,7 +375,7 @@ def test_flash_linear_attention_reads_the_same(attn):
 
 @pytest.mark.exhaustive
 def test_mamba2_of_transformers_is_ours_on_the_same_weights():
-    """The whole layer, projections, convolution, norm and gate included."""
+    """The whole layer, with projections, convolution, norm and gate."""
     pytest.importorskip("transformers")
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
     module, x = layer("mamba2", torch.float32, bias=False), normal(2, 70, 32).float()
@@ -365,7 +383,7 @@ def test_mamba2_of_transformers_is_ours_on_the_same_weights():
                           use_conv_bias=False, use_bias=False, layer_norm_epsilon=1e-6, chunk_size=16,
                           num_hidden_layers=1)
     theirs = Mamba2Mixer(config, 0).eval()
-    order = torch.cat([torch.arange(16, 48), torch.arange(8, 16), torch.arange(8)])     # they have v, k, q
+    order = torch.cat([torch.arange(16, 48), torch.arange(8, 16), torch.arange(8)])     # their order is v, k, q
     theirs.load_state_dict({
         "in_proj.weight": torch.cat([module.gate.weight, module.c_attn.weight[order], module.dt.weight]),
         "conv1d.weight": module.conv[order], "dt_bias": module.dt_bias, "A_log": module.A_log, "D": module.skip,

@@ -1,5 +1,5 @@
-"""mixers/recurrent_kernels.py against the recurrence in float64, token by token: in Triton's interpreter where there is
-no GPU, else on it."""
+"""mixers/recurrent_kernels.py against the recurrence in float64, token by token: on the GPU, or in Triton's interpreter
+without one."""
 import os
 
 import pytest
@@ -17,14 +17,14 @@ from conftest import tiny_config  # noqa: E402
 from mixers import recurrent_kernels  # noqa: E402
 from test_kernels import DEVICE, DTYPES, poison, rms  # noqa: E402, F401
 
-FORMS = {                       # heads of q and k, forget, whether something is erased
+FORMS = {                       # heads of q and k, forget, is something erased?
     "linear": (2, None, False), "one rate a head": (2, 1, False), "one key for all heads": (1, 1, False),
     "a rate a channel": (2, "D", False), "delta": (2, None, True), "gated delta": (2, 1, True),
     "delta, a rate a channel": (2, "D", True)}
 
 
 def tokens(q, k, v, forget=None, erase=None):
-    """One token after the other: the definition."""
+    """The recurrence, token by token."""
     B, H, T, E = v.shape
     S, outputs = v.new_zeros(B, H, k.shape[3], E), []
     for t in range(T):
@@ -45,7 +45,7 @@ def draw(form, T, D=16, E=16, B=1, dtype=torch.float32, strength=1.0):
 
     def normal(*shape):
         return torch.randn(shape, generator=g).to(DEVICE)
-    # as a fused projection leaves it: one head's rows lie apart
+    # strides as after a fused projection: the rows of one head are not adjacent
     q, k, v = (normal(B, T, n, width).transpose(1, 2) for n, width in ((heads, D), (heads, D), (2, E)))
     x = {name: y.to(dtype) for name, y in (("q", D**-0.5 * q), ("k", F.normalize(k, dim=-1)), ("v", v))}
     if rates:
@@ -54,17 +54,17 @@ def draw(form, T, D=16, E=16, B=1, dtype=torch.float32, strength=1.0):
 
 
 def with_gradients(function, x, dtype=None):
-    """The output, and every gradient for a random one from above."""
+    """The output, and every gradient for a random upstream gradient."""
     leaves = {name: y.detach().to(dtype or y.dtype).requires_grad_() for name, y in x.items()}
     o = function(**leaves)
-    above = torch.randn(o.shape, generator=dice(9)).to(o)
+    upstream = torch.randn(o.shape, generator=dice(9)).to(o)
     return {"o": o.detach()} | {"d" + name: grad for (name, y), grad in zip(
-        leaves.items(), torch.autograd.grad(o, list(leaves.values()), above), strict=True)}
+        leaves.items(), torch.autograd.grad(o, list(leaves.values()), upstream), strict=True)}
 
 
 def compare(x, limit):
-    """Every difference from float64 is below the limit, as a share of the size of what it is the difference of. (Where
-    that is 0, as of forget at the first token, it is 0 only up to rounding.)"""
+    """Every relative difference from float64 is below the limit. (The 0.03: some gradients are exactly 0, such as that
+    of forget at the first token, and are computed as 0 up to rounding.)"""
     found, exact = with_gradients(recurrent_kernels.recur, x), with_gradients(tokens, x, torch.float64)
     errors = {name: rms(found[name] - true) / max(rms(true), 0.03) for name, true in exact.items()}
     print({name: f"{error:.0e}" for name, error in errors.items()})
@@ -76,7 +76,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 def by_default(chosen, values):
-    """Those of a list of cases that are not chosen run with --all only."""
+    """The cases as parameters: those that are not chosen run only with --all."""
     return [pytest.param(*case, marks=() if case in chosen else exhaustive) for case in values]
 
 
@@ -87,7 +87,7 @@ CASES = [(form, T) for form in FORMS for T in (1, 45, 63, 130)]
 
 @pytest.mark.parametrize("form, T", by_default([*((form, 45) for form in FORMS), ("gated delta", 1)], CASES))
 def test_float32(form, T):
-    """Two chunks and a part of one, or less; keys and values of one tile."""
+    """Up to two chunks and a part of one; keys and values fit into one tile."""
     compare(draw(form, T), 1e-5)
 
 
@@ -104,21 +104,21 @@ def test_keys_so_wide_that_products_are_cut_into_pieces():
 @pytest.mark.parametrize("form, dtype", by_default(
     [("gated delta", torch.float16)], [(form, dtype) for form in FORMS for dtype in DTYPES[1:]]))
 def test_low_precision(form, dtype):
-    """Inputs, states and what is multiplied are rounded to the dtype: a few roundings each."""
+    """Inputs, states and factors are rounded to the dtype: a few roundings each."""
     compare(draw(form, 63, D=24, dtype=dtype), 8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("form, strength", by_default(
     [("delta, a rate a channel", 400.0)], [(form, 400.0) for form, (_, rates, _) in FORMS.items() if rates]))
 def test_strong_decays(form, strength):
-    """log forget of -50 a token and more leaves the token itself: quotients of exponentials would be 0 / 0."""
+    """With a log forget of -50 per token only the token itself remains: quotients of exponentials would be 0 / 0."""
     x = draw(form, 45, strength=strength)
     assert x["forget"].median() < -50
     compare(x, 1e-5)
 
 
 def test_one_token_again_and_again():
-    """With erase 1 only the first is written: X has large powers, which cancel, and a small inverse."""
+    """With erase 1 only the first write counts. Powers of A are large and cancel, while X stays small."""
     x = {name: y[:, :, :1].expand(-1, -1, 45, -1) for name, y in draw("delta", 45).items()}
     compare(x | {"erase": torch.ones_like(x["erase"])}, 1e-5)
 
@@ -130,11 +130,11 @@ def test_two_runs_agree_bit_for_bit():
 
 # -------------------------------------------------------------------------------- the layer
 
-TOLD = [name for name, axes in ATTENTIONS.items()
+LINEAR = [name for name, axes in ATTENTIONS.items()
         if axes.get("mixer") == "recurrent" and axes["rule"] not in ("descent", "momentum")]
 
 
-@pytest.mark.parametrize("attn", by_default([("mamba2",)], [(name,) for name in TOLD]))
+@pytest.mark.parametrize("attn", by_default([("mamba2",)], [(name,) for name in LINEAR]))
 def test_the_layer_by_either_code(attn):
     """Output, and the gradients of all parameters and of the input."""
     results = []
@@ -157,7 +157,7 @@ def test_mistakes_are_explained(changes, message):
         recurrent_kernels.recur(**x | {name: y.to(DEVICE) for name, y in changes.items()})
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="what is on a GPU is not looked at")
+@pytest.mark.skipif(DEVICE == "cuda", reason="values on a GPU are not checked")
 @pytest.mark.parametrize("changes, message", [
     ({"erase": torch.full((1, 2, 9, 1), 1.5)}, "from 0 to 1"), ({"forget": torch.ones(1, 2, 9, 1)}, "at most 0")])
 def test_rates_out_of_range_are_explained(changes, message):

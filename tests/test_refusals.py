@@ -36,11 +36,13 @@ import kernels
 import eval as eval_script
 import mixers
 import train as train_script
-from data import benchmarks, files, tokens
+from common import files
+from data import benchmarks, tokens
 from data import weights as weights_script
 from evals import claims
 from evals.ledger import experiments
 from model import GPT
+from pretrained import convert
 
 # the table needs some runs and data sets: one worker makes them
 pytestmark = pytest.mark.xdist_group("refusals")
@@ -170,7 +172,7 @@ SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 300}, "merges": []}, "
 FULL_DISK = Before("full disk", lambda monkeypatch: monkeypatch.setattr(torch, "save", fail_to_save))
 EMPTY_ZIP = b"PK\5\6" + bytes(18)
 SMALL_PUBLIC = Before("smollm2 is small", lambda monkeypatch: monkeypatch.setitem(
-    weights_script.PUBLIC, "smollm2", weights_script.PUBLIC["smollm2"]._replace(n_layer=2, n_embd=16)))
+    convert.PUBLIC, "smollm2", convert.PUBLIC["smollm2"]._replace(n_layer=2, n_embd=16)))
 
 # -------------------------------------------------------------------------------------------------- what a row can name
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from conftest import SPECIAL, byte_pairs, meta, write_tokenizer
 
-from data import files, tokens
+from common import files
+from data import tokens
 from evals.instrument import load_run
 from evals.sample import conversation
 

@@ -12,7 +12,7 @@ import attention
 import eval as eval_script
 import kernels
 import mixers
-from data import files
+from common import files
 from evals.show import page_of
 
 
@@ -56,8 +56,8 @@ def test_a_state_shows_its_chunk_and_its_own_kernels():
     numbers = {attn: page_of(attn).numbers() for attn in ("retnet", "deltanet", "ttt")}
     assert list(numbers["retnet"]["triton"]) == ["scan", "read"] and not numbers["ttt"]["triton"]
     assert list(numbers["deltanet"]["triton"]) == ["invert", "scan", "read"]
-    assert {"gamma", "step", "scores", "faded"} <= set(numbers["retnet"]["pytorch"])
-    assert {"learn", "slope", "carry", "answer", "linear_memory"} <= set(numbers["ttt"]["pytorch"])
+    assert {"retnet_forget", "one_chunk", "scores", "decays"} <= set(numbers["retnet"]["pytorch"])
+    assert {"one_chunk_ttt", "ttt_gradient", "advance", "ttt_output"} <= set(numbers["ttt"]["pytorch"])
     assert re.search(r"^fade.1.bias +\(128,\) +0 at first", str(page_of("gla")), re.M)
 
 

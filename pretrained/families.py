@@ -1,8 +1,7 @@
-"""The families of public models in our own words: for data/sources.py and weights.py, which read them, and export.py,
-which writes them.
+"""The families of public models, a row each: sources.py and convert.py read them, export.py writes them.
 
-A family is a model_type of transformers. Its row in FAMILIES says what its config.json means to GPTConfig, and which of
-its tensors make up one of ours.
+A family is a model_type of transformers. Its row in FAMILIES translates its config.json to GPTConfig and the names of
+its tensors to ours. In this folder, `their name` is a tensor's name in the public model.
 """
 import dataclasses
 import re
@@ -21,25 +20,25 @@ GPT2_FIELDS = {
     "block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
     "n_embd": "n_embd", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function",
     "tied": "tie_word_embeddings"}
-OPTIONAL = {                                    # keys that may be absent, and what transformers takes then
+OPTIONAL = {                                    # {key that may be absent: the default of transformers}
     "num_key_value_heads": None, "head_dim": None, "n_inner": None, "tie_word_embeddings": False,
     "sliding_window": 4096}
-ACTIVATIONS = {                                 # {theirs: ours}; of two that are the same, export writes the last
+ACTIVATIONS = {                                 # {theirs: ours}; of two names for one function, export writes the last
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
-ROPE_NUMBERS = {                                # {rope_type: what follows the colon of --rope_scaling=}
+ROPE_NUMBERS = {                                # {rope_type: the numbers after the colon of --rope_scaling=}
     "default": [], "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
-ONLY = {                                        # the values that model.py can compute; absent and null are right, too
+ONLY = {                                        # {key: values that model.py can compute}; absent and null are accepted
     "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "rope_type": ROPE_NUMBERS,
     "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0],
     "use_sliding_window": [False], "layer_types": [set(), {"full_attention"}],
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
     "quantization_config": []}
 
-LLAMA_NAMES = {                                 # {our module: theirs}; what is in a block, without the block's own name
+LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
-    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",                # three there, one here
+    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",                # three tensors there, one here
     "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
 OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
@@ -48,16 +47,17 @@ OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_f
 class Family(NamedTuple):
     """One model_type of transformers."""
     architecture: str                           # the name of its class there
-    choices: dict                               # fields of GPTConfig that are always so
+    choices: dict                               # {field of GPTConfig: its value in this family}
     fields: dict = LLAMA_FIELDS                 # {field of GPTConfig: key of config.json}
-    names: dict = LLAMA_NAMES                   # {our module: theirs}, empty where they are the same
-    optional: dict = OPTIONAL                   # {key of config.json that may be absent: its value then}
+    names: dict = LLAMA_NAMES                   # {our module: theirs}; empty: all names are equal
+    optional: dict = OPTIONAL                   # {key of config.json that may be absent: its default}
 
 
+BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: the ids that begin and end a text
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "pos": "rope", "bias": False}
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", {"norm": "layernorm", "pos": "learned", "bias": True}, GPT2_FIELDS,
-                   {}, OPTIONAL | {"tie_word_embeddings": True}),       # its names are ours
+                   {}, OPTIONAL | {"tie_word_embeddings": True}),
     "llama": Family("LlamaForCausalLM", LLAMA),
     "mistral": Family("MistralForCausalLM", LLAMA, LLAMA_FIELDS | {"window": "sliding_window"}),
     "qwen2": Family("Qwen2ForCausalLM", LLAMA | {"qkv_bias": True}),
@@ -74,7 +74,7 @@ def config_from(config_json, path):
     check_computable(config_json, path)
     family, rope = FAMILIES[config_json["model_type"]], rope_parameters(config_json)
     found = {field: config_json.get(key, family.optional.get(key)) for field, key in family.fields.items()}
-    found = {field: 0 if value is None else value for field, value in found.items()}    # null: as other sizes have it
+    found = {field: 0 if value is None else value for field, value in found.items()}    # 0: derived from other sizes
     if "mlp" in found:
         found["mlp"] = ACTIVATIONS.get(found["mlp"], found["mlp"])
     if family.choices["pos"] == "rope":
@@ -86,7 +86,7 @@ def config_from(config_json, path):
 
 
 def check_computable(config_json, path):
-    """Raise ValueError where a config.json lacks a key, or says what model.py cannot compute."""
+    """Raise ValueError if a config.json lacks a key or has a value that model.py cannot compute."""
     kind, rope = config_json.get("model_type"), rope_parameters(config_json)
     if kind not in FAMILIES:
         raise ValueError(f"{path}: model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
@@ -106,7 +106,7 @@ def check_computable(config_json, path):
 
 
 def rope_parameters(config_json):
-    """{rope_theta, rope_type, factor, ...}, which transformers 5 writes as one entry and earlier ones as two."""
+    """{rope_theta, rope_type, factor, ...}: one entry of config.json in transformers 5, two entries before."""
     base = {"rope_theta": config_json.get("rope_theta") or 10000.0}
     return base | (config_json.get("rope_scaling") or {}) | (config_json.get("rope_parameters") or {})
 
@@ -116,7 +116,7 @@ def rope_type(rope):
 
 
 def rope_scaling(rope):
-    """As GPTConfig spells it: linear:2.0, or nothing."""
+    """The value of GPTConfig's rope_scaling: linear:2.0, for example; "" for none."""
     how = rope_type(rope)
     if how == "default":
         return ""
@@ -124,7 +124,7 @@ def rope_scaling(rope):
 
 
 def config_for(config, kind):
-    """The config.json of a GPTConfig as a model of this family, in the spelling that all transformers read."""
+    """The config.json of a GPTConfig as a model of this family, spelled so that transformers 4 and 5 read it."""
     family, values = FAMILIES[kind], dataclasses.asdict(config)
     values |= {"head_dim": config.head_width, "window": config.window or None,
                "mlp": {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(config.mlp, config.mlp)}
@@ -133,20 +133,20 @@ def config_for(config, kind):
     if family.choices["pos"] != "rope":
         return config_json
     how, numbers = parse_rope_scaling(config.rope_scaling)
-    numbers = [int(x) if x.is_integer() else x for x in numbers]        # transformers wants whole numbers of positions
+    numbers = [int(x) if x.is_integer() else x for x in numbers]        # transformers requires integers for positions
     scaling = {"rope_type": how} | dict(zip(ROPE_NUMBERS[how], numbers, strict=True)) if how else None
     return config_json | {"rope_theta": config.rope_base, "rope_scaling": scaling, "hidden_act": "silu"}
 
 
-# ------------------------------------------------------------------------- which of their tensors make up one of ours
+# ---------------------------------------------------------------------------------------- their tensors and our tensors
 
 
 def pieces(name, shape, config, names):
-    """[(their name, its shape)] of the tensors that make up one of ours: q, k and v, one below the other, where a
-    family keeps them apart, else just one. names: the family's; empty for GPT-2, whose names are ours."""
+    """[(their name, its shape)] of the tensors that make up one of ours: three where a family stores q, k and v apart,
+    otherwise one. names: the family's {our module: theirs}; empty for GPT-2."""
     found = their_names(name, names)
     shapes = [shape]
-    if len(found) > 1:                          # they are q, k and v: nothing else of ours is made of several
+    if len(found) > 1:                          # q, k and v, whose rows we stack
         heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         shapes = [(n * config.head_width, *shape[1:]) for n in heads]
     if is_turned(name, shape, names):
@@ -155,8 +155,8 @@ def pieces(name, shape, config, names):
 
 
 def their_names(name, names):
-    """The names that a tensor of ours has in a family, one or three: for transformer.h.3.mlp.c_fc.weight a Llama's
-    model.layers.3.mlp.up_proj.weight."""
+    """The family's names for one of our tensors, one or three. A Llama's for transformer.h.3.mlp.c_fc.weight is
+    [model.layers.3.mlp.up_proj.weight]."""
     module, kind = name.rsplit(".", 1)          # weight or bias
     above = ""
     if block := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", module):
@@ -165,11 +165,11 @@ def their_names(name, names):
 
 
 def is_turned(name, shape, names):
-    """Is this a matrix of GPT-2's blocks? There they are (in, out)."""
+    """Is this a matrix of GPT-2's blocks, which are stored as (in, out)?"""
     return not names and len(shape) == 2 and name.startswith("transformer.h.")
 
 
 def own_shapes(config):
-    """{name: shape} of a model's parameters; a tied head is there as wte."""
+    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte."""
     return {name: shape for name, shape in shapes_of(config).items()
             if not (config.tied and name == "lm_head.weight")}

@@ -10,13 +10,12 @@ import dataclasses
 from pathlib import Path
 
 from axes.positions import parse_rope_scaling
+from common import files
 from common.flags import Parser, fields_of
 from common.runs import read_run, read_weights
-from data import coders, files, lookup
-from data.families import FAMILIES, config_for, config_from, is_turned, own_shapes, pieces
+from data import coders, lookup
 from model import GPTConfig
-
-BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: what begins and what ends a text
+from pretrained.families import BOS_AND_EOS, FAMILIES, config_for, config_from, is_turned, own_shapes, pieces
 
 
 def export(run, folder):
@@ -41,8 +40,8 @@ def export(run, folder):
 
 
 def exported_tokenizer(meta, run):
-    """(tokenizer.json, separator) of a run: what lies in its folder, or what says the same of bytes and of GPT-2's.
-    (None, None) where the tokens are symbols, or where an older run does not say."""
+    """(content of tokenizer.json, separator) of a run: the file in its folder, or one made for bytes and for GPT-2's
+    tokenizer. (None, None) if the tokens are symbols or an older run does not name its tokenizer."""
     if content := lookup.content_of(run):
         return content, meta.get("separator")
     coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
@@ -50,13 +49,13 @@ def exported_tokenizer(meta, run):
 
 
 def bos_and_eos(meta, separator):
-    """The ids that begin and end a text: those of the public model, or the separator of our own."""
-    public = meta.get("source", {})             # converted before they were kept, it lacks them
+    """The ids that begin and end a text: those of the public model, or our separator."""
+    public = meta.get("source", {})             # runs converted by older versions lack these ids
     return {key: public.get(key, separator) for key in BOS_AND_EOS}
 
 
 def their_tensors(state, config, names, path):
-    """{their name: tensor} of our weights: what weights.read_state put together, taken apart."""
+    """{their name: tensor} of our weights: the inverse of convert.read_state."""
     tensors = {}
     for name, shape in own_shapes(config).items():
         if name not in state or state[name].shape != shape:
@@ -69,13 +68,13 @@ def their_tensors(state, config, names, path):
 
 
 def exported_config(config):
-    """The config.json of the first family that says all of a config: read back, it is the same model."""
-    wanted, differing = what_counts(config), {}                         # {model_type: fields that it has otherwise}
+    """The config.json of the first family that can express a config. Read back, it must give the same model."""
+    wanted, differing = decisive(config), {}                            # differing: {model_type: fields that differ}
     for kind in FAMILIES:
         config_json = config_for(config, kind)
         try:
-            back = what_counts(config_from(config_json, kind))
-        except ValueError:                      # GPT-2 has no swiglu
+            back = decisive(config_from(config_json, kind))
+        except ValueError:                      # such as GPT-2 with SwiGLU
             continue
         differing[kind] = [f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value]
         if not differing[kind]:
@@ -86,13 +85,13 @@ def exported_config(config):
                      "with --pos=learned --bias=1 and the default LayerNorm and GELU)")
 
 
-def what_counts(config):
-    """The fields of a config that decide on the logits, in one spelling."""
-    silent = ("attn", "kernel", "dropout", "bias_range", "n_inner", *([] if config.pos == "rope" else ["rope_base"]))
+def decisive(config):
+    """{field: value} of the fields of a config that affect the logits, in one spelling."""
+    ignored = ("attn", "kernel", "dropout", "bias_range", "n_inner", *([] if config.pos == "rope" else ["rope_base"]))
     values = dataclasses.asdict(config) | {
         "head_dim": config.head_width, "rope_scaling": parse_rope_scaling(config.rope_scaling),
         "qkv_bias": config.bias or config.qkv_bias}
-    return {field: value for field, value in values.items() if field not in silent}
+    return {field: value for field, value in values.items() if field not in ignored}
 
 
 def command(argv):

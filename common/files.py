@@ -1,0 +1,86 @@
+"""What every command needs: files that are never half written, and errors in one line.
+
+This module imports no other module of this repository.
+"""
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+@contextlib.contextmanager
+def replacing(path, mode="wb"):
+    """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic
+    try:
+        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())                # on the disk before it gets its final name
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path, value):
+    with replacing(path, "w") as f:
+        json.dump(value, f, indent=2)
+        f.write("\n")
+
+
+def read_json(path):
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as e:                     # not JSON, or not even text
+        raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
+
+
+def sha256(path):
+    """The hash of a file of any size, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def optional(module):
+    """Import a package that not every installation has. Raises ValueError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.split(".")[0]
+        raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """End a command with one sentence instead of a traceback where the input or the disk is at fault."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:                     # the reader of the output has closed it, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes its buffer there
+        sys.exit(1)
+    except (ValueError, OSError, KeyboardInterrupt, RuntimeError) as e:
+        if isinstance(e, RuntimeError):         # the only RuntimeError to explain: not enough memory
+            if not re.search("out of memory|can't allocate memory|not enough memory", str(e)):
+                raise
+            e = f"there is not enough memory ({str(e).splitlines()[0]}): lower --batch_size or --block_size"
+        if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback
+            raise
+        what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"
+        rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
+        print(f"{Path(sys.argv[0]).name}{rank}: {what}", file=sys.stderr, flush=True)
+        sys.exit(130 if isinstance(e, KeyboardInterrupt) else 1)

@@ -1,0 +1,53 @@
+"""Downloads that resume where they broke off."""
+import http.client
+import os
+import urllib.request
+
+from common import files
+
+TIMEOUT = 20                                    # seconds that a server may be silent
+
+
+def append_rest(url, part, have):
+    """Append the rest of a file to a partial download of `have` bytes. A server that cannot resume sends all of it."""
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "ab" if answer.status == 206 else "wb") as f:   # 206: only the bytes that were asked for
+            while chunk := answer.read(1 << 20):
+                f.write(chunk)
+
+
+def size_of(url):
+    """Size in bytes of the file at a URL, as its server states it."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+        if "Content-Length" not in answer.headers:
+            raise OSError("the server does not say how large it is")
+        return int(answer.headers["Content-Length"])
+
+
+def download(url, path, size, digest, what, otherwise):
+    """Fetch a file. An earlier attempt is resumed, and the file gets its name once it is complete.
+
+    size: in bytes; None: as the server states it. digest: its sha256; None: not compared. what, otherwise: for error
+    messages, what the file is and what to do without network. Raises ValueError."""
+    part = path.with_name(path.name + ".part")
+    have = part.stat().st_size if part.exists() else 0
+    try:
+        size = size_of(url) if size is None else size
+        here = f", {have / 1e6:,.1f} of them are here" if have else ""
+        print(f"fetching {url} ({size / 1e6:,.1f} MB{here})", flush=True)
+        if have < size:
+            append_rest(url, part, have)
+    except (OSError, http.client.HTTPException) as e:   # no network, unknown address, timeout, broken connection
+        raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): "
+                         f"run this again with network, or {otherwise}") from None
+    have = part.stat().st_size
+    if have < size:
+        raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: "
+                         f"run this again, it goes on from there, or {otherwise}")
+    if have != size or digest not in (None, files.sha256(part)):
+        part.unlink()
+        raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: "
+                         f"run this again, or {otherwise}")
+    os.replace(part, path)
