@@ -8,7 +8,7 @@ import bounds
 import pytest
 import torch
 from bounds import below, close, moved_by_rounding, same
-from conftest import FEW, tiny_config
+from conftest import DEVICE, FEW, tiny_config
 from layers import assert_learns, attend_and_gradients, inputs, layer, normal, rows_of, scalars
 from torch.nn import functional as F
 
@@ -54,9 +54,10 @@ every = pytest.mark.parametrize("choices", EVERY)
 recipes = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
 # an interpreter needs seconds for a kernel: one recipe for each way in which the layer calls it, the rest with --all.
 # Plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
-# a row sum to divide by; features; a state, and one that erases. Then a slope that learns, and what follows a table
+# a row sum to divide by; features; a state, one that erases, and one of a key for all heads. Then a slope that learns,
+# and what follows a table
 CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
-         "gated_deltanet")
+         "gated_deltanet", "mamba2")
 called = pytest.mark.parametrize("choices", [
     pytest.param(case.values[0], id=case.id, marks=() if case.id in CALLS else pytest.mark.exhaustive)
     for case in EVERY] + [
@@ -334,17 +335,16 @@ def test_help_show_and_params_have_something_to_say(choices, capsys):
 @called
 def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
     """Through Triton's interpreter where there is no GPU. A learned distance bias and grouped heads come along."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     choices = {"n_kv_head": 2, "bias_range": 20, "dtype": torch.float32} | choices
     try:
         fused, loop = (layer(**choices, kernel=kernel) for kernel in ("triton", "torch"))
-        mixers.choose_kernel(fused.config, device)
+        mixers.choose_kernel(fused.config, DEVICE)
     except ValueError as e:
         pytest.skip(str(e))
     loop.load_state_dict(fused.state_dict())
     T = 140 if choices.get("pos") == "t5" else 45                       # beyond its table
-    qkvx = [a.to(device) for a in inputs(fused, T, dtype=torch.float32)]
-    found, expected = (attend_and_gradients(module.to(device), *qkvx, table=module.distance())
+    qkvx = [a.to(DEVICE) for a in inputs(fused, T, dtype=torch.float32)]
+    found, expected = (attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
                        for module in (fused, loop))
     # the gradient of a state's decay sums over all pairs of tokens before and after it
     close(found, expected, terms=T * T if choices["attn"] in STATES else T)
