@@ -139,6 +139,7 @@ def pytest_terminal_summary(terminalreporter, config):
 # ------------------------------------------------------------------------------------------------ parameters of tests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here")
 
 
 def by_default(chosen, *values):

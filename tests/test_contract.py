@@ -47,17 +47,19 @@ def random_combinations(count):
 STATES = [attn for attn, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
 PUBLISHED = [{"attn": attn} for attn in ATTENTIONS]
 COMBINED = random_combinations(60)
+FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
+FOCUS = [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]        # its sparse forms, and those with an extra key
 EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
                       marks=() if choices in COMBINED or choices["attn"] in FEW else pytest.mark.exhaustive)
-         for choices in PUBLISHED + COMBINED]
+         for choices in PUBLISHED + FOCUS + COMBINED]
 every = pytest.mark.parametrize("choices", EVERY)
 recipes = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
 # an interpreter needs seconds for a kernel: one recipe for each way in which the layer calls it, the rest with --all.
 # Plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
-# a row sum to divide by; features; a state, one that erases, and one of a key for all heads. Then a slope that learns,
-# and what follows a table
+# a row sum to divide by; features; a state, one that erases, one of a key for all heads; a call for each group. Then a
+# slope that learns, and what follows a table
 CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
-         "gated_deltanet", "mamba2")
+         "gated_deltanet", "mamba2", "focus topk=1")
 called = pytest.mark.parametrize("choices", [
     pytest.param(case.values[0], id=case.id, marks=() if case.id in CALLS else pytest.mark.exhaustive)
     for case in EVERY] + [
