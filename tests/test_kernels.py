@@ -149,10 +149,12 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
     return x, dict(scale=D**-0.5, **options)
 
 
-def outputs_and_gradients(attend, rule, x, options, upstream, dtype=None):
-    """All that attend() can return, with the same random gradient on o and on r."""
+def outputs_and_gradients(attend, rule, x, options, upstream=(), dtype=None):
+    """All that attend() can return, and every gradient for random upstream gradients, the same ones in each call."""
     leaves = {name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()}
     outputs = [part for part in attend(rule, **leaves, **options) if part is not None and part.requires_grad]
+    g = dice(7)
+    upstream = upstream or [torch.randn(out.shape, generator=g).to(DEVICE) for out in outputs]
     torch.autograd.backward(outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)])
     grads = [part.grad for part in leaves.values()]
     for grad, part in zip(grads, leaves.values(), strict=True):
@@ -354,8 +356,7 @@ def test_the_statistic_alone(rule):
     *(by_default(False, rule, dict(H=4, mix=(1, 2, 50))) for rule in VIEWED)], ids=str)
 def test_two_runs_agree_bit_for_bit(rule, views):
     x, options = draw(rule, **dict(T=50, Hk=1, Hv=1, window=30, first=2, **EVERYTHING) | views)
-    upstream = [torch.randn(1, 2, 50, 16, device=DEVICE), torch.randn(1, 2, 50, device=DEVICE)]
-    one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
+    one, two = (outputs_and_gradients(kernels.attend, rule, x, options) for _ in range(2))
     same(two, one)
 
 
@@ -389,9 +390,8 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     # a bias must not lift every score above its threshold
     inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}
     x, more["row_sum"] = x | inputs, more.get("row_sum", False) and rule + "_sum" in kernels.KERNELS
-    upstream = [torch.randn_like(x["v"]), torch.randn(x["v"].shape[:3], device=DEVICE)]
     with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
-        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream)
+        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
                               for skip in (True, False))
     if kernels.INTERPRETED:                     # with tiles of 32 x 16; a GPU's are too large for these clusters
         T, alive = options["T"], visits.call_args_list[0].args[0].float()
@@ -560,8 +560,7 @@ def test_extreme_scores(rule, scores):
     """Outputs and gradients are finite, and rows without a positive score are 0 where weights have to be earned."""
     x = with_scores(rule, SCORES[scores](40))
     x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.KERNELS[rule].takes_t else {}
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    results = outputs_and_gradients(kernels.attend, rule, x, {}, upstream)
+    results = outputs_and_gradients(kernels.attend, rule, x, {})
     assert all(part.isfinite().all() for part in results.values())
     o, _ = dense(rule, **{name: part.double() for name, part in x.items()})
     below(rms(results["o"] - o), 4e-3 * rms(o) + 1e-12)               # scores of 10^4 are themselves rounded to 5e-4
@@ -648,12 +647,11 @@ def test_autocast():
     """Inputs of several dtypes are cast to one; their gradients come back in their own."""
     low = DTYPES[-1]
     x, options = draw("elastic", T=33, **EVERYTHING)
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     x["v"] = x["v"].to(low)
     with torch.autocast(DEVICE, dtype=low):
-        one = outputs_and_gradients(kernels.attend, "elastic", x, options, upstream)
+        one = outputs_and_gradients(kernels.attend, "elastic", x, options)
     cast = {name: part.to(low) if name in "qkv" else part for name, part in x.items()}
-    two = outputs_and_gradients(kernels.attend, "elastic", cast, options, upstream)
+    two = outputs_and_gradients(kernels.attend, "elastic", cast, options)
     assert one["o"].dtype == low and one["r"].dtype == torch.float32
     same(one, {name: two[name].to(one[name].dtype) for name in one})
 
@@ -665,8 +663,7 @@ def test_activation_checkpointing(reentrant):
                                                  use_reentrant=reentrant)
 
     x, _ = draw("softmax", T=20)
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    plain, again = (outputs_and_gradients(form, "softmax", x, {}, upstream) for form in (kernels.attend, checkpointed))
+    plain, again = (outputs_and_gradients(form, "softmax", x, {}) for form in (kernels.attend, checkpointed))
     same(again, plain)
 
 
@@ -680,10 +677,9 @@ def test_compile_traces_through_without_recompiling():
     compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=False)
     for step in range(3):
         x, options = draw("elastic", T=20, H=4, Hk=2, seed=step, **EVERYTHING)
-        upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            fused = outputs_and_gradients(compiled, "elastic", x, options, upstream)
-        plain = outputs_and_gradients(kernels.attend, "elastic", x, options, upstream)
+            fused = outputs_and_gradients(compiled, "elastic", x, options)
+        plain = outputs_and_gradients(kernels.attend, "elastic", x, options)
         close(list(fused.values()), list(plain.values()), terms=64)
 
 
