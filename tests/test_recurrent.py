@@ -16,7 +16,7 @@ RECURRENT = [name for name, axes in ATTENTIONS.items() if axes.get("mixer") == "
 RECURRENT.remove("linear_state")                # a form of `linear`: it has a test of its own
 LEARNERS = ["ttt", "titans"]                    # whose writes are not linear in the values
 recipes = pytest.mark.parametrize("attn", RECURRENT)
-told = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
+linear_in_values = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
 learners = pytest.mark.parametrize("attn", LEARNERS)
 
 
@@ -108,7 +108,7 @@ def heads_of(y, H=4):
     return y.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
-def told_by_formula(attn, module, q, k, v, x):
+def step_inputs_by_formula(attn, module, q, k, v, x):
     """q, k, v times write, log forget, and erase where there is one, as the papers write them."""
     forget = torch.zeros_like(v[..., :1])
     if attn == "retnet":
@@ -138,7 +138,7 @@ def time_of(module, x):
 
 def read_by_formula(attn, module, q, k, v, x):
     """What is read before norm and gate."""
-    o = by_tokens(*told_by_formula(attn, module, q, k, v, x))
+    o = by_tokens(*step_inputs_by_formula(attn, module, q, k, v, x))
     return o + module.skip[:, None, None] * v if attn == "mamba2" else o
 
 
@@ -152,7 +152,7 @@ def output_by_formula(attn, module, q, k, v, x):
     return o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.out_norm.weight * gate
 
 
-@told
+@linear_in_values
 @pytest.mark.parametrize("T", [1, 45])
 def test_attend_equals_the_formula(attn, T):
     """Two heads share one of keys and values; all heads of Mamba2 have one key anyway."""

@@ -13,9 +13,7 @@ import torch
 from bounds import below, close, dice, same
 from conftest import (RECIPES, ROOT, TINY, assert_close_runs, assert_same_run, assert_says, by_default, command,
                       contents, log_rows, losses, meta, tiny_config, train, train_here, weights)
-from layers import token_ids
 
-import attention
 import train as train_script
 from common.flags import fields_of
 from data import files, tokens
@@ -385,19 +383,6 @@ def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
     assert meta(tmp_path / "nodes")["world_size"] == 2
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'one'}", "--attn=elastic")
     assert_close_runs(tmp_path / "nodes", tmp_path / "one")
-
-
-def test_data_parallel_wraps_every_recipe_without_an_unused_parameter(tmp_path):
-    """A parameter that got no gradient would be an error at the second step."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for attn in attention.ATTENTIONS:
-            wrapped = torch.nn.parallel.DistributedDataParallel(GPT(tiny_config(attn=attn)))
-            for _ in range(2):
-                idx = token_ids(2, 9)
-                wrapped(idx, idx)[1].backward()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.exhaustive
