@@ -388,6 +388,7 @@ def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")),
                     reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, monkeypatch):
     """One layer that is as simple as can be, for the C++ compiler takes a second for each of its kernels."""
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)    # without processes of their own
