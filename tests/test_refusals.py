@@ -460,11 +460,12 @@ REFUSALS = [                                    # (how a command line begins, ex
          edited_knobs("run/meta.json", dataset="./data"), of_tokens("data", WORDS[:9000], WORDS[:900])),
         ("--init_from={run} --out_dir={run}", "name another --out_dir for the new run"),
         ("--init_from={learned} --block_size=32 --out_dir=out", r"wpe.weight is \(16, 16\) in the .*\(32, 16\)"),
-        *((f"--init_from={{softmax}} --attn={attn} --out_dir=out",
-           rf"--attn={attn} \(--diff={diff}\).*projections.*cannot be put under.*softmax, .*elastic")
-          for attn, diff in (("diff2", "v2"), ("tda", "subtract"), ("diff_rela", "subtract"))),
         ("--init_from={toy_run} --dataset={data} --out_dir=out",
          "data is no data set in the tokenizer of toy_run .toy.: .*data/text.py .*--tokenizer=toy_run")]),
+    *((how, INPUT, [
+        (f"--attn={attn}", rf"--attn={attn} \(--diff={diff}\).*projections.*cannot be put under.*softmax, .*elastic")
+        for attn, diff in (("diff2", "v2"), ("tda", "subtract"), ("diff_rela", "subtract"))
+    ]) for how in ("train.py --init_from={softmax} --out_dir=out", "eval.py loss --out_dir={softmax}")),
     # adapters
     ("train.py --init_from={pair}/base", INPUT, [
         ("--out_dir=out --train_only=focus", "--attn=softmax adds nothing.*--attn=focus"),
@@ -547,9 +548,6 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir={run} --attn=softmax", "does not fit.*tau"),
         ("--out_dir={run} --pos=learned", "does not fit.*wpe"),
         ("--out_dir={run} --kernel=sdpa", "--kernel=sdpa: "),
-        *((f"--out_dir={{softmax}} --attn={attn}",
-           rf"--attn={attn} \(--diff={diff}\).*projections.*cannot be put under.*softmax, .*elastic")
-          for attn, diff in (("diff2", "v2"), ("tda", "subtract"), ("diff_rela", "subtract"))),
         ("--out_dir={run} --dataset={data}", "vocab_size=257 ids, the data set data needs 50257",
          of_tokens("data", [1] * 100, [1] * 100, vocab_size=50257)),
         ("--out_dir={toy_run} --dataset={data}", "no data set in the tokenizer of toy_run .*--tokenizer=toy_run"),
