@@ -139,6 +139,15 @@ def pytest_terminal_summary(terminalreporter, config):
 
 # ------------------------------------------------------------------------------------------------ parameters of tests
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here")
+
+
+def by_default(chosen, *values):
+    """A parameter's value (or values), which runs only with --all unless it is one of the chosen."""
+    return pytest.param(*values, marks=() if chosen else pytest.mark.exhaustive)
+
+
 # tests of many cases take these recipes, which have every rule and every axis among them; with --all they take all
 FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
        "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
@@ -147,7 +156,7 @@ FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streamin
 
 def some_recipes(*names):
     """All recipes as parameters of a test; those not named here run with --all only."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in attention.ATTENTIONS]
+    return [by_default(name in names, name) for name in attention.ATTENTIONS]
 
 
 RECIPES = some_recipes(*FEW)

@@ -21,6 +21,12 @@ def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
     return module
 
 
+def fresh(attn, dtype=torch.float64, **choices):
+    """One layer in eval mode with the weights that it starts from."""
+    config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32} | choices)
+    return mixers.layer_of(config, 0).to(dtype).eval()
+
+
 def normal(*shape, stream=0, dtype=torch.float64):
     """Draws from N(0, 1)."""
     return torch.randn(shape, generator=dice(stream), dtype=torch.float64).to(dtype)

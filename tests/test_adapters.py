@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import (assert_close_runs, assert_same_run, contents, meta, run, tiny_config,
-                      train_here, weights)
+from conftest import (assert_close_runs, assert_same_run, by_default, contents, meta, run, tiny_config, train_here,
+                      weights)
 from layers import normal
 
 import attention
@@ -212,8 +212,7 @@ def test_an_exported_adapter_is_merged(data, tmp_path):
 
 
 @pytest.mark.parametrize("step, flags", [
-    pytest.param(2, LORA, marks=pytest.mark.exhaustive), (6, LORA), (2, TAU),
-    pytest.param(6, TAU, marks=pytest.mark.exhaustive), (6, FOCUS)])
+    by_default(False, 2, LORA), (6, LORA), (2, TAU), by_default(False, 6, TAU), (6, FOCUS)])
 def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path):
     """Before the first checkpoint, and after it."""
     whole, killed = adapt(base, tmp_path / "whole", *flags), cut_short(step, base, tmp_path / "killed", *flags)

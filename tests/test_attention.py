@@ -6,8 +6,8 @@ import bounds
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import tiny_config
-from layers import attend_and_gradients, inputs, layer, normal, scalars
+from conftest import DEVICE, needs_triton, tiny_config
+from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 from test_contract import COMBINED, output_by_hand
 from torch.nn import functional as F
 
@@ -22,11 +22,6 @@ from model import GPT
 pytestmark = pytest.mark.usefixtures("small_blocks")
 # the recipes of this layer; those of other mixers are in files of their own
 ATTENTIONS = {name: axes for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes}
-
-
-def fresh(attn, **choices):
-    """A layer with the weights that it starts from, where `layer` moves them away."""
-    return Attention(tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32} | choices), 0).double()
 
 
 # ----------------------------------------------------------------------------------------------------------- formulas
@@ -399,15 +394,14 @@ def test_a_first_key_out_of_sight_has_no_weight_however_large_its_score():
     assert importance_of(module, q, k, v, x).isfinite().all()
 
 
+@needs_triton
 @pytest.mark.parametrize("attn", ["softmax", "sink"])
 def test_importance_comes_from_the_kernels_log_sum_exp(attn):
     """Through Triton (its interpreter, without a GPU), with gradients, at no cost of T x T."""
-    if not kernels.AVAILABLE:
-        pytest.skip("no triton here")
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    found = []
     for kernel in ("triton", "torch"):
-        module = layer(attn, torch.float32, kernel=kernel).to(device)
-        q, k, v, x = (a.to(device).requires_grad_() for a in inputs(module, 45, B=1, dtype=torch.float32))
+        module = layer(attn, torch.float32, kernel=kernel).to(DEVICE)
+        q, k, v, x = (a.to(DEVICE).requires_grad_() for a in inputs(module, 45, B=1, dtype=torch.float32))
         importance = importance_of(module, q, k, v, x)
         found.append([importance, *torch.autograd.grad(importance.square().sum(), [q, k])])
     close(*found)
@@ -458,22 +452,6 @@ def test_rows_in_which_nothing_survives_give_nothing_and_no_gradient(attn):
     q, k, v, x = inputs(module, 9, dtype=torch.float32)
     found = attend_and_gradients(module, torch.full_like(q, 10.0), torch.full_like(k, -5.0), v, x)
     assert all(a is None or a.abs().max() == 0 for a in found)
-
-
-def test_rows_of_elastic_spend_less_than_one_and_even_ones_nothing():
-    module, T = fresh("elastic"), 16
-    q, k, _, x = inputs(module, T)
-    w = module.weights_of(q, k, x)
-    assert (w >= 0).all() and (w.sum(-1) < 1).all()
-    below((w > 0).sum(), w[..., 0].numel() * (T + 1) / 2)               # keys in sight
-    close(module.weights_of(q, 0 * k, x), torch.zeros_like(w), size=1.0)
-
-
-@pytest.mark.parametrize("attn, expected", [("sigmoid", 16 / 17), ("sigmoid_raw", 8.0)])
-def test_sixteen_scores_of_zero_under_sigmoid_sum_to_almost_one_or_without_its_bias_to_eight(attn, expected):
-    module = fresh(attn)
-    q, k, _, x = inputs(module, 16)
-    close(module.weights_of(0 * q, k, x).sum(-1)[..., -1], torch.full((2, 4), expected), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("alpha", ["1.05", "1.2", "1.5", "2", "learned"])
@@ -591,12 +569,6 @@ def test_alibi_slopes_of_any_number_of_heads():
     close(slopes(2, attn="diff2"), [2.0 ** -4] * 2 + [2.0 ** -8] * 2, terms=1, dtype=torch.float32)
 
 
-def test_t5_buckets():
-    buckets = positions.t5_buckets().tolist()
-    assert [buckets[apart] for apart in (0, 1, 15, 16, 31, 64, 127)] == [0, 1, 15, 16, 21, 26, 31]
-    assert buckets == [t5_bucket(apart) for apart in range(128)]
-
-
 def test_t5_and_alibi_are_those_of_transformers():
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
@@ -647,10 +619,9 @@ def test_lengths_count_what_a_row_sees():
 @pytest.mark.parametrize("choices", [{"attn": attn} for attn in ATTENTIONS] + [{"pos": "t5"}, {
     "attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"}], ids=lambda c: "-".join(c.values()))
 def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
-    device = "cuda" if torch.cuda.is_available() else "cpu"             # each has a generator of its own
-    module = layer(**choices, kernel="torch", dropout=0.3).train().to(device)
+    module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)        # each has a generator of its own
     T = 150 if "pos" in choices else 45                                 # beyond T5's table
-    qkvx, found = [a.to(device) for a in inputs(module, T)], []
+    qkvx, found = [a.to(DEVICE) for a in inputs(module, T)], []
     for compute in (kernels.checkpoint, lambda block, *args, use_reentrant: block(*args)):      # which keeps its blocks
         monkeypatch.setattr(kernels, "checkpoint", compute)
         torch.manual_seed(5)
@@ -685,13 +656,11 @@ def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
         choose_kernel(tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda")
 
 
+@needs_triton
 def test_two_views_too_wide_for_one_tile_take_two_calls(monkeypatch):
     """Their difference and all gradients are the same."""
-    if not kernels.AVAILABLE:
-        pytest.skip("no triton here")
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
-    module = layer("tda", dtype=torch.float32, kernel="triton").to(device)
-    qkvx = [a.to(device) for a in inputs(module, 20, dtype=torch.float32)]
+    module, found = layer("tda", dtype=torch.float32, kernel="triton").to(DEVICE), []
+    qkvx = [a.to(DEVICE) for a in inputs(module, 20, dtype=torch.float32)]
     for fit in (True, False):
         monkeypatch.setattr(kernels, "holds_two_views", lambda q, v, fit=fit: fit)
         found.append(attend_and_gradients(module, *qkvx))

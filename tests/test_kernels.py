@@ -1,23 +1,16 @@
 """kernels.py against an independent dense form in float64: in Triton's interpreter where there is no GPU, else on it.
 
-Every comparison is measured against what plain PyTorch loses in the same dtype, and prints the ratio of the two errors.
+A comparison is measured against what plain PyTorch loses in the same dtype; --margins prints the largest shares.
 """
-
 import math
-import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from bounds import below, close, dice, note, same
-
-ROOT = Path(__file__).resolve().parent.parent
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"                              # before triton is imported
+from conftest import DEVICE, ROOT, by_default
 
 pytest.importorskip("triton")
 import kernels  # noqa: E402
@@ -155,10 +148,12 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
     return x, dict(scale=D**-0.5, **options)
 
 
-def outputs_and_gradients(attend, rule, x, options, upstream, dtype=None):
-    """All that attend() can return, with the same random gradient on o and on r."""
+def outputs_and_gradients(attend, rule, x, options, upstream=(), dtype=None):
+    """All that attend() can return, and every gradient for random upstream gradients, the same ones in each call."""
     leaves = {name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()}
     outputs = [part for part in attend(rule, **leaves, **options) if part is not None and part.requires_grad]
+    g = dice(7)
+    upstream = upstream or [torch.randn(out.shape, generator=g).to(DEVICE) for out in outputs]
     torch.autograd.backward(outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)])
     grads = [part.grad for part in leaves.values()]
     for grad, part in zip(grads, leaves.values(), strict=True):
@@ -232,8 +227,6 @@ def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
         bound = 4 * (rms(eager[name] - true) + lost.get(name, 0) + rms(moved[name] - true))
         bound += 2 * floor * (size + sums.get(name, 0))
         error = rms(kernel[name] - true)
-        print(f"{name:7s} kernel {error:.1e}  of size {error / max(rms(true), 1e-30):.1e}  "
-              f"of the bound {error / max(bound, 1e-30):.2f}")
         note(error / bound if bound else 0.0 if error == 0 else math.inf)
 
 
@@ -241,6 +234,7 @@ def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
 
 RULES = ["softmax", "elastic", "entmax", "sparsemax", "softplus", "lssar", "softpick", "relu", "tra", "sigmoid", "elu",
          "identity"]
+VIEWED = ("tra", "relu", "sigmoid")             # of those that take two views in one pass, the ones that recipes use
 EVERYTHING = dict(W=21, tail=True, slope=True)
 CASES = {
     "one token": dict(T=1, D=16, B=2, W=4, row_sum=True),
@@ -262,11 +256,6 @@ CASES = {
 TELLING = ("one token", "odd, two batches, grouped", "wide keys", "everything", "window, first keys, everything")
 SHORT = ("one token", "wide keys", "widths that are cut into pieces", "window of one")
 exhaustive = pytest.mark.exhaustive
-
-
-def by_default(chosen, *values):
-    """A parameter's value (or values), which only --all runs unless it is one of the chosen."""
-    return pytest.param(*values, marks=() if chosen else exhaustive)
 
 
 @pytest.mark.parametrize("case, rule", [
@@ -314,17 +303,12 @@ def test_a_power_for_every_row(dtype, shape):
     compare("entmax", dtype, inputs={"t": t}, T=45, B=2, window=30, first=2, **EVERYTHING)
 
 
+@pytest.mark.parametrize("wide", [False, by_default(False, True)], ids=["", "wide heads"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_low_precision(dtype, rule):
-    compare(rule, dtype, T=40, D=40, Hk=1, window=20, first=2, **EVERYTHING)
-
-
-@exhaustive
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_low_precision_of_wide_heads(dtype, rule):
-    compare(rule, dtype, T=63, D=64, H=2, Hk=1, row_sum=True)
+def test_low_precision(dtype, rule, wide):
+    shape = dict(T=63, D=64, row_sum=True) if wide else dict(T=40, D=40, window=20, first=2, **EVERYTHING)
+    compare(rule, dtype, Hk=1, **shape)
 
 
 @pytest.mark.parametrize("survivors", ["one", "two, of which one dominates"])
@@ -364,78 +348,54 @@ def test_the_statistic_alone(rule):
     same({name: both["d" + name] for name in x}, {name: alone["d" + name] for name in x})
 
 
-@pytest.mark.parametrize("rule", [by_default(rule == "elastic", rule) for rule in RULES])
-def test_two_runs_agree_bit_for_bit(rule):
-    x, options = draw(rule, T=50, H=2, Hk=1, Hv=1, window=30, first=2, **EVERYTHING)
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
+@pytest.mark.parametrize("rule, views", [
+    *(by_default(rule == "elastic", rule, {}) for rule in RULES),
+    *(by_default(False, rule, dict(H=4, mix=(1, 2, 50))) for rule in VIEWED)], ids=str)
+def test_two_runs_agree_bit_for_bit(rule, views):
+    x, options = draw(rule, **dict(T=50, Hk=1, Hv=1, window=30, first=2, **EVERYTHING) | views)
+    one, two = (outputs_and_gradients(kernels.attend, rule, x, options) for _ in range(2))
     same(two, one)
-
-
-def test_a_sink_needs_no_kernel():
-    """An extra key with score c and value 0: o sigmoid(r - c), exact, with c's gradient, because r is
-    differentiable."""
-    x, options = draw("softmax", T=45)
-    c, upstream = torch.randn(2, 1, device=DEVICE), torch.randn_like(x["q"])
-
-    def with_gate(rule, c, **x):
-        o, r = kernels.attend(rule, **x)
-        return o * torch.sigmoid(r - c)[..., None], None
-
-    def with_key(rule, q, k, v, c, scale):
-        s = (q @ k.mT * scale).masked_fill(~torch.ones(45, 45, dtype=torch.bool, device=DEVICE).tril(), -math.inf)
-        p = torch.cat([c[None, :, None].expand(*s.shape[:3], 1), s], -1).softmax(-1)
-        return p[..., 1:] @ v, None
-
-    one = outputs_and_gradients(with_gate, "softmax", x | {"c": c}, options, [upstream])
-    two = outputs_and_gradients(with_key, "softmax", x | {"c": c}, options, [upstream], torch.float64)
-    close(list(one.values()), list(two.values()), terms=45)
 
 
 # -------------------------------------------------------------------------------- live tiles
 
-LIVE = [rule for rule in RULES if kernels.KERNELS[rule].skip]
-
-
-def clusters(T, H=1, dtype=torch.float32):
-    """Queries and keys that belong together in stretches of 60, so that whole tiles of weights are 0."""
-    g = dice(2)
+def clusters(T, views=1, dtype=torch.float32):
+    """Queries and keys that belong together in stretches of 60, so that whole tiles of weights are 0, other ones in the
+    second view."""
     centre = torch.zeros(4, 16)
     centre[:, :4] = 8 * (torch.eye(4) - 1 / 4)
     member = torch.arange(T) // 60 % 4
-    return {name: (centre[member] + 0.4 * torch.randn(1, heads, T, 16, generator=g)).to(DEVICE, dtype)
-            for name, heads in (("q", H), ("k", 1))}
+    q, k = (centre[member] + 0.4 * torch.randn(1, 1, T, 16, generator=dice(stream)) for stream in (2, 3))
+    heads = {"q": [q, q.roll(60, 2)], "k": [k, k]}
+    return {name: torch.cat(of_views[:views], 1).to(DEVICE, dtype) for name, of_views in heads.items()}
 
 
-BUSY = dict(T=150, window=120, first=5, row_sum=True, **EVERYTHING)
+LIVE = [rule for rule in RULES if kernels.KERNELS[rule].skip]
+BUSY = dict(window=120, first=5, **EVERYTHING)
 
 
 @pytest.mark.parametrize("rule, options", [
-    by_default((rule, kind) == ("tra", "busy"), rule, options)
-    for rule in LIVE for kind, options in (("plain", dict(T=170)), ("busy", BUSY))], ids=str)
+    *(by_default((rule, kind) == ("tra", "busy"), rule, dict(H=1, **options))
+      for rule in LIVE for kind, options in (("plain", dict(T=170)), ("busy", dict(T=150, row_sum=True, **BUSY)))),
+    *(by_default(False, rule, dict(T=230, mix=(1, 1), **options)) for rule in ("tra", "relu") for options in ({}, BUSY))
+    ], ids=str)
 def test_skipping_dead_tiles_changes_nothing(rule, options):
-    """Where weights are 0, gradients need not be: against float64, and against the same kernels that visit every
-    tile."""
-    inputs = clusters(options["T"])
-    x, more = draw(rule, H=1, **options)
-    if "t" in x:                                                      # a bias must not lift every score above it
-        inputs["t"] = x["t"].abs() + 3
-    if "slope" in x:
-        inputs["slope"] = -x["slope"].abs()
-    x |= inputs
-    upstream = [torch.randn(*x["q"].shape[:3], 16, device=DEVICE), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    more["row_sum"] = more.get("row_sum", False) and rule + "_sum" in kernels.KERNELS
-    if kernels.INTERPRETED:                                           # a GPU's tiles are too large for these clusters
-        names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix",
-                 "sets")
-        given = {"window": 0, "first": 0} | x | more
-        alive = kernels.run_forward(*kernels.prepare(rule, *map(given.get, names)), True, True)[3]
-        assert 0.05 < alive.float().mean() < 0.55                     # 0.6 if no tile of the past were dead
-    with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream)
-                          for skip in (True, False))
-    for name in without:
-        same(with_skip[name], without[name])
-    compare(rule, inputs=inputs, H=1, **options)
+    """Where weights are 0, gradients need not be: against float64, and against the same kernels that visit every tile.
+    A tile of two views is visited if either is alive there, and in many neither is."""
+    inputs, (x, more) = clusters(options["T"], 2 if "mix" in options else 1), draw(rule, **options)
+    inputs |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
+    # a bias must not lift every score above its threshold
+    inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}
+    x, more["row_sum"] = x | inputs, more.get("row_sum", False) and rule + "_sum" in kernels.KERNELS
+    with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
+        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
+                              for skip in (True, False))
+    if kernels.INTERPRETED:                     # with tiles of 32 x 16; a GPU's are too large for these clusters
+        T, alive = options["T"], visits.call_args_list[0].args[0].float()
+        past = torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31
+        assert 0.1 < alive.sum() / past.sum() < 0.9
+    same(with_skip, without)
+    compare(rule, inputs=inputs, **options)
 
 
 @exhaustive
@@ -486,64 +446,22 @@ DEFAULT_VIEWS = [("tra", "one token"), ("tra", LAST), ("sigmoid", "a key head fo
 
 @pytest.mark.parametrize("rule, case", [
     by_default((rule, case) in DEFAULT_VIEWS, rule, case)
-    for rule in ("tra", "relu", "sigmoid", "softplus", "elu", "identity") for case in VIEWS
-    if rule in ("tra", "relu", "sigmoid") or case == LAST])
+    for rule in (*VIEWED, "softplus", "elu", "identity") for case in VIEWS if rule in VIEWED or case == LAST])
 def test_two_views(rule, case):
     compare(rule, **VIEWS[case])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("rule", [by_default(rule == "tra", rule) for rule in ("tra", "relu", "sigmoid")])
-def test_two_views_of_low_precision(rule, dtype):
-    compare(rule, dtype, T=45, D=40, window=20, first=2, mix=(1, 1), **EVERYTHING)
-
-
-@exhaustive
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
-def test_two_views_of_low_precision_and_wide_heads(rule, dtype):
-    compare(rule, dtype, T=63, D=64, H=4, Hk=1, Hv=1, mix=(2, 1))
+@pytest.mark.parametrize("rule, wide", [by_default((rule, wide) == ("tra", False), rule, wide)
+                                        for rule in VIEWED for wide in (False, True)])
+def test_two_views_of_low_precision(rule, wide, dtype):
+    wide_heads = dict(T=63, D=64, H=4, Hk=1, Hv=1, mix=(2, 1))
+    compare(rule, dtype, **wide_heads if wide else dict(T=45, D=40, window=20, first=2, mix=(1, 1), **EVERYTHING))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mix_of_every_shape(shape):
     compare("tra", T=17, B=2, H=4, power=3, mix=shape)
-
-
-def clusters_of_two_views(T):
-    one, two = clusters(T), clusters(T)
-    two["q"] = two["q"].roll(60, 2)                                   # other tiles are alive
-    return {name: torch.cat([one[name], two[name]], 1) for name in "qk"}
-
-
-@exhaustive
-@pytest.mark.parametrize("options", [dict(T=230), dict(T=230, window=200, first=5, **EVERYTHING)], ids=str)
-@pytest.mark.parametrize("rule", ["tra", "relu"])
-def test_skipping_dead_tiles_of_two_views_changes_nothing(rule, options):
-    """A tile is visited if either view is alive there, and there are many in which neither is."""
-    T, inputs = options["T"], clusters_of_two_views(options["T"])
-    x, more = draw(rule, mix=(1, 1), **options)
-    inputs |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}   # a bias must not lift every score
-    upstream, x = [torch.randn_like(x["v"])], x | inputs
-    with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as lists:
-        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip}, upstream)
-                              for skip in (True, False))
-    alive = lists.call_args_list[0].args[0]
-    if kernels.INTERPRETED:                                           # tiles of 32 x 16
-        share = alive.float().sum() / (torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31).sum()
-        print("live", share)
-        assert 0.1 < share < 0.9
-    same(with_skip, without)
-    compare(rule, inputs=inputs, mix=(1, 1), **options)
-
-
-@pytest.mark.parametrize("rule", ["tra", "relu", "sigmoid"])
-@exhaustive
-def test_two_runs_of_two_views_agree_bit_for_bit(rule):
-    x, options = draw(rule, T=50, H=4, Hk=1, Hv=1, window=30, first=2, mix=(1, 2, 50), **EVERYTHING)
-    upstream = [torch.randn(1, 2, 50, 16, device=DEVICE)]
-    one, two = (outputs_and_gradients(kernels.attend, rule, x, options, upstream) for _ in range(2))
-    same(two, one)
 
 
 # -------------------------------------------------------------------------------- addresses
@@ -639,8 +557,7 @@ def test_extreme_scores(rule, scores):
     """Outputs and gradients are finite, and rows without a positive score are 0 where weights have to be earned."""
     x = with_scores(rule, SCORES[scores](40))
     x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.KERNELS[rule].takes_t else {}
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    results = outputs_and_gradients(kernels.attend, rule, x, {}, upstream)
+    results = outputs_and_gradients(kernels.attend, rule, x, {})
     assert all(part.isfinite().all() for part in results.values())
     o, _ = dense(rule, **{name: part.double() for name, part in x.items()})
     below(rms(results["o"] - o), 4e-3 * rms(o) + 1e-12)               # scores of 10^4 are themselves rounded to 5e-4
@@ -727,12 +644,11 @@ def test_autocast():
     """Inputs of several dtypes are cast to one; their gradients come back in their own."""
     low = DTYPES[-1]
     x, options = draw("elastic", T=33, **EVERYTHING)
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     x["v"] = x["v"].to(low)
     with torch.autocast(DEVICE, dtype=low):
-        one = outputs_and_gradients(kernels.attend, "elastic", x, options, upstream)
+        one = outputs_and_gradients(kernels.attend, "elastic", x, options)
     cast = {name: part.to(low) if name in "qkv" else part for name, part in x.items()}
-    two = outputs_and_gradients(kernels.attend, "elastic", cast, options, upstream)
+    two = outputs_and_gradients(kernels.attend, "elastic", cast, options)
     assert one["o"].dtype == low and one["r"].dtype == torch.float32
     same(one, {name: two[name].to(one[name].dtype) for name in one})
 
@@ -744,8 +660,7 @@ def test_activation_checkpointing(reentrant):
                                                  use_reentrant=reentrant)
 
     x, _ = draw("softmax", T=20)
-    upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
-    plain, again = (outputs_and_gradients(form, "softmax", x, {}, upstream) for form in (kernels.attend, checkpointed))
+    plain, again = (outputs_and_gradients(form, "softmax", x, {}) for form in (kernels.attend, checkpointed))
     same(again, plain)
 
 
@@ -759,59 +674,23 @@ def test_compile_traces_through_without_recompiling():
     compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=False)
     for step in range(3):
         x, options = draw("elastic", T=20, H=4, Hk=2, seed=step, **EVERYTHING)
-        upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            fused = outputs_and_gradients(compiled, "elastic", x, options, upstream)
-        plain = outputs_and_gradients(kernels.attend, "elastic", x, options, upstream)
+            fused = outputs_and_gradients(compiled, "elastic", x, options)
+        plain = outputs_and_gradients(kernels.attend, "elastic", x, options)
         close(list(fused.values()), list(plain.values()), terms=64)
 
 
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
-def test_operators_say_what_they_return():
+@pytest.mark.parametrize("rule, options", [("elastic", EVERYTHING), ("tra", dict(H=4, W=4, mix=(1, 2, 20)))],
+                         ids=["one view", "two views"])
+def test_operators_say_what_they_return(rule, options):
     """Shapes, strides and dtypes that tracing is told are those that the kernels deliver."""
-    x, options = draw("elastic", T=20, D=16, E=24)
-    x["t"] = x["t"].expand(1, 2, 20)
-    call = ("elastic", *x.values(), None, None, None, None, options["scale"], 0, 0)
-    inputs = (*call, True, True)
-    torch.library.opcheck(kernels.run_forward, inputs, test_utils=CHECKS)
-    o, r, u, alive = kernels.run_forward(*inputs)
-    grads = (*call, u, r, alive, o, r, False)
-    torch.library.opcheck(kernels.run_backward, grads, test_utils=CHECKS[:2])
-
-
-def test_operators_of_two_views_say_what_they_return():
-    x, options = draw("tra", T=20, D=16, E=24, H=4, W=4, mix=(1, 2, 20))
-    x["t"] = x["t"].expand(1, 4, 20)
-    q, k, v, t, table, mix = x.values()
-    call = ("tra", q, k, v, t, table, None, mix, None, options["scale"], 0, 0)
-    inputs = (*call, True, True)
-    torch.library.opcheck(kernels.run_forward, inputs, test_utils=CHECKS)
-    o, r, u, alive = kernels.run_forward(*inputs)
-    grads = (*call, o, r, alive, o, r, True)
-    torch.library.opcheck(kernels.run_backward, grads, test_utils=CHECKS[:2])
-
-
-def test_data_parallel(tmp_path):
-    """A wrapped model averages gradients that came through the kernels."""
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = torch.nn.Linear(16, 3 * 16)
-
-        def forward(self, x):
-            q, k, v = self.project(x).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
-            return kernels.attend("softmax", q, k, v)[0]
-
-    torch.distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{tmp_path}/store",
-                                         rank=0, world_size=1)
-    try:
-        model, x = Model().to(DEVICE), torch.randn(2, 9, 16, device=DEVICE)
-        model(x).square().sum().backward()
-        alone = model.project.weight.grad.clone()
-        model.zero_grad()
-        torch.nn.parallel.DistributedDataParallel(model)(x).square().sum().backward()
-        same(model.project.weight.grad, alone)
-    finally:
-        torch.distributed.destroy_process_group()
+    x, more = draw(rule, T=20, E=24, **options)
+    names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix", "sets")
+    call = kernels.prepare(rule, *map(({"window": 0, "first": 0} | x | more).get, names))
+    torch.library.opcheck(kernels.run_forward, (*call, True, True), test_utils=CHECKS)
+    o, r, u, alive = kernels.run_forward(*call, True, True)
+    saved = u if kernels.KERNELS[rule].save_u else o
+    torch.library.opcheck(kernels.run_backward, (*call, saved, r, alive, o, r, True), test_utils=CHECKS[:2])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bounds import close
-from conftest import tiny_config
+from conftest import DEVICE, needs_triton, tiny_config
 from torch.nn import functional as F
 
 import attention
@@ -20,9 +20,7 @@ from mixers import focus, recurrent, recurrent_kernels
 from model import MLP
 from training.balance import imbalance
 
-needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")       # numpy's, of later keys that are then masked
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E = math.e
 
 # A row of scores s that stands on a kink, and the derivative of sum_j g_j w_j in s and in t, for g = 1, 2, 4, 8.

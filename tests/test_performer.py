@@ -5,17 +5,14 @@ import pytest
 import torch
 from bounds import below, close, dice, moved_by_rounding, same
 from conftest import tiny_config
-from layers import attend_and_gradients, inputs, normal
+from layers import attend_and_gradients, fresh, inputs, normal, token_ids
 
-import mixers
 from mixers.performer import orthogonal_normal
 from model import GPT
 
 
 def layer(dtype=torch.float64, **choices):
-    """A layer with the weights that it starts from."""
-    config = tiny_config(**{"attn": "performer", "n_head": 4, "n_embd": 32} | choices)
-    return mixers.layer_of(config, 0).to(dtype).eval()
+    return fresh("performer", dtype, **choices)
 
 
 def features(x, W):
@@ -133,5 +130,5 @@ def test_it_replaces_softmax_under_its_weights():
     added = performer.beyond(softmax.config)
     assert added == ["transformer.h.0.attn.directions"]
     performer.load_state_dict(softmax.state_dict(), strict=False)
-    idx = torch.randint(31, (2, 16), generator=dice())
+    idx = token_ids(2, 16)
     below((performer(idx)[0] - softmax(idx)[0]).abs().max(), 1e-2)

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from bounds import below, close, moved_by_rounding
-from conftest import tiny_config
+from conftest import by_default, tiny_config
 from layers import inputs, layer, normal, with_gradients
 from torch.nn import functional as F
 
@@ -16,26 +16,28 @@ RECURRENT = [name for name, axes in ATTENTIONS.items() if axes.get("mixer") == "
 RECURRENT.remove("linear_state")                # a form of `linear`: it has a test of its own
 LEARNERS = ["ttt", "titans"]                    # they write by gradient descent, not linearly in the values
 recipes = pytest.mark.parametrize("attn", RECURRENT)
-linear_recipes = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
+linear_in_values = pytest.mark.parametrize("attn", [name for name in RECURRENT if name not in LEARNERS])
 learners = pytest.mark.parametrize("attn", LEARNERS)
 
 
-def by_tokens(q, k, v, forget, erase=None):
+def by_tokens(q, k, v, forget=None, erase=None):
     """The formula at the top of the mixer once more, in einsum: independent of its code."""
+    q, k = (y.expand(-1, v.shape[1], -1, -1) for y in (q, k))
     S, outputs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for t in range(q.shape[2]):
-        S = forget[:, :, t, :, None].exp() * S
+        if forget is not None:
+            S = forget[:, :, t, :, None].exp() * S
         u = v[:, :, t]
         if erase is not None:
-            u = u - erase[:, :, t] * torch.einsum("bhd,bhde->bhe", k[:, :, t].expand(*S.shape[:3]), S)
-        S = S + torch.einsum("bhd,bhe->bhde", k[:, :, t].expand(*S.shape[:3]), u)
-        outputs.append(torch.einsum("bhd,bhde->bhe", q[:, :, t].expand(*S.shape[:3]), S))
+            u = u - erase[:, :, t] * torch.einsum("bhd,bhde->bhe", k[:, :, t], S)
+        S = S + torch.einsum("bhd,bhe->bhde", k[:, :, t], u)
+        outputs.append(torch.einsum("bhd,bhde->bhe", q[:, :, t], S))
     return torch.stack(outputs, 2)
 
 
 def by_chunks(size):
-    def call(q, k, v, *rest):
-        return all_chunks(one_chunk, zero_state(k, v), (q, k, v, *rest), size)[0]
+    def call(q, k, v, forget=None, erase=None):
+        return all_chunks(one_chunk, zero_state(k, v), chunk_inputs(q, k, v, forget, erase), size)[0]
     return call
 
 
@@ -43,58 +45,76 @@ def zero_state(k, v):
     return v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]),
 
 
+def chunk_inputs(q, k, v, forget, erase):
+    """What `one_chunk` takes after the state."""
+    forget = torch.zeros_like(v[..., :1]) if forget is None else forget
+    return (q, k, v, forget) if erase is None else (q, k, v, forget, erase)
+
+
 # ------------------------------------------------------------------------------------------------- chunks and tokens
 
-FORMS = {                                       # heads of q and k, channels that forget, is something erased
-    "plain": (3, 1, False), "a channel each": (3, 8, False), "shared keys": (1, 1, False), "delta": (3, 1, True),
-    "delta, a channel each": (3, 8, True)}
+FORMS = {                                       # are q and k shared by all heads, what has a rate, is something erased
+    "linear": (False, None, False), "one rate a head": (False, "head", False), "delta": (False, None, True),
+    "one key for all heads": (True, "head", False), "gated delta": (False, "head", True),
+    "a rate a channel": (False, "channel", False), "delta, a rate a channel": (False, "channel", True)}
+forms = pytest.mark.parametrize("form", FORMS)
 
 
-def draw(form, T):
-    """Inputs of `one_chunk` in float64: forget is between 0 and 1, erase too, keys have unit length."""
-    G, channels, erases = FORMS[form]
-    q, k, v = normal(2, G, T, 8), F.normalize(normal(2, G, T, 8, stream=1), dim=-1), normal(2, 3, T, 5, stream=2)
-    forget, erase = F.logsigmoid(normal(2, 3, T, channels, stream=3) + 1), torch.sigmoid(normal(2, 3, T, 1, stream=4))
-    return [q, k, v, forget, *([erase] if erases else [])]
+def draw(form, T, H=3, D=8, E=5, B=2, dtype=torch.float64, strength=1.0, device="cpu"):
+    """Inputs of the recurrence and of its kernel, by name. Keys have unit length. forget is a logarithm, `strength`
+    times the usual."""
+    shared, rate, erases = FORMS[form]
+
+    def heads(count, width, stream):            # as a fused projection leaves them: the rows of one head lie apart
+        return normal(B, T, count, width, stream=stream).transpose(1, 2)
+
+    q, k = (heads(1 if shared else H, D, stream) for stream in (0, 1))
+    x = {"q": D ** -0.5 * q, "k": F.normalize(k, dim=-1), "v": heads(H, E, 2)}
+    rates = {"forget": strength * F.logsigmoid(heads(H, D if rate == "channel" else 1, 3) + 1)} if rate else {}
+    rates |= {"erase": torch.sigmoid(heads(H, 1, 4))} if erases else {}
+    wide = torch.promote_types(dtype, torch.float32)
+    return {name: y.to(device, wide if name in rates else dtype) for name, y in (x | rates).items()}
 
 
-@pytest.mark.parametrize("T, size", [
-    pytest.param(T, size, marks=() if (T, size) in ((1, 64), (37, 1), (37, 16), (130, 64)) else pytest.mark.exhaustive)
-    for T in (1, 37, 130) for size in (1, 16, 64)])
-@pytest.mark.parametrize("form", FORMS)
+def results_of(function, x, dtype=None):
+    """The output for inputs by name, and all gradients."""
+    return with_gradients(lambda *leaves: function(**dict(zip(x, leaves, strict=True))),
+                          [y.to(dtype or y.dtype) for y in x.values()])
+
+
+@pytest.mark.parametrize("T, size", [by_default((T, size) in ((1, 64), (37, 1), (37, 16), (130, 64)), T, size)
+                                     for T in (1, 37, 130) for size in (1, 16, 64)])
+@forms
 def test_chunks_equal_tokens_with_all_gradients(form, T, size):
     """130 tokens are more than two chunks of 64: the backward pass recomputes them."""
-    close(*(with_gradients(function, draw(form, T)) for function in (by_chunks(size), by_tokens)), terms=8 * T)
+    close(*(results_of(function, draw(form, T)) for function in (by_chunks(size), by_tokens)), terms=8 * T)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@forms
 def test_the_recurrence_over_tokens_is_the_formula(form):
-    def defined(q, k, v, *rest):
-        return token_by_token(zero_state(k, v), q, k, v, *rest)[0]
-    close(*(with_gradients(function, draw(form, 37)) for function in (defined, by_tokens)), terms=8 * 37)
+    def defined(q, k, v, forget=None, erase=None):
+        return token_by_token(zero_state(k, v), *chunk_inputs(q, k, v, forget, erase))[0]
+    close(*(results_of(function, draw(form, 37)) for function in (defined, by_tokens)), terms=8 * 37)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@forms
 def test_shut_gates_and_repeated_tokens_stay_exact_in_float32(form):
     """log forget of -50 a token leaves only the token itself: a quotient of exponentials would be 0 / 0."""
-    q, k, v, forget, *erase = draw(form, 100)
-    shut = [q, k, v, torch.full_like(forget, -50.0), *erase]
-    repeated = [x[:, :, :1].expand_as(x) for x in (q, k, v, forget)] + [torch.ones_like(e) for e in erase]
-
-    def exact(*leaves):
-        return with_gradients(by_tokens, leaves)
-
-    for leaves in (shut, repeated):
-        found, leaves = with_gradients(by_chunks(64), [x.float() for x in leaves]), [x.float().double() for x in leaves]
-        expected = exact(*leaves)
-        close(found, expected, terms=100, size=max(x.abs().max().item() for x in expected),
-              moved=moved_by_rounding(exact, leaves, torch.float32))
+    x = draw(form, 100)
+    shut = x | {"forget": torch.full_like(x.get("forget", x["v"][..., :1]), -50.0)}
+    repeated = {name: torch.ones_like(y) if name == "erase" else y[:, :, :1].expand_as(y) for name, y in x.items()}
+    for x in (shut, repeated):
+        found, x = results_of(by_chunks(64), x, torch.float32), {name: y.float().double() for name, y in x.items()}
+        expected = results_of(by_tokens, x)
+        moved = moved_by_rounding(lambda *y, x=x: results_of(by_tokens, dict(zip(x, y, strict=True))), list(x.values()),
+                                  torch.float32)
+        close(found, expected, terms=100, size=max(y.abs().max().item() for y in expected), moved=moved)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@forms
 def test_long_sequences_stay_finite(form):
-    leaves = [x[:1].float() for x in draw(form, 16_384)]
-    assert by_chunks(16 if "channel" in form else 64)(*leaves).isfinite().all()
+    x = draw(form, 16_384, B=1, dtype=torch.float32)
+    assert by_chunks(16 if "channel" in form else 64)(**x).isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------- the recipes' layers
@@ -149,7 +169,7 @@ def output_by_formula(attn, module, q, k, v, x):
     return o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.out_norm.weight * gate
 
 
-@linear_recipes
+@linear_in_values
 @pytest.mark.parametrize("T", [1, 45])
 def test_attend_equals_the_formula(attn, T):
     """Two heads share a key head and a value head; in Mamba2 all heads share one key head anyway."""
@@ -160,7 +180,7 @@ def test_attend_equals_the_formula(attn, T):
     close(module.attend(q, k, v, x), expected, terms=8 * T)
 
 
-@linear_recipes
+@linear_in_values
 def test_a_layer_reads_the_same_token_by_token(attn):
     module = layer(attn)
     qkvx = inputs(module, 45)

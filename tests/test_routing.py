@@ -3,18 +3,14 @@ import pytest
 import torch
 from bounds import below, close
 from conftest import tiny_config
-from layers import inputs, normal
+from layers import fresh, inputs, normal
 from torch.nn import functional as F
 
-import mixers
 from model import GPT
 
 
-def layer(args="clusters=3", attn="routing"):
-    """A layer with the weights that it starts from, and two heads of keys."""
-    own = {"attn_args": args} if attn == "routing" else {}
-    config = tiny_config(attn=attn, n_head=4, n_kv_head=2, n_embd=32, **own)
-    return mixers.layer_of(config, 0).double().eval()
+def layer(args="clusters=3"):
+    return fresh("routing", n_kv_head=2, attn_args=args)
 
 
 def weights_by_formula(module, q, k, size):
@@ -48,7 +44,7 @@ def test_clusters_equal_the_dense_form(args, T, R, size):
 
 
 def test_one_cluster_of_everything_is_softmax():
-    routing, softmax, x = layer("clusters=1"), layer(attn="softmax"), normal(2, 40, 32)
+    routing, softmax, x = layer("clusters=1"), fresh("softmax", n_kv_head=2), normal(2, 40, 32)
     softmax.load_state_dict(routing.state_dict(), strict=False)
     close(routing(x), softmax(x))
 

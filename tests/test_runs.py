@@ -20,19 +20,14 @@ def test_every_recipe_that_a_refusal_of_other_projections_names_does_fit(data, t
 
 # -------------------------------------------------------------------------------------------------------- earlier runs
 
-def test_another_run_in_the_same_folder_loses_nothing(copy, elastic_run, data, capsys):
-    train_here(f"--out_dir={copy}", f"--dataset={data}", "--attn=elastic", "--max_iters=1")
-    old = copy / "old" / "1"
-    assert_same_run(old, elastic_run)
-    assert meta(old) == meta(elastic_run)
-    assert str(old) in capsys.readouterr().out and len(log_rows(copy)) == 2
-
-
-def test_a_third_run_in_the_same_folder_loses_nothing_either(copy, data):
-    kept = {(copy / "ckpt.pt").read_bytes()}
+def test_other_runs_in_the_same_folder_lose_nothing(copy, elastic_run, data, capsys):
+    old, kept = copy / "old" / "1", {(copy / "ckpt.pt").read_bytes()}
     for seed in (1, 2):
         train_here(f"--out_dir={copy}", f"--dataset={data}", "--max_iters=1", f"--seed={seed}")
+        assert str(old.with_name(str(seed))) in capsys.readouterr().out and len(log_rows(copy)) == 2
         kept.add((copy / "ckpt.pt").read_bytes())
+    assert_same_run(old, elastic_run)
+    assert meta(old) == meta(elastic_run)
     assert {path.read_bytes() for path in copy.rglob("ckpt*.pt")} == kept
 
 
