@@ -10,6 +10,7 @@ import pytest
 import torch
 from bounds import close
 from conftest import ROOT
+from layers import inputs, layer
 from test_lab import output_here
 
 import eval as eval_script
@@ -520,6 +521,14 @@ def test_the_gate_identity_is_exact():
     close([found["sink"], found["drained to 0"]], [0, 0], terms=16, size=4.0)
     bounds.below(0.01, found["drained to 0.1"])
     bounds.below(found["drained to 0.1"], found["drained to 0.3"])
+
+
+@pytest.mark.parametrize("attn", ["sink", "k_bias", "kv_bias"])
+def test_without_its_extra_key_attention_is_softmax_over_the_tokens(attn):
+    module, plain = layer(attn, torch.float32), layer("softmax", torch.float32)
+    q, k, v, x = inputs(module, 45, dtype=torch.float32)
+    found = checks.extra_key_deleted(module.attend, 0, module, q, k, v, x, None)
+    close(found, plain.attend(q, k, v, x), terms=45, size=v.abs().max().item())
 
 
 def test_focus_by_hand():

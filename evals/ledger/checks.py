@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 import attention
+import kernels
 from data import tokens
 from evals.ablate import losses_with, unchanged
 from evals.instrument import Common, OpenedRun, read_windows
@@ -176,7 +177,7 @@ def fixed(place):
 def extra_key_deleted(attend, layer, module, q, k, v, x, table):
     """Attention without its extra key: softmax over the tokens alone."""
     q, k, t, _ = module.prepare(q, k)
-    return module.run_rule(q, k, v, t, attention.as_distance(table), module.sight, None, False)[0]
+    return kernels.block_loop(module.rule, q, k, v, t, module.sight, attention.as_distance(table))[0]
 
 
 @torch.no_grad()
