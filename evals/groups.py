@@ -6,25 +6,24 @@ layers have groups of their own, so that group 2 of one has nothing to do with g
 """
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from data import tokens
 from evals.instrument import (
     LENGTH,
     Common,
     OpenedRun,
     first_line,
-    instead,
     legend,
-    progress,
     pyplot,
-    read_windows,
     save_figure,
     table,
+    watch,
+    window_batches,
 )
 from mixers.focus import Focus, entropy
 
@@ -124,22 +123,17 @@ def distant(T, local, device="cpu"):
     return places[:, None] - places >= local
 
 
-@torch.no_grad()
 def look(args, run, model, T):
     """A Layer for each layer of a model, from the run's windows of T tokens."""
     layers = [Layer(block.attn) for block in model.transformer.h]
-    split, batch = run.split(args.split), {}
 
-    def watch(attend, layer, module, q, k, v, x, table):
-        layers[layer].see(module.assign(x), batch["idx"])
-        return attend(q, k, v, x, table)
+    def see(idx, layer, module, q, k, v, x, table):
+        layers[layer].see(module.assign(x), idx)
 
-    starts = tokens.fixed_windows(split, T, args.windows, run.stride)
-    with instead(model, watch):
-        for i in progress(range(0, len(starts), args.batch_size), run.machine.main):
-            batch["idx"] = read_windows(split, starts[i:i + args.batch_size], T, model, run.machine)        # (B, T)
-            with run.machine.autocast():
-                model(batch["idx"])
+    for rows in window_batches(model, run.split(args.split), run.machine, T, args.windows, args.batch_size, run.stride,
+                               bar=True):
+        idx = rows[:, :-1]                      # (B, T)
+        watch(model, partial(see, idx), idx, run.machine)
     return layers
 
 

@@ -19,15 +19,15 @@ from evals.instrument import (
     LENGTH,
     SHARES,
     first_line,
-    instead,
     legend,
     progress,
     pyplot,
-    read_windows,
     save_figure,
     signed,
     table,
+    watch,
     whole_numbers,
+    window_batches,
 )
 from evals.measures import has_outside, rows_of
 
@@ -94,27 +94,19 @@ def other_data(args, run):
 
 def windows_of(folder, meta, T, args, run):
     """The fixed windows of a data set, (N, T + 1)."""
-    split = tokens.Tokens(folder, args.split)
-    starts = tokens.fixed_windows(split, T, args.windows, meta.get("stride", 1))
-    return read_windows(split, starts, T + 1, run.model, run.machine)
+    rows, = window_batches(run.model, tokens.Tokens(folder, args.split), run.machine, T, args.windows, args.windows,
+                           meta.get("stride", 1))
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------- the maps
 
 
-@torch.no_grad()
 def measure(model, rows, machine, batch_size, local, bar=False):
     """The MEASURES of every head on windows rows (N, T + 1): {measure: (layers, heads) float64}."""
     layers = [HeadSums(local) for _ in model.transformer.h]
-
-    def watch(attend, layer, module, *inputs):
-        layers[layer].see(module, *inputs)
-        return attend(*inputs)
-
-    with instead(model, watch):
-        for some in progress(rows.split(batch_size), bar and machine.main):
-            with machine.autocast():
-                model(some[:, :-1])
+    for some in progress(rows.split(batch_size), bar and machine.main):
+        watch(model, lambda layer, *inputs: layers[layer].see(*inputs), some[:, :-1], machine)
     results = [sums.result() for sums in layers]
     return {name: torch.stack([result[name] for result in results]) for name in MEASURES}
 

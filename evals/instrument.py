@@ -212,6 +212,19 @@ def model_config(stored, given):
 # ----------------------------------------------------------------------------------------------------- looking inside
 
 
+def window_batches(model, split, machine, length, count, batch_size, stride=1, bar=False, share=False):
+    """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last token is only a
+    target. The windows are spread evenly over the split, and every call yields the same ones.
+
+    count: how many windows, 0 for as many as fit. stride: windows begin at multiples of it. bar: show the progress.
+    share: the ranks share the windows; then a rank may have none."""
+    starts = tokens.fixed_windows(split, length, count, stride)
+    if share:
+        starts = starts[machine.rank::machine.world]
+    for i in progress(range(0, len(starts), batch_size), bar and machine.main):
+        yield read_windows(split, starts[i:i + batch_size], length + 1, model, machine)
+
+
 def read_windows(split, starts, length, model, machine):
     """The `length` tokens from each of these starts on, (len(starts), length) int64, on the machine's device."""
     return torch.from_numpy(split.windows(starts, length, model.config.vocab_size)).to(machine.device)
@@ -223,11 +236,26 @@ def progress(steps, shown):
                 mininterval=0.5 if sys.stderr.isatty() else 10)
 
 
+@torch.no_grad()
+def watch(model, see, idx, machine):
+    """The model reads tokens idx (B, T), and every layer calls see(layer, module, q, k, v, x, table) before it attends.
+    `layer` counts the blocks from 0, `module` is the block's attention, the rest are the arguments of its attend."""
+    with instead(model, seeing(see)), machine.autocast():
+        model(idx)
+
+
+def seeing(see):
+    """Attention as it is, after a call of see: a `look` for `instead`."""
+    def look(attend, layer, module, *inputs):
+        see(layer, module, *inputs)
+        return attend(*inputs)
+    return look
+
+
 @contextlib.contextmanager
 def instead(model, look):
     """Inside this context every attention layer calls look(attend, layer, module, q, k, v, x, table) in place of its
-    own attend(q, k, v, x, table): to watch what goes in, or to change it. `layer` counts the blocks from 0, `module` is
-    the block's attention."""
+    own attend(q, k, v, x, table), to change what goes in or comes out."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):
         module.attend = partial(look, module.attend, layer, module)     # hides the method of this name

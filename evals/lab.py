@@ -21,9 +21,19 @@ import attention
 import mixers
 from common.flags import knob
 from common.runs import ROOT, finished_run, output_of
-from data import files, tokens
+from data import files
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
-from evals.instrument import markdown, marked, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
+from evals.instrument import (
+    markdown,
+    marked,
+    pyplot,
+    recipe_names,
+    save_figure,
+    seeing,
+    table,
+    whole_numbers,
+    window_batches,
+)
 from evals.measures import Probe, mean_of
 from evals.sweeps import SWEEPS, cases, side_by_side
 
@@ -139,20 +149,18 @@ def lab_figures(model, split, data_meta, machine, count=256):
     zero, and when no later row may see its key (with row counts n as they were).
     """
     T = model.config.block_size
-    starts = tokens.fixed_windows(split, T, count, data_meta["stride"])     # each begins a sequence
-    rows = read_windows(split, starts, T + 1, model, machine)           # (N, T + 1)
+    rows, = window_batches(model, split, machine, T, count, count, data_meta["stride"])     # whole sequences (N, T + 1)
     bayes, trigger = true_process(rows, data_meta)
     late = torch.arange(T, device=rows.device) >= FIRST_ROW
     kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # of queries, (N, T)
     probes = {kind: [Probe() for _ in model.transformer.h] for kind in kinds}
 
-    def watched(attend, layer, module, *inputs):
+    def see(layer, module, *inputs):
         for kind, counted in kinds.items():
             probes[kind][layer].see(module, *inputs, counted=counted)
-        return attend(*inputs)
 
     # the same sequences three times: as they are, and with one thing taken away from the first token
-    changes = (watched, value_zeroed(every_head(model)), key_hidden)
+    changes = (seeing(see), value_zeroed(every_head(model)), key_hidden)
     as_is, zero, hide = (losses_with(change, model, rows, machine) for change in changes)
     excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
     idle, copy, everything = (mean_of(probes[kind]) for kind in kinds)

@@ -20,18 +20,16 @@ import torch
 
 from common.flags import at_least, knob, shown
 from common.runs import ROOT, finished_run
-from data import tokens
 from evals.instrument import (
     Common,
     OpenedRun,
     mean_and_error,
     model_config,
-    progress,
     pyplot,
-    read_windows,
     save_figure,
     table,
     whole_numbers,
+    window_batches,
 )
 from evals.loss import token_losses
 
@@ -59,13 +57,13 @@ def command(args, run):
     lengths = lengths_of(args.lengths, trained, run)
     longest = lengths[-1]
     split, count = run.split(args.split), max(2, 65_536 // longest) if args.windows < 0 else args.windows
-    starts = tokens.fixed_windows(split, longest, count, run.stride)
     losses = {}                                 # of every token of every span, (spans, longest)
     for length in lengths:
         model = finetuned(run, length, args) if args.finetune and length > trained else run.model
-        losses[length] = span_losses(model, split, run.machine, starts, longest, length, args.batch_size)
+        spans = window_batches(model, split, run.machine, longest, count, args.batch_size, run.stride, bar=True)
+        losses[length] = span_losses(model, spans, run.machine, length)
     base = trained if trained in losses else lengths[0]
-    numbers = {"dataset": run.dataset, "split": args.split, "spans": len(starts), "training_length": trained,
+    numbers = {"dataset": run.dataset, "split": args.split, "spans": len(losses[longest]), "training_length": trained,
                "base": base, "rope_scaling": run.model.config.rope_scaling, "finetune": args.finetune,
                "lengths": [summary(losses[length], length, losses[base]) for length in lengths]}
     return numbers, tell(args, {str(run.out_dir): numbers})
@@ -85,14 +83,13 @@ def lengths_of(text, trained, run):
 
 
 @torch.no_grad()
-def span_losses(model, split, machine, starts, span, length, batch_size):
-    """The loss of every token of the spans that begin here, (len(starts), span) in float64, read in windows of `length`
-    tokens."""
+def span_losses(model, spans, machine, length):
+    """The loss of every token of spans, batches (B, span + 1), when the model reads them in windows of `length` tokens:
+    (spans, span) in float64."""
     found = []
-    for i in progress(range(0, len(starts), batch_size), machine.main):
-        rows = read_windows(split, starts[i:i + batch_size], span + 1, model, machine)      # (B, span + 1)
+    for rows in spans:
         windows = rows.unfold(1, length + 1, length).flatten(0, 1)      # (B span / length, length + 1)
-        found.append(token_losses(model, windows, machine).view(-1, span).double().cpu())
+        found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
     return torch.cat(found).numpy()
 
 

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map_only
 import kernels
 import mixers
 from axes.sight import visible
-from data import tokens
-from evals.instrument import instead, read_windows, save_numbers, table, whole_numbers
+from evals.instrument import save_numbers, table, watch, whole_numbers, window_batches
 
 LIVE_TILE = (kernels.BLOCK, 64)               # rows and keys of a tile, as the kernels have them at widths up to 128
 
@@ -38,18 +37,15 @@ def look_at_layers(run, T, repeats):
             for module, inputs in inputs_of_layers(run, T)]
 
 
-@torch.no_grad()
 def inputs_of_layers(run, T):
     """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, (q, k, v, x, distance))]."""
-    layers, split = [], run.split("val")
+    layers = []
 
-    def keep(attend, layer, module, *inputs):   # copies: a layer may write on what it was given
+    def keep(layer, module, *inputs):           # copies: a layer may write on what it was given
         layers.append((module, tree_map_only(torch.Tensor, torch.clone, inputs)))
-        return attend(*inputs)
 
-    idx = read_windows(split, tokens.fixed_windows(split, T, 4, run.stride), T, run.model, run.machine)     # (4, T)
-    with instead(run.model, keep), run.machine.autocast():
-        run.model(idx)
+    rows, = window_batches(run.model, run.split("val"), run.machine, T, 4, 4, run.stride)       # (4, T + 1)
+    watch(run.model, keep, rows[:, :-1], run.machine)
     return layers
 
 

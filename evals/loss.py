@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from common.flags import at_least, knob
 from data import tokens
-from evals.instrument import LENGTH, first_line, progress, read_windows, table
+from evals.instrument import LENGTH, first_line, table, window_batches
 
 
 @dataclass
@@ -40,7 +40,7 @@ def mean_loss(model, split, machine, count, batch_size, stride=1, length=0, bar=
     training, T = model.training, length or model.config.block_size
     model.eval()                                # no dropout; train.py calls this between two steps
     total, seen = 0.0, 0
-    for rows in own_windows(model, split, machine, count, batch_size, stride, T, bar):
+    for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar, share=True):
         with machine.autocast():                # a mean of B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
         seen += len(rows)
@@ -54,21 +54,13 @@ def loss_and_error(model, split, machine, count, batch_size, stride, length):
     """The same mean of a model in eval mode, its standard error over the windows (None of one), and how many they
     are."""
     total, squares, seen = 0.0, 0.0, 0
-    for rows in own_windows(model, split, machine, count, batch_size, stride, length, bar=True):
+    for rows in window_batches(model, split, machine, length, count, batch_size, stride, bar=True, share=True):
         losses = token_losses(model, rows, machine).double().mean(1)    # (B,)
         total, squares, seen = total + losses.sum().item(), squares + losses.square().sum().item(), seen + len(rows)
     total, squares, seen = machine.sum(total, squares, seen)
     mean = total / seen
     variance = max(0.0, squares / seen - mean ** 2)                     # rounding may make it negative
     return mean, math.sqrt(variance / (seen - 1)) if seen > 1 else None, int(seen)
-
-
-def own_windows(model, split, machine, count, batch_size, stride, length, bar):
-    """The fixed windows that this rank reads, with the token after each, in batches (B, length + 1)."""
-    # rank r of w takes windows r, r + w, ...: it may have one less than another rank, or none at all
-    starts = tokens.fixed_windows(split, length, count, stride)[machine.rank::machine.world]
-    for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        yield read_windows(split, starts[i:i + batch_size], length + 1, model, machine)
 
 
 def token_losses(model, rows, machine):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.flags import knob
-from evals.instrument import SHARES, instead, pyplot, save_figure, signed, table, whole_numbers
+from evals.instrument import SHARES, pyplot, save_figure, signed, table, watch, whole_numbers
 from evals.sample import as_ids
 
 SENTENCE = "When Alice saw the white rabbit run past her, she ran after the rabbit and fell down a deep hole."
@@ -112,23 +112,20 @@ def extremes(w, first):
 # ---------------------------------------------------------------------------------------------------------- the weights
 
 
-@torch.no_grad()
 def weights_of_layers(run, ids, layers, views=False):
     """{layer: {"weights": (heads, T, keys)}}, where keys is T, or 1 + T with an extra key's column first; with views
     {"view a", "view b", "difference"}, the last a - lambda b."""
     seen = {}
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         if layer in layers:
             kinds = {"weights": module.weights_of(q, k, x, table)}
             if views:
                 a, b = module.views_of(q, k, x, table)
                 kinds = {"view a": a, "view b": b, "difference": kinds["weights"]}
             seen[layer] = {kind: w[0].float().cpu() for kind, w in kinds.items()}
-        return attend(q, k, v, x, table)
 
-    with instead(run.model, watch), run.machine.autocast():
-        run.model(as_ids(ids, run.machine))
+    watch(run.model, see, as_ids(ids, run.machine), run.machine)
     return {layer: seen[layer] for layer in layers}
 
 

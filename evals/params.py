@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from common.flags import at_least, knob
-from data import tokens
-from evals.instrument import LENGTH, instead, legend, progress, pyplot, read_windows, save_figure, signed, table
+from evals.instrument import LENGTH, legend, pyplot, save_figure, signed, table, watch, window_batches
 from model import GPT
 
 MEANINGS = {                                    # name: what is printed above its table
@@ -201,24 +200,19 @@ def depends_on_text(modules):
                for name, module in modules[0].named_children())
 
 
-@torch.no_grad()
 def figures_on_text(run, args):
     """The figures of every layer, [{name: (heads,)}], means over the tokens of fixed windows."""
-    sums, length = [{} for _ in run.model.transformer.h], run.window(args.length)
+    sums, windows = [{} for _ in run.model.transformer.h], 0
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         for name, values in figures(module, x[:, module.ahead:]).items():
             sums[layer][name] = sums[layer].get(name, 0) + len(x) * values.double()
-        return attend(q, k, v, x, table)
 
-    split = run.split(args.split)
-    starts = tokens.fixed_windows(split, length, args.windows, run.stride)
-    with instead(run.model, watch):
-        for i in progress(range(0, len(starts), args.batch_size), run.machine.main):
-            idx = read_windows(split, starts[i:i + args.batch_size], length, run.model, run.machine)    # (B, T)
-            with run.machine.autocast():
-                run.model(idx)
-    return [{name: total / len(starts) for name, total in layer.items()} for layer in sums]
+    for rows in window_batches(run.model, run.split(args.split), run.machine, run.window(args.length), args.windows,
+                               args.batch_size, run.stride, bar=True):
+        watch(run.model, see, rows[:, :-1], run.machine)
+        windows += len(rows)
+    return [{name: total / windows for name, total in layer.items()} for layer in sums]
 
 
 def rounded(values):

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from common.flags import at_least, knob
-from data import tokens
 from evals import probe_view
-from evals.instrument import LENGTH, instead, progress, read_windows, whole_numbers
+from evals.instrument import LENGTH, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
 from evals.stream import Stream, watching
 
@@ -102,20 +101,19 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, ba
     T, layers = length or model.config.block_size, len(model.transformer.h)
     probes, streams = [Probe(k, eps) for _ in range(layers)], [Stream() for _ in range(layers + 1)]
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         probes[layer].see(module, q, k, v, x, table)
         if module.score_heads > module.heads:
             probes[layer].see_views(module, q, k, table)
         streams[layer].see(module, q, k, v, x)
-        return attend(q, k, v, x, table)
 
-    starts = tokens.fixed_windows(split, T, count, stride)
-    with instead(model, watch), watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
-        for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-            idx = read_windows(split, starts[i:i + batch_size], T, model, machine)          # (B, T)
-            with machine.autocast():
-                model(change(idx) if change else idx)
-    return {"windows": len(starts), "length": T, "mean": {name: known(m) for name, m in mean_of(probes).items()},
+    windows = 0
+    with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
+        for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar):
+            idx = rows[:, :-1]                  # (B, T)
+            watch(model, see, change(idx) if change else idx, machine)
+            windows += len(rows)
+    return {"windows": windows, "length": T, "mean": {name: known(m) for name, m in mean_of(probes).items()},
             "layers": [rounded(p.result()) for p in probes], "stream": [s.result() for s in streams]}
 
 

@@ -20,9 +20,8 @@ import torch
 import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
-from data import tokens
 from evals import groups
-from evals.instrument import pyplot, read_windows, save_figure, table, whole_numbers
+from evals.instrument import pyplot, save_figure, table, whole_numbers, window_batches
 from evals.lengths import trained
 from evals.loss import loss_and_error
 from model import GPT
@@ -107,8 +106,8 @@ def at_length(args, run, forms, T):
     split, machine, before = run.split(args.split), run.machine, run.model.config.topk
     seen = groups.look(args, run, set_topk(run.model, 0), T)
     mean = groups.mean_of([layer.result() for layer in seen])
-    rows = read_windows(split, tokens.fixed_windows(split, T, 1, run.stride), T, run.model, machine)
-    seconds = machine.race({form: reading(*model_and_k, rows, machine) for form, model_and_k in forms.items()},
+    rows, = window_batches(run.model, split, machine, T, 1, 1, run.stride)
+    seconds = machine.race({form: reading(*model_and_k, rows[:, :-1], machine) for form, model_and_k in forms.items()},
                            args.repeats)
     found = {}
     for form, (model, k) in forms.items():

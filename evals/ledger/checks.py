@@ -7,9 +7,8 @@ import torch
 
 import attention
 import kernels
-from data import tokens
 from evals.ablate import losses_with, unchanged
-from evals.instrument import Common, OpenedRun, read_windows
+from evals.instrument import Common, OpenedRun, seeing, watch, window_batches
 from evals.lab import FIRST_ROW, true_process
 from evals.measures import split_extra
 from evals.stream import entering_the_score
@@ -114,9 +113,8 @@ CHECKS = {check.__name__: check for check in (random_scores, fixed_sum, survivor
 def opened(place, dataset="", count=256):
     """A run and so many fixed sequences (N, T + 1) of its data or another's."""
     run = OpenedRun(Common(out_dir=place, dataset=dataset), {})
-    T = run.stride - 1
-    starts = tokens.fixed_windows(run.split("val"), T, count, run.stride)
-    return run, read_windows(run.split("val"), starts, T + 1, run.model, run.machine)
+    rows, = window_batches(run.model, run.split("val"), run.machine, run.stride - 1, count, count, run.stride)
+    return run, rows
 
 
 @torch.no_grad()
@@ -128,12 +126,11 @@ def rows(place):
     late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW
     kinds, found = {"idle": ~trigger & late, "copy": trigger & late}, {}
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         if layer == 0:
             found.update(figures_of_rows(module, q, k, x, table, kinds))
-        return attend(q, k, v, x, table)
 
-    before = losses_with(watch, run.model, windows, run.machine)
+    before = losses_with(seeing(see), run.model, windows, run.machine)
     if run.model.transformer.h[0].attn.has_extra_key:
         found["deletion"] = (losses_with(extra_key_deleted, run.model, windows, run.machine) - before).mean().item()
     return found
@@ -159,17 +156,15 @@ def weights_on_tokens(module, q, k, x, table):
     return split_extra(module, module.weights_of(q, k, x, table))[1].mean(1)[:, module.ahead:]
 
 
-@torch.no_grad()
 def fixed(place):
     """Weight on the fixed token of all sequences and on the first one, of queries after it, mean over layers."""
     run, windows = opened(place, count=64)
     at, found = run.data_meta["fixed_at"], []
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         found.append(weights_on_tokens(module, q, k, x, table)[:, at + 1:].mean((0, 1)))                # (T,)
-        return attend(q, k, v, x, table)
 
-    losses_with(watch, run.model, windows, run.machine)
+    watch(run.model, see, windows[:, :-1], run.machine)
     mean = torch.stack(found).mean(0)
     return {"on fixed": mean[at].item(), "on first": mean[0].item()}
 
