@@ -15,8 +15,6 @@ import torch
 from common.flags import at_least, knob
 from evals.instrument import (
     LENGTH,
-    Common,
-    OpenedRun,
     first_line,
     legend,
     pyplot,
@@ -142,9 +140,8 @@ def look(args, run, model, T):
 
 def groups_in(args, run, T, groups):
     """The same of the run --against, looked at as this one is. Raises ValueError where its layers have other groups."""
-    common = Common(args.against, run.dataset, str(run.machine.device), run.machine.dtype)
     config = run.model.config
-    other = OpenedRun(common, {name: getattr(config, name) for name in ("window", "topk")}).model
+    other = run.beside(args.against, {name: getattr(config, name) for name in ("window", "topk")}).model
     check(other, args.against)
     theirs = [block.attn.groups for block in other.transformer.h]
     if theirs != groups:

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import glob
 import math
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,7 +37,7 @@ import mixers
 from axes.positions import POSITIONS
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import ROOT, load_weights, read_run, read_weights, what_is_new
+from common.runs import ROOT, finished_run, load_weights, read_run, read_weights, what_is_new
 from data import files, tokens
 from model import GPT, GPTConfig
 
@@ -127,6 +128,11 @@ class OpenedRun:
         """The run's own; where an older run does not say which, that of the data."""
         return tokens.tokenizer(str(self.out_dir if "tokenizer" in self.meta else self.data[0]))
 
+    def beside(self, out_dir, overrides=None):
+        """Another run, opened on the same data and machine."""
+        return OpenedRun(Common(str(out_dir), self.dataset, str(self.machine.device), self.machine.dtype),
+                         overrides or {})
+
     def split(self, name):
         """The tokens of "train" or "val"."""
         return tokens.Tokens(self.data[0], name)
@@ -207,6 +213,23 @@ def precision_of(name, config, dtype):
 def model_config(stored, given):
     """The GPTConfig of a run's stored knobs, with the flags given now, and the recipe of a given --attn, over them."""
     return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
+
+
+# ----------------------------------------------------------------------------------------------------- training a run
+
+
+def train_if_missing(folder, flags):
+    """meta.json of the run that train.py makes of these flags in a folder. A process of its own trains it, unless the
+    folder holds a finished run of these flags that is younger than the run that --init_from names."""
+    meta = finished_run(folder, flags)
+    bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
+    if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
+        return meta
+    print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
+    # its bar and errors go to stderr as they come; its report is in meta.json
+    if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=subprocess.DEVNULL).returncode:
+        raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
+    return files.read_json(folder / "meta.json")
 
 
 # ----------------------------------------------------------------------------------------------------- looking inside

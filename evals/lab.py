@@ -9,7 +9,6 @@ evals/report.py) and writes them to meta.json. The command collects them in a ta
 import dataclasses
 import math
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 import attention
 import mixers
 from common.flags import knob
-from common.runs import ROOT, finished_run, output_of
+from common.runs import ROOT
 from data import files
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
@@ -31,6 +30,7 @@ from evals.instrument import (
     save_figure,
     seeing,
     table,
+    train_if_missing,
     whole_numbers,
     window_batches,
 )
@@ -102,7 +102,8 @@ def train_all(models, seeds, args):
     for seed in seeds:                          # so that a lab that is cut short has all models of its first seeds
         for name, flags in models.items():
             folder = Path(args.out_dir) / f"{plain(args.sweep, name)}-{seed}"
-            metas[name].append(train_one(seed, folder, [*flags, *args.train_args.split()]))
+            fixed = ["--preset=lab", f"--seed={seed}", f"--out_dir={folder}"]
+            metas[name].append(train_if_missing(folder, [*fixed, *flags, *args.train_args.split()]))
     return metas
 
 
@@ -124,17 +125,6 @@ def flags_in_lab(name):
     if axes["rule"] == "tra":                   # a threshold that some keys pass at first: at its beta of 1 hardly any
         flags.append("--attn_args=beta_init=0.1")       # does, and what gets no gradient learns nothing
     return flags
-
-
-def train_one(seed, folder, more):
-    """Train in a process of its own, unless the folder holds a finished run of these flags. Returns its meta.json."""
-    flags = ["--preset=lab", f"--seed={seed}", f"--out_dir={folder}", *more]
-    done = finished_run(folder, flags)
-    if not done:                                # new, cut short, or of another lab
-        print(f"training {folder.name}", file=sys.stderr, flush=True)
-        output_of("train.py", *flags)
-        done = files.read_json(folder / "meta.json")
-    return done
 
 
 # --------------------------------------------------------------------------------------------- the figures of one run

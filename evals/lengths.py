@@ -10,8 +10,6 @@ in a run beside it (Threshold Differential Attention 2601.12145, section 6 and a
 import dataclasses
 import itertools
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +17,13 @@ import numpy as np
 import torch
 
 from common.flags import at_least, knob, shown
-from common.runs import ROOT, finished_run
 from evals.instrument import (
-    Common,
-    OpenedRun,
     mean_and_error,
     model_config,
     pyplot,
     save_figure,
     table,
+    train_if_missing,
     whole_numbers,
     window_batches,
 )
@@ -124,31 +120,11 @@ def bin_ends(longest):
 
 
 def finetuned(run, length, args):
-    """The model of a run after args.finetune more steps at this length, trained in a process of its own unless its
-    folder holds what these flags make of the run as it is."""
+    """The model of a run after args.finetune more steps at this length."""
     folder = Path(f"{run.out_dir}-{length}")
     flags = finetune_flags(run, length, args.finetune) + [f"--out_dir={folder}", *args.train_args.split()]
-    return trained(run, folder, flags).model
-
-
-def trained(run, folder, flags):
-    """The run that goes on from this one with these flags of train.py, opened on the same data: trained in a process of
-    its own, unless the folder holds it."""
-    machine = run.machine
-    if not is_made(folder, flags, run.out_dir):
-        print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
-        # its bar and its mistakes are shown as they come; stdout may be JSON
-        if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=2).returncode:
-            raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
-    common = Common(out_dir=str(folder), dataset=run.dataset, device=str(machine.device), dtype=machine.dtype)
-    return OpenedRun(common, {})
-
-
-def is_made(folder, flags, origin):
-    """Does a folder hold a finished run of these flags, younger than the run that it goes on from?"""
-    if not finished_run(folder, flags):
-        return False
-    return (folder / "ckpt.pt").stat().st_mtime >= (origin / "ckpt.pt").stat().st_mtime
+    train_if_missing(folder, flags)
+    return run.beside(folder).model
 
 
 def finetune_flags(run, length, steps):

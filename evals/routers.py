@@ -21,8 +21,7 @@ import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import pyplot, save_figure, table, whole_numbers, window_batches
-from evals.lengths import trained
+from evals.instrument import pyplot, save_figure, table, train_if_missing, whole_numbers, window_batches
 from evals.loss import loss_and_error
 from model import GPT
 
@@ -162,7 +161,8 @@ def router(args, run, name, value):
     folder = Path(run.out_dir).resolve()
     folder = folder.with_name(f"{folder.name}-focus-{ending}")
     flags = router_flags(args, run, knobs, folder)
-    return {"value": value} | figures(args, trained(run, folder, flags))
+    train_if_missing(folder, flags)
+    return {"value": value} | figures(args, run.beside(folder))
 
 
 def router_flags(args, run, knobs, folder):

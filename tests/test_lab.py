@@ -3,6 +3,8 @@ import contextlib
 import io
 import json
 import math
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -195,6 +197,17 @@ def train_here(argv):
     return said.getvalue()
 
 
+RUN = subprocess.run
+
+
+def process_here(argv, **how):
+    """Stands in for subprocess.run where a process of train.py would only take time."""
+    if Path(argv[1]).name != "train.py":
+        return RUN(argv, **how)
+    train_here(argv[2:])
+    return subprocess.CompletedProcess(argv, 0)
+
+
 def output_here(script, *flags, **variables):
     """Stands in for common.runs.output_of where a process of its own would only take time."""
     assert script == "train.py"
@@ -212,26 +225,28 @@ def test_a_run_prints_every_figure_on_a_line(tmp_path, task):
 
 
 def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, monkeypatch):
-    monkeypatch.setattr(lab, "output_of", output_here)
+    monkeypatch.setattr(subprocess, "run", process_here)
     flags = ["lab", "--attn=softmax,gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}",
              f"--results={tmp_path / 'lab'}", f"--train_args={SHORT} --dataset={task}"]
     eval_script.main(flags)
     first = capsys.readouterr()
     eval_script.main([*flags, "--json"])
     again, found = capsys.readouterr(), json.loads((tmp_path / "lab.json").read_text())
-    assert first.err.count("training") == 6 and "softmax" in first.out and "gated" in first.out
-    assert "training" not in again.err and json.loads(again.out) == found
+    assert first.err.count("training ") == 6 and "softmax" in first.out and "gated" in first.out
+    assert "training " not in again.err and json.loads(again.out) == found
     assert list(found["runs"]) == ["softmax", "gated", "blind"] and len(found["runs"]["gated"]) == 2
     assert found["runs"]["gated"][0]["parameters"] == found["runs"]["softmax"][0]["parameters"] + 64 + 1
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task):
-    more = [*SHORT.split(), f"--dataset={task}"]
-    assert lab.train_one(3, tmp_path / "softmax-3", more)["report"].keys() >= {"excess_copy", "hide_cost"}
-    assert meta(tmp_path / "softmax-3")["knobs"]["seed"] == 3
-    with pytest.raises(ValueError, match="train.py .*--n_head=5.* failed: .*n_head"):
-        lab.train_one(3, tmp_path / "wrong", [*more, "--n_head=5"])
+def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task, capfd):
+    args = lab.Lab(out_dir=str(tmp_path), train_args=f"{SHORT} --dataset={task}")
+    one, = lab.train_all({"softmax": ["--attn=softmax"]}, [3], args)["softmax"]
+    assert one["report"].keys() >= {"excess_copy", "hide_cost"}
+    assert one == meta(tmp_path / "softmax-3") and one["knobs"]["seed"] == 3
+    with pytest.raises(ValueError, match="wrong-3 was not finished"):
+        lab.train_all({"wrong": ["--n_head=5"]}, [3], args)
+    assert "n_head" in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_recipes_get_the_flags_without_which_they_mean_nothing():
@@ -254,7 +269,7 @@ def test_every_row_of_a_sweep_is_a_model(name):
 
 
 def test_a_sweep_stands_beside_the_papers_table(tmp_path, task, capsys, monkeypatch):
-    monkeypatch.setattr(lab, "output_of", output_here)
+    monkeypatch.setattr(subprocess, "run", process_here)
     eval_script.main(["lab", "--sweep=norm_place", "--seeds=0", f"--out_dir={tmp_path}",
                       f"--train_args={SHORT} --dataset={task}"])
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
