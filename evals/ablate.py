@@ -11,6 +11,7 @@ import torch
 
 from evals.instrument import instead, progress, table
 from evals.loss import token_losses
+from evals.pictures import frame
 
 # ------------------------------------------------------------------------------------------------------------ changes
 
@@ -181,5 +182,4 @@ def draw_costs(ax, cost):
         ax.text(max(gain + error, 0), y, f" {gain:.3f}", va="center", fontsize=8)
     ax.set_yticks(range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8)
     ax.margins(x=0.15)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(f"what the loss gains\n(nats per token, over {cost['loss']:.3f})", fontsize=10)
+    frame(ax, f"what the loss gains\n(nats per token, over {cost['loss']:.3f})")

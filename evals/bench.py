@@ -22,8 +22,9 @@ import numpy as np
 
 from common.flags import at_least, knob
 from data import benchmarks
-from evals.instrument import legend, mean_and_error, pyplot, save_figure, table
+from evals.instrument import legend, mean_and_error, table
 from evals.likelihood import listen, page_requests, row_requests
+from evals.pictures import frame, pyplot, save_figure
 
 MEASURES = {                                    # what each task reports; the first is its score in averages
     "hellaswag": ("acc_norm", "acc"), "arc_easy": ("acc", "acc_norm"), "arc_challenge": ("acc_norm", "acc"),
@@ -274,9 +275,9 @@ def draw(path, runs):
     ax.hlines(guesses, [x - 0.46 for x in range(len(names))], [x + 0.46 for x in range(len(names))], color="black",
               linestyle="--", linewidth=1.2, zorder=3, label="guessing")
     ax.set_xticks(range(len(names)), [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
-    ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1), ylabel="share of right answers, with two standard errors")
+    ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1))
     ax.grid(axis="y", color="0.9", zorder=0)
-    ax.spines[["top", "right"]].set_visible(False)
+    frame(ax, ylabel="share of right answers, with two standard errors")
     ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     figure.tight_layout()
     save_figure(figure, path)

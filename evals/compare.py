@@ -12,9 +12,10 @@ import attention
 import mixers
 from common.flags import at_least, knob
 from common.runs import read_run
-from evals.instrument import LENGTH, first_line, legend, markdown, marked, pyplot, save_figure, table
+from evals.instrument import LENGTH, first_line, legend, markdown, marked, table
 from evals.loss import bits_per_byte, loss_and_error
 from evals.measures import MEASURES
+from evals.pictures import frame, pyplot, save_figure
 from evals.probe import probe
 
 LOSSES = {"loss": "{:.4f}", "perplexity": "{:.3f}", "bits per byte": "{:.4f}"}          # the less, the better
@@ -189,20 +190,19 @@ def remarks(groups, args):
 def draw(path, found):
     """The PANELS side by side, a line for each recipe: a dot for each run, a bar at their mean; and where an even
     spread would put the sink."""
-    plt, groups = pyplot(), groups_of(found)
+    groups = groups_of(found)
     names = sorted(groups, key=lambda name: -mean_and_deviation(groups[name], "loss")[0])      # the best on top
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 1.5 + 0.35 * len(names)), sharey=True)
+    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(13, 1.5 + 0.35 * len(names)), sharey=True)
     for ax, (column, title) in zip(axes, PANELS.items(), strict=True):
         for y, name in enumerate(names):
             ax.plot([numbers[column] for numbers in groups[name]], [y] * len(groups[name]), "o", color="#6baed6")
             ax.plot(mean_and_deviation(groups[name], column)[0], y, "|", color="#08306b", markersize=18, mew=2.5)
             if column == "sink":
                 ax.plot(groups[name][0]["uniform"], y, "|", color="0.6", markersize=24, mew=1.5, zorder=0)
-        ax.set_title(title, fontsize=10)
         ax.grid(axis="x", color="0.9")
         ax.margins(x=0.12)
         ax.locator_params(axis="x", nbins=4)
-        ax.spines[["top", "right"]].set_visible(False)
+        frame(ax, title)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(-0.6, len(names) - 0.4)
     figure.supxlabel("a dot is one run, the bar their mean; grey: an even spread over the keys", fontsize=9)

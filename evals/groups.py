@@ -13,16 +13,8 @@ import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from evals.instrument import (
-    LENGTH,
-    first_line,
-    legend,
-    pyplot,
-    save_figure,
-    table,
-    watch,
-    window_batches,
-)
+from evals.instrument import LENGTH, first_line, legend, table, watch, window_batches
+from evals.pictures import frame, line_panel, pyplot, save_figure, whole_ticks
 from mixers.focus import Focus, entropy
 
 MEASURES = {                                    # name: its meaning, printed under the table
@@ -296,13 +288,10 @@ def draw_shares(ax, numbers, name):
                 color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
     for even in range(1, numbers["groups"]):
         ax.axvline(even / numbers["groups"], color="black", linestyle=":", linewidth=0.8)
-    ax.set_title(f"{name}: tokens by group, dotted: evenly", fontsize=10)
-    ax.set_xlabel("share of tokens, the largest group first")
-    ax.set_ylabel("layer")
     ax.set_xlim(0, 1)
     ax.invert_yaxis()
-    ax.yaxis.get_major_locator().set_params(integer=True)
-    ax.spines[["top", "right"]].set_visible(False)
+    whole_ticks(ax.yaxis)
+    frame(ax, f"{name}: tokens by group, dotted: evenly", "share of tokens, the largest group first", "layer")
 
 
 def draw_measures(ax, numbers):
@@ -311,14 +300,10 @@ def draw_measures(ax, numbers):
              if name in layers[0]}
     kept = {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers] for k, mean in numbers["mean"]["kept"].items()
             if mean is not None and int(k) < numbers["groups"]}
-    for look, named in (("o-", lines), ("s:", kept)):
-        for label, values in named.items():
-            ax.plot(values, look, label=label, markersize=4)
+    line_panel(ax, {label: (range(len(layers)), values) for label, values in (lines | kept).items()},
+               "shares, by layer", "layer")
     ax.set_ylim(0, 1.03)
-    ax.set_xlabel("layer")
-    ax.set_title("shares, by layer", fontsize=10)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.spines[["top", "right"]].set_visible(False)
+    whole_ticks(ax.xaxis)
     ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 

@@ -17,19 +17,16 @@ from data import tokens
 from evals.ablate import ablations, cost_table, costs, draw_costs
 from evals.instrument import (
     LENGTH,
-    SHARES,
     first_line,
     legend,
     progress,
-    pyplot,
-    save_figure,
-    signed,
     table,
     watch,
     whole_numbers,
     window_batches,
 )
 from evals.measures import has_outside, rows_of
+from evals.pictures import SHARES, heat_map, pyplot, save_figure, signed
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "alpha_sink": "weight on the sink, mean over rows (eq. 5): probe's sink; with an extra key, that key's",
@@ -250,9 +247,9 @@ def draw(path, found):
     figure, axes = pyplot().subplots(1, len(widths), squeeze=False, width_ratios=widths, layout="constrained",
                                      figsize=(sum(widths), height))
     for ax, (title, cells, colours) in zip(axes[0], panels, strict=False):              # the last may be for costs
-        figure.colorbar(draw_map(ax, cells, colours), ax=ax, shrink=0.8)
+        image = heat_map(ax, cells, colours, ylabel="layer" if ax is axes[0][0] else "")
+        figure.colorbar(image, ax=ax, shrink=0.8)
         ax.set_title(title, fontsize=10)
-    axes[0][0].set_ylabel("layer")
     if cost:
         draw_costs(axes[0][-1], cost)
     save_figure(figure, path)
@@ -268,11 +265,3 @@ def panels_of(numbers):
         panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES),
                        ("difference\n(first less second)", against["difference"], signed(0.5))]
     return panels
-
-
-def draw_map(ax, cells, colours):
-    """cells (layers, heads) in colour, the first layer at the top."""
-    ax.set_xlabel("head")
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.yaxis.get_major_locator().set_params(integer=True)
-    return ax.imshow(cells, aspect="auto", **colours)

@@ -349,28 +349,3 @@ def save_numbers(path, numbers):
     """Write them as JSON, unless --out is empty."""
     if path:
         files.write_json(path, numbers)
-
-
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
-SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}        # of a row's weight: dark is much, in every map
-
-
-def signed(most):
-    """Colours from -most to most: red is above 0, blue below, white is 0."""
-    return {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
-
-
-def pyplot():
-    """matplotlib's drawing board, which most commands do without."""
-    import matplotlib
-    matplotlib.use("Agg")                       # draws without a screen
-    from matplotlib import pyplot as plt
-    return plt
-
-
-def save_figure(figure, path):
-    with files.replacing(path) as f:
-        figure.savefig(f, format="png", dpi=110)
-    pyplot().close(figure)

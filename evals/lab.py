@@ -25,9 +25,7 @@ from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
     markdown,
     marked,
-    pyplot,
     recipe_names,
-    save_figure,
     seeing,
     table,
     train_if_missing,
@@ -35,6 +33,7 @@ from evals.instrument import (
     window_batches,
 )
 from evals.measures import Probe, mean_of
+from evals.pictures import frame, pyplot, save_figure
 from evals.sweeps import SWEEPS, cases, side_by_side
 
 FIRST_ROW = 8                                   # rows before it count as neither idle nor copy: they see few keys
@@ -203,9 +202,8 @@ def draw(path, runs):
     figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
     for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
         draw_panel(ax, [[figures[key] for figures in runs[name]] for name in names], low, high)
-        ax.set_title(title, fontsize=9)
         ax.set_ylim(-0.7, len(names) - 0.3)
-        ax.spines[["top", "right"]].set_visible(False)
+        frame(ax, title)
     axes[0].set_yticks(range(len(names)), names)
     figure.supxlabel(
         "a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)

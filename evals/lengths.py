@@ -13,21 +13,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.flags import at_least, knob, shown
 from evals.instrument import (
     mean_and_error,
     model_config,
-    pyplot,
-    save_figure,
     table,
     train_if_missing,
     whole_numbers,
     window_batches,
 )
 from evals.loss import token_losses
+from evals.pictures import line_panel, powers_of_two, pyplot, save_figure
 
 
 @dataclass
@@ -178,32 +176,23 @@ def place_table(found):
 
 def draw(path, found):
     """Perplexity against length; the loss above that at the base length; and the loss by the place in the longest
-    window. A line for each run, a dotted one where its training length is."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.9))
-    for number, (place, numbers) in enumerate(found.items()):
-        look, rows = {"color": f"C{number}", "label": Path(place).name}, numbers["lengths"]
-        for ax, name in zip(axes, ("perplexity", "more"), strict=False):
-            values, errors = ([row[name + end] or 0 for row in rows] for end in ("", "_error"))
-            ax.errorbar([row["length"] for row in rows], values, errors, fmt="o-", capsize=3, **look)
-        curve = rows[-1]["by_position"]
-        middles = [math.sqrt(b["first"] * b["last"]) for b in curve]
-        loss, error = (np.array([b[name] or 0 for b in curve]) for name in ("loss", "error"))
-        axes[2].plot(middles, loss, **look)
-        axes[2].fill_between(middles, loss - error, loss + error, color=look["color"], alpha=0.2, linewidth=0)
+    window. A line for each run, dotted ones at the training lengths."""
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
-    titles = ("perplexity of the same tokens", f"nats a token more than at length {bases(found)}",
-              "nats a token, by the place in the longest window")
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel("tokens in a window")
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(plt.FuncFormatter(lambda x, _: f"{x:g}"))
-        for trained in {numbers["training_length"] for numbers in found.values()}:
-            if trained <= longest:
-                ax.axvline(trained, color="grey", linestyle=":", linewidth=1)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[2].set_xlabel("tokens seen in the window")
-    axes[0].legend(frameon=False, fontsize=9)
+    trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
+    titles = {"perplexity": "perplexity of the same tokens", "more": f"nats a token more than at length {bases(found)}"}
+    for ax, (name, title) in zip(axes, titles.items(), strict=False):
+        curves = {Path(place).name: [[row[key] for row in numbers["lengths"]]
+                                     for key in ("length", name, f"{name}_error")] for place, numbers in found.items()}
+        line_panel(ax, curves, title, "tokens in a window", trained, legend=name == "perplexity")
+    curves = {}
+    for place, numbers in found.items():
+        bins = numbers["lengths"][-1]["by_position"]
+        middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
+        curves[Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
+    line_panel(axes[2], curves, "nats a token, by the place in the longest window", "tokens seen in the window",
+               trained, legend=False)
+    for ax in axes:
+        powers_of_two(ax.xaxis)
     figure.tight_layout(w_pad=3)
     save_figure(figure, path)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from common.flags import knob
-from evals.instrument import SHARES, pyplot, save_figure, signed, table, watch, whole_numbers
+from evals.instrument import table, watch, whole_numbers
+from evals.pictures import SHARES, pyplot, save_figure, signed
 from evals.sample import as_ids
 
 SENTENCE = "When Alice saw the white rabbit run past her, she ran after the rabbit and fell down a deep hole."

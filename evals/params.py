@@ -9,6 +9,7 @@ vectors, the weights of a gate), the layer's own functions say what it comes to.
 """
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 from common.flags import at_least, knob
-from evals.instrument import LENGTH, legend, pyplot, save_figure, signed, table, watch, window_batches
+from evals.instrument import LENGTH, legend, table, watch, window_batches
+from evals.pictures import heat_map, pyplot, save_figure, signed
 from model import GPT
 
 MEANINGS = {                                    # name: what is printed above its table
@@ -280,7 +282,7 @@ def draw(path, found):
     the start; and the distance bias, a panel for each layer and a line for each head."""
     plt, shown = pyplot(), []                   # shown: (width, height, what draws so much into a subfigure)
     for place, numbers in found.items():
-        title = "" if len(found) == 1 else f"{place}: "
+        title = "" if len(found) == 1 else f"{Path(place).name}: "
         figures, bias = numbers["figures"], numbers["distance_bias"]
         if figures:
             layers = max(len(figure["now"]) for figure in figures.values())
@@ -305,28 +307,16 @@ def map_width(figures):
 
 
 def draw_figures(title, figures, part, width):
+    """A map for each figure. The numbers are its values, the colours their change: red is above the start, blue below.
+    """
     axes = part.subplots(1, max(len(figures), int(width / map_width(figures))), squeeze=False)[0]
     for ax, (name, figure) in zip(axes, figures.items(), strict=False):
-        draw_map(ax, figure["now"], figure["start"])
+        now = np.array(figure["now"])           # (layers, heads)
+        change = now - np.array(figure["start"])
+        part.colorbar(heat_map(ax, change, signed(max(np.abs(change).max(), 1e-6)), now), ax=ax, label="change")
         ax.set_title(f"{title}{name} ({fmean(map(fmean, figure['start'])):.3g} at first)", fontsize=10)
     for ax in axes[len(figures):]:
         ax.set_axis_off()
-
-
-def draw_map(ax, now, start):
-    """now, start (layers, heads): red is above the start, blue below."""
-    now = np.array(now)
-    change = now - np.array(start)
-    reach = max(np.abs(change).max(), 1e-6)
-    image = ax.imshow(change, **signed(reach), aspect="auto")
-    for layer, head in np.ndindex(now.shape):
-        colour = "white" if abs(change[layer, head]) > 0.6 * reach else "black"
-        ax.text(head, layer, f"{now[layer, head]:.2f}", ha="center", va="center", fontsize=7, color=colour)
-    ax.set_xticks(range(now.shape[1]))
-    ax.set_yticks(range(now.shape[0]))
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
-    ax.figure.colorbar(image, ax=ax, label="change")
 
 
 def draw_bias(title, now, part, width):

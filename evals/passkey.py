@@ -19,16 +19,8 @@ import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from evals.instrument import (
-    legend,
-    mean_and_error,
-    progress,
-    pyplot,
-    save_figure,
-    signed,
-    table,
-    whole_numbers,
-)
+from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
+from evals.pictures import GREY, heat_map, line_panel, pyplot, save_figure, signed
 
 # the blocks of a prompt, byte for byte; between them stand newlines
 INSTRUCTION = ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -272,33 +264,26 @@ def draw(path, found):
 
 
 def draw_lines(ax, found, name):
-    """One score against length, with its standard errors."""
+    """One score against length, with its standard errors; dotted lines at the training lengths."""
+    curves, trained = {}, set()
     for place, numbers in found.items():
         rows = numbers["lengths"]
-        ax.errorbar([row["length"] for row in rows], [row[name] for row in rows],
-                    [row[f"{name}_error"] or 0 for row in rows], fmt="o-", capsize=3, label=Path(place).name)
+        curves[Path(place).name] = [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
         if rows[0]["length"] <= numbers["training_length"] <= rows[-1]["length"]:
-            ax.axvline(numbers["training_length"], color="grey", linestyle=":", linewidth=1)
-    ax.set_title(SCORES[name][0] + ("" if name == "correct" else " of the key (nats)"), fontsize=10)
-    ax.set_xlabel("tokens of prompt and answer")
+            trained.add(numbers["training_length"])
+    title = SCORES[name][0] + ("" if name == "correct" else " of the key (nats)")
+    line_panel(ax, curves, title, "tokens of prompt and answer", trained, legend=name == "correct")
     if name == "correct":
         ax.set_ylim(-0.03, 1.03)
-        ax.legend(frameon=False, fontsize=9)
     if name == "gain":
-        ax.axhline(0, color="grey", linestyle=":", linewidth=1)
-    ax.spines[["top", "right"]].set_visible(False)
+        ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
 
 
 def draw_map(ax, rows, most):
     """Depth (down) by length (across): the gain in colour, from -most to most, the accuracy in numbers."""
-    values = np.array([[part["gain"] for part in row["by_depth"]] for row in rows], float).T            # None: nan
-    image = ax.imshow(values, **signed(most), aspect="auto")
-    for (line, column), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            ax.text(column, line, f"{rows[column]['by_depth'][line]['correct']:.2f}", ha="center", va="center",
-                    fontsize=8, color="white" if abs(value) > 0.6 * most else "black")
+    gains, accuracies = (np.array([[part[name] for part in row["by_depth"]] for row in rows]).T
+                         for name in ("gain", "correct"))
+    image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "where the key stands")
     ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
     ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-    ax.set_xlabel("tokens of prompt and answer", fontsize=9)
-    ax.set_ylabel("where the key stands", fontsize=9)
     return image

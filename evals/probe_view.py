@@ -1,6 +1,7 @@
 """How the probe's findings look: tables, and a picture for --png."""
-from evals.instrument import SHARES, first_line, legend, pyplot, save_figure, table
+from evals.instrument import first_line, legend, table
 from evals.measures import MEASURES
+from evals.pictures import GREY, SHARES, frame, heat_map, line_panel, powers_of_two, pyplot, save_figure
 
 TOP = {"top": "the largest sink among the heads of the layer, and which head has it"}
 MASSIVE = {"massive": "norm of the first token's hidden state over the others', where in the stream that is largest"}
@@ -157,7 +158,8 @@ def draw(path, found):
     figure, axes = plt.subplots(len(found), len(panels), figsize=size, width_ratios=panels, squeeze=False)
     for (place, numbers), row in zip(found.items(), axes, strict=True):
         for ax, (name, title) in zip(row, MAPS.items(), strict=False):
-            draw_map(ax, [layer[name] for layer in numbers["layers"]])
+            cells = [layer[name] for layer in numbers["layers"]]
+            heat_map(ax, cells, SHARES, cells)
             ax.set_title(title, fontsize=10)
         draw_stream(row[len(MAPS)], numbers["stream"])
         if "lengths" in numbers:
@@ -168,25 +170,11 @@ def draw(path, found):
     save_figure(figure, path)
 
 
-def draw_map(ax, cells):
-    """cells (layers, heads) in colour, the darkest at 1; None stays white."""
-    numbers = [[float("nan") if value is None else value for value in row] for row in cells]
-    ax.imshow(numbers, **SHARES, aspect="auto")
-    for row, values in enumerate(numbers):
-        for column, value in enumerate(values):
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6,
-                    color="white" if value > 0.6 else "black")
-    ax.set_xticks(range(len(cells[0])), range(len(cells[0])))
-    ax.set_yticks(range(len(cells)), range(len(cells)), fontsize=7)
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
-
-
 def draw_stream(ax, places):
     """The first token's norm over the others', down the layers, and if that is massive the channel that carries it."""
     ratios = [place["massive"] for place in places]
     ax.plot(ratios, range(len(ratios)), "o-", color="#08519c", markersize=4)
-    ax.axvline(1, color="#999999", linewidth=0.8)
+    ax.axvline(1, color=GREY, linewidth=0.8)
     top = ratios.index(max(ratios))
     channel, value, _ = places[top]["channels"][0]
     if ratios[top] > 3:
@@ -198,21 +186,14 @@ def draw_stream(ax, places):
     ax.set_xlim(min(0.5, 0.8 * min(ratios)), max(3, 1.3 * ratios[top]))
     ax.set_ylim(len(ratios) - 0.5, -0.5)        # the embeddings on top, like the first layer in the maps
     ax.set_yticks(range(len(ratios)), [*range(len(ratios) - 1), "end"], fontsize=7)
-    ax.set_ylabel("enters layer")
-    ax.set_title("norm of its hidden state over the others'", fontsize=10)
-    ax.spines[["top", "right"]].set_visible(False)
+    frame(ax, "norm of its hidden state over the others'", ylabel="enters layer")
 
 
 def draw_lengths(ax, lines):
     """Dispersion, and the first token's share as it is and over an even one's, by length."""
     lengths = [line["length"] for line in lines]
-    for name, colour in (("share", "#08519c"), ("dispersion", "#d94801")):
-        ax.plot(lengths, [line[name] for line in lines], "o-", color=colour, label=name)
-    ax.plot(lengths, [line["uniform"] for line in lines], "--", color="#999999", label="even share")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, lengths)
-    ax.set_ylim(0, 1)
-    ax.set_xlabel("tokens of a window")
-    ax.set_title("by length, means over heads", fontsize=10)
-    ax.legend(frameon=False, fontsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.plot(lengths, [line["uniform"] for line in lines], "--", color=GREY, label="even share", zorder=3)
+    line_panel(ax, {name: (lengths, [line[name] for line in lines]) for name in ("share", "dispersion")},
+               "by length, means over heads", "tokens of a window")
+    powers_of_two(ax.xaxis)
+    ax.set_ylim(0, 1.03)

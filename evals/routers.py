@@ -21,8 +21,9 @@ import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import pyplot, save_figure, table, train_if_missing, whole_numbers, window_batches
+from evals.instrument import table, train_if_missing, whole_numbers, window_batches
 from evals.loss import loss_and_error
+from evals.pictures import frame, line_panel, pyplot, save_figure
 from model import GPT
 
 SWEEPS = {                                      # knob: the paper's values, but for widths, which are parts of ours
@@ -241,8 +242,6 @@ def draw(path, found):
                 draw_sweep(ax, panel, numbers["sweep"][panel])
             else:
                 draw_forms(ax, Path(place).name, numbers)
-    for ax in axes[0]:
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     save_figure(figure, path)
@@ -255,14 +254,12 @@ def draw_forms(ax, name, numbers):
                 label=f"{name}, T={part['length']}")
         for form, f in hard.items():
             ax.annotate(form, (f["speed"], f["perplexity"]), (4, 4), textcoords="offset points", fontsize=8)
-    ax.set_xlabel("speed against full attention")
-    ax.set_ylabel("perplexity")
+    frame(ax, xlabel="speed against full attention", ylabel="perplexity")
 
 
 def draw_sweep(ax, knob, rows):
     places = range(len(rows))
-    for key, label in (("full", "full attention"), ("soft", "soft gates"), ("hard", "k=2")):
-        ax.plot(places, [row[key] for row in rows], "o-", label=label)
+    forms = {"full attention": "full", "soft gates": "soft", "k=2": "hard"}
+    line_panel(ax, {label: (places, [row[key] for row in rows]) for label, key in forms.items()},
+               "perplexity", f"{knob}; below, the largest group's share", legend=False)
     ax.set_xticks(places, [f"{row['value']}\n{row['dominance']:.0%}" for row in rows])
-    ax.set_xlabel(f"{knob}, and below it the largest group's share", fontsize=8)
-    ax.set_ylabel("perplexity", fontsize=8)
