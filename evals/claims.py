@@ -27,6 +27,7 @@ from common.machine import Machine
 from common.runs import ROOT, made_by
 from data import files
 from evals.instrument import whole_numbers
+from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
 from evals.ledger.claim import COSTS
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
@@ -38,9 +39,9 @@ class ClaimsFlags:
     """Flags of claims"""
     show: str = knob("", "print this claim whole")
     run: str = knob("", f"measure what is missing of a class ({', '.join(COSTS)}), or of claims: ID,ID")
-    seeds: str = knob("2,3,4", "seeds, separated by commas")
+    seeds: str = knob(SEEDS, "seeds, separated by commas")
     workers: int = knob(0, "jobs at a time; 0: two with one thread each, on a GPU one")
-    out_dir: str = knob("out/claims", "where the runs go; those that are there are not trained again")
+    out_dir: str = knob(OUT_DIR, "folder of the runs, which lab shares; those that are there are not trained again")
     books: str = knob("books", "folder of texts for gpu-minutes, with a moby-dick among them")
     train_args: str = knob("", "more flags for every train.py, as in '--max_iters=20 --n_layer=2' to try it out")
     results: str = knob("", "the file with what was found; empty: results/claims.json, or with --train_args "

@@ -8,9 +8,7 @@ evals/report.py) and writes them to meta.json. The command collects them in a ta
 """
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,12 +30,12 @@ from evals.instrument import (
     whole_numbers,
     window_batches,
 )
+from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
 from evals.measures import Probe, mean_of
 from evals.pictures import frame, pyplot, save_figure
 from evals.sweeps import SWEEPS, cases, side_by_side
 
 FIRST_ROW = 8                                   # rows before it count as neither idle nor copy: they see few keys
-BLIND = "blind"                                 # softmax whose rows see themselves alone: how far no attention gets
 
 COLUMNS = {                                     # of the table: the figure behind each
     "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle",
@@ -60,8 +58,8 @@ class Lab:
     attn: str = knob("all", "recipes, separated by commas")
     sweep: str = knob("", "instead of recipes: a table of When Attention Sink Emerges, printed beside ours",
                       ("", *SWEEPS))
-    seeds: str = knob("0,1,2", "seeds, separated by commas")
-    out_dir: str = knob("out/lab", "where the runs go, a folder each; those that are there are not trained again")
+    seeds: str = knob(SEEDS, "seeds, separated by commas")
+    out_dir: str = knob(OUT_DIR, "where the runs go, a folder each; those that are there are not trained again")
     results: str = knob("", "where the table and the picture go: this name with .md, .json and .png; "
                             "empty: results/lab, or out_dir/lab of a part")
     train_args: str = knob("", "more flags for train.py, separated by spaces")
@@ -72,8 +70,7 @@ def command(args, run):
     """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by
     side."""
     recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds, "seeds")
-    models = cases(args.sweep) if args.sweep else {name: flags_in_lab(name) for name in [*recipes, BLIND]}
-    metas = train_all(models, seeds, args)
+    metas = train_all(cases(args.sweep) if args.sweep else {name: name for name in [*recipes, "blind"]}, seeds, args)
     runs = {name: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
             for name, group in metas.items()}
     first = next(iter(metas.values()))[0]
@@ -95,35 +92,14 @@ def command(args, run):
 
 
 def train_all(models, seeds, args):
-    """Train every model with every seed, one seed after another. models: {name: flags}. Returns {name: [meta.json of
-    each seed]}."""
-    metas = {name: [] for name in models}
-    for seed in seeds:                          # so that a lab that is cut short has all models of its first seeds
-        for name, flags in models.items():
-            folder = Path(args.out_dir) / f"{plain(args.sweep, name)}-{seed}"
-            fixed = ["--preset=lab", f"--seed={seed}", f"--out_dir={folder}"]
-            metas[name].append(train_if_missing(folder, [*fixed, *flags, *args.train_args.split()]))
+    """Train every model with every seed. models: {what: the name of its run}. Returns {what: [meta.json of each
+    seed]}."""
+    metas = {what: [] for what in models}
+    for seed in seeds:                          # a lab that is cut short has all models of its first seeds
+        for what, run in models.items():
+            flags = train_flags(run, seed, args.out_dir, args.train_args)
+            metas[what].append(train_if_missing(folder_of(run, seed, args.out_dir), flags))
     return metas
-
-
-def plain(sweep, name):
-    """The name of a model's folder: value_norm-20-evenly."""
-    return re.sub(r"\W+", "-", f"{sweep} {name}" if sweep else name)
-
-
-def flags_in_lab(name):
-    """A recipe, and what it needs to mean anything in the lab."""
-    if name == BLIND:
-        return ["--attn=window", "--window=1"]
-    axes = attention.recipe(name)
-    flags = [f"--attn={name}"]
-    if "window" in axes:                        # shorter than the lab's 64 tokens
-        flags.append("--window=16")
-    if axes.get("diff") == "v1":                # it pairs heads, and the lab has one
-        flags.append("--n_head=2")
-    if axes["rule"] == "tra":                   # a threshold that some keys pass at first: at its beta of 1 hardly any
-        flags.append("--attn_args=beta_init=0.1")       # does, and what gets no gradient learns nothing
-    return flags
 
 
 # --------------------------------------------------------------------------------------------- the figures of one run

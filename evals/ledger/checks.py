@@ -179,7 +179,7 @@ def extra_key_deleted(attend, layer, module, q, k, v, x, table):
 def far(place):
     """The loss in excess of the true process's in sequences of 256, four times what the run was trained on: by place,
     from the training length on, less that within it."""
-    run, windows = opened(place, str(Path(place).parents[1] / "data" / "long"))
+    run, windows = opened(place, str(Path(place).parent / "data" / "long"))
     bayes = true_process(windows, run.data_meta)[0]
     excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)
     within = excess[FIRST_ROW:64].mean()
