@@ -2,7 +2,7 @@
 
 Look at a trained run:
 
-    loss      mean loss on fixed windows, in nats per token and bits per byte; under torchrun the ranks share the windows
+    loss      mean loss on fixed windows, in nats per token and bits per byte; torchrun's ranks share the windows
     lengths   loss and perplexity at several lengths on the same tokens, and by the place in the window
     compare   several runs in one table: losses, sinks, sizes; seeds become means
     sample    generate text
@@ -33,7 +33,7 @@ Time, compile and read the code, without a run:
     speed     time every recipe's training step and attention on this machine; with --kernels the fused kernels and
               torch's own; with --live and --out_dir how much time the zeros of a trained run save
     compile   compile the Triton kernels, also for GPUs that this machine lacks: registers, shared memory, spills
-    show      a recipe on one page: its choices, its PyTorch, its Triton, and where they are (python eval.py show elastic)
+    show      a recipe on one page: its choices, PyTorch, Triton, and where they are (python eval.py show elastic)
 
 eval.py rebuilds the model from the run's meta.json; --attn and the flags of its axes override the run's own where its
 parameters allow. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another.
