@@ -1,11 +1,11 @@
-"""What a model makes of texts longer than those it was trained on: its loss at several lengths, and by the place in the
-window (Lazy Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
+"""The loss on texts that are longer than those in training, at several lengths, and by the place in the window (Lazy
+Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
 
-Every length reads the same tokens: spans as long as the longest length, whole or cut into windows side by side. So two
-lengths differ in what the model sees before a token, never in the token, and standard errors are over spans.
+Every length reads the same tokens: spans of the longest length, whole or cut into adjacent windows. So lengths differ
+only in the context before a token. Standard errors are over spans.
 
-RoPE's waves are made longer by --rope_scaling. With --finetune the model first trains on at each length beyond its own,
-in a run beside it (Threshold Differential Attention 2601.12145, section 6 and appendix D.3: 500 steps).
+--rope_scaling stretches RoPE's wavelengths. With --finetune the model first trains for more steps at each length beyond
+its own, as a new run (Threshold Differential Attention 2601.12145, section 6 and appendix D.3: 500 steps).
 """
 import dataclasses
 import itertools
@@ -35,11 +35,11 @@ class Lengths:
     lengths: str = knob("", "tokens of a window, separated by commas; each divides the longest; "
                             "empty: 1, 2 and 4 times the training length")
     windows: int = knob(-1, "spans of the longest length, spread evenly; 0: as many as fit; -1: as many as hold 65,536 "
-                            "tokens, but two at least")
+                            "tokens, but at least 2")
     batch_size: int = knob(1, "spans per forward pass")
-    finetune: int = knob(0, "steps to train on first, at each length beyond the training length, in the folder "
-                            "OUT_DIR-LENGTH; a tenth of the run's learning rate, as many tokens a step")
-    train_args: str = knob("", "with --finetune: more flags for train.py, separated by spaces")
+    finetune: int = knob(0, "first train for so many steps at each length beyond the training length, in the folder "
+                            "OUT_DIR-LENGTH, with a tenth of the run's learning rate and as many tokens a step")
+    train_args: str = knob("", "with --finetune: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
         at_least(self, windows=-1, batch_size=1, finetune=0)
@@ -51,7 +51,7 @@ def command(args, run):
     lengths = lengths_of(args.lengths, trained, run)
     longest = lengths[-1]
     split, count = run.split(args.split), max(2, 65_536 // longest) if args.windows < 0 else args.windows
-    losses = {}                                 # of every token of every span, (spans, longest)
+    losses = {}                                 # {length: the loss of every token, (spans, longest)}
     for length in lengths:
         model = finetuned(run, length, args) if args.finetune and length > trained else run.model
         spans = window_batches(model, split, run.machine, longest, count, args.batch_size, run.stride, bar=True)
@@ -64,7 +64,7 @@ def command(args, run):
 
 
 def lengths_of(text, trained, run):
-    """The lengths to look at, in order. Raises ValueError on what the run's positions or its data do not allow."""
+    """The lengths, in order. Raises ValueError on lengths that the model's positions or the data do not allow."""
     lengths = sorted(set(whole_numbers(text, "lengths"))) if text else [trained, 2 * trained, 4 * trained]
     longest = lengths[-1]
     if lengths[0] == 0 or any(longest % length for length in lengths):
@@ -88,17 +88,17 @@ def span_losses(model, spans, machine, length):
 
 
 def summary(losses, length, base):
-    """What is said of one length. losses (spans, longest): of all tokens, read in windows of `length`; base: the same
+    """The numbers of one length. losses (spans, longest): of all tokens, read in windows of `length`; base: the same
     tokens' losses at the length to compare with."""
     (loss, error), (more, more_error) = (mean_and_error(part.mean(1)) for part in (losses, losses - base))
-    perplexity = math.exp(min(loss, 700))       # beyond that there is no such float
+    perplexity = math.exp(min(loss, 700))       # exp of more overflows
     return {"length": length, "loss": loss, "loss_error": error, "perplexity": perplexity,
             "perplexity_error": None if error is None else perplexity * error,              # d exp(x) = exp(x) dx
             "more": more, "more_error": more_error, "by_position": by_position(losses, length)}
 
 
 def by_position(losses, length):
-    """Mean losses by how many tokens a window has shown so far, in bins: [{"first", "last", "loss", "error"}]."""
+    """Mean losses in bins of places in the window: [{"first", "last", "loss", "error"}]."""
     spans, longest = losses.shape
     places = losses.reshape(spans, -1, length).mean(1)                  # (spans, length)
     found = []
@@ -109,12 +109,11 @@ def by_position(losses, length):
 
 
 def bin_ends(longest):
-    """Where bins of places end: longest, and from there down by factors of sqrt(2), so that half and a quarter of it
-    are ends, too."""
+    """The ends of the bins of places: the longest length divided by powers of sqrt(2)."""
     return sorted({round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())} - {0})
 
 
-# ------------------------------------------------------------------------------------------------------- trained on
+# ------------------------------------------------------------------------------------------------------- fine-tuning
 
 
 def finetuned(run, length, args):
@@ -126,18 +125,18 @@ def finetuned(run, length, args):
 
 
 def finetune_flags(run, length, steps):
-    """What train.py is told: go on from the run, as it is looked at now, with as many tokens a step as it had, and with
-    the learning rate at which its own schedule ended by default."""
+    """Flags of train.py that go on from the run with the overrides of this evaluation, as many tokens a step, and a
+    tenth of the learning rate, which is where a schedule ends by default."""
     knobs, now = run.meta["knobs"], dataclasses.asdict(run.model.config)
     flags = {"init_from": run.out_dir, "block_size": length, "max_iters": steps, "warmup_iters": steps // 10,
              "eval_interval": steps, "device": run.machine.device}
-    if "learning_rate" in knobs:                # public weights have none: train.py has a preset for them
+    if "learning_rate" in knobs:                # public weights have none; train.py has a preset for them
         flags |= {name: knobs[name] for name in ("gradient_accumulation_steps", "weight_decay", "beta1", "beta2",
                                                  "head_lr", "grad_clip", "seed")}
         flags |= {"batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
                   "learning_rate": knobs["learning_rate"] / 10}
     stored = dataclasses.asdict(model_config(knobs, {}))
-    flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # as overrides have it
+    flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # the overrides
     return [f"--{name}={shown(value)}" for name, value in flags.items()]
 
 
@@ -159,7 +158,7 @@ def tell(args, found):
 
 
 def bases(found):
-    """The lengths that others are compared with, as text: the training length of each run, or its shortest."""
+    """The base lengths as text: the training length of each run, or its shortest length."""
     return " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
 
 
@@ -175,8 +174,8 @@ def place_table(found):
 
 
 def draw(path, found):
-    """Perplexity against length; the loss above that at the base length; and the loss by the place in the longest
-    window. A line for each run, dotted ones at the training lengths."""
+    """Perplexity by length, the loss minus that at the base length, and the loss by the place in the longest window. A
+    line for each run; dotted lines at the training lengths."""
     figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}

@@ -1,8 +1,9 @@
-"""The tables of When Attention Sink Emerges (2410.10781, section 7), each a list of runs: for eval.py lab --sweep.
+"""The tables of When Attention Sink Emerges (2410.10781, section 7) as lists of runs, for eval.py lab --sweep.
 
-Theirs are 60M-parameter models on 5B tokens of the Pile, 10 blocks of 8 heads, T = 2048: Sink_1^0.3 in percent of heads
-and sequences, in Sink* that of the extra key, and the validation loss. Ours are the lab's one head on one layer, whose
-loss is that in excess of the true process. So it is the order of the rows that can be compared, not the numbers.
+Their models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of the Pile. They print
+Sink_1^0.3 in percent of heads and sequences, the same for the extra key (Sink*), and the validation loss. Ours have the
+lab's one layer with one head, and our loss is the excess over the true process. So only the order of the rows can be
+compared, not the numbers.
 """
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """One row of a table: our run, and the figures they print; None where there are none."""
+    """One row of a table: our run, and their figures, None if they print none."""
     run: str                                    # of evals/lab_runs.py
     extra: float | None = None                  # Sink*, %: the extra key's
     sink: float | None = None                   # Sink_1, %
@@ -22,7 +23,7 @@ SWEEPS = {                                      # {name: {what: Row}}
         "none": Row("no-positions", None, 20.35, 3.81),
         "sinusoidal": Row("sinusoidal", None, 32.73, 3.74),
         "learned": Row("softmax", None, 33.13, 3.79),
-        "t5_index": Row("t5-index", None, 35.53, 5.45),                 # what its code computes as "relative"
+        "t5_index": Row("t5-index", None, 35.53, 5.45),                 # their code's "relative"
         "t5": Row("t5"),
         "alibi": Row("alibi", None, 20.78, 3.71),
         "rope": Row("rope", None, 18.18, 3.73)},
@@ -63,7 +64,7 @@ SWEEPS = {                                      # {name: {what: Row}}
         "mlp": Row("mlp", None, 0.74, 3.91)},
 }
 
-OURS = {                                        # column: the lab's figure behind it
+OURS = {                                        # {column: figure of the lab}
     "Sink*": "extra_eps", "Sink_1": "sink_eps", "sink idle": "sink_idle", "share": "share_idle", "extra": "extra_idle",
     "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "excess": "excess_loss", "on copy": "excess_copy"}
 
@@ -74,8 +75,8 @@ def cases(name):
 
 
 def side_by_side(name, runs):
-    """Their table beside ours: rows, and the names of the columns. runs: {what: [the lab's figures of each seed]}; ours
-    are means, and of the weight on the first token also how far the seeds are apart."""
+    """Their table next to ours: rows, and the names of the columns. runs: {what: [the lab's figures of each seed]}. Our
+    figures are means over seeds; "apart" is the range of sink idle over seeds."""
     cells = []
     for what, row in SWEEPS[name].items():
         ours = [[figures.get(key) for figures in runs[what]] for key in OURS.values()]

@@ -1,5 +1,5 @@
-"""What the ledger reads its claims from: trained runs (evals/lab_runs.py), and what instruments find in them. Each is a
-job, done once for all claims that need it.
+"""The jobs behind the ledger: data sets, runs (evals/lab_runs.py), and what instruments measure on them. Claims share
+jobs, and each is done once.
 """
 import csv
 import json
@@ -18,13 +18,13 @@ from evals.ledger import checks, routing
 CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS
 
 PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}      # weights
-# what is timed, without a run
+# timings, which need no run
 KERNELS = "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512"
 TIMED = {"kernels": KERNELS, "kernels-float32": f"{KERNELS} --dtype=float32",
          "focus-speed": "speed --focus --lengths=1024,4096,8192,16384,32768,65536,262144"}
-CONSTANT = {*PUBLIC, *TIMED, "focus_table"}     # what has no seeds: it is read once
+CONSTANT = {*PUBLIC, *TIMED, "focus_table"}     # without seeds: measured once
 
-# what eval.py says of a run, as JSON; checks.LOOKS are more
+# commands of eval.py, whose JSON is read; checks.LOOKS are further measurements of a run
 COMMANDS = {
     "probe": "probe --windows=256 --batch_size=64",
     "repeat": "probe --windows=64 --batch_size=64 --input=repeat --dataset={data}/nobos",
@@ -60,28 +60,28 @@ COMMANDS = {
 
 
 class Place(NamedTuple):
-    """Where runs and data sets go, and what is told to every train.py."""
+    """Where runs and data sets go, and flags for every train.py."""
     out_dir: str = OUT_DIR
     books: str = "books"
     train_args: str = ""
 
 
 class Job(NamedTuple):
-    """Something to do once, whoever reads it. words: of the command, from its script on, or of a function here; place:
-    a run's or a data set's folder, or the file with what was found; after: the jobs that come before."""
+    """Something to do once. words: a command from its script on, or a function and its argument. place: the folder of a
+    run or a data set, or the file with the numbers. after: jobs that must be done before."""
     words: tuple[str, ...]
     place: Path
     after: tuple = ()
 
 
 def data_job(name, where):
-    """The making of a set-up's own data set."""
+    """The job that makes a set-up's own data set."""
     folder = Path(where.out_dir) / "data" / name
     return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=where.books).split()), folder)
 
 
 def train_job(run, seed, where):
-    """The training of RECIPE or RECIPE@SETUP."""
+    """The job that trains RECIPE or RECIPE@SETUP."""
     setup, base = run.partition("@")[2] or "lab", base_of(run)
     after = (data_job(setup, where),) if SETUPS[setup].data else ()
     if base:
@@ -91,7 +91,7 @@ def train_job(run, seed, where):
 
 
 def job_of(run, path, seed, where):
-    """The job that has what a Reading reads at this path of this run."""
+    """The job that measures what a Reading reads at this path of this run."""
     look, found = path.split("/")[0], Path(where.out_dir) / "found"
     if run in CHECKS:
         return Job((run, str(seed)), found / f"{run}-{seed}.json")
@@ -108,15 +108,15 @@ def job_of(run, path, seed, where):
 
 
 def all_jobs(jobs):
-    """These and all that come before them, each once, in an order in which they can be done."""
+    """These jobs and all that must be done before them, each once, in a possible order."""
     found = {}
     for job in jobs:
         found |= dict.fromkeys([*all_jobs(job.after), job])
-    return [job for job in found if job.words]  # public weights are there, or they are not
+    return [job for job in found if job.words]  # public weights are no job
 
 
 def result_of(job):
-    """What a job has found, or None while it is not done: a run's report and losses, the numbers in a file."""
+    """The numbers of a job, or None if it is not done: a run's report and best loss, or the content of a file."""
     if job.words[:1] == ("train.py",):
         meta = finished_run(job.place, list(job.words[1:]))
         return meta and meta["report"] | {"best": best_loss(job.place)}
@@ -131,13 +131,13 @@ def result_of(job):
 
 
 def best_loss(folder):
-    """The lowest validation loss in a run's log: small models on few books are overfitted at the end."""
+    """The lowest validation loss in a run's log: small models on few books overfit towards the end."""
     with open(folder / "log.csv", newline="") as f:
         return min(float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"])
 
 
 def do(job):
-    """Do it, in a process of its own if it is a command. Raises ValueError where that fails."""
+    """Do a job, in a process of its own if it is a command. Raises ValueError if it fails."""
     name, *rest = job.words
     for before in job.after:
         if not (before.place / "meta.json").exists():
