@@ -120,6 +120,7 @@ RECIPES = {                                     # {name: flags of train.py}, bes
 
 
 def folder_of(run, seed, out_dir):
+    """The folder of a run with a seed."""
     return Path(out_dir) / f"{run}-{seed}"
 
 
@@ -127,21 +128,21 @@ def train_flags(run, seed, out_dir, more=""):
     """The flags of train.py that make a run. more: further flags, separated by spaces."""
     recipe, _, setup = run.partition("@")
     base, flags = base_of(run), flags_of(recipe, setup)
-    if base:                                    # the table has a name where train.py takes a folder
+    if base:                                    # the table has its name, train.py takes its folder
         flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
     fixed = SETUPS[setup or "lab"].flags.format(data=Path(out_dir) / "data")
     return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()
 
 
 def base_of(run):
-    """The run that this one goes on from, in the same set-up, or None."""
+    """The run of the same set-up that this one starts from, or None."""
     recipe, at, setup = run.partition("@")
     found = re.search(r"--init_from=(\S+)", RECIPES.get(recipe, ""))
     return found and found[1] + at + setup
 
 
 def flags_of(recipe, setup=""):
-    """The flags of a recipe in a set-up. Raises ValueError where there is no such recipe."""
+    """The flags of a recipe in a set-up. Raises ValueError if there is no such recipe."""
     if recipe in RECIPES:
         return RECIPES[recipe]
     axes = attention.recipe(recipe)
@@ -151,8 +152,8 @@ def flags_of(recipe, setup=""):
         return " ".join(flags)
     if "window" in axes:                        # shorter than the lab's 64 tokens
         flags.append("--window=16")
-    if axes.get("diff") == "v1":                # it pairs heads, and the lab has one
+    if axes.get("diff") == "v1":                # it pairs heads, and the lab has one head
         flags.append("--n_head=2")
-    if axes["rule"] == "tra":                   # at its beta of 1 hardly any key passes the threshold at first, and
-        flags.append("--attn_args=beta_init=0.1")       # what gets no gradient learns nothing
+    if axes["rule"] == "tra":                   # with its own beta of 1 hardly any key passes the threshold at first,
+        flags.append("--attn_args=beta_init=0.1")       # so queries and keys would get no gradient
     return " ".join(flags)
