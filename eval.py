@@ -1,35 +1,43 @@
-"""The instruments: look at a trained run.    python eval.py COMMAND --out_dir=out/stdlib-elastic [--json]
+"""The instruments.    python eval.py COMMAND --out_dir=out/stdlib-elastic [--json]    python eval.py COMMAND -h
 
-    loss      loss in nats per token and bits per byte on fixed windows (also under torchrun, which splits the windows
-              over the ranks)
-    probe     where the attention goes: sinks, spread, exact zeros, by layer or head; what becomes of the first token in
-              the stream through the blocks: massive activations, norms, cosines
-    sample    generate text
-    heads     per layer and head: how dormant, local, global and important; with --cost what the loss gains without
-              its sink or without the head; with --against another data set beside the first
-    params    what attention has learned outside its linear layers: thresholds, distance biases, gates, lambdas
-    groups    of Focus: how even its groups of tokens are, which tokens they hold, which pairs they keep; whether they
-              are those of another checkpoint
-    routers   Focus at every k and several lengths beside full attention: perplexity, pairs kept, speed; with --sweep
-              routers trained with other knobs on a run of plain attention
-    maps      the attention maps of a sentence
+Look at a trained run:
+
+    loss      mean loss on fixed windows, in nats per token and bits per byte; torchrun's ranks share the windows
     lengths   loss and perplexity at several lengths on the same tokens, and by the place in the window
-    passkey   whether a number hidden in a long text is found
+    compare   several runs in one table: losses, sinks, sizes; seeds become means
+    sample    generate text
+    probe     where the attention goes, by layer or head: sinks, spread, exact zeros; and how the first token differs
+              from the others in the residual stream: massive activations, norms, cosines
+    heads     how dormant, local, global and important each head is; with --cost what the loss gains without its sink
+              or without the head; with --against the same on another data set
+    params    what attention has learned outside its linear layers: thresholds, distance biases, gates, lambdas
+    maps      the attention maps of a sentence
+    groups    the groups of tokens that Focus has learned: how even they are, which tokens are in them, which pairs they
+              keep; with --against whether another checkpoint has the same groups
+    routers   Focus at every k and several lengths, next to full attention: perplexity, pairs kept, speed; with --sweep
+              it trains routers with other knobs on a run of plain attention
+
+Benchmarks of a trained run:
+
+    passkey   can the model find a number that is hidden in a long text?
     scrolls   summaries of and questions on long documents
     bench     zero-shot scores on public benchmarks, from HellaSwag to WikiText (python data/benchmarks.py fetches them)
-    compare   several runs in one table: losses, sinks, sizes; seeds become means
-    lab       train every recipe in the sink lab and compare them
-    claims    what five papers claim, and what is found here: the ledger, one claim, or --run what is missing of it
-    speed     time every recipe's training step and attention on this machine. With --kernels, the fused kernels against
-              torch's own; with --live (and --out_dir), what the zeros of a trained run are worth
-    show      a recipe on one page: its choices, PyTorch, Triton, and where they stand (python eval.py show elastic)
-    compile   the Triton kernels, compiled for GPUs that need not be there: registers, shared memory, spills
 
-lab, claims, speed, show and compile need no run.
+The sink lab and the ledger, which train their own runs:
 
-The model is rebuilt from the run's meta.json alone; --attn and the flags of its axes override it where the parameters
-allow. --out_dir=out/a,out/b and --out_dir='out/lab-*' look at several runs, one after another. Where the measures come
-from is said in evals/measures.py (of attention's weights) and evals/stream.py.
+    lab       train every recipe in the sink lab, and compare them
+    claims    what five papers claim and what we find: the whole ledger, one claim, or with --run what is missing
+
+Time, compile and read the code, without a run:
+
+    speed     time every recipe's training step and attention on this machine; with --kernels the fused kernels and
+              torch's own; with --live and --out_dir how much time the zeros of a trained run save
+    compile   compile the Triton kernels, also for GPUs that this machine lacks: registers, shared memory, spills
+    show      a recipe on one page: its choices, PyTorch, Triton, and where they are (python eval.py show elastic)
+
+eval.py rebuilds the model from the run's meta.json; --attn and the flags of its axes override the run's own where its
+parameters allow. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another.
+evals/measures.py and evals/stream.py give the sources of the measures.
 """
 import json
 import sys
@@ -65,32 +73,34 @@ class Command(NamedTuple):
     """An instrument, as evals/instrument.py describes it."""
     flags: type                                 # the dataclass of its flags
     run: Callable                               # command(args, run) -> (numbers, text)
-    draw: Callable | None = None                # draw(path, {run: numbers}): what --png is for
+    draw: Callable | None = None                # draw(path, {run: numbers}): the picture that --png asks for
     tell: Callable | None = None                # tell(args, {run: numbers}) -> text: several runs in one table
-    check: Callable | None = None               # check(args, runs): raises ValueError on runs that do not go together
+    check: Callable | None = None               # check(args, runs): raises ValueError on runs that cannot be compared
 
 
-OF_A_RUN = {                                    # these look at a trained run, which is opened for them
+OF_A_RUN = {                                    # eval.py opens the trained run that these look at
     "loss": Command(loss.Loss, loss.command),
-    "probe": Command(probe.ProbeFlags, probe.command, probe.draw, probe.tell),
+    "lengths": Command(lengths.Lengths, lengths.command, lengths.draw, lengths.tell),
+    "compare": Command(compare.Compare, compare.command, compare.draw, compare.tell, compare.check),
     "sample": Command(sample.Sample, sample.command),
+    "probe": Command(probe.ProbeFlags, probe.command, probe.draw, probe.tell),
     "heads": Command(heads.Heads, heads.command, heads.draw, heads.tell),
     "params": Command(params.Params, params.command, params.draw, params.tell),
+    "maps": Command(maps.Maps, maps.command, maps.draw),
     "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
     "routers": Command(routers.Routers, routers.command, routers.draw, routers.tell),
-    "maps": Command(maps.Maps, maps.command, maps.draw),
-    "lengths": Command(lengths.Lengths, lengths.command, lengths.draw, lengths.tell),
+    # benchmarks
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw, passkey.tell),
     "scrolls": Command(scrolls.Scrolls, scrolls.command, tell=scrolls.tell),
     "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
-    "compare": Command(compare.Compare, compare.command, compare.draw, compare.tell, compare.check),
 }
-OF_THEIR_OWN = {                                # these train or build their models themselves, and get None as the run
+OF_THEIR_OWN = {                                # these train or build their own models, and get None as the run
     "lab": Command(lab.Lab, lab.command),
     "claims": Command(claims.ClaimsFlags, claims.command),
+    # the code itself
     "speed": Command(speed.Speed, speed.command),
-    "show": Command(show.Show, show.command),
     "compile": Command(compile.Compile, compile.command),
+    "show": Command(show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN
 
@@ -112,7 +122,7 @@ def main(argv):
         args = command.flags(**given_flags(parsed, command.flags))
     except ValueError as e:
         parser.error(str(e))
-    # the flags are in order; from here on what can be wrong is a run, its data or the disk
+    # the flags are valid; from here on an error is about a run, its data or the disk
     with files.one_line_errors():
         if of_a_run:
             look(command, args, parsed)
@@ -122,7 +132,7 @@ def main(argv):
 
 
 def look(command, args, parsed):
-    """Run an instrument on each run in turn, so that memory holds one model, and print what it found."""
+    """Run an instrument on each run in turn, so that memory holds only one model, and print what it found."""
     found, texts, places = {}, [], runs_named(parsed.out_dir)
     overrides = given_flags(parsed, Overrides)
     if command.check:                           # before the work begins
@@ -133,7 +143,7 @@ def look(command, args, parsed):
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), overrides)
         found[place], text = command.run(args, run)
         texts.append(text if len(places) == 1 else f"{place}\n\n{text}")
-        main = run.machine.main                 # of several ranks, one prints
+        main = run.machine.main                 # only one rank prints
         run.machine.close()
     if not main:
         return

@@ -1,8 +1,8 @@
-"""What a model loses when something is taken out of its attention: small changes of what goes into a layer's attend or
-comes out of it, for `instead`, and their cost in loss on fixed windows.
+"""Ablations of attention: small changes to the inputs or the output of a layer's attend, for `instead`, and what each
+costs in loss on fixed windows.
 
-`chosen` is a bool tensor (layers, heads): in which heads of the output. In a differential recipe each has two views,
-and a change acts on both. The first token is the first of the sequence, also where the sink is an extra key.
+`chosen` (layers, heads) says in which heads of the output. In a differential recipe a head has two views, and a change
+acts on both. The first token is the first of the sequence, even if the sink is an extra key.
 """
 from functools import partial
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from evals.instrument import instead, progress, table
 from evals.loss import token_losses
+from evals.pictures import frame
 
 # ------------------------------------------------------------------------------------------------------------ changes
 
@@ -21,28 +22,28 @@ def unchanged(attend, layer, module, *inputs):
 
 
 def key_hidden(attend, layer, module, *inputs):
-    """Attention whose first token is seen by itself alone. How many keys a row counts stays as it was."""
+    """Attention in which only the first row sees the first key. The number of keys that a row counts stays."""
     return attend(*inputs, sight=module.sight._replace(hidden=module.ahead))
 
 
 def every_head(model):
-    """All of them chosen."""
+    """`chosen` with all heads."""
     blocks = model.transformer.h
     return torch.ones(len(blocks), blocks[0].attn.heads, dtype=torch.bool)
 
 
 def value_zeroed(chosen, place=0, to_itself=True):
-    """Attention in which the token at this place, of the sequence, has the value 0 for the chosen heads. Its weights
-    stay. to_itself: also in its own row; without, as where the cache of a token that has been read is changed."""
+    """Attention in which the token at this place of the sequence has the value 0 for the chosen heads. Its weights
+    stay. to_itself: also in its own row; False is like changing the KV cache after the token was read."""
     def change(attend, layer, module, q, k, v, x, *more):
         if not chosen[layer].any():
             return attend(q, k, v, x, *more)
-        if v.shape[1] < module.heads:           # heads that share a value get one each, and so their keys
+        if v.shape[1] < module.heads:           # grouped heads: every head gets its own copy of values and keys
             k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
         row = module.ahead + place
         here = torch.arange(v.shape[2], device=v.device) == row
         o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *more)
-        if not to_itself:                       # what it saw itself, from the tokens up to it
+        if not to_itself:                       # its own row is computed without the change
             upto = slice(row + 1 if module.causal else None)
             o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[:, :, row]
         return o
@@ -53,7 +54,7 @@ as_later_rows_see_it = partial(value_zeroed, to_itself=False)
 
 
 def output_zeroed(chosen):
-    """Attention whose chosen heads put out 0, whatever norm or gate they end in."""
+    """Attention in which the chosen heads output 0, after any norm and gate."""
     def change(attend, layer, module, *inputs):
         o = attend(*inputs)                     # (B, heads, T, E)
         return o.masked_fill(chosen[layer].to(o.device)[:, None, None], 0.0)
@@ -64,19 +65,22 @@ def output_zeroed(chosen):
 
 
 class Ablation(NamedTuple):
-    """One line of the table. Of several changes, each a draw of heads by chance, the mean counts."""
+    """One line of the table: the mean over its changes, which are random draws of heads if there are several."""
     what: str
     where: str
-    heads: int                                  # in how many heads
+    heads: int                                  # the number of heads that it changes
     changes: list
 
 
 def ablations(alpha_sink, threshold, prune, other, draws, seed):
-    """What is taken away, in which heads, by their alpha_sink (layers, heads). threshold: of a dormant head; prune:
-    percentages of heads; other: a place whose value is zeroed for comparison; draws, seed: of heads by chance.
-    Source: the first value, table 1 of The Attention Sink as Native MoE, which zeroes it in the cache, so for later
-    rows only, and has neither chance nor the reverse; whole heads, its appendix A.5, after Sandoval-Segura et al.
-    2504.03889. Heads are chosen by what they do on the windows that the loss is taken on."""
+    """The ablations, [Ablation]. Heads are chosen by their alpha_sink (layers, heads) on the windows of the loss.
+
+    threshold: of a dormant head. prune: percentages of heads. other: a place whose value is zeroed for comparison.
+    draws, seed: of random heads.
+
+    Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its appendix A.5, after
+    Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so for later rows only. The random heads
+    and those with the least sink are ours."""
     every = torch.ones_like(alpha_sink, dtype=torch.bool)
     found = [Ablation("first key hidden", "all heads", every.numel(), [key_hidden]),
              Ablation(f"value at {other} zero", "all heads", every.numel(), [as_later_rows_see_it(every, other)]),
@@ -95,7 +99,7 @@ def ablations(alpha_sink, threshold, prune, other, draws, seed):
 
 
 def picked(alpha_sink, count, draws, seed):
-    """So many heads: those with the most weight on the sink, as many by chance (several draws), those with the least.
+    """`count` heads: those with the most weight on the sink, random ones (several draws), those with the least.
     {where: [chosen, ...]}."""
     order = alpha_sink.flatten().argsort(descending=True, stable=True).cpu()
     dice = torch.Generator().manual_seed(seed)
@@ -105,29 +109,29 @@ def picked(alpha_sink, count, draws, seed):
 
 
 def picked_in_layers(alpha_sink, count):
-    """So many heads as evenly over the layers as can be, of each layer those with the most or the least: heads with the
-    least of all may be whole layers, and then their depth counts, not their sink. A remainder goes to the layers in
-    which the next head has the most or the least."""
+    """`count` heads spread evenly over the layers, in each layer those with the most or the least weight on the sink. A
+    remainder goes to the layers whose next head has the most or the least. (The heads with the least of all may be
+    whole layers, and then their depth matters more than their sink.)"""
     found = {}
     for where, values in (("most sink", alpha_sink.cpu()), ("least sink", -alpha_sink.cpu())):
         rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()     # 0: first in its layer
         order = values.flatten().argsort(descending=True, stable=True)
-        order = order[rank[order].argsort(stable=True)]                 # by rank, and of one rank by value
+        order = order[rank[order].argsort(stable=True)]                 # by rank, then by value
         found[f"{where} of each layer"] = [the_first(count, order, alpha_sink)]
     return found
 
 
 def the_first(count, order, alpha_sink):
-    """The first heads of an order of all, chosen."""
+    """`chosen` with the first `count` heads of an order."""
     return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[:count], True).view_as(alpha_sink)
 
 
 def costs(found, model, rows, machine, batch_size):
-    """What each of these ablations adds to the loss of windows rows (N, T + 1), in nats per token: {"loss": as it is,
+    """The loss that each ablation adds on windows rows (N, T + 1), in nats per token: {"loss": without ablation,
     "changes": [{"what", "where", "heads", "loss_change", "standard_error", "over_draws"}]}.
 
-    The windows are the same, so the error is that of the mean of their differences, and None of a single one.
-    over_draws: standard deviation of the loss over the draws, None where there are not several."""
+    standard_error: of the mean difference over the windows, None for one window. over_draws: standard deviation of the
+    loss over the draws, None for one draw."""
     before = window_losses(unchanged, model, rows, machine, batch_size)
     jobs = [(number, change) for number, ablation in enumerate(found) for change in ablation.changes]
     added = [[] for _ in found]                 # for each ablation, (N,) from each of its changes
@@ -139,7 +143,7 @@ def costs(found, model, rows, machine, batch_size):
 
 
 def mean_and_errors(added):
-    """added (draws, windows): losses after less before."""
+    """added (draws, windows): losses after minus before."""
     draws, windows = added.shape
     error = added.mean(0).std().item() / windows ** 0.5 if windows > 1 else None
     return {"loss_change": added.mean().item(), "standard_error": error,
@@ -147,7 +151,7 @@ def mean_and_errors(added):
 
 
 def window_losses(change, model, rows, machine, batch_size):
-    """The mean loss of each window of rows (N, T + 1), with this change: (N,) float64, on the CPU."""
+    """The mean loss of each window of rows (N, T + 1) with this change: (N,) float64, on the CPU."""
     return torch.cat([losses_with(change, model, some, machine).double().mean(1).cpu()
                       for some in rows.split(batch_size)])
 
@@ -160,7 +164,7 @@ def losses_with(change, model, rows, machine):
 
 
 def cost_table(found):
-    """What `costs` found, a row for each ablation."""
+    """The result of `costs`, a row for each ablation."""
     rows = [[line["what"], line["where"], str(line["heads"]),
              *(line[name] for name in ("loss_change", "standard_error", "over_draws"))] for line in found["changes"]]
     header = ["taken away", "in the heads", "heads", "loss change", "standard error", "over draws"]
@@ -170,9 +174,9 @@ def cost_table(found):
 
 
 def draw_costs(ax, cost):
-    """A bar and a number for each ablation, a line for twice its standard error; dark are the heads with the most
-    weight on the sink, as in the maps."""
-    lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars are counted from the bottom
+    """A bar and a number for each ablation, and a line for twice its standard error. Dark bars are the heads with the
+    most weight on the sink."""
+    lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars start at the bottom
     gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
     colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}
     ax.barh(range(len(lines)), gains, color=[colours[line["where"].removesuffix(" of each layer")] for line in lines],
@@ -181,5 +185,4 @@ def draw_costs(ax, cost):
         ax.text(max(gain + error, 0), y, f" {gain:.3f}", va="center", fontsize=8)
     ax.set_yticks(range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8)
     ax.margins(x=0.15)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(f"what the loss gains\n(nats per token, over {cost['loss']:.3f})", fontsize=10)
+    frame(ax, f"what the loss gains\n(nats per token, over {cost['loss']:.3f})")

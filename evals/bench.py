@@ -1,19 +1,19 @@
-"""Zero-shot scores on public benchmarks, counted as lm-evaluation-harness 0.4.13 counts them.
+"""Zero-shot scores on public benchmarks, as lm-evaluation-harness 0.4.13 counts them.
 
-A question becomes one request per choice: how likely is this continuation after that context? The model is right where
-the right choice is the likeliest: in sum (acc), or per character (acc_norm; others say bytes, the code counts
-characters). Of LAMBADA the last word must be the model's own choice, token by token, and perplexity is per word. Of
-WikiText every token of a page is scored once, and words and bytes are those of the page before it was made readable.
+A question becomes one request per choice: how likely is this continuation after that context? The model is right if the
+right choice has the largest log-likelihood, in sum (acc) or per character (acc_norm; some papers say bytes, the code
+counts characters). In LAMBADA the model must generate the last word greedily, and perplexity is per word. In WikiText
+every token of a page is scored once; words and bytes are counted on the raw page.
 
-Of several runs, all answer the same rows, so the error of a difference is that of the mean of the rows' differences.
+Several runs answer the same rows, so the error of a difference is that of the mean of the rows' differences.
 
-What differs: perplexities have a standard error by the delta method (there by resampling, or none); --limit takes rows
-spread over the whole file (there the first ones); an empty context begins with the run's separator, which may not be
-the token that is taken there.
+Differs from lm-evaluation-harness: perplexities have a standard error by the delta method (there by resampling, or
+none). --limit takes rows spread over the whole file (there the first rows). An empty context begins with the run's
+separator (there perhaps with another token).
 
-Not scores of lm-evaluation-harness: `adjusted`, (score - chance) / (1 - chance), of Lazy Attention 2601.00919, appendix
-C.3, and the average of its table 1. That paper leaves open what chance is; here it is one over the number of choices,
-and in BoolQ, whose choices are always no and yes, the share of the commoner one.
+Two scores are not from lm-evaluation-harness: `adjusted`, (score - chance) / (1 - chance), of Lazy Attention
+2601.00919, appendix C.3, and the average of its table 1. That paper does not define chance. We take one over the number
+of choices, and in BoolQ, whose choices are always no and yes, the share of the more frequent answer.
 """
 import math
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ import numpy as np
 
 from common.flags import at_least, knob
 from data import benchmarks
-from evals.instrument import legend, mean_and_error, pyplot, save_figure, table
+from evals.instrument import legend, mean_and_error, table
 from evals.likelihood import listen, page_requests, row_requests
+from evals.pictures import frame, pyplot, save_figure
 
-MEASURES = {                                    # what each task reports; the first is its score in averages
+MEASURES = {                                    # {task: its measures}; averages use the first
     "hellaswag": ("acc_norm", "acc"), "arc_easy": ("acc", "acc_norm"), "arc_challenge": ("acc_norm", "acc"),
     "piqa": ("acc", "acc_norm"), "winogrande": ("acc",), "openbookqa": ("acc_norm", "acc"), "siqa": ("acc",),
     "boolq": ("acc",), "lambada": ("acc", "perplexity"),
@@ -36,12 +37,12 @@ EIGHT = ("lambada", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challeng
 @dataclass
 class Bench:
     """Flags of bench"""
-    tasks: str = knob("", f"which, separated by commas: {', '.join(MEASURES)}; or all; empty: those that are there")
-    source: str = knob("", "folder with their files; empty: data/benchmarks, where python data/benchmarks.py puts them")
+    tasks: str = knob("", f"tasks, separated by commas: {', '.join(MEASURES)}; or all; empty: those with files")
+    source: str = knob("", "folder of their files; empty: data/benchmarks, where python data/benchmarks.py puts them")
     limit: int = knob(0, "rows of each task, spread evenly over its file; 0: all")
-    bos: bool = knob(False, "begin every context with the separator, as training texts begin")
-    length: int = knob(0, "tokens of the longest input, earlier ones are cut off; 0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer row goes alone")
+    bos: bool = knob(False, "begin every context with the separator, like the texts in training")
+    length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; 0: block_size")
+    batch_size: int = knob(4096, "tokens per forward pass; a longer row has a pass of its own")
 
     def __post_init__(self):
         at_least(self, limit=0, length=0, batch_size=1)
@@ -55,7 +56,7 @@ def command(args, run):
     run.check_positions(length)
     folder, found = args.source or benchmarks.HERE, {"length": length, "bos": args.bos, "tasks": {}}
     names = benchmarks.task_names(args.tasks) if args.tasks else benchmarks.those_in(folder)
-    sets = {name: benchmarks.read(name, folder) for name in names}      # all of them, before any work
+    sets = {name: benchmarks.read(name, folder) for name in names}      # read all before the work begins
     for name, rows in sets.items():
         some = [rows[i] for i in evenly(len(rows), args.limit)]
         ask = page_requests if name == "wikitext" else row_requests
@@ -68,7 +69,7 @@ def command(args, run):
 
 
 def evenly(count, limit):
-    """Indices of `limit` of `count` rows, spread evenly, the same at every call; 0: of all."""
+    """Indices of `limit` of `count` rows, spread evenly, the same at every call; 0: all."""
     return np.linspace(0, count - 1, min(limit, count)).round().astype(int) if limit else range(count)
 
 
@@ -274,9 +275,9 @@ def draw(path, runs):
     ax.hlines(guesses, [x - 0.46 for x in range(len(names))], [x + 0.46 for x in range(len(names))], color="black",
               linestyle="--", linewidth=1.2, zorder=3, label="guessing")
     ax.set_xticks(range(len(names)), [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
-    ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1), ylabel="share of right answers, with two standard errors")
+    ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1))
     ax.grid(axis="y", color="0.9", zorder=0)
-    ax.spines[["top", "right"]].set_visible(False)
+    frame(ax, ylabel="share of right answers, with two standard errors")
     ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     figure.tight_layout()
     save_figure(figure, path)

@@ -1,16 +1,16 @@
-"""The ledger: what five papers claim, and what this repository finds.
+"""The ledger: what five papers claim, and what we find.
 
     python eval.py claims                               every claim, its verdict, their figures and ours
-    python eval.py claims --show=lazy-sink-gone         one claim whole
-    python eval.py claims --run=lab                     measure what is missing of these, or of ID,ID
+    python eval.py claims --show=lazy-sink-gone         everything about one claim
+    python eval.py claims --run=lab                     measure what is missing of a class, or of ID,ID
 
-A claim is a row of data (ledger/lazy.py, threshold.py, focus.py, native_moe.py, emerges.py: one paper each): what is
-said and where, their figures, what is read from which runs, and a verdict rule that was fixed before any run.
-ledger/experiments.py holds the runs, which claims share, checks.py and routing.py what no other instrument measures,
-book.py all claims and their verdicts, view.py how they are shown.
+A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
+It has the paper's statement and figures, the numbers to read from our runs, and a verdict rule that was fixed before
+any run. lab_runs.py names the runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what
+no other instrument does, book.py judges the claims, and view.py shows them.
 
-What was measured stands in results/claims.json, by claim and seed; verdicts are taken from it anew at every call. A
---run that is cut short goes on where it was, and one with other seeds adds them to those that are there.
+results/claims.json keeps the numbers by claim and seed; every call derives the verdicts from them. A --run that was
+interrupted continues, and a --run with other seeds adds them.
 """
 import difflib
 import itertools
@@ -27,6 +27,7 @@ from common.flags import knob
 from common.machine import Machine
 from common.runs import ROOT, made_by
 from evals.instrument import whole_numbers
+from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
 from evals.ledger.claim import COSTS
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
@@ -36,15 +37,15 @@ from evals.ledger.view import draw, ledger, shown
 @dataclass
 class ClaimsFlags:
     """Flags of claims"""
-    show: str = knob("", "print this claim whole")
+    show: str = knob("", "print everything about this claim")
     run: str = knob("", f"measure what is missing of a class ({', '.join(COSTS)}), or of claims: ID,ID")
-    seeds: str = knob("2,3,4", "seeds, separated by commas")
+    seeds: str = knob(SEEDS, "seeds, separated by commas")
     workers: int = knob(0, "jobs at a time; 0: two with one thread each, on a GPU one")
-    out_dir: str = knob("out/claims", "where the runs go; those that are there are not trained again")
-    books: str = knob("books", "folder of texts for gpu-minutes, with a moby-dick among them")
-    train_args: str = knob("", "more flags for every train.py, as in '--max_iters=20 --n_layer=2' to try it out")
-    results: str = knob("", "the file with what was found; empty: results/claims.json, or with --train_args "
-                            "claims.json in out_dir")
+    out_dir: str = knob(OUT_DIR, "folder of the runs, shared with lab; finished runs are not trained again")
+    books: str = knob("books", "folder of texts for gpu-minutes; one of them is moby-dick")
+    train_args: str = knob("", "further flags for every train.py, such as '--max_iters=20 --n_layer=2' for a trial")
+    results: str = knob("", "file of the numbers; empty: results/claims.json, or with --train_args "
+                            "OUT_DIR/claims.json")
     png: str = knob("", "also draw all verdicts into this file")
     json: bool = knob(False, "print JSON instead of text")
 
@@ -59,7 +60,7 @@ class ClaimsFlags:
 
 
 def command(args, run):
-    """What five papers claim, and what is found here: with --run measured, else as it was found."""
+    """What five papers claim, and what we find: the committed numbers, or with --run new ones."""
     where = Place(args.out_dir, args.books, args.train_args)
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
     results = {"claims": readable(files.read_json(place)["claims"] if place.exists() else {})}
@@ -79,8 +80,8 @@ def command(args, run):
 
 
 def wanted(args):
-    """[(claim, where, Reading)] that --run names: of a class all readings that cost so much, of a claim those that cost
-    no more than itself. Raises ValueError where there is nothing to measure, or where it takes a GPU."""
+    """The readings that --run names, [(claim, where, Reading)]: all readings of a cost class, or those of a claim that
+    cost no more than the claim. Raises ValueError if there is nothing to measure, or if it takes a GPU."""
     names, costs = args.run.split(","), list(COSTS)
     asked = [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
              if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
@@ -90,7 +91,8 @@ def wanted(args):
 
 
 def without_gpu(asked, args):
-    """What can be tried without one: no clocks, and large models only where --train_args make them small."""
+    """The readings that are possible without a GPU: no timings, and large models only if --train_args make them small.
+    """
     timed = [row for row in asked if not TIMED.keys().isdisjoint(runs_of(row[2]))]
     large = timed or any("@gpu" in run for _, _, reading in asked for run in runs_of(reading))
     if large and (not args.train_args or timed == asked):
@@ -107,8 +109,8 @@ def without_gpu(asked, args):
 
 
 def measure(asked, args, where, results):
-    """Do what is missing for these readings, and put what they read into the results. What fails is named at the end,
-    and its claims stay as they were."""
+    """Do the missing jobs of these readings, and put their numbers into the results. Jobs that fail are named at the
+    end, and their claims stay as they were."""
     seeds = whole_numbers(args.seeds, "seeds")
     jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
             for claim, name, reading in asked}
@@ -117,7 +119,7 @@ def measure(asked, args, where, results):
     for claim, name, reading in asked:
         try:
             numbers = numbers_of(reading, jobs[claim.id, name])
-        except ValueError as e:                 # one that has nothing there must not cost the others
+        except ValueError as e:                 # one claim without numbers must not stop the others
             print(e, file=sys.stderr)
             continue
         if numbers:
@@ -127,7 +129,7 @@ def measure(asked, args, where, results):
 
 
 def merged(old, new):
-    """By seed: what was measured again is the new, the rest stays; earlier: where the latter was made."""
+    """Old and new numbers by seed; the new ones win. "earlier" says where the old ones were measured."""
     stay = [seed for seed in old["seeds"] if seed not in new["seeds"]]
     if not stay:
         return new
@@ -140,8 +142,8 @@ def merged(old, new):
 
 
 def do_all(jobs, workers):
-    """What of these is missing, some at a time, each after what it needs. jobs: in an order that allows it."""
-    depths, failed = {}, []                     # of what is missing, and of what stands on it
+    """Do the missing jobs, several at a time, each after the jobs that it needs. jobs: in a possible order."""
+    depths, failed = {}, []                     # of missing jobs and of those that need them
     for job in jobs:
         if result_of(job) is None or not depths.keys().isdisjoint(job.after):
             depths[job] = depth(job)
@@ -157,20 +159,20 @@ def do_all(jobs, workers):
 
 
 def depth(job):
-    """How many jobs come before it, one after another."""
+    """The length of the longest chain of jobs that ends with this one."""
     return 1 + max(map(depth, job.after), default=0)
 
 
 def tried(job):
-    """Do it; what went wrong, or None."""
+    """Do a job. Returns the error as text, or None."""
     try:
         do(job)
-    except (ValueError, OSError, RuntimeError) as e:                    # one that fails must not cost the others
+    except (ValueError, OSError, RuntimeError) as e:                    # a failure must not stop the others
         return f"{job.place}: {e}"
 
 
 def numbers_of(reading, jobs):
-    """{column: {run: [what each seed's job found at the path]}}, or None while some is missing."""
+    """{column: {run: [the number at the path for each seed]}}, or None if a job is not done."""
     found = {}
     for (column, run), group in jobs.items():
         results = [result_of(job) for job in group]
@@ -183,8 +185,8 @@ def numbers_of(reading, jobs):
 
 
 def value_at(found, path, job):
-    """What a job's result has at this path of names and numbers, whose first may be the name of its look; * is every
-    item of a list that has what follows. Raises ValueError where there is nothing."""
+    """The value at a path of names and indices in a job's result; the first name may be that of its command or look. *
+    stands for every item of a list that has the next name. Raises ValueError if there is no such value."""
     def down(found, steps):
         if not steps:
             return found
@@ -200,7 +202,7 @@ def value_at(found, path, job):
 
 
 def rounded(value):
-    """A number or a list of them, to six digits; None of what has no meaning."""
+    """A number or a list of them, to six digits; None stays None."""
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return None if value is None else float(f"{value:.6g}")

@@ -1,61 +1,50 @@
-"""The groups that Focus has learned (the paper (3), sections 4 and 5): how even they are and how sure tokens are of
-theirs, which tokens are in them, which distant tokens they bring together, and how many pairs they keep.
+"""The groups of tokens that Focus has learned (arXiv 2604.03260, sections 4 and 5): how even they are, how confident
+tokens are, which tokens are in them, which distant tokens they connect, and how many pairs they keep.
 
-A token's group is the one of which it has the largest share. Everything is taken on fixed windows, layer by layer;
-layers have groups of their own, so that group 2 of one has nothing to do with group 2 of another.
+A token belongs to the group of which it has the largest share. All measures are taken on fixed windows, layer by layer.
+Every layer has its own groups: group 2 of one layer is unrelated to group 2 of another.
 """
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from data import tokens
-from evals.instrument import (
-    LENGTH,
-    Common,
-    OpenedRun,
-    first_line,
-    instead,
-    legend,
-    progress,
-    pyplot,
-    read_windows,
-    save_figure,
-    table,
-)
+from evals.instrument import LENGTH, first_line, legend, table, watch, window_batches
+from evals.pictures import frame, line_panel, pyplot, save_figure, whole_ticks
 from mixers.focus import Focus, entropy
 
 MEASURES = {                                    # name: its meaning, printed under the table
-    "dominance": "share of tokens in the largest group (section 4); evenly {even:.3f}",
-    "evenness": "entropy of the shares of tokens over log K: 1 where all groups are as large",
+    "dominance": "share of tokens in the largest group (section 4); {even:.3f} if groups are even",
+    "evenness": "entropy of the groups' shares of tokens over log K: 1 if all groups are equally large",
     "confidence": "a token's share of its own group, mean (section 5)",
-    "stability": "share of tokens whose group is the same in --against, its groups named so that most agree (section "
-                 "4); by chance about {even:.3f} or more",
-    "kept": "share of distant pairs, {window} apart or more, that share one of the k largest groups of each (table 7)",
+    "stability": "share of tokens in the same group of --against, after the best matching of groups (section 4); by "
+                 "chance about {even:.3f} or more",
+    "kept": "share of distant pairs, {window} apart or more, whose k largest groups have one in common (table 7)",
 }
-MOST = 4                                        # groups a token, for the share of pairs kept
+MOST = 4                                        # the largest k for the share of pairs kept
 
 
 @dataclass
 class Groups:
     """Flags of groups"""
     split: str = knob("val", "which split", ("train", "val"))
-    windows: int = knob(16, "fixed windows, spread evenly; the first is the passage whose pairs are shown")
+    windows: int = knob(16, "fixed windows, spread evenly; the pairs shown are from the first")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
-    against: str = knob("", "another run of the same model, an earlier checkpoint say: are tokens in the same groups?")
-    layer: int = knob(-1, "whose groups are spelled out, the first being 0; -1: the one with the most even groups")
-    top: int = knob(8, "commonest tokens of a group, and longest pairs of the passage, to show")
+    against: str = knob("", "another run of the same model, such as an earlier checkpoint, to compare groups with")
+    layer: int = knob(-1, "layer whose groups are listed, counted from 0; -1: the one with the most even groups")
+    top: int = knob(8, "how many of a group's most frequent tokens, and of the longest pairs, to show")
 
     def __post_init__(self):
         at_least(self, windows=1, length=0, batch_size=1, layer=-1, top=1)
 
 
 def command(args, run):
-    """What groups of tokens Focus has learned, and which pairs they keep."""
+    """The groups of tokens that Focus has learned, and the pairs that they keep."""
     check(run.model, run.out_dir)
     T, layers = run.window(args.length), run.model.config.n_layer
     if args.layer >= layers:
@@ -81,11 +70,11 @@ def check(model, out_dir):
                          "trained with --attn=focus")
 
 
-# ------------------------------------------------------------------------------------------------------- what is taken
+# -------------------------------------------------------------------------------------------------- measuring a layer
 
 
 class Layer:
-    """What is seen of one layer's groups, batch by batch."""
+    """Collects one layer's groups, batch by batch."""
 
     def __init__(self, module):
         self.groups, self.local, self.memberships = module.groups, module.local, module.memberships
@@ -93,7 +82,7 @@ class Layer:
         self.kept, self.distant, self.passage = np.zeros(min(MOST, self.groups)), 0, None
 
     def see(self, g, idx):
-        """Shares g (B, T, K) of the tokens idx (B, T)."""
+        """Add the shares g (B, T, K) of the tokens idx (B, T)."""
         top, own = g.max(-1)
         self.own.append(own.to(torch.int16).cpu().numpy())
         self.ids.append(idx.cpu().numpy())
@@ -110,7 +99,7 @@ class Layer:
         return np.concatenate(self.own)
 
     def result(self):
-        """This layer's measures, by the names of MEASURES; shares of tokens by group, and of pairs kept by k."""
+        """This layer's MEASURES, {name: value}; "kept" is {k: share}. "shares" has each group's share of tokens."""
         shares = np.bincount(self.labels().ravel(), minlength=self.groups) / self.labels().size
         evenness = entropy(torch.from_numpy(shares)).item() / np.log(self.groups) if self.groups > 1 else 1.0
         kept = {str(k): float(kept / self.distant) if self.distant else None for k, kept in enumerate(self.kept, 1)}
@@ -119,27 +108,22 @@ class Layer:
 
 
 def distant(T, local, device="cpu"):
-    """Which pairs of a row and an earlier key are not near: (T, T)."""
+    """The pairs of a row and a key that is at least `local` earlier: (T, T)."""
     places = torch.arange(T, device=device)
     return places[:, None] - places >= local
 
 
-@torch.no_grad()
 def look(args, run, model, T):
-    """A Layer for each layer of a model, from the run's windows of T tokens."""
+    """Measure every layer of a model on the run's windows of T tokens: a list of Layer."""
     layers = [Layer(block.attn) for block in model.transformer.h]
-    split, batch = run.split(args.split), {}
 
-    def watch(attend, layer, module, q, k, v, x, table):
-        layers[layer].see(module.assign(x), batch["idx"])
-        return attend(q, k, v, x, table)
+    def see(idx, layer, module, q, k, v, x, table):
+        layers[layer].see(module.assign(x), idx)
 
-    starts = tokens.fixed_windows(split, T, args.windows, run.stride)
-    with instead(model, watch):
-        for i in progress(range(0, len(starts), args.batch_size), run.machine.main):
-            batch["idx"] = read_windows(split, starts[i:i + args.batch_size], T, model, run.machine)        # (B, T)
-            with run.machine.autocast():
-                model(batch["idx"])
+    for rows in window_batches(model, run.split(args.split), run.machine, T, args.windows, args.batch_size, run.stride,
+                               bar=True):
+        idx = rows[:, :-1]                      # (B, T)
+        watch(model, partial(see, idx), idx, run.machine)
     return layers
 
 
@@ -147,10 +131,9 @@ def look(args, run, model, T):
 
 
 def groups_in(args, run, T, groups):
-    """The same of the run --against, looked at as this one is. Raises ValueError where its layers have other groups."""
-    common = Common(args.against, run.dataset, str(run.machine.device), run.machine.dtype)
+    """A Layer for each layer of the run --against. Raises ValueError if its layers have other numbers of groups."""
     config = run.model.config
-    other = OpenedRun(common, {name: getattr(config, name) for name in ("window", "topk")}).model
+    other = run.beside(args.against, {name: getattr(config, name) for name in ("window", "topk")}).model
     check(other, args.against)
     theirs = [block.attn.groups for block in other.transformer.h]
     if theirs != groups:
@@ -160,9 +143,8 @@ def groups_in(args, run, T, groups):
 
 
 def agreement(one, other, K):
-    """The share of tokens in the same group, with the groups of one labelling (windows, T) named after those of the
-    other so that it is largest. Exact up to 8 groups, of which all orders are tried; with more, the largest agreement
-    first."""
+    """The share of tokens in the same group in two labellings (windows, T), after the best matching of their groups.
+    Up to 8 groups it tries all orders; with more it matches greedily, the largest agreement first."""
     both = np.bincount((one.astype(np.int64) * K + other).ravel(), minlength=K * K).reshape(K, K)
     if K <= 8:
         return float(max(both[range(K), order].sum() for order in map(list, itertools.permutations(range(K))))
@@ -188,8 +170,8 @@ def mean_of(layers):
 
 
 def spelled_out(seen, layer, run, top):
-    """A layer's groups in words: the commonest tokens of each, [[text, how often, share of its occurrences that are in
-    this group]]; and of the passage the group of every token, and its longest pairs."""
+    """A layer's groups in words: the most frequent tokens of each, [[text, count, share of its occurrences that are in
+    this group]]; and for the first window the group of every token, and the longest pairs."""
     own, ids = seen.labels().ravel(), np.concatenate(seen.ids).ravel()
     everywhere, spelling = np.bincount(ids), Spelling(run.tokenizer)
     common = []
@@ -203,7 +185,7 @@ def spelled_out(seen, layer, run, top):
 
 
 class Spelling(dict):
-    """{id: its text}, each looked up once."""
+    """{id: its text}, decoded at the first use."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -214,10 +196,12 @@ class Spelling(dict):
 
 
 def longest_pairs(texts, g, local, top):
-    """The same-group pairs of a passage that are farthest apart, longest first, each group and each text in one only:
-    by turns of the groups, or what is at both ends would be in all. Only whole words of three letters or more, if the
-    tokens are words at all. texts: of its T tokens; g (T, K): their shares. Returns [{"one", "at", "other", "to",
-    "distance", "affinity", "group"}], the affinity being g_i . g_j."""
+    """The pairs of a passage that share a group and are farthest apart, longest first. Groups take turns, and a text
+    appears in one pair only; otherwise all pairs would contain the tokens at both ends. If tokens are words, only whole
+    words of three letters or more count.
+
+    texts: of its T tokens. g (T, K): their shares. Returns [{"one", "at", "other", "to", "distance", "affinity",
+    "group"}]; the affinity is g_i . g_j."""
     words = [i for i, text in enumerate(texts) if text[:1].isspace() and len(text) > 3 and text[1:].isalpha()]
     places, own = words or range(len(texts)), g.argmax(-1).tolist()
     pairs = sorted(((j - i, i, j) for i, j in itertools.combinations(places, 2)
@@ -238,8 +222,8 @@ def longest_pairs(texts, g, local, top):
 
 
 def tell(args, found):
-    """Of one run a line a layer, then its groups in words; of several a line each."""
-    if len(found) > 1:                          # the one with the most columns heads the table
+    """For one run a line a layer, then its groups in words; for several runs a line each."""
+    if len(found) > 1:                          # the header is that of the run with the most columns
         widest = max(found.values(), key=lambda numbers: len(columns(numbers)[0]))
         header, _ = columns(widest)
         rows = ([Path(place).name, *cells(numbers["mean"])] for place, numbers in found.items())
@@ -252,7 +236,7 @@ def tell(args, found):
 
 
 def columns(numbers):
-    """Names of the measures, and a row for each layer and for their mean."""
+    """The names of the measures, and a row for each layer and for their mean."""
     names = [name for name in MEASURES if name in numbers["mean"] and name != "kept"]
     header = names + [f"kept, k={k}" for k in numbers["mean"]["kept"]]
     rows = [[str(i), *cells(layer)] for i, layer in enumerate(numbers["layers"])]
@@ -264,27 +248,27 @@ def cells(measures):
 
 
 def meanings(numbers):
-    """What the columns are."""
+    """The meanings of the columns."""
     fill = {"even": 1 / numbers["groups"], "window": numbers["window"]}
     return legend({name: text.format(**fill) for name, text in MEASURES.items() if name in numbers["mean"]})
 
 
 def in_words(shown):
-    """The shown layer's groups: their commonest tokens, and the passage's longest pairs."""
-    lines = [f"layer {shown['layer']}: the commonest tokens of each group, and how often they are in it"]
+    """The shown layer's groups: their most frequent tokens, and the longest pairs of the first window."""
+    lines = [f"layer {shown['layer']}: the most frequent tokens of each group, and how often they are in it"]
     for group, common in enumerate(shown["tokens"]):
         spelled = "  ".join(f"{text!r} x{count} ({share:.0%})" for text, count, share in common)
         lines.append(f"{group:>3}  {spelled or '(no token)'}")
     if shown["pairs"]:
-        lines += ["", "pairs of one group that are farthest apart in the first window"]
+        lines += ["", "the pairs of one group that are farthest apart in the first window"]
         lines += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "
                   f"affinity {p['affinity']:.3f}" for p in shown["pairs"]]
     return "\n".join(lines)
 
 
 def draw(path, found):
-    """For each run: the share of tokens in each group, layer by layer; how sure tokens are, and how many distant pairs
-    are kept; and who may see whom in the passage, by the groups of one layer."""
+    """For each run: each group's share of tokens, layer by layer; how confident tokens are, and how many distant pairs
+    are kept; and who may see whom in the first window, by the groups of one layer."""
     plt = pyplot()
     figure, axes = plt.subplots(len(found), 3, figsize=(13, 4.1 * len(found)), squeeze=False,
                                 width_ratios=[1, 1.1, 1])
@@ -297,7 +281,7 @@ def draw(path, found):
 
 
 def draw_shares(ax, numbers, name):
-    """A bar for each layer, of its groups; they have no order of their own, so the largest is the first."""
+    """A bar for each layer, divided into its groups, the largest first."""
     shares = np.sort([layer["shares"] for layer in numbers["layers"]])[:, ::-1]
     ends = shares.cumsum(1)
     for group in range(numbers["groups"]):
@@ -305,13 +289,10 @@ def draw_shares(ax, numbers, name):
                 color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
     for even in range(1, numbers["groups"]):
         ax.axvline(even / numbers["groups"], color="black", linestyle=":", linewidth=0.8)
-    ax.set_title(f"{name}: tokens by group, dotted: evenly", fontsize=10)
-    ax.set_xlabel("share of tokens, the largest group first")
-    ax.set_ylabel("layer")
     ax.set_xlim(0, 1)
     ax.invert_yaxis()
-    ax.yaxis.get_major_locator().set_params(integer=True)
-    ax.spines[["top", "right"]].set_visible(False)
+    whole_ticks(ax.yaxis)
+    frame(ax, f"{name}: tokens by group, dotted: evenly", "share of tokens, the largest group first", "layer")
 
 
 def draw_measures(ax, numbers):
@@ -320,19 +301,15 @@ def draw_measures(ax, numbers):
              if name in layers[0]}
     kept = {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers] for k, mean in numbers["mean"]["kept"].items()
             if mean is not None and int(k) < numbers["groups"]}
-    for look, named in (("o-", lines), ("s:", kept)):
-        for label, values in named.items():
-            ax.plot(values, look, label=label, markersize=4)
+    line_panel(ax, {label: (range(len(layers)), values) for label, values in (lines | kept).items()},
+               "shares, by layer", "layer")
     ax.set_ylim(0, 1.03)
-    ax.set_xlabel("layer")
-    ax.set_title("shares, by layer", fontsize=10)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.spines[["top", "right"]].set_visible(False)
+    whole_ticks(ax.xaxis)
     ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_passage(ax, numbers):
-    """White is later, grey shut, light blue near, dark blue of one group."""
+    """Colours of a pair: white if the key is later, grey if shut, light blue if near, dark blue if of one group."""
     own = np.array(numbers["shown"]["passage"])
     i, j = np.arange(len(own))[:, None], np.arange(len(own))
     kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))

@@ -1,8 +1,8 @@
-"""What each head of a run is for: how dormant, how local and how global it is, how important, and what it costs to
-take its sink, or all of it, away. The head-level measures of The Attention Sink as Native MoE, on fixed windows.
+"""What each head does: how dormant, local, global and important it is, and what the loss gains without its sink or
+without the head. These are the head-level measures of The Attention Sink as Native MoE, on fixed windows.
 
-The sink is the extra key or sink token of recipes that have one, else the first token. Heads are those of the output:
-a differential recipe's weights are the difference of its views. Weights are read block by block, so memory is linear in
+The sink is the extra key or the sink token if the recipe has one, else the first token. Heads are those of the output:
+a differential recipe's weights are the difference of its views. The weights come block by block, so memory is linear in
 T. Maps are (layers, heads).
 """
 from dataclasses import dataclass
@@ -17,25 +17,22 @@ from data import tokens
 from evals.ablate import ablations, cost_table, costs, draw_costs
 from evals.instrument import (
     LENGTH,
-    SHARES,
     first_line,
-    instead,
     legend,
     progress,
-    pyplot,
-    read_windows,
-    save_figure,
-    signed,
     table,
+    watch,
     whole_numbers,
+    window_batches,
 )
 from evals.measures import has_outside, rows_of
+from evals.pictures import SHARES, heat_map, pyplot, save_figure, signed
 
 MEASURES = {                                    # name: its meaning, printed under the table
-    "alpha_sink": "weight on the sink, mean over rows (eq. 5): probe's sink; with an extra key, that key's",
-    "alpha_local": "weight on the last {local} keys of a row, over rows that have so many (eq. 6; its number is ours)",
-    "sigma2": "variance of a row's keys about an even spread, of absolute weights divided by their sum (eq. 7)",
-    "importance": "weight on all but the sink, 1 - alpha_sink if rows sum to 1; of a gated head, its gate (eq. 8)",
+    "alpha_sink": "weight on the first token, or on the extra key if there is one; mean over rows (eq. 5)",
+    "alpha_local": "weight on the last {local} keys, mean over rows with so many keys (eq. 6; we chose {local})",
+    "sigma2": "variance of a row's weights around an even spread; absolute weights divided by their sum (eq. 7)",
+    "importance": "weight on all other keys, 1 - alpha_sink if rows sum to 1; of a gated head, its gate (eq. 8)",
 }
 
 
@@ -46,16 +43,16 @@ class Heads:
     windows: int = knob(16, "fixed windows, spread evenly")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
-    local: int = knob(8, "how many last keys are near, for alpha_local")
-    threshold: float = knob(0.5, "a head with an alpha_sink above it is called dormant")
-    early: int = knob(-1, "first layers that the second coefficient of variation leaves out; -1: a fifth of them, as 7 "
-                          "of 36 in Qwen3-8B")
+    local: int = knob(8, "number of last keys, for alpha_local")
+    threshold: float = knob(0.5, "a head is dormant if its alpha_sink is above this")
+    early: int = knob(-1, "number of first layers without which the variation of importance is computed again; -1: a "
+                          "fifth of all layers, as 7 of 36 in Qwen3-8B")
     against: str = knob("", "another data set: are the same heads dormant there?")
-    cost: bool = knob(False, "also what the loss gains when something is taken away: some 30 passes over the windows")
+    cost: bool = knob(False, "also what the loss gains by each ablation; takes some 30 passes over the windows")
     prune: str = knob("5,14,30", "percentages of heads to silence, for --cost")
-    other: int = knob(8, "the token whose value is zeroed to compare with the first's, for --cost")
-    draws: int = knob(3, "how often heads are drawn by chance, for --cost")
-    seed: int = knob(1337, "of these draws")
+    other: int = knob(8, "token whose value is zeroed for comparison with the first token's, for --cost")
+    draws: int = knob(3, "number of random draws of heads, for --cost")
+    seed: int = knob(1337, "seed of these draws")
 
     def __post_init__(self):
         at_least(self, windows=1, length=0, batch_size=1, local=1, early=-1, other=1, draws=1, seed=0)
@@ -64,8 +61,8 @@ class Heads:
 
 
 def command(args, run):
-    """How dormant, local, global and important every head is; with --cost, what taking away its sink, or all of it,
-    adds to the loss."""
+    """How dormant, local, global and important every head is; with --cost, what the loss gains without its sink or
+    without the head."""
     T = run.window(args.length)
     if max(args.local, args.other + 1) > T:
         raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "
@@ -94,27 +91,19 @@ def other_data(args, run):
 
 def windows_of(folder, meta, T, args, run):
     """The fixed windows of a data set, (N, T + 1)."""
-    split = tokens.Tokens(folder, args.split)
-    starts = tokens.fixed_windows(split, T, args.windows, meta.get("stride", 1))
-    return read_windows(split, starts, T + 1, run.model, run.machine)
+    rows, = window_batches(run.model, tokens.Tokens(folder, args.split), run.machine, T, args.windows, args.windows,
+                           meta.get("stride", 1))
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------- the maps
 
 
-@torch.no_grad()
 def measure(model, rows, machine, batch_size, local, bar=False):
     """The MEASURES of every head on windows rows (N, T + 1): {measure: (layers, heads) float64}."""
     layers = [HeadSums(local) for _ in model.transformer.h]
-
-    def watch(attend, layer, module, *inputs):
-        layers[layer].see(module, *inputs)
-        return attend(*inputs)
-
-    with instead(model, watch):
-        for some in progress(rows.split(batch_size), bar and machine.main):
-            with machine.autocast():
-                model(some[:, :-1])
+    for some in progress(rows.split(batch_size), bar and machine.main):
+        watch(model, lambda layer, *inputs: layers[layer].see(*inputs), some[:, :-1], machine)
     results = [sums.result() for sums in layers]
     return {name: torch.stack([result[name] for result in results]) for name in MEASURES}
 
@@ -126,27 +115,27 @@ class HeadSums:
         self.local, self.sums = local, {}       # {name: (H,) float64}
 
     def add(self, name, value):
-        """value (B, H, rows): summed over all but the heads, and counted."""
+        """Add value (B, H, rows) to the sum of each head, and count the rows."""
         total, count = self.sums.get(name, (0, 0))
         self.sums[name] = total + value.double().sum((0, 2)).cpu(), count + value.shape[0] * value.shape[2]
 
     def see(self, module, q, k, v, x, table=None):
-        """Take in one batch of a layer's inputs, as `instead` hands them over."""
+        """Add one batch of a layer's inputs, as `watch` passes them."""
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             self.see_rows(i, w, module)
-        if module.choices["gate"].gated is sigmoid_gate:                # silu is no share from 0 to 1
+        if module.choices["gate"].gated is sigmoid_gate:                # a silu is not between 0 and 1
             ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
             self.add("gate", module.choices["gate"].gated(module, ones, x)[:, :, module.ahead:].mean(-1))
 
     def see_rows(self, i, w, module):
         """Add one block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T)."""
-        sink, elsewhere = w[..., 0], w[..., 1:].abs().sum(-1)           # the sink has the first column in any case
+        sink, elsewhere = w[..., 0], w[..., 1:].abs().sum(-1)           # the sink is always the first column
         w = w[..., 1:] if has_outside(module) else w
         j = torch.arange(w.shape[3], device=w.device)
         seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)             # (R, T)
         n = seen.sum(-1)
-        share = w.abs() / (w.abs().sum(-1, keepdim=True) + 1e-8)        # 1e-8, as a row may be empty
-        away = (share - 1 / n[:, None]) * seen  # from an even spread
+        share = w.abs() / (w.abs().sum(-1, keepdim=True) + 1e-8)        # a row may be empty
+        away = (share - 1 / n[:, None]) * seen  # distance from an even spread
         near = w * (j > i[:, None] - self.local)
         self.add("alpha_sink", sink)
         self.add("alpha_local", near.sum(-1)[..., i >= self.local - 1])
@@ -160,7 +149,7 @@ class HeadSums:
 
 
 def summary(maps, args):
-    """The maps as lists, and what they amount to."""
+    """The maps as lists, and figures over all heads."""
     alpha, importance = maps["alpha_sink"], maps["importance"]
     depth = torch.arange(len(alpha), dtype=torch.float64)
     early = max(1, round(len(alpha) / 5)) if args.early < 0 else args.early
@@ -174,23 +163,23 @@ def summary(maps, args):
 
 
 def variation(values):
-    """Coefficient of variation: standard deviation over mean (eq. 8). The paper does not say which standard deviation;
-    this one divides the squares by n, as the loss in train.py does."""
+    """Coefficient of variation: standard deviation over mean (eq. 8). The paper does not define its standard deviation;
+    ours divides by n, as the balancing loss in training does."""
     return finite(values.std(correction=0) / values.mean()) if values.numel() > 1 else None
 
 
 def correlation(a, b):
-    """Pearson's, of two maps."""
+    """Pearson's correlation of two maps."""
     return finite(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) if a.numel() > 1 else None
 
 
 def finite(value):
-    """As a number; None of what has no meaning, as the correlation with a constant."""
+    """A tensor as a number, or None if it is undefined, like the correlation with a constant."""
     return value.item() if value.isfinite() else None
 
 
 def compared(here, there, dataset):
-    """alpha_sink on two data sets (figure 6): the second, the first less the second, and how alike they are."""
+    """alpha_sink on two data sets (figure 6): on the second, the first minus the second, and their similarity."""
     return {"dataset": dataset, "alpha_sink": there.tolist(), "difference": (here - there).tolist(),
             "correlation": correlation(here, there), "mean_difference": (here - there).abs().mean().item()}
 
@@ -213,7 +202,7 @@ def report(numbers):
 
 
 def figures(numbers):
-    """What a run's maps amount to, {label: number}."""
+    """A run's figures over all heads, {label: number}."""
     found = {f"mean {name}": value for name, value in numbers["mean"].items()}
     found |= {"share of dormant heads": numbers["dormant"],
               "rank correlation of depth and alpha_sink": numbers["depth_rank_correlation"],
@@ -228,12 +217,12 @@ def figures(numbers):
 def side_by_side(places, columns):
     """A line for each figure, a column for each run."""
     labels = ["over all heads", *columns[0]]
-    header, *rows = (label.ljust(max(map(len, labels))) for label in labels)            # they begin at the left
+    header, *rows = (label.ljust(max(map(len, labels))) for label in labels)            # left-aligned
     return table([[row, *(column[row.rstrip()] for column in columns)] for row in rows], [header, *places])
 
 
 def tell(args, found):
-    """Of one run everything, of several what the maps amount to side by side, and the costs of each."""
+    """The report of one run; of several runs the figures side by side, and the costs of each."""
     if len(found) == 1:
         return report(*found.values())
     texts = list(dict.fromkeys(map(first_line, found.values())))
@@ -243,8 +232,8 @@ def tell(args, found):
 
 
 def draw(path, found):
-    """Of one run, maps of alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11), with --against alpha_sink on both
-    data sets and their difference (figure 6), with --cost what the loss gains. Of several, alpha_sink side by side
+    """For one run, maps of alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11); with --against alpha_sink on both
+    data sets and the difference (figure 6); with --cost what the loss gains. For several runs, alpha_sink side by side
     (figure 12)."""
     alphas = [numbers["maps"]["alpha_sink"] for numbers in found.values()]
     first, *others = found.values()
@@ -258,16 +247,16 @@ def draw(path, found):
     figure, axes = pyplot().subplots(1, len(widths), squeeze=False, width_ratios=widths, layout="constrained",
                                      figsize=(sum(widths), height))
     for ax, (title, cells, colours) in zip(axes[0], panels, strict=False):              # the last may be for costs
-        figure.colorbar(draw_map(ax, cells, colours), ax=ax, shrink=0.8)
+        image = heat_map(ax, cells, colours, ylabel="layer" if ax is axes[0][0] else "")
+        figure.colorbar(image, ax=ax, shrink=0.8)
         ax.set_title(title, fontsize=10)
-    axes[0][0].set_ylabel("layer")
     if cost:
         draw_costs(axes[0][-1], cost)
     save_figure(figure, path)
 
 
 def panels_of(numbers):
-    """The maps to draw: title, cells, and how they are coloured."""
+    """The maps to draw, [(title, cells, colours)]."""
     maps, against = numbers["maps"], numbers.get("against")
     panels = [("weight on the sink\n$\\alpha_{sink}$", maps["alpha_sink"], SHARES),
               (f"on the last {numbers['local']} keys\n$\\alpha_{{local}}$", maps["alpha_local"], SHARES),
@@ -276,11 +265,3 @@ def panels_of(numbers):
         panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES),
                        ("difference\n(first less second)", against["difference"], signed(0.5))]
     return panels
-
-
-def draw_map(ax, cells, colours):
-    """cells (layers, heads) in colour, the first layer at the top."""
-    ax.set_xlabel("head")
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.yaxis.get_major_locator().set_params(integer=True)
-    return ax.imshow(cells, aspect="auto", **colours)

@@ -1,27 +1,26 @@
-"""What every instrument is given: the flags they share, an opened run, a way into its attention, and text.
+"""What instruments share: flags, an opened run, a way to watch its attention, tables of text.
 
-An instrument is one file here, with
+An instrument is one file in this folder, with
 
-    a dataclass of flags      what -h lists under the class's name; see common/flags.py
-    command(args, run)        args: that dataclass, filled from the command line. Returns (numbers, text): the same
-                              result as a dict for JSON and as a table for people. Its docstring heads -h.
-                              What it reads is in the numbers as `reads` has it, and heads the text.
+    a dataclass of flags      its fields are the command's flags; see common/flags.py
+    command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
+                              result as a dict for JSON and as a table for people. Its docstring is the first
+                              paragraph of -h. `OpenedRun.reads` names the data in the numbers.
 
-and, where there is something to see or to set side by side, from {out_dir: numbers} of one run or several,
+and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
     draw(path, found)         the picture that --png asks for
-    tell(args, found)         one text for all of them; without it, eval.py prints one text after another
-    check(args, places)       raises ValueError on runs that do not go together, before any is looked at
+    tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
+    check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 
-One that looks at a trained run gets it as an OpenedRun. One that trains or builds its own models gets None.
-
-To add one: write evals/NAME.py, give it a row in one of eval.py's two tables, and check it in tests/test_NAME.py. For a
-model's losses or attention on held-out text, begin with a copy of evals/loss.py.
+To add an instrument: write evals/NAME.py, add a row to one of the two tables in eval.py, and test it in
+tests/test_NAME.py. A copy of evals/loss.py is a good start.
 """
 import contextlib
 import dataclasses
 import glob
 import math
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from axes.positions import POSITIONS
 from common import files
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import ROOT, load_weights, read_run, read_weights, what_is_new
+from common.runs import ROOT, finished_run, load_weights, read_run, read_weights, what_is_new
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -47,11 +46,11 @@ from model import GPT, GPTConfig
 @dataclass
 class Common:
     """Flags of every command that looks at a run"""
-    out_dir: str = knob("", "the run to look at; several: out/a,out/b or 'out/lab-*'")
-    dataset: str = knob("", "data set to look at it on: a name in data/ or a folder's path; "
-                            "empty: the one it was trained on, in the tokenizer of the run")
+    out_dir: str = knob("", "folder of the run; of several: out/a,out/b or 'out/lab/*'")
+    dataset: str = knob("", "data set: a name in data/ or the path of a folder; "
+                            "empty: the one it was trained on, in the run's tokenizer")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
-    dtype: str = knob("", "precision of the products; empty: float32, or of public weights auto, what is fast here",
+    dtype: str = knob("", "precision of the products; empty: float32, or for public weights auto, the fastest here",
                       ("", "auto", "float32", "bfloat16", "float16"))
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -59,13 +58,13 @@ class Common:
 @dataclass
 class Picture:
     """The picture"""
-    png: str = knob("", "also draw what was found into this file")
+    png: str = knob("", "also draw a picture into this file")
 
 
-LONG = 1024                                     # tokens of a window, unless --length says more: a laptop can do it
-LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # what -h says about that flag
+LONG = 1024                                     # the longest window that a laptop reads quickly
+LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help of --length
 
-# a run can be looked at otherwise than it was trained: these fields of GPTConfig are flags here too, with its meanings
+# these fields of GPTConfig are flags, too: an instrument can change them in a trained model
 Overrides = dataclasses.make_dataclass("Overrides", [
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
     if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)])
@@ -73,23 +72,22 @@ Overrides.__doc__ = "Overrides of the run's own choices"
 
 
 def runs_named(text):
-    """The runs that --out_dir names, in "out/a,out/b" or a pattern like "out/lab-*". Raises ValueError where one is no
-    run, before the others are looked at."""
+    """The runs that --out_dir names: "out/a,out/b", or a pattern such as "out/lab/*". Raises ValueError if one of them
+    is not a run."""
     places = []
     for part in text.split(","):
         matching = sorted(str(Path(meta).parent) for meta in glob.glob(f"{part}/meta.json"))
-        places += matching or [part]            # one that is not there says so when it is read
+        places += matching or [part]            # read_run complains about a missing one
     for place in places:
         read_run(place)
     return list(dict.fromkeys(places))
 
 
 class OpenedRun:
-    """A trained run as an instrument sees it: its model on this machine, its tokenizer, and the data to look at it on,
-    which is found at its first use.
+    """A trained run: its model on this machine, its tokenizer, and a data set, which is opened at its first use.
 
-    common: a Common; overrides: {config field: value}, in place of the run's own. Raises ValueError where the weights
-    or the data do not fit the model.
+    common: a Common. overrides: {config field: value}, which replace the run's own. Raises ValueError if the weights or
+    the data do not fit the model.
     """
 
     def __init__(self, common, overrides):
@@ -100,11 +98,11 @@ class OpenedRun:
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         if not self.has_weights and self.machine.main:
             print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
-                  "values: where weights are shown, derivatives of outputs in values stand in", file=sys.stderr)
+                  "values: the weights shown are derivatives of outputs with respect to values", file=sys.stderr)
 
     @property
     def has_weights(self):
-        """Are what is shown as attention weights just that? Else derivatives of outputs in values stand in."""
+        """Does the recipe have attention weights? If not, derivatives of outputs in values replace them."""
         return self.model.transformer.h[0].attn.exact
 
     @cached_property
@@ -120,13 +118,18 @@ class OpenedRun:
 
     @property
     def stride(self):
-        """Windows begin at multiples of it: where sequences begin."""
+        """Windows begin at multiples of it, where sequences begin."""
         return self.data_meta.get("stride", 1)
 
     @cached_property
     def tokenizer(self):
-        """The run's own; where an older run does not say which, that of the data."""
+        """The run's tokenizer; an older run does not name one, and then it is the data's."""
         return tokens.tokenizer(str(self.out_dir if "tokenizer" in self.meta else self.data[0]))
+
+    def beside(self, out_dir, overrides=None):
+        """Another run, opened on the same data and machine."""
+        return OpenedRun(Common(str(out_dir), self.dataset, str(self.machine.device), self.machine.dtype),
+                         overrides or {})
 
     def split(self, name):
         """The tokens of "train" or "val"."""
@@ -134,18 +137,18 @@ class OpenedRun:
 
     @property
     def positions(self):
-        """How many tokens the model can read: block_size where it embeds each place, else without end."""
+        """How many tokens the model can read: block_size if it has absolute positions, else infinitely many."""
         config = self.model.config
         return config.block_size if POSITIONS[config.pos].embeds else math.inf
 
     def check_positions(self, length, flag="length"):
-        """Raise ValueError where the model cannot read the `length` tokens that this flag asks for."""
+        """Raise ValueError if the model cannot read the `length` tokens that this flag asks for."""
         if length > self.positions:
             raise ValueError(f"--{flag}={length}, but --pos={self.model.config.pos} knows only its "
                              f"block_size={self.positions} positions: give a smaller --{flag}")
 
     def window(self, length, flag="length"):
-        """How many tokens a window has, by this flag. Says so on stderr where --window is not smaller."""
+        """The number of tokens in a window, by this flag. Prints a note if the model's --window is not smaller."""
         config = self.model.config
         self.check_positions(length, flag)
         if length >= self.data_meta.get("stride", math.inf):
@@ -157,29 +160,29 @@ class OpenedRun:
         return found
 
     def reads(self, split, windows, length):
-        """What was read of the data, as numbers: every instrument names it alike."""
+        """The data that an instrument read, under the same names in every instrument's numbers."""
         return {"dataset": self.dataset, "split": split, "windows": windows, "length": length}
 
 
 def first_line(reads):
-    """The same as the first line of a text."""
+    """`OpenedRun.reads` as the first line of a text."""
     return f"{reads['windows']} windows of {reads['length']} tokens of {reads['dataset']} ({reads['split']})"
 
 
 def load_run(out_dir, device, overrides=None, dtype="float32"):
-    """A run's model on a device, in eval mode, and its meta.json. What overrides add to the model is at its initial
+    """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add have their initial
     values.
 
-    Memory holds the weights once: float32 ones stay mapped to the file on a CPU, and the large matrices are kept in the
-    precision of the products, dtype, to which autocast would turn them at every pass."""
+    Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The large matrices have the
+    precision of the products, dtype; otherwise autocast would convert them in every forward pass."""
     meta, path = read_run(out_dir)
-    config = model_config(meta["knobs"], overrides or {})       # its choice of kernel is made anew, for this machine
+    config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
-        model = GPT(config)                     # no memory, no values yet
+        model = GPT(config)                     # shapes only
     new = model.beyond(model_config(meta["knobs"], {})) if overrides else []
     state = read_weights(path)
     if new:
-        model = GPT(config)                     # whose initial values are wanted
+        model = GPT(config)                     # for the initial values of the new parameters
     state = {name: value.to(precision_of(name, config, dtype)) for name, value in state.items()}
     load_weights(model, state, path, new, copy=False)
     if new:
@@ -188,7 +191,7 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
 
 
 def check_overrides(out_dir, overrides):
-    """Raise ValueError where overrides do not fit a run, without reading its weights: by their shapes alone."""
+    """Raise ValueError if overrides do not fit a run. It compares shapes, and does not read the weights."""
     meta, path = read_run(out_dir)
     with torch.device("meta"):
         model, own = (GPT(model_config(meta["knobs"], given)) for given in (overrides, {}))
@@ -199,18 +202,48 @@ MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight", "l
 
 
 def precision_of(name, config, dtype):
-    """Matrices that only multiply are kept as the products are; the rest, a tied table of embeddings too, in
-    float32."""
+    """The dtype of a parameter in memory: matrices that only multiply have the precision of the products; all others,
+    a tied embedding table among them, are float32."""
     multiplies = name.endswith(MATRICES) and not (config.tied and name == "lm_head.weight")
     return getattr(torch, dtype) if multiplies else torch.float32
 
 
 def model_config(stored, given):
-    """The GPTConfig of a run's stored knobs, with the flags given now, and the recipe of a given --attn, over them."""
+    """The GPTConfig of a run's stored knobs; the given flags, and the recipe of a given --attn, override them."""
     return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
 
 
+# ----------------------------------------------------------------------------------------------------- training a run
+
+
+def train_if_missing(folder, flags):
+    """meta.json of the run that train.py makes of these flags in a folder. A process of its own trains it, unless the
+    folder holds a finished run of these flags that is younger than the run that --init_from names."""
+    meta = finished_run(folder, flags)
+    bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
+    if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
+        return meta
+    print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
+    # its bar and errors go to stderr as they come; its report is in meta.json
+    if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=subprocess.DEVNULL).returncode:
+        raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
+    return files.read_json(folder / "meta.json")
+
+
 # ----------------------------------------------------------------------------------------------------- looking inside
+
+
+def window_batches(model, split, machine, length, count, batch_size, stride=1, bar=False, share=False):
+    """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last token is only a
+    target. The windows are spread evenly over the split, and every call yields the same ones.
+
+    count: how many windows, 0 for as many as fit. stride: windows begin at multiples of it. bar: show the progress.
+    share: the ranks share the windows; then a rank may have none."""
+    starts = tokens.fixed_windows(split, length, count, stride)
+    if share:
+        starts = starts[machine.rank::machine.world]
+    for i in progress(range(0, len(starts), batch_size), bar and machine.main):
+        yield read_windows(split, starts[i:i + batch_size], length + 1, model, machine)
 
 
 def read_windows(split, starts, length, model, machine):
@@ -219,38 +252,53 @@ def read_windows(split, starts, length, model, machine):
 
 
 def progress(steps, shown):
-    """The same steps, with a bar on stderr if they take longer than a few seconds."""
+    """The same steps, with a progress bar on stderr after three seconds."""
     return tqdm(steps, disable=not shown, delay=3, leave=False, unit="batch",
                 mininterval=0.5 if sys.stderr.isatty() else 10)
+
+
+@torch.no_grad()
+def watch(model, see, idx, machine):
+    """The model reads tokens idx (B, T), and every layer calls see(layer, module, q, k, v, x, table) before it attends.
+    `layer` counts the blocks from 0, `module` is the block's attention, the rest are the arguments of its attend."""
+    with instead(model, seeing(see)), machine.autocast():
+        model(idx)
+
+
+def seeing(see):
+    """Attention as it is, after a call of see: a `look` for `instead`."""
+    def look(attend, layer, module, *inputs):
+        see(layer, module, *inputs)
+        return attend(*inputs)
+    return look
 
 
 @contextlib.contextmanager
 def instead(model, look):
     """Inside this context every attention layer calls look(attend, layer, module, q, k, v, x, table) in place of its
-    own attend(q, k, v, x, table): to watch what goes in, or to change it. `layer` counts the blocks from 0, `module` is
-    the block's attention."""
+    own attend(q, k, v, x, table), to change its inputs or its output."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):
-        module.attend = partial(look, module.attend, layer, module)     # hides the method of this name
+        module.attend = partial(look, module.attend, layer, module)     # hides the method
     try:
         yield
     finally:
         for module in modules:
-            del module.attend                   # and the method is there again
+            del module.attend
 
 
 # --------------------------------------------------------------------------------------------- lists, tables and JSON
 
 
 def whole_numbers(text, flag=""):
-    """The list in "256,1024", what a flag of this name was given."""
+    """The list in "256,1024", the value of the flag of this name. Raises ValueError on anything else."""
     if not text or not all(number.isdigit() for number in text.split(",")):
         raise ValueError(f"{flag and f'--{flag}='}{text!r} must be whole numbers separated by commas")
     return [int(number) for number in text.split(",")]
 
 
 def recipe_names(text):
-    """The list in "softmax,elastic", or every recipe for "all". Raises ValueError on one that does not exist."""
+    """The list in "softmax,elastic", or every recipe for "all". Raises ValueError on an unknown recipe."""
     names = list(attention.ATTENTIONS) if text == "all" else text.split(",")
     for name in names:
         attention.recipe(name)
@@ -258,19 +306,19 @@ def recipe_names(text):
 
 
 def table(rows, header):
-    """Right-aligned columns as text. A cell is a string, a number, or None for what is not known."""
+    """Right-aligned columns as text. A cell is a string, a number, or None if there is no value."""
     cells = [header] + [[c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
 
 
 def marked(name, has_weights):
-    """The name of a row, which says where derivatives stand in for weights."""
+    """The name of a row; it says so if derivatives replace weights."""
     return name if has_weights else f"{name} (derivatives)"
 
 
 def markdown(rows, header):
-    """The same as a table of markdown. Every cell is a string."""
+    """The same table in markdown. Every cell is a string."""
     line = "| " + " | ".join(["---"] * len(header)) + " |"
     cells = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
     head, *body = ("| " + " | ".join(row) + " |" for row in cells)
@@ -278,49 +326,24 @@ def markdown(rows, header):
 
 
 def legend(meanings):
-    """{name: its meaning} as lines below a table."""
+    """{name: meaning} as lines below a table."""
     width = max(map(len, meanings))
     return "\n".join(f"{name:>{width}}  {meaning}" for name, meaning in meanings.items())
 
 
 def mean_and_error(values):
-    """The mean, and its standard error: sample deviation / sqrt(n), None of a single value."""
+    """The mean, and its standard error: sample deviation / sqrt(n), or None for a single value."""
     values = np.asarray(values, np.float64)
     error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
     return float(values.mean()), error
 
 
 def file_of_gpu(stem):
-    """Where this GPU's figures go, with the results that the repository comes with: results/STEM-h200.json."""
+    """The committed file of this GPU's figures: results/STEM-h200.json."""
     return str(ROOT / "results" / f"{stem}-{torch.cuda.get_device_name().split()[-1].lower()}.json")
 
 
 def save_numbers(path, numbers):
-    """Write them as JSON, unless --out is empty."""
+    """Write numbers as JSON, unless the path is empty."""
     if path:
         files.write_json(path, numbers)
-
-
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
-SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}        # of a row's weight: dark is much, in every map
-
-
-def signed(most):
-    """Colours from -most to most: red is above 0, blue below, white is 0."""
-    return {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
-
-
-def pyplot():
-    """matplotlib's drawing board, which most commands do without."""
-    import matplotlib
-    matplotlib.use("Agg")                       # draws without a screen
-    from matplotlib import pyplot as plt
-    return plt
-
-
-def save_figure(figure, path):
-    with files.replacing(path) as f:
-        figure.savefig(f, format="png", dpi=110)
-    pyplot().close(figure)

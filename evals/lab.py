@@ -1,17 +1,14 @@
 """The sink lab: what every recipe does with rows that need no attention, on a task whose best possible loss is known.
 
-The data is data/backcopy.py's: after a trigger symbol the symbol before it is repeated, everywhere else a bigram table
-decides. So queries at triggers (*copy* rows) have something to find, and all others (*idle* rows) have nothing to do.
+The data comes from data/backcopy.py: after a trigger symbol, the symbol before it is repeated; everywhere else a bigram
+table decides. So queries at triggers (*copy* rows) have something to find, and all others (*idle* rows) do not.
 
-The command starts train.py once for each recipe and seed. train.py ends by taking the figures of its own run (through
-evals/report.py) and writes them to meta.json. The command collects them in a table, a JSON file and a picture.
+The command starts train.py once for each recipe and seed. At its end, train.py measures its own run (evals/report.py)
+and writes the figures to meta.json. The command collects them in a table, a JSON file and a picture.
 """
 import dataclasses
 import math
-import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,24 +18,33 @@ import attention
 import mixers
 from common import files
 from common.flags import knob
-from common.runs import ROOT, finished_run, output_of
-from data import tokens
+from common.runs import ROOT
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
-from evals.instrument import markdown, marked, pyplot, read_windows, recipe_names, save_figure, table, whole_numbers
+from evals.instrument import (
+    markdown,
+    marked,
+    recipe_names,
+    seeing,
+    table,
+    train_if_missing,
+    whole_numbers,
+    window_batches,
+)
+from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
 from evals.measures import Probe, mean_of
+from evals.pictures import frame, pyplot, save_figure
 from evals.sweeps import SWEEPS, cases, side_by_side
 
-FIRST_ROW = 8                                   # rows before it count as neither idle nor copy: they see few keys
-BLIND = "blind"                                 # softmax whose rows see themselves alone: how far no attention gets
+FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
 
-COLUMNS = {                                     # of the table: the figure behind each
+COLUMNS = {                                     # {column of the table: figure}
     "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle",
     "sink copy": "sink_copy", "share": "share_idle", "x uniform": "times_uniform_idle", "mass": "row_mass_idle",
     "extra": "extra_idle", "zeros": "sparsity", "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio",
     "zero": "zero_cost", "hide": "hide_cost",
 }
 
-PANELS = {                                      # of the picture: the figure, its title, both ends of its axis
+PANELS = {                                      # of the picture, {figure: (title, lower and upper end of the axis)}
     "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
     "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
     "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5),
@@ -50,28 +56,26 @@ PANELS = {                                      # of the picture: the figure, it
 class Lab:
     """Flags of lab"""
     attn: str = knob("all", "recipes, separated by commas")
-    sweep: str = knob("", "instead of recipes: a table of When Attention Sink Emerges, printed beside ours",
+    sweep: str = knob("", "instead of recipes: a table of When Attention Sink Emerges, next to ours",
                       ("", *SWEEPS))
-    seeds: str = knob("0,1,2", "seeds, separated by commas")
-    out_dir: str = knob("out/lab", "where the runs go, a folder each; those that are there are not trained again")
-    results: str = knob("", "where the table and the picture go: this name with .md, .json and .png; "
-                            "empty: results/lab, or out_dir/lab of a part")
-    train_args: str = knob("", "more flags for train.py, separated by spaces")
+    seeds: str = knob(SEEDS, "seeds, separated by commas")
+    out_dir: str = knob(OUT_DIR, "where the runs go, a folder each; finished runs are not trained again")
+    results: str = knob("", "where table, figures and picture go: this name with .md, .json and .png; "
+                            "empty: results/lab, or OUT_DIR/lab if it is not the whole lab")
+    train_args: str = knob("", "further flags of train.py, separated by spaces")
     json: bool = knob(False, "print JSON instead of a table")
 
 
 def command(args, run):
-    """Train every recipe in the sink lab, on the same data with the same seeds, and put what became of each side by
-    side."""
+    """Train every recipe in the sink lab, on the same data with the same seeds, and compare them."""
     recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds, "seeds")
-    models = cases(args.sweep) if args.sweep else {name: flags_in_lab(name) for name in [*recipes, BLIND]}
-    metas = train_all(models, seeds, args)
+    metas = train_all(cases(args.sweep) if args.sweep else {name: name for name in [*recipes, "blind"]}, seeds, args)
     runs = {name: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
             for name, group in metas.items()}
     first = next(iter(metas.values()))[0]
     about = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"]}
     numbers = about | {"runs": runs}
-    # only a whole lab may take the place of the results that the repository comes with
+    # only a whole lab may replace the committed results
     whole = set(recipes) == set(attention.ATTENTIONS) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
@@ -87,45 +91,14 @@ def command(args, run):
 
 
 def train_all(models, seeds, args):
-    """Train every model with every seed, one seed after another. models: {name: flags}. Returns {name: [meta.json of
-    each seed]}."""
-    metas = {name: [] for name in models}
-    for seed in seeds:                          # so that a lab that is cut short has all models of its first seeds
-        for name, flags in models.items():
-            folder = Path(args.out_dir) / f"{plain(args.sweep, name)}-{seed}"
-            metas[name].append(train_one(seed, folder, [*flags, *args.train_args.split()]))
+    """Train every model with every seed. models: {what: the name of its run}. Returns {what: [meta.json of each
+    seed]}."""
+    metas = {what: [] for what in models}
+    for seed in seeds:                          # a lab that is cut short has all models of its first seeds
+        for what, run in models.items():
+            flags = train_flags(run, seed, args.out_dir, args.train_args)
+            metas[what].append(train_if_missing(folder_of(run, seed, args.out_dir), flags))
     return metas
-
-
-def plain(sweep, name):
-    """The name of a model's folder: value_norm-20-evenly."""
-    return re.sub(r"\W+", "-", f"{sweep} {name}" if sweep else name)
-
-
-def flags_in_lab(name):
-    """A recipe, and what it needs to mean anything in the lab."""
-    if name == BLIND:
-        return ["--attn=window", "--window=1"]
-    axes = attention.recipe(name)
-    flags = [f"--attn={name}"]
-    if "window" in axes:                        # shorter than the lab's 64 tokens
-        flags.append("--window=16")
-    if axes.get("diff") == "v1":                # it pairs heads, and the lab has one
-        flags.append("--n_head=2")
-    if axes["rule"] == "tra":                   # a threshold that some keys pass at first: at its beta of 1 hardly any
-        flags.append("--attn_args=beta_init=0.1")       # does, and what gets no gradient learns nothing
-    return flags
-
-
-def train_one(seed, folder, more):
-    """Train in a process of its own, unless the folder holds a finished run of these flags. Returns its meta.json."""
-    flags = ["--preset=lab", f"--seed={seed}", f"--out_dir={folder}", *more]
-    done = finished_run(folder, flags)
-    if not done:                                # new, cut short, or of another lab
-        print(f"training {folder.name}", file=sys.stderr, flush=True)
-        output_of("train.py", *flags)
-        done = files.read_json(folder / "meta.json")
-    return done
 
 
 # --------------------------------------------------------------------------------------------- the figures of one run
@@ -136,24 +109,22 @@ def lab_figures(model, split, data_meta, machine, count=256):
     """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
 
     Losses are in excess of the true process's, so 0 is perfect. *Copy* rows are queries at triggers, *idle* rows all
-    others, both from position 8. zero_cost and hide_cost are what the loss gains when the first token's value is set to
-    zero, and when no later row may see its key (with row counts n as they were).
+    others, both from position 8. zero_cost is the gain in loss when the first token's value is set to zero, hide_cost
+    when no later row sees its key (the row counts n stay).
     """
     T = model.config.block_size
-    starts = tokens.fixed_windows(split, T, count, data_meta["stride"])     # each begins a sequence
-    rows = read_windows(split, starts, T + 1, model, machine)           # (N, T + 1)
+    rows, = window_batches(model, split, machine, T, count, count, data_meta["stride"])     # whole sequences (N, T + 1)
     bayes, trigger = true_process(rows, data_meta)
     late = torch.arange(T, device=rows.device) >= FIRST_ROW
     kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # of queries, (N, T)
     probes = {kind: [Probe() for _ in model.transformer.h] for kind in kinds}
 
-    def watched(attend, layer, module, *inputs):
+    def see(layer, module, *inputs):
         for kind, counted in kinds.items():
             probes[kind][layer].see(module, *inputs, counted=counted)
-        return attend(*inputs)
 
-    # the same sequences three times: as they are, and with one thing taken away from the first token
-    changes = (watched, value_zeroed(every_head(model)), key_hidden)
+    # the same sequences three times: unchanged, without the first value, without the first key
+    changes = (seeing(see), value_zeroed(every_head(model)), key_hidden)
     as_is, zero, hide = (losses_with(change, model, rows, machine) for change in changes)
     excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
     idle, copy, everything = (mean_of(probes[kind]) for kind in kinds)
@@ -168,18 +139,18 @@ def lab_figures(model, split, data_meta, machine, count=256):
         "sparsity": everything["sparsity"], "empty_rows": everything["empty_rows"],
         "sink_eps": everything["sink_eps"], "extra_eps": everything["extra_eps"],
     }
-    return {name: value for name, value in figures.items() if not math.isnan(value)}    # nan: it has no meaning here
+    return {name: value for name, value in figures.items() if not math.isnan(value)}    # nan: undefined for this recipe
 
 
 def true_process(rows, data_meta):
-    """Of sequences (N, T + 1): the loss of each target under the process that drew it, (N, T), and which queries are
-    triggers, (N, T)."""
+    """For sequences (N, T + 1), the loss of each target under the process that generated it, (N, T), and which queries
+    are triggers, (N, T)."""
     x, y = rows[:, :-1], rows[:, 1:]
-    symbols = data_meta["symbols"]              # ids from here on, BOS and the fixed token, are never copied
-    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # of the first query: no symbol
+    symbols = data_meta["symbols"]              # larger ids, BOS and the fixed token, are never copied
+    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # there is none before the first query
     trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
     bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)   # (ids, symbols)
-    # after a trigger whatever stood before it is certain, unless that was no symbol; elsewhere the bigram row decides
+    # after a trigger the token before it is certain, if it is a symbol; elsewhere the bigram row decides
     p = torch.where(trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)])
     p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0        # the fixed token's place is known
     return -p.log(), trigger
@@ -189,7 +160,7 @@ def true_process(rows, data_meta):
 
 
 def mean_rows(runs):
-    """A row for each recipe, means over its seeds, and the names of the columns."""
+    """A row of means over seeds for each recipe, and the names of the columns."""
     rows = []
     for name, group in runs.items():
         mean = {key: np.mean([figures[key] for figures in group]) for key in group[0]}
@@ -200,15 +171,13 @@ def mean_rows(runs):
 
 
 def draw(path, runs):
-    """Four figures of every recipe side by side: a bar for the mean over seeds, a dot for each seed."""
-    plt = pyplot()
-    names = list(runs)[::-1]                    # bars are counted from the bottom
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
+    """Four figures of every recipe: a bar for the mean over seeds, a dot for each seed."""
+    names = list(runs)[::-1]                    # bars start at the bottom
+    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
     for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
         draw_panel(ax, [[figures[key] for figures in runs[name]] for name in names], low, high)
-        ax.set_title(title, fontsize=9)
         ax.set_ylim(-0.7, len(names) - 0.3)
-        ax.spines[["top", "right"]].set_visible(False)
+        frame(ax, title)
     axes[0].set_yticks(range(len(names)), names)
     figure.supxlabel(
         "a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)
@@ -217,10 +186,10 @@ def draw(path, runs):
 
 
 def draw_panel(ax, values, low, high):
-    """values: for each recipe, the figure of every seed; low, high: ends of the axis, None: as far as the bars go."""
+    """values: for each recipe, the figure of every seed; low, high: ends of the axis, None for automatic."""
     ax.barh(range(len(values)), [np.mean(v) for v in values], color="#9ecae1")
     ax.set_xlim(low, high)
     for y, v in enumerate(values):
         ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
-        if high and np.mean(v) > high:          # rules without a normaliser may spend anything
+        if high and np.mean(v) > high:          # rules without a normaliser have row sums of any size
             ax.text(high, y, f"{np.mean(v):.3g} ", ha="right", va="center", fontsize=8)

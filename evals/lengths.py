@@ -1,39 +1,31 @@
-"""What a model makes of texts longer than those it was trained on: its loss at several lengths, and by the place in the
-window (Lazy Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
+"""The loss on texts that are longer than those in training, at several lengths, and by the place in the window (Lazy
+Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
 
-Every length reads the same tokens: spans as long as the longest length, whole or cut into windows side by side. So two
-lengths differ in what the model sees before a token, never in the token, and standard errors are over spans.
+Every length reads the same tokens: spans of the longest length, whole or cut into adjacent windows. So lengths differ
+only in the context before a token. Standard errors are over spans.
 
-RoPE's waves are made longer by --rope_scaling. With --finetune the model first trains on at each length beyond its own,
-in a run beside it (Threshold Differential Attention 2601.12145, section 6 and appendix D.3: 500 steps).
+--rope_scaling stretches RoPE's wavelengths. With --finetune the model first trains for more steps at each length beyond
+its own, as a new run (Threshold Differential Attention 2601.12145, section 6 and appendix D.3: 500 steps).
 """
 import dataclasses
 import itertools
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.flags import at_least, knob, shown
-from common.runs import ROOT, finished_run
-from data import tokens
 from evals.instrument import (
-    Common,
-    OpenedRun,
     mean_and_error,
     model_config,
-    progress,
-    pyplot,
-    read_windows,
-    save_figure,
     table,
+    train_if_missing,
     whole_numbers,
+    window_batches,
 )
 from evals.loss import token_losses
+from evals.pictures import line_panel, powers_of_two, pyplot, save_figure
 
 
 @dataclass
@@ -43,11 +35,11 @@ class Lengths:
     lengths: str = knob("", "tokens of a window, separated by commas; each divides the longest; "
                             "empty: 1, 2 and 4 times the training length")
     windows: int = knob(-1, "spans of the longest length, spread evenly; 0: as many as fit; -1: as many as hold 65,536 "
-                            "tokens, but two at least")
+                            "tokens, but at least 2")
     batch_size: int = knob(1, "spans per forward pass")
-    finetune: int = knob(0, "steps to train on first, at each length beyond the training length, in the folder "
-                            "OUT_DIR-LENGTH; a tenth of the run's learning rate, as many tokens a step")
-    train_args: str = knob("", "with --finetune: more flags for train.py, separated by spaces")
+    finetune: int = knob(0, "first train for so many steps at each length beyond the training length, in the folder "
+                            "OUT_DIR-LENGTH, with a tenth of the run's learning rate and as many tokens a step")
+    train_args: str = knob("", "with --finetune: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
         at_least(self, windows=-1, batch_size=1, finetune=0)
@@ -59,20 +51,20 @@ def command(args, run):
     lengths = lengths_of(args.lengths, trained, run)
     longest = lengths[-1]
     split, count = run.split(args.split), max(2, 65_536 // longest) if args.windows < 0 else args.windows
-    starts = tokens.fixed_windows(split, longest, count, run.stride)
-    losses = {}                                 # of every token of every span, (spans, longest)
+    losses = {}                                 # {length: the loss of every token, (spans, longest)}
     for length in lengths:
         model = finetuned(run, length, args) if args.finetune and length > trained else run.model
-        losses[length] = span_losses(model, split, run.machine, starts, longest, length, args.batch_size)
+        spans = window_batches(model, split, run.machine, longest, count, args.batch_size, run.stride, bar=True)
+        losses[length] = span_losses(model, spans, run.machine, length)
     base = trained if trained in losses else lengths[0]
-    numbers = {"dataset": run.dataset, "split": args.split, "spans": len(starts), "training_length": trained,
+    numbers = {"dataset": run.dataset, "split": args.split, "spans": len(losses[longest]), "training_length": trained,
                "base": base, "rope_scaling": run.model.config.rope_scaling, "finetune": args.finetune,
                "lengths": [summary(losses[length], length, losses[base]) for length in lengths]}
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
 def lengths_of(text, trained, run):
-    """The lengths to look at, in order. Raises ValueError on what the run's positions or its data do not allow."""
+    """The lengths, in order. Raises ValueError on lengths that the model's positions or the data do not allow."""
     lengths = sorted(set(whole_numbers(text, "lengths"))) if text else [trained, 2 * trained, 4 * trained]
     longest = lengths[-1]
     if lengths[0] == 0 or any(longest % length for length in lengths):
@@ -85,29 +77,28 @@ def lengths_of(text, trained, run):
 
 
 @torch.no_grad()
-def span_losses(model, split, machine, starts, span, length, batch_size):
-    """The loss of every token of the spans that begin here, (len(starts), span) in float64, read in windows of `length`
-    tokens."""
+def span_losses(model, spans, machine, length):
+    """The loss of every token of spans, batches (B, span + 1), when the model reads them in windows of `length` tokens:
+    (spans, span) in float64."""
     found = []
-    for i in progress(range(0, len(starts), batch_size), machine.main):
-        rows = read_windows(split, starts[i:i + batch_size], span + 1, model, machine)      # (B, span + 1)
+    for rows in spans:
         windows = rows.unfold(1, length + 1, length).flatten(0, 1)      # (B span / length, length + 1)
-        found.append(token_losses(model, windows, machine).view(-1, span).double().cpu())
+        found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
     return torch.cat(found).numpy()
 
 
 def summary(losses, length, base):
-    """What is said of one length. losses (spans, longest): of all tokens, read in windows of `length`; base: the same
+    """The numbers of one length. losses (spans, longest): of all tokens, read in windows of `length`; base: the same
     tokens' losses at the length to compare with."""
     (loss, error), (more, more_error) = (mean_and_error(part.mean(1)) for part in (losses, losses - base))
-    perplexity = math.exp(min(loss, 700))       # beyond that there is no such float
+    perplexity = math.exp(min(loss, 700))       # exp of more overflows
     return {"length": length, "loss": loss, "loss_error": error, "perplexity": perplexity,
             "perplexity_error": None if error is None else perplexity * error,              # d exp(x) = exp(x) dx
             "more": more, "more_error": more_error, "by_position": by_position(losses, length)}
 
 
 def by_position(losses, length):
-    """Mean losses by how many tokens a window has shown so far, in bins: [{"first", "last", "loss", "error"}]."""
+    """Mean losses in bins of places in the window: [{"first", "last", "loss", "error"}]."""
     spans, longest = losses.shape
     places = losses.reshape(spans, -1, length).mean(1)                  # (spans, length)
     found = []
@@ -118,55 +109,34 @@ def by_position(losses, length):
 
 
 def bin_ends(longest):
-    """Where bins of places end: longest, and from there down by factors of sqrt(2), so that half and a quarter of it
-    are ends, too."""
+    """The ends of the bins of places: the longest length divided by powers of sqrt(2)."""
     return sorted({round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())} - {0})
 
 
-# ------------------------------------------------------------------------------------------------------- trained on
+# ------------------------------------------------------------------------------------------------------- fine-tuning
 
 
 def finetuned(run, length, args):
-    """The model of a run after args.finetune more steps at this length, trained in a process of its own unless its
-    folder holds what these flags make of the run as it is."""
+    """The model of a run after args.finetune more steps at this length."""
     folder = Path(f"{run.out_dir}-{length}")
     flags = finetune_flags(run, length, args.finetune) + [f"--out_dir={folder}", *args.train_args.split()]
-    return trained(run, folder, flags).model
-
-
-def trained(run, folder, flags):
-    """The run that goes on from this one with these flags of train.py, opened on the same data: trained in a process of
-    its own, unless the folder holds it."""
-    machine = run.machine
-    if not is_made(folder, flags, run.out_dir):
-        print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
-        # its bar and its mistakes are shown as they come; stdout may be JSON
-        if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=2).returncode:
-            raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
-    common = Common(out_dir=str(folder), dataset=run.dataset, device=str(machine.device), dtype=machine.dtype)
-    return OpenedRun(common, {})
-
-
-def is_made(folder, flags, origin):
-    """Does a folder hold a finished run of these flags, younger than the run that it goes on from?"""
-    if not finished_run(folder, flags):
-        return False
-    return (folder / "ckpt.pt").stat().st_mtime >= (origin / "ckpt.pt").stat().st_mtime
+    train_if_missing(folder, flags)
+    return run.beside(folder).model
 
 
 def finetune_flags(run, length, steps):
-    """What train.py is told: go on from the run, as it is looked at now, with as many tokens a step as it had, and with
-    the learning rate at which its own schedule ended by default."""
+    """Flags of train.py that go on from the run with the overrides of this evaluation, as many tokens a step, and a
+    tenth of the learning rate, which is where a schedule ends by default."""
     knobs, now = run.meta["knobs"], dataclasses.asdict(run.model.config)
     flags = {"init_from": run.out_dir, "block_size": length, "max_iters": steps, "warmup_iters": steps // 10,
              "eval_interval": steps, "device": run.machine.device}
-    if "learning_rate" in knobs:                # public weights have none: train.py has a preset for them
+    if "learning_rate" in knobs:                # public weights have none; train.py has a preset for them
         flags |= {name: knobs[name] for name in ("gradient_accumulation_steps", "weight_decay", "beta1", "beta2",
                                                  "head_lr", "grad_clip", "seed")}
         flags |= {"batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
                   "learning_rate": knobs["learning_rate"] / 10}
     stored = dataclasses.asdict(model_config(knobs, {}))
-    flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # as overrides have it
+    flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # the overrides
     return [f"--{name}={shown(value)}" for name, value in flags.items()]
 
 
@@ -188,7 +158,7 @@ def tell(args, found):
 
 
 def bases(found):
-    """The lengths that others are compared with, as text: the training length of each run, or its shortest."""
+    """The base lengths as text: the training length of each run, or its shortest length."""
     return " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
 
 
@@ -204,33 +174,24 @@ def place_table(found):
 
 
 def draw(path, found):
-    """Perplexity against length; the loss above that at the base length; and the loss by the place in the longest
-    window. A line for each run, a dotted one where its training length is."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.9))
-    for number, (place, numbers) in enumerate(found.items()):
-        look, rows = {"color": f"C{number}", "label": Path(place).name}, numbers["lengths"]
-        for ax, name in zip(axes, ("perplexity", "more"), strict=False):
-            values, errors = ([row[name + end] or 0 for row in rows] for end in ("", "_error"))
-            ax.errorbar([row["length"] for row in rows], values, errors, fmt="o-", capsize=3, **look)
-        curve = rows[-1]["by_position"]
-        middles = [math.sqrt(b["first"] * b["last"]) for b in curve]
-        loss, error = (np.array([b[name] or 0 for b in curve]) for name in ("loss", "error"))
-        axes[2].plot(middles, loss, **look)
-        axes[2].fill_between(middles, loss - error, loss + error, color=look["color"], alpha=0.2, linewidth=0)
+    """Perplexity by length, the loss minus that at the base length, and the loss by the place in the longest window. A
+    line for each run; dotted lines at the training lengths."""
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
-    titles = ("perplexity of the same tokens", f"nats a token more than at length {bases(found)}",
-              "nats a token, by the place in the longest window")
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel("tokens in a window")
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(plt.FuncFormatter(lambda x, _: f"{x:g}"))
-        for trained in {numbers["training_length"] for numbers in found.values()}:
-            if trained <= longest:
-                ax.axvline(trained, color="grey", linestyle=":", linewidth=1)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[2].set_xlabel("tokens seen in the window")
-    axes[0].legend(frameon=False, fontsize=9)
+    trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
+    titles = {"perplexity": "perplexity of the same tokens", "more": f"nats a token more than at length {bases(found)}"}
+    for ax, (name, title) in zip(axes, titles.items(), strict=False):
+        curves = {Path(place).name: [[row[key] for row in numbers["lengths"]]
+                                     for key in ("length", name, f"{name}_error")] for place, numbers in found.items()}
+        line_panel(ax, curves, title, "tokens in a window", trained, legend=name == "perplexity")
+    curves = {}
+    for place, numbers in found.items():
+        bins = numbers["lengths"][-1]["by_position"]
+        middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
+        curves[Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
+    line_panel(axes[2], curves, "nats a token, by the place in the longest window", "tokens seen in the window",
+               trained, legend=False)
+    for ax in axes:
+        powers_of_two(ax.xaxis)
     figure.tight_layout(w_pad=3)
     save_figure(figure, path)

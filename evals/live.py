@@ -1,8 +1,8 @@
-"""speed --live: what the zeros of a trained run are worth.
+"""speed --live: how much time the zeros of a trained run save.
 
-A fused kernel works on tiles of rows and keys, and skips a tile without any weight, a dead one. So zeros that stand
-together save time, and zeros that are scattered save none. This counts the live tiles, and times the kernels with and
-without skipping. It needs a trained run: where the zeros are is something that a model learns.
+A fused kernel works on tiles of rows and keys, and skips dead tiles, in which all weights are zero. Adjacent zeros save
+time, scattered zeros save none. This counts the live tiles, and times the kernels with and without skipping. It needs a
+trained run, because training decides where the zeros are.
 """
 from functools import partial
 
@@ -13,15 +13,13 @@ from torch.utils._pytree import tree_map_only
 import kernels
 import mixers
 from axes.sight import visible
-from data import tokens
-from evals.instrument import instead, read_windows, save_numbers, table, whole_numbers
+from evals.instrument import save_numbers, table, watch, whole_numbers, window_batches
 
-LIVE_TILE = (kernels.BLOCK, 64)               # rows and keys of a tile, as the kernels have them at widths up to 128
+LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' tiles at widths up to 128
 
 
 def command(args, run):
-    """Of a trained run, on its held-out data: the share of tiles that hold any weight, and the gain of visiting only
-    those."""
+    """The share of live tiles of a trained run on its held-out data, and the speed-up from visiting only those."""
     lengths = whole_numbers(args.lengths or str(run.model.config.block_size), "lengths")
     found = {T: look_at_layers(run, T, args.repeats) for T in lengths}
     numbers = {"machine": str(run.machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": found}
@@ -33,30 +31,27 @@ def command(args, run):
 
 
 def look_at_layers(run, T, repeats):
-    """Of every layer at one length, what live_tiles counts and what skipping gains: [{"tiles", ..., "gain"}]."""
+    """The counts of live_tiles and the gain of skipping for every layer: [{"tiles", ..., "gain"}]."""
     return [live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, run.machine, repeats, *inputs)}
             for module, inputs in inputs_of_layers(run, T)]
 
 
-@torch.no_grad()
 def inputs_of_layers(run, T):
-    """What goes into every layer's attention on 4 windows of T held-out tokens: [(module, (q, k, v, x, distance))]."""
-    layers, split = [], run.split("val")
+    """The inputs of every layer's attention on 4 windows of T held-out tokens: [(module, (q, k, v, x, distance))]."""
+    layers = []
 
-    def keep(attend, layer, module, *inputs):   # copies: a layer may write on what it was given
+    def keep(layer, module, *inputs):           # copies, because a layer may overwrite its inputs
         layers.append((module, tree_map_only(torch.Tensor, torch.clone, inputs)))
-        return attend(*inputs)
 
-    idx = read_windows(split, tokens.fixed_windows(split, T, 4, run.stride), T, run.model, run.machine)     # (4, T)
-    with instead(run.model, keep), run.machine.autocast():
-        run.model(idx)
+    rows, = window_batches(run.model, run.split("val"), run.machine, T, 4, 4, run.stride)       # (4, T + 1)
+    watch(run.model, keep, rows[:, :-1], run.machine)
     return layers
 
 
 @torch.no_grad()
 def live_tiles(module, q, k, v, x, distance=None):
-    """How many tiles and pairs of one layer are in sight, and how many of these hold any weight:
-    {"tiles", "live_tiles", "pairs", "live_pairs"}, over all sequences and score heads."""
+    """The number of visible tiles and pairs of one layer, and of those with nonzero weights: {"tiles", "live_tiles",
+    "pairs", "live_pairs"}, over all sequences and score heads."""
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
     blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles
@@ -64,7 +59,7 @@ def live_tiles(module, q, k, v, x, distance=None):
         w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
         seen = visible(i[:, None], keys, module.sight).expand_as(w)
         for name, cells in (("", seen), ("live_", w != 0)):
-            # (B, H, rows, tiles, keys of a tile); the last tile is filled up with keys that nobody sees
+            # (B, H, rows, tiles, keys of a tile); the last tile is padded with invisible keys
             tiles = F.pad(cells, (0, -T % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1]))
             counts[f"{name}pairs"] += cells.sum().item()
             counts[f"{name}tiles"] += tiles.any(-1).any(2).sum().item()
@@ -72,17 +67,17 @@ def live_tiles(module, q, k, v, x, distance=None):
 
 
 def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
-    """How much faster a layer's attention is, both ways, if its kernel skips dead tiles; None: no kernel runs here."""
+    """The speed-up of a layer's forward and backward pass if its kernel skips dead tiles; None without a kernel."""
     if mixers.choose_kernel(module.config, q.device.type) != "triton":
         return None
-    leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # so that backward goes no farther than these
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # backward stops here
 
     def call(skip):
         sight = module.sight._replace(skip_dead=skip)
         with machine.autocast():
             module.attend(*leaves, x, distance, sight).float().square().mean().backward()
 
-    # the same kernel twice in turn: only the skipping differs, and the output does not
+    # the same kernel with and without skipping; the output is the same
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)
     return seconds[False] / seconds[True]
 
@@ -91,7 +86,7 @@ def live_table(T, layers):
     """A row for each layer, and the sums over all of them."""
     lines = {str(layer): counts for layer, counts in enumerate(layers)}
     sums = {name: sum(counts[name] for counts in layers) for name in layers[0] if name != "gain"}
-    lines["all"] = sums | {"gain": None}        # it is timed for each layer
+    lines["all"] = sums | {"gain": None}        # timed for single layers only
     return f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
         [[name, line["live_tiles"] / line["tiles"], line["live_pairs"] / line["pairs"], line["gain"]]
          for name, line in lines.items()],

@@ -1,4 +1,4 @@
-"""The loss of a run on fixed windows: the same tokens at every call, so that two runs can be compared."""
+"""The loss of a run on fixed windows. Every call reads the same tokens, so runs can be compared."""
 import math
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from common.flags import at_least, knob
 from data import tokens
-from evals.instrument import LENGTH, first_line, progress, read_windows, table
+from evals.instrument import LENGTH, first_line, table, window_batches
 
 
 @dataclass
@@ -35,13 +35,13 @@ def command(args, run):
 
 @torch.no_grad()
 def mean_loss(model, split, machine, count, batch_size, stride=1, length=0, bar=False):
-    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit; the ranks share them.
-    length: of a window, 0 for block_size; bar: show the progress."""
+    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. The ranks share them.
+    length: of a window, 0 for block_size. bar: show the progress."""
     training, T = model.training, length or model.config.block_size
     model.eval()                                # no dropout; train.py calls this between two steps
     total, seen = 0.0, 0
-    for rows in own_windows(model, split, machine, count, batch_size, stride, T, bar):
-        with machine.autocast():                # a mean of B windows; the last batch may have fewer
+    for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar, share=True):
+        with machine.autocast():                # a mean over B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
         seen += len(rows)
     model.train(training)
@@ -51,34 +51,26 @@ def mean_loss(model, split, machine, count, batch_size, stride=1, length=0, bar=
 
 @torch.no_grad()
 def loss_and_error(model, split, machine, count, batch_size, stride, length):
-    """The same mean of a model in eval mode, its standard error over the windows (None of one), and how many they
-    are."""
+    """The mean loss of a model in eval mode, its standard error over the windows (None for one window), and the number
+    of windows. The ranks share the windows."""
     total, squares, seen = 0.0, 0.0, 0
-    for rows in own_windows(model, split, machine, count, batch_size, stride, length, bar=True):
+    for rows in window_batches(model, split, machine, length, count, batch_size, stride, bar=True, share=True):
         losses = token_losses(model, rows, machine).double().mean(1)    # (B,)
         total, squares, seen = total + losses.sum().item(), squares + losses.square().sum().item(), seen + len(rows)
     total, squares, seen = machine.sum(total, squares, seen)
     mean = total / seen
-    variance = max(0.0, squares / seen - mean ** 2)                     # rounding may make it negative
+    variance = max(0.0, squares / seen - mean ** 2)                     # rounding can make it negative
     return mean, math.sqrt(variance / (seen - 1)) if seen > 1 else None, int(seen)
 
 
-def own_windows(model, split, machine, count, batch_size, stride, length, bar):
-    """The fixed windows that this rank reads, with the token after each, in batches (B, length + 1)."""
-    # rank r of w takes windows r, r + w, ...: it may have one less than another rank, or none at all
-    starts = tokens.fixed_windows(split, length, count, stride)[machine.rank::machine.world]
-    for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        yield read_windows(split, starts[i:i + batch_size], length + 1, model, machine)
-
-
 def token_losses(model, rows, machine):
-    """The loss of every token of windows rows (N, T + 1) but the first: (N, T) in float32."""
+    """The loss of every target in windows rows (N, T + 1): (N, T) in float32."""
     with machine.autocast():
         logits = model(rows[:, :-1])[0]
     return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
 
 
 def bits_per_byte(loss, data_meta, split):
-    """Nats per token as bits per byte of text, which compares across tokenizers; None where the tokens are no text."""
+    """Nats per token as bits per byte of text, which is comparable across tokenizers; None if tokens are not text."""
     ratio = tokens.bytes_per_token(data_meta, split)
     return loss / math.log(2) / ratio if ratio else None

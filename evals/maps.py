@@ -1,8 +1,8 @@
-"""Attention maps: who looks at whom in a sentence, in chosen layers and heads.
+"""Attention maps: which token attends to which in a sentence, in chosen layers and heads.
 
-Lazy Attention's figure 7, Threshold Differential Attention's figure 2. A row is a token that looks (a query), a column
-a token that is looked at (a key), and the colour the weight on its value; signed weights are red above 0 and blue
-below, and exact zeros yellow. Of differential recipes, --views shows both views beside their difference.
+These are Lazy Attention's figure 7 and Threshold Differential Attention's figure 2. A row is a query, a column a key,
+and the colour is the attention weight. Signed weights are red above 0 and blue below, exact zeros are yellow. For
+differential recipes, --views shows both views next to their difference.
 """
 from dataclasses import dataclass
 
@@ -10,23 +10,24 @@ import numpy as np
 import torch
 
 from common.flags import knob
-from evals.instrument import SHARES, instead, pyplot, save_figure, signed, table, whole_numbers
+from evals.instrument import table, watch, whole_numbers
+from evals.pictures import SHARES, pyplot, save_figure, signed
 from evals.sample import as_ids
 
 SENTENCE = "When Alice saw the white rabbit run past her, she ran after the rabbit and fell down a deep hole."
-SHOWN = 32                                      # tokens of it, at most
-MOST = 100                                      # tokens whose labels can still be read in a picture
+SHOWN = 32                                      # tokens of it that are shown
+MOST = 100                                      # with more tokens, the labels in a picture are too small
 
 
 @dataclass
 class Maps:
     """Flags of maps"""
-    text: str | None = knob(None, f"the sentence, of at most {MOST} tokens; left out: one about Alice and a rabbit, or "
-                                  f"where tokens are no text what the held-out data begins with; {SHOWN} tokens of it")
+    text: str | None = knob(None, f"the sentence, of at most {MOST} tokens; default: {SHOWN} tokens about Alice and a "
+                                  "rabbit, or of the held-out data if tokens are not text")
     layers: str = knob("", "layers, counted from 0, separated by commas; empty: four, from the first to the last")
-    heads: str = knob("", "heads, counted from 0, separated by commas; empty: of each layer the one with the most "
-                          "weight on the first token, and (without --views) the one with the least")
-    views: bool = knob(False, "of a differential recipe, also show its two views")
+    heads: str = knob("", "heads, counted from 0, separated by commas; empty: in each layer the one with the most "
+                          "weight on the first token and, without --views, the one with the least")
+    views: bool = knob(False, "also show the two views of a differential recipe")
 
     def __post_init__(self):
         if self.text is not None and not self.text.strip():
@@ -45,7 +46,7 @@ def command(args, run):
     seen = weights_of_layers(run, ids, layers, args.views)
     queries = ["(sink token)"] * modules[0].ahead + labels
     keys = ["(extra key)"] * modules[0].has_extra_key + queries
-    first, maps = len(keys) - len(labels), []   # first: the column of the sentence's first token
+    first, maps = len(keys) - len(labels), []   # first: the column of the first token
     for layer, kinds in seen.items():
         *_, weights = kinds.values()
         for head in heads or extremes(weights, first)[:1 if args.views else 2]:
@@ -55,14 +56,14 @@ def command(args, run):
     return numbers, in_words(numbers)
 
 
-# --------------------------------------------------------------------------------------------------------- what to show
+# ------------------------------------------------------------------------------------------ sentence, layers and heads
 
 
 def sentence(text, run):
-    """The token ids of a sentence, (T,), and their labels. Raises ValueError on one too long to be drawn, or with ids
-    that the model does not know."""
+    """The token ids of a sentence, (T,), and their labels. Raises ValueError if the sentence is too long to be drawn,
+    or if the model does not know an id."""
     coder, config = run.tokenizer, run.model.config
-    if text is None:                            # the same for every model, as far as its context goes
+    if text is None:                            # the same for every model, up to its block_size
         symbols = coder.name == "numbers"
         ids = run.split("val").window(0, SHOWN) if symbols else coder.encode(SENTENCE)
         labels, shown = labels_of(ids, SENTENCE, coder), min(SHOWN, config.block_size)
@@ -77,11 +78,11 @@ def sentence(text, run):
 
 
 def labels_of(ids, text, coder):
-    """What each token stands for, so that it can be read: spaces and newlines are signs, and a token that is only a
-    part of a character is spelled in bytes."""
+    """A readable label for each token: spaces and newlines are symbols, and a token that is only a part of a character
+    is spelled in bytes."""
     pieces, data = [coder.decode([i]).encode() for i in ids], text.encode()
     lengths = getattr(coder, "lengths", None)
-    if lengths is not None and sum(lengths[i] for i in ids) == len(data):           # else it adds a space of its own
+    if lengths is not None and sum(lengths[i] for i in ids) == len(data):           # else the tokenizer adds a space
         ends = np.cumsum([lengths[i] for i in ids])
         pieces = [data[end - lengths[i]:end] for i, end in zip(ids, ends, strict=True)]
     signs = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "←"})
@@ -90,7 +91,7 @@ def labels_of(ids, text, coder):
 
 
 def chosen(name, text, count):
-    """The numbers that a flag names, None without. Raises ValueError on one that does not exist."""
+    """The layers or heads that a flag names, or None. Raises ValueError on one that does not exist."""
     numbers = whole_numbers(text, name) if text else None
     for number in numbers or []:
         if number >= count:
@@ -99,12 +100,12 @@ def chosen(name, text, count):
 
 
 def spread(count):
-    """Four layers from the first to the last, or all if they are fewer."""
+    """Four layers from the first to the last, or all if there are fewer."""
     return sorted({round(i * (count - 1) / 3) for i in range(4)})
 
 
 def extremes(w, first):
-    """Of weights (heads, T, keys), the head that looks at the first token most, and the one that does least."""
+    """The heads with the most and the least weight on the first token; w (heads, T, keys)."""
     sink = w[:, :, first].abs().mean(1)
     return list(dict.fromkeys([sink.argmax().item(), sink.argmin().item()]))
 
@@ -112,28 +113,25 @@ def extremes(w, first):
 # ---------------------------------------------------------------------------------------------------------- the weights
 
 
-@torch.no_grad()
 def weights_of_layers(run, ids, layers, views=False):
     """{layer: {"weights": (heads, T, keys)}}, where keys is T, or 1 + T with an extra key's column first; with views
     {"view a", "view b", "difference"}, the last a - lambda b."""
     seen = {}
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         if layer in layers:
             kinds = {"weights": module.weights_of(q, k, x, table)}
             if views:
                 a, b = module.views_of(q, k, x, table)
                 kinds = {"view a": a, "view b": b, "difference": kinds["weights"]}
             seen[layer] = {kind: w[0].float().cpu() for kind, w in kinds.items()}
-        return attend(q, k, v, x, table)
 
-    with instead(run.model, watch), run.machine.autocast():
-        run.model(as_ids(ids, run.machine))
+    watch(run.model, see, as_ids(ids, run.machine), run.machine)
     return {layer: seen[layer] for layer in layers}
 
 
 def rounded(w):
-    """Six digits of each weight (T, keys): none becomes 0 that was not."""
+    """Weights (T, keys) to six significant digits, so no nonzero weight becomes 0."""
     return [[float(f"{weight:.6g}") for weight in row] for row in w.tolist()]
 
 
@@ -141,8 +139,8 @@ def rounded(w):
 
 
 def in_words(numbers):
-    """For each map a column: at each token the key with the most weight, and that weight; below, the means on the first
-    token (and on the extra key)."""
+    """A column for each map: for each query the key with the most weight, and that weight; below, the means on the
+    first token and on the extra key."""
     queries, keys, first = numbers["queries"], numbers["keys"], numbers["first"]
     w = torch.tensor([found["weights"] for found in numbers["maps"]])   # (maps, T, keys)
     top = w.abs().argmax(-1)
@@ -152,12 +150,12 @@ def in_words(numbers):
     for column in range(first + 1):
         rows.append([f"mean on {keys[column]}"] + [f"{value:.3f}" for value in means[:, column]])
     header = [f"{found['layer']}.{found['head']}{kind_of(found, ' ')}" for found in numbers["maps"]]
-    return ("for each token that looks (down), the token it looks at most, and the weight; columns are layer.head\n"
+    return ("for each query (down), the key with the most weight, and that weight; columns are layer.head\n"
             + table(rows, ["", *header]))
 
 
 def kind_of(found, before):
-    """Which view it is, if there is a choice."""
+    """The name of the view, if the map shows one."""
     return "" if found["kind"] == "weights" else before + found["kind"]
 
 
@@ -165,8 +163,8 @@ def kind_of(found, before):
 
 
 def draw(path, found):
-    """A column for each layer, a row for each head that was asked for, and view. Several runs stand below each other,
-    and where they have only one column each side by side."""
+    """A column for each layer, a row for each chosen head and view. Several runs are below each other, or side by side
+    if each has only one column."""
     plt = pyplot()
     grids = [(place, numbers, grid_of(numbers["maps"])) for place, numbers in found.items()]
     heights = [1.2 + len(grid) * side(numbers) for _, numbers, grid in grids]
@@ -183,7 +181,7 @@ def draw(path, found):
     save_figure(figure, path)
 
 
-LABELS = 0.9                                    # inches that the labels beside a map take
+LABELS = 0.9                                    # inches for the labels at a map
 
 
 def side(numbers):
@@ -192,7 +190,7 @@ def side(numbers):
 
 
 def grid_of(maps):
-    """The maps in rows: all of a layer stand below each other."""
+    """The maps in rows; those of one layer are in one column."""
     layers = {}
     for found in maps:
         layers.setdefault(found["layer"], []).append(found)
@@ -201,8 +199,8 @@ def grid_of(maps):
 
 
 def draw_grid(part, numbers, grid):
-    """All maps of a run, on one scale of colours: the square root of the weight, so that small weights show. It reaches
-    to the most in rows after the first, where softmax has no choice but 1."""
+    """All maps of a run, on one colour scale: the square root of the weight, so that small weights show. The scale ends
+    at the largest weight after the first row, in which softmax always has a weight of 1."""
     from matplotlib.colors import FuncNorm
     weights = torch.tensor([found["weights"] for found in numbers["maps"]])             # (maps, T, keys)
     below, most = bool((weights < 0).any()), max(weights[:, min(1, weights.shape[1] - 1):].abs().max().item(), 1e-6)
@@ -230,7 +228,7 @@ def signed_square(x):
 
 
 def draw_map(ax, found, numbers, norm, colours):
-    """One map; what comes after a row is grey, an exact zero yellow."""
+    """One map: later keys are grey, exact zeros yellow."""
     from matplotlib.colors import ListedColormap
     w, offset = np.array(found["weights"]), len(numbers["keys"]) - len(numbers["queries"])
     later = np.triu(np.ones_like(w, bool), 1 + offset)
@@ -239,8 +237,8 @@ def draw_map(ax, found, numbers, norm, colours):
     ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=ListedColormap(["#fff3c4"]))
     on_first = f"{w[:, numbers['first']].mean():.2f} on the first token"
     ax.set_title(f"layer {found['layer']}, head {found['head']}{kind_of(found, ', ')}: {on_first}", fontsize=10)
-    size = min(7, 60 * (side(numbers) - LABELS) / len(numbers["keys"]))  # of the letters: as high as a cell, at most
-    plain = {"fontsize": size, "parse_math": False}                     # a $ in a text is a $
+    size = min(7, 60 * (side(numbers) - LABELS) / len(numbers["keys"]))  # letters no higher than a cell
+    plain = {"fontsize": size, "parse_math": False}                     # a $ is no formula
     upright = max(map(len, numbers["keys"])) == 1
     ax.set_xticks(range(len(numbers["keys"])), numbers["keys"], rotation=0 if upright else 90, **plain)
     ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)

@@ -1,14 +1,15 @@
-"""What attention has learned outside its linear layers, by layer and head, beside the value that it started from.
+"""What attention has learned outside its linear layers, by layer and head, next to its initial value.
 
-Lazy Attention's figures 4, 5, 8, 9 and 10, and the like for every recipe: thresholds, distance biases, sink logits, the
-norms of key and value biases, lambdas, gates, temperatures, what a state keeps and writes.
+These are Lazy Attention's figures 4, 5, 8, 9 and 10, for every recipe: thresholds, distance biases, sink logits, norms
+of key and value biases, lambdas, gates, temperatures, what a state keeps and writes.
 
-A layer's own tensors are found by themselves: whatever it holds that belongs to no linear layer and no norm. A scalar
-of each head is shown as it is, a vector by its norm. Where a raw number says little (a lambda that is made of four
-vectors, the weights of a gate), the layer's own functions say what it comes to.
+The instrument finds a layer's tensors by itself: all that belong to no linear layer and no norm. It shows scalars as
+they are and vectors by their norms. Some raw tensors say little, such as the four vectors of a lambda or the weights of
+a gate; there it shows the number that the layer computes from them.
 """
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -16,13 +17,13 @@ import torch
 from torch import nn
 
 from common.flags import at_least, knob
-from data import tokens
-from evals.instrument import LENGTH, instead, legend, progress, pyplot, read_windows, save_figure, signed, table
+from evals.instrument import LENGTH, legend, table, watch, window_batches
+from evals.pictures import heat_map, pyplot, save_figure, signed
 from model import GPT
 
 MEANINGS = {                                    # name: what is printed above its table
-    "tau": "what lies below tau / n is cut off; Lazy Attention's figures 5 and 10 plot -tau",
-    "beta": "scores below beta sqrt(2 log(n / kappa) / d) count for nothing",
+    "tau": "weights below tau / n become zero; Lazy Attention's figures 5 and 10 plot -tau",
+    "beta": "scores below beta sqrt(2 log(n / kappa) / d) have weight zero",
     "sigma": "the score is multiplied by sigma log n",
     "scale_beta": "the score is multiplied by 1 + scale_beta log(n + 1)^scale_gamma",
     "scale_gamma": "the exponent of log(n + 1) in that factor",
@@ -31,47 +32,47 @@ MEANINGS = {                                    # name: what is printed above it
     "|sink_value|": "norm of the value of the key outside the sequence",
     "|value_bias|": "norm of the vector added to the output",
     "|norm_gate|": "norm of the vector that gates the normed output",
-    "dt_bias": "a token's time, from 0.001 to 0.1 at first, as what softplus makes it of",
-    "A_log": "the logarithm of how fast a head's state fades in time",
-    "forget_bias": "a head's state keeps sigmoid(forget_bias) at each token, before the token has its say",
-    "skip": "how much of its own value a token reads, past the state",
-    "|memory|": "norm of the memory that every sequence begins with, a matrix",
+    "dt_bias": "a token's time step is softplus(dt_bias), from 0.001 to 0.1 at first",
+    "A_log": "the logarithm of the rate at which a head's state fades",
+    "forget_bias": "a head's state keeps sigmoid(forget_bias) at each token, before the token's own contribution",
+    "skip": "how much of its own value a token adds to what it reads from the state",
+    "|memory|": "norm of the memory matrix that every sequence begins with",
     "|memory_bias|": "norm of its bias",
     "|memory_in|": "norm of the first matrix of the memory that every sequence begins with",
     "|memory_out|": "norm of the second one",
-    "|inner_scale|": "norm of the weights of the norm on what the memory answers",
+    "|inner_scale|": "norm of the weights of the norm on the memory's output",
     "|inner_bias|": "norm of the biases of that norm",
-    "|place|": "norm of what is added to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
-    "|centroids|": "norm of the centroid of each of Focus' groups, in the place of heads",
-    "|potential|": "norm of what Focus takes off the scores of its groups, so that they are even; moved by "
-                   "training without a gradient",
+    "|place|": "norm of the learned correction to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
+    "|centroids|": "norm of the centroid of each Focus group; the columns are groups, not heads",
+    "|potential|": "norm of what Focus subtracts from the scores of its groups to keep them even; training moves it "
+                   "without a gradient",
     "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
-    "gate_offset": "what two tokens must have in common for a gate of a half",
-    "dex_lambda": "how much of Dex's correction is subtracted",
+    "gate_offset": "the similarity g_i . g_j of two tokens at which their gate is 1/2",
+    "dex_lambda": "factor on Dex's correction, which is subtracted",
     "alpha": "entmax's alpha: 1 is softmax, 2 sparsemax",
-    "sharpness": "what multiplies the scores of a row of block_size keys",
-    "lambda": "share of the second view that is subtracted; mean over tokens, where it depends on them",
-    "kept": "share of its state that a head keeps at each token; mean over tokens, and channels if each has its own",
-    "written": "what a head multiplies a token's value with as it writes; of ttt its rate times width, of titans times "
-               "its square root; mean over tokens",
-    "momentum": "share of its last step that a learning memory goes on with; mean over tokens",
+    "sharpness": "factor on the scores of a row of block_size keys",
+    "lambda": "factor on the second view, which is subtracted; mean over tokens if it depends on them",
+    "kept": "share of its state that a head keeps at each token; mean over tokens, and over channels if they differ",
+    "written": "factor on a token's value when a head writes it; of ttt its rate times width, of titans times the "
+               "square root of width; mean over tokens",
+    "momentum": "share of its last step that a learning memory repeats; mean over tokens",
     "slowed": "share of tokens at which a learning memory lowers its rate, so that its step does not overshoot",
-    "gate": "how far the gate on the output is open, from 0 to 1 if it is no silu; mean over tokens",
+    "gate": "the gate on the output: from 0 (closed) to 1 (open) unless it is a silu; mean over tokens",
 }
 
 BIAS = {"distance bias": "added to the score at each distance, mean over heads; Lazy Attention's b is minus this",
-        "decay": "its mean at distances 1 to 8, less that beyond a quarter of all"}
+        "decay": "its mean at distances 1 to 8, minus its mean beyond a quarter of all distances"}
 
-RANGES = {                                      # of distances, as Lazy Attention's section 5.3 tells them apart
+RANGES = {                                      # of distances, from Lazy Attention's section 5.3
     "0": (0, 0), "1": (1, 1), "2-10": (2, 10), "11-100": (11, 100), ">100": (101, None)}
 
 
 @dataclass
 class Params:
     """Flags of params"""
-    split: str = knob("val", "split that gates and lambdas are computed on, if they depend on the text",
+    split: str = knob("val", "split for gates and lambdas that depend on the text",
                       ("train", "val"))
-    windows: int = knob(8, "fixed windows of it, spread evenly")
+    windows: int = knob(8, "fixed windows of the split, spread evenly")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
 
@@ -80,7 +81,7 @@ class Params:
 
 
 def command(args, run):
-    """What attention has learned outside its linear layers, per layer and head, beside where it started."""
+    """What attention has learned outside its linear layers, per layer and head, next to its initial value."""
     modules = [block.attn for block in run.model.transformer.h]
     seed = run.meta["knobs"].get("seed", 1337)
     fresh = [block.attn for block in GPT(run.model.config, seed).transformer.h] if learns(modules) else modules
@@ -100,15 +101,15 @@ def command(args, run):
 # ------------------------------------------------------------------------------------------------------ one layer
 
 
-# tensors that are shown by what the layer makes of them, or are no part of what was learned
+# tensors that MADE shows by the number that the layer computes from them, and tensors that are not learned
 BEHIND = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress", "steps",
           "moves", "directions", "means")
 
 
 def figures(module, x=None):
-    """Everything that one layer has learned, {name: (heads,)}; of one head where the whole layer shares it.
+    """Everything that one layer has learned: {name: (heads,)}, or {name: (1,)} if all heads share it.
 
-    x (B, T, C): the layer's inputs, for what depends on them; without them, what it is for an input of zeros."""
+    x (B, T, C): the layer's inputs, for figures that depend on them; the default is one input of zeros."""
     if x is None:
         x = module.c_attn.weight.new_zeros(1, 1, module.config.n_embd, dtype=torch.float32)
     bias = module.distance() or ()
@@ -121,7 +122,7 @@ def figures(module, x=None):
 
 def per_head(module, name, p):
     """(name, (heads,)) of a tensor: scalars as they are, vectors by their norms. A vector that a mixer adds for its
-    whole layer is a vector, even if the layer has as many heads."""
+    whole layer counts as a vector, even if its length is the number of heads."""
     if p.dim() == 0:
         return name, p[None]
     if p.dim() == 1 and len(p) in (module.heads, module.score_heads) and name not in module.added:
@@ -142,20 +143,20 @@ def sharpness(module, x):
 
 
 def lambda_of(module, x):
-    """What `mix` gives may be one number, one a head, or one a head and token."""
+    """`mix` returns one number, one for each head, or one for each head and token."""
     mix = module.choices["diff"].mix
     return None if mix is None else (mix(module, x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
 
 
 def gate(module, x):
-    """The gate is what it makes of an output of ones."""
+    """The gate is the gated value of an output of ones."""
     if hasattr(module, "gate"):
         ones = x.new_ones(len(x), module.heads, x.shape[1], 1)
         return module.choices["gate"].gated(module, ones, x).mean((0, 2, 3))
 
 
 def kept(module, x):
-    """What is left of a state, made from the logarithms of `forget`."""
+    """The factor on a state, from the logarithms that `forget` returns."""
     forget = module.choices.get("forget")
     return forget.log_kept(module, x).exp().mean((0, 2, 3)) if forget and forget.log_kept else None
 
@@ -166,7 +167,7 @@ def momentum(module, x):
 
 
 def slowed(module, x):
-    """Of an input of zeros it is 0."""
+    """0 for an input of zeros."""
     return module.slowed(x) if hasattr(module, "slowed") else None
 
 
@@ -181,9 +182,8 @@ MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "kept": kep
 
 
 def bias_by_distance(module):
-    """What is added to the score at distances 0, 1, ..., (score heads, W), as far as bias_range and block_size go.
-
-    The paper's b (Lazy Attention, eq. 4) is subtracted: it is minus this."""
+    """What is added to the score at distances 0 to W - 1, (score heads, W); W is the smaller of bias_range and
+    block_size. The paper's b (Lazy Attention, eq. 4) is minus this."""
     W = min(module.config.block_size, module.config.bias_range)
     return module.distance().bias(1, W)[:, 0].flip(-1)                  # the last row sees distances W - 1 .. 0
 
@@ -196,29 +196,24 @@ def learns(modules):
 
 
 def depends_on_text(modules):
-    """Is there a linear layer beside the projections, which makes a gate or a lambda from the layer's input?"""
+    """Does a linear layer besides the projections compute a gate or a lambda from the layer's input?"""
     return any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in module.modules())
                for name, module in modules[0].named_children())
 
 
-@torch.no_grad()
 def figures_on_text(run, args):
-    """The figures of every layer, [{name: (heads,)}], means over the tokens of fixed windows."""
-    sums, length = [{} for _ in run.model.transformer.h], run.window(args.length)
+    """The figures of every layer, [{name: (heads,)}]: means over the tokens of fixed windows."""
+    sums, windows = [{} for _ in run.model.transformer.h], 0
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         for name, values in figures(module, x[:, module.ahead:]).items():
             sums[layer][name] = sums[layer].get(name, 0) + len(x) * values.double()
-        return attend(q, k, v, x, table)
 
-    split = run.split(args.split)
-    starts = tokens.fixed_windows(split, length, args.windows, run.stride)
-    with instead(run.model, watch):
-        for i in progress(range(0, len(starts), args.batch_size), run.machine.main):
-            idx = read_windows(split, starts[i:i + args.batch_size], length, run.model, run.machine)    # (B, T)
-            with run.machine.autocast():
-                run.model(idx)
-    return [{name: total / len(starts) for name, total in layer.items()} for layer in sums]
+    for rows in window_batches(run.model, run.split(args.split), run.machine, run.window(args.length), args.windows,
+                               args.batch_size, run.stride, bar=True):
+        watch(run.model, see, rows[:, :-1], run.machine)
+        windows += len(rows)
+    return [{name: total / windows for name, total in layer.items()} for layer in sums]
 
 
 def rounded(values):
@@ -230,7 +225,7 @@ def rounded(values):
 
 
 def tell(args, found):
-    """The tables of each run, and below them all what their names mean."""
+    """The tables of each run, and below them the meanings of the names."""
     texts = []
     for place, numbers in found.items():
         texts += [place] if len(found) > 1 else []
@@ -243,15 +238,15 @@ def tell(args, found):
 
 
 def tables(numbers):
-    """A table for each figure, layers (down) by heads (across), and one of the distance bias."""
+    """A table for each figure, layers (down) by heads (across), and one for the distance bias."""
     bias = numbers["distance_bias"]
     return ([figure_table(name, **figure) for name, figure in numbers["figures"].items()]
             + ([bias_table(**bias)] if bias else []))
 
 
 def figure_table(name, now, start, learned=True):
-    """Every head's value, their mean and standard deviation, and the mean at the start."""
-    heads, several = len(now[0]), len(now[0]) > 1                       # not several: also of what all heads share
+    """Every head's value, their mean and standard deviation, and the initial mean."""
+    heads, several = len(now[0]), len(now[0]) > 1                       # one column if all heads share the figure
     header = ["layer", *(f"head {h}" for h in range(heads)), "mean", "deviation"] if several else ["layer", "value"]
     rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if several else []), fmean(first)]
             for layer, (values, first) in enumerate(zip(now, start, strict=True))]
@@ -259,7 +254,7 @@ def figure_table(name, now, start, learned=True):
 
 
 def bias_table(now, start):
-    """Means over heads and ranges of distances, by layer, and how much it falls from near to far."""
+    """By layer, the bias as a mean over heads and ranges of distances, and how much it falls from near to far."""
     rows = []
     for layer, (curves, first) in enumerate(zip(now, start, strict=True)):
         curve = torch.tensor(curves).mean(0)                            # (W,)
@@ -271,7 +266,7 @@ def bias_table(now, start):
 
 
 def part_mean(curve, low, high):
-    """The mean of a curve at distances low to high; None where it does not go so far."""
+    """The mean of a curve at distances low to high, None if the curve is shorter."""
     part = curve[low:None if high is None else high + 1]
     return part.mean().item() if len(part) else None
 
@@ -282,11 +277,11 @@ ACROSS = 6                                      # panels of the distance bias si
 
 
 def draw(path, found):
-    """Below each other, of each run: maps of the figures, layers (down) by heads (across), coloured by the change since
-    the start; and the distance bias, a panel for each layer and a line for each head."""
-    plt, shown = pyplot(), []                   # shown: (width, height, what draws so much into a subfigure)
+    """For each run, maps of the figures, layers (down) by heads (across), coloured by the change in training; and the
+    distance bias, a panel for each layer and a line for each head."""
+    plt, shown = pyplot(), []                   # shown: (width, height, a function that draws into a subfigure)
     for place, numbers in found.items():
-        title = "" if len(found) == 1 else f"{place}: "
+        title = "" if len(found) == 1 else f"{Path(place).name}: "
         figures, bias = numbers["figures"], numbers["distance_bias"]
         if figures:
             layers = max(len(figure["now"]) for figure in figures.values())
@@ -306,33 +301,21 @@ def draw(path, found):
 
 
 def map_width(figures):
-    """Inches of a map and its bar of colours."""
+    """Inches of a map and its colour bar."""
     return 2 + 0.42 * max(len(figure["now"][0]) for figure in figures.values())
 
 
 def draw_figures(title, figures, part, width):
+    """A map for each figure. The numbers are its values, the colours their change: red is above the start, blue below.
+    """
     axes = part.subplots(1, max(len(figures), int(width / map_width(figures))), squeeze=False)[0]
     for ax, (name, figure) in zip(axes, figures.items(), strict=False):
-        draw_map(ax, figure["now"], figure["start"])
+        now = np.array(figure["now"])           # (layers, heads)
+        change = now - np.array(figure["start"])
+        part.colorbar(heat_map(ax, change, signed(max(np.abs(change).max(), 1e-6)), now), ax=ax, label="change")
         ax.set_title(f"{title}{name} ({fmean(map(fmean, figure['start'])):.3g} at first)", fontsize=10)
     for ax in axes[len(figures):]:
         ax.set_axis_off()
-
-
-def draw_map(ax, now, start):
-    """now, start (layers, heads): red is above the start, blue below."""
-    now = np.array(now)
-    change = now - np.array(start)
-    reach = max(np.abs(change).max(), 1e-6)
-    image = ax.imshow(change, **signed(reach), aspect="auto")
-    for layer, head in np.ndindex(now.shape):
-        colour = "white" if abs(change[layer, head]) > 0.6 * reach else "black"
-        ax.text(head, layer, f"{now[layer, head]:.2f}", ha="center", va="center", fontsize=7, color=colour)
-    ax.set_xticks(range(now.shape[1]))
-    ax.set_yticks(range(now.shape[0]))
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
-    ax.figure.colorbar(image, ax=ax, label="change")
 
 
 def draw_bias(title, now, part, width):
@@ -343,7 +326,7 @@ def draw_bias(title, now, part, width):
         ax.axhline(0, color="0.7", linewidth=0.8)
         ax.plot(curves.T, color="#6baed6", linewidth=0.8)
         ax.plot(curves.mean(0), color="#08306b", linewidth=1.8)
-        ax.set_xscale("symlog", linthresh=1)    # distance 0 has a place, too
+        ax.set_xscale("symlog", linthresh=1)    # includes distance 0
         ax.set_title(f"layer {layer}", fontsize=9)
     for ax in axes.flat[len(now):]:
         ax.set_axis_off()

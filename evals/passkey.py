@@ -1,12 +1,12 @@
 """Can a model find a number in a long text, and say it at the end? Threshold Differential Attention 2601.12145, section
-6.3, figure 3 and appendix C. It follows Landmark Attention (Mohtashami & Jaggi 2023), whose script says what the paper
-leaves open: keys from 1 to 50,000, ten tokens of answer, of which the first number counts.
+6.3, figure 3 and appendix C, after Landmark Attention (Mohtashami & Jaggi 2023). Details that the paper omits come from
+Landmark Attention's script: keys from 1 to 50,000, and ten tokens of answer, of which the first number counts.
 
-Small models find nothing. So there are scores that they can move, too: the likelihood of the right answer, with each of
-its tokens given those before it, and how far it is above that of another key, which the text does not hold.
+Small models never find the key. Two more scores still tell them apart: the log-likelihood of the right answer, each
+token given those before it, and its gain over another key, which the text does not contain.
 
-A prompt is a function of the tokenizer, the seed, the length and the number of the trial: all runs of one tokenizer
-read the same ones.
+A prompt is a function of the tokenizer, the seed, the length and the number of the trial, so all runs of one tokenizer
+read the same prompts.
 """
 import bisect
 import copy
@@ -19,18 +19,10 @@ import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from evals.instrument import (
-    legend,
-    mean_and_error,
-    progress,
-    pyplot,
-    save_figure,
-    signed,
-    table,
-    whole_numbers,
-)
+from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
+from evals.pictures import GREY, heat_map, line_panel, pyplot, save_figure, signed
 
-# the blocks of a prompt, byte for byte; between them stand newlines
+# the parts of a prompt, byte for byte, joined by newlines
 INSTRUCTION = ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
                "I will quiz you about the important information there.")
 GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -38,19 +30,19 @@ NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 
 LARGEST = 50_000                                # keys are drawn from 1 to here
-ANSWER = 10                                     # tokens of an answer; a prompt leaves room for them
-DEPTHS = 5                                      # bins of where the key stands, from the beginning to the end
+ANSWER = 10                                     # tokens of an answer, for which a prompt leaves room
+DEPTHS = 5                                      # bins of the key's place, from the beginning to the end
 
 
 @dataclass
 class Passkey:
     """Flags of passkey"""
     lengths: str = knob("", "tokens of prompt and answer together, separated by commas; empty: 500,1000,...,4000, as "
-                            "far as an embedding of positions reaches")
+                            "far as the model's positions reach")
     trials: int = knob(100, "prompts of each length")
-    seed: int = knob(0, "of the keys and the places where they stand")
-    bos: bool = knob(False, "the tokenizer's separator goes before each prompt")
-    batch_size: int = knob(8, "prompts per forward pass, at most: only those of as many tokens are read together")
+    seed: int = knob(0, "of the keys and their places")
+    bos: bool = knob(False, "begin each prompt with the tokenizer's separator")
+    batch_size: int = knob(8, "prompts per forward pass, at most: a batch has prompts of one number of tokens")
 
     def __post_init__(self):
         at_least(self, trials=1, seed=0, batch_size=1)
@@ -72,14 +64,14 @@ def command(args, run):
 
 
 def text_tokenizer(run):
-    """The tokenizer of a run that was trained on text. Raises ValueError where its tokens are symbols."""
+    """The tokenizer of a run that was trained on text. Raises ValueError if its tokens are symbols."""
     if run.tokenizer.name == "numbers":
         raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run trained on text")
     return run.tokenizer
 
 
 def lengths_of(text, run):
-    """The lengths to look at. Raises ValueError on one beyond the positions that the run knows."""
+    """The lengths, in order. Raises ValueError on a length beyond the model's positions."""
     lengths = whole_numbers(text, "lengths") if text else [
         length for length in range(500, 4001, 500) if length <= run.positions] or [500]
     run.check_positions(max(lengths), "lengths")
@@ -92,22 +84,22 @@ def lengths_of(text, run):
 class Trial(NamedTuple):
     """One prompt and its right answer, as token ids."""
     length: int                                 # tokens that prompt and answer may take together
-    depth: float                                # where the key stands: 0 at the beginning, towards 1 at the end
+    depth: float                                # place of the key: 0 at the beginning, towards 1 at the end
     key: int
     prompt: tuple
-    right: tuple                                # the key as it would follow
-    wrong: tuple                                # another key, of as many tokens
+    right: tuple                                # the key, as a continuation
+    wrong: tuple                                # another key with as many tokens
 
 
 def make_trial(coder, length, number, seed=0, bos=False):
-    """The trial of this number: as much garbage as fits, and the key at a random depth of it."""
+    """The trial of this number: as much garbage as fits, with the key at a random depth."""
     dice = np.random.default_rng([seed, length, number])
     key, depth = int(dice.integers(1, LARGEST + 1)), float(dice.random())
 
     def ids(garbage, more=""):
         return (*([coder.separator] if bos else []), *coder.encode(prompt_text(key, garbage, depth) + more).tolist())
 
-    # the number of tokens grows with the characters, all but steadily: halving finds the border
+    # the number of tokens grows almost monotonically with the characters, so bisection finds the limit
     room, least = length - ANSWER, len(ids(0))
     if least > room:
         raise ValueError(f"a prompt without any garbage has {least} tokens, and {ANSWER} are kept for the answer: "
@@ -115,7 +107,7 @@ def make_trial(coder, length, number, seed=0, bos=False):
     characters = bisect.bisect_right(range(8 * length), room, key=lambda garbage: len(ids(garbage))) - 1
     prompt = ids(characters)
 
-    def following(number):                      # cut from both together, as lm-evaluation-harness does
+    def following(number):                      # encoded together with the prompt, as in lm-evaluation-harness
         return ids(characters, f" {number}")[len(prompt):]
 
     right, wrong = following(key), ()
@@ -125,16 +117,16 @@ def make_trial(coder, length, number, seed=0, bos=False):
 
 
 def prompt_text(key, characters, depth):
-    """A prompt with so many characters of garbage, of which those before the key are a `depth`-th part: uniform in
-    0..characters if depth is in [0, 1)."""
+    """A prompt with so many characters of garbage. The share `depth` of them is before the key: uniform in
+    0..characters if depth is uniform in [0, 1)."""
     before = int(depth * (characters + 1))
     garbage = " ".join([GARBAGE] * (characters // len(GARBAGE) + 1))
     return "\n".join([INSTRUCTION, garbage[:before], NEEDLE.format(key=key), garbage[:characters - before], QUESTION])
 
 
 def batches(trials, batch_size):
-    """The trials in batches whose prompts and answers have equally many tokens, the longest first: what is too large
-    for the memory says so at once."""
+    """The trials in batches whose prompts and answers have equally many tokens. The longest is first, so that a batch
+    that does not fit into memory fails at once."""
     groups = {}
     for trial in trials:
         groups.setdefault((len(trial.prompt), len(trial.right)), []).append(trial)
@@ -146,8 +138,8 @@ def batches(trials, batch_size):
 
 
 class Reader:
-    """A model part of the way through some texts of equal length. To read on costs what is new, or everything again
-    where a recipe cannot be decoded step by step."""
+    """A model in the middle of a batch of texts. Reading on costs the new tokens, or all tokens again if the recipe
+    cannot be decoded step by step."""
 
     def __init__(self, model):
         self.model, self.seen = model, None
@@ -155,8 +147,8 @@ class Reader:
 
     @torch.no_grad()
     def read(self, idx, last=1):
-        """Read on by idx (B, R). Returns the logits after the `last` of all tokens so far, (B, last, V) in float32:
-        no others are made, which of a long text would fill the memory."""
+        """Read the next tokens idx (B, R). Returns the logits after the last tokens so far, (B, last, V) in float32. It
+        computes no others, because those of a long text would fill the memory."""
         if self.cache is None:
             idx = self.seen = idx if self.seen is None else torch.cat([self.seen, idx], 1)
         with self.model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -last:],)):
@@ -169,8 +161,8 @@ class Reader:
         return other
 
     def go_on(self, logits, count, done=lambda token: False):
-        """The likeliest continuation after logits (B, 1, V), token by token, (B, at most count). It ends early with a
-        token of the first text for which done(id) is true."""
+        """The greedy continuation after logits (B, 1, V): (B, at most count). It ends early after a token of the first
+        text for which done(id) is true."""
         found = [logits.argmax(-1)]
         while len(found) < count and not done(found[-1][0].item()):
             found.append(self.read(found[-1]).argmax(-1))
@@ -178,7 +170,7 @@ class Reader:
 
 
 def answer(model, machine, coder, batch):
-    """What the model makes of trials of equal size: a dict of scores for each."""
+    """A dict of scores for each of these trials, which have equal sizes."""
     prompt, right, wrong = (torch.tensor([getattr(trial, name) for trial in batch], device=machine.device)
                             for name in ("prompt", "right", "wrong"))   # (B, P), (B, K), (B, K)
     reader = Reader(model)
@@ -193,8 +185,8 @@ def answer(model, machine, coder, batch):
 
 
 def forced(reader, first, ids):
-    """Of a continuation ids (B, K) after the logits `first` (B, 1, V): its log-likelihood (B,), and the rank of each of
-    its tokens (B, K), 1 for the likeliest, each with those before it given."""
+    """The log-likelihood (B,) of a continuation ids (B, K) after the logits `first` (B, 1, V), and the rank (B, K) of
+    each of its tokens given those before it, 1 for the likeliest."""
     logits = torch.cat([first, reader.read(ids[:, :-1], ids.shape[1] - 1)], 1) if ids.shape[1] > 1 else first
     own = logits.gather(2, ids[..., None])                              # (B, K, 1)
     return (own[..., 0] - logits.logsumexp(-1)).sum(1), 1 + (logits > own).sum(-1)
@@ -208,24 +200,24 @@ def is_correct(text, key):
 
 # ------------------------------------------------------------------------------------------------ tables, the picture
 
-SCORES = {                                      # of a trial: what the table calls it, and its meaning
+SCORES = {                                      # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "of the key after the prompt, in nats"),
-    "gain": ("gain", "the same above that of another key, which is not in the text; 0: the text was of no use"),
-    "rank": ("rank", "of the key's tokens among all, each with those before it given; 1: the likeliest"),
-    "likeliest": ("all first", "share of the keys all of whose tokens have rank 1"),
+    "gain": ("gain", "the same, minus that of another key, which is not in the text; 0: the text did not help"),
+    "rank": ("rank", "mean rank of the key's tokens, each given those before it; 1: the likeliest"),
+    "likeliest": ("all first", "share of the keys whose tokens all have rank 1"),
 }
 DEPTH_NAMES = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS} %" for i in range(DEPTHS)]
 
 
 def summary(length, trials):
-    """Means and errors over the trials of one length, [(depth, scores)], all together and by depth."""
+    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth."""
     depths = [[scores for depth, scores in trials if int(depth * DEPTHS) == i] for i in range(DEPTHS)]
     return {"length": length} | means([scores for _, scores in trials]) | {"by_depth": [means(part) for part in depths]}
 
 
 def means(group):
-    """{"trials", score, score_error, ...} of some trials' scores; None where there is no trial."""
+    """{"trials", score, score_error, ...} of a list of trials' scores; values are None if it is empty."""
     found = {"trials": len(group)}
     for name in SCORES:
         found[name], found[f"{name}_error"] = mean_and_error([s[name] for s in group]) if group else (None, None)
@@ -246,14 +238,14 @@ def tell(args, found):
     trained = " and ".join(sorted({f"{numbers['training_length']:,}" for numbers in found.values()}))
     return (f"trained on windows of {trained} tokens\n\n"
             f"{table(rows, [*head, 'trials', *titles])}\n\n{legend(dict(SCORES.values()))}\n\n"
-            f"gain, by how deep in the text the key stands\n\n{table(by_depth, [*head, *DEPTH_NAMES])}")
+            f"gain, by the place of the key in the text\n\n{table(by_depth, [*head, *DEPTH_NAMES])}")
 
 
 def draw(path, found):
-    """Accuracy, log-likelihood and gain against length, a line for each run; below, a map for each run of the gain by
-    length and depth, with the accuracy in its cells."""
+    """Accuracy, log-likelihood and gain by length, a line for each run; below, for each run a map of the gain by length
+    and depth, with the accuracy in its cells."""
     plt, columns = pyplot(), min(3, len(found))
-    lines = -(-len(found) // columns)           # of maps
+    lines = -(-len(found) // columns)           # rows of maps
     figure = plt.figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * lines])
     for ax, name in zip(above.subplots(1, 3), ("correct", "log_likelihood", "gain"), strict=True):
@@ -272,33 +264,26 @@ def draw(path, found):
 
 
 def draw_lines(ax, found, name):
-    """One score against length, with its standard errors."""
+    """One score by length, with its standard errors; dotted lines at the training lengths."""
+    curves, trained = {}, set()
     for place, numbers in found.items():
         rows = numbers["lengths"]
-        ax.errorbar([row["length"] for row in rows], [row[name] for row in rows],
-                    [row[f"{name}_error"] or 0 for row in rows], fmt="o-", capsize=3, label=Path(place).name)
+        curves[Path(place).name] = [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
         if rows[0]["length"] <= numbers["training_length"] <= rows[-1]["length"]:
-            ax.axvline(numbers["training_length"], color="grey", linestyle=":", linewidth=1)
-    ax.set_title(SCORES[name][0] + ("" if name == "correct" else " of the key (nats)"), fontsize=10)
-    ax.set_xlabel("tokens of prompt and answer")
+            trained.add(numbers["training_length"])
+    title = SCORES[name][0] + ("" if name == "correct" else " of the key (nats)")
+    line_panel(ax, curves, title, "tokens of prompt and answer", trained, legend=name == "correct")
     if name == "correct":
         ax.set_ylim(-0.03, 1.03)
-        ax.legend(frameon=False, fontsize=9)
     if name == "gain":
-        ax.axhline(0, color="grey", linestyle=":", linewidth=1)
-    ax.spines[["top", "right"]].set_visible(False)
+        ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
 
 
 def draw_map(ax, rows, most):
     """Depth (down) by length (across): the gain in colour, from -most to most, the accuracy in numbers."""
-    values = np.array([[part["gain"] for part in row["by_depth"]] for row in rows], float).T            # None: nan
-    image = ax.imshow(values, **signed(most), aspect="auto")
-    for (line, column), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            ax.text(column, line, f"{rows[column]['by_depth'][line]['correct']:.2f}", ha="center", va="center",
-                    fontsize=8, color="white" if abs(value) > 0.6 * most else "black")
+    gains, accuracies = (np.array([[part[name] for part in row["by_depth"]] for row in rows]).T
+                         for name in ("gain", "correct"))
+    image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
     ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
     ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-    ax.set_xlabel("tokens of prompt and answer", fontsize=9)
-    ax.set_ylabel("where the key stands", fontsize=9)
     return image

@@ -1,7 +1,7 @@
 """Where the attention of a run goes, and what its hidden states look like, on fixed windows.
 
-measures.py says what is measured of attention weights, stream.py what of the stream through the blocks, probe_view.py
-how both are shown. Here they are taken, in one pass over the windows.
+measures.py defines the measures of attention weights, stream.py those of the residual stream. This file takes both in
+one pass over the windows, and probe_view.py shows them.
 """
 import math
 from dataclasses import dataclass
@@ -9,36 +9,35 @@ from dataclasses import dataclass
 import torch
 
 from common.flags import at_least, knob
-from data import tokens
 from evals import probe_view
-from evals.instrument import LENGTH, instead, progress, read_windows, whole_numbers
+from evals.instrument import LENGTH, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
 from evals.stream import Stream, watching
 
-draw, tell = probe_view.draw, probe_view.tell   # what --png asks for, and the text
+draw, tell = probe_view.draw, probe_view.tell
 
 
 @dataclass
 class ProbeFlags:
     """Flags of probe"""
     split: str = knob("val", "which split", ("train", "val"))
-    windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: 100, or as many as hold 25,600 "
-                            "tokens if these are fewer")
+    windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: as many as hold 25,600 tokens, but "
+                            "at most 100")
     length: int = knob(0, LENGTH)
-    lengths: str = knob("", "several lengths, as in 64,256,1024: the means at each, a line a length")
+    lengths: str = knob("", "several lengths, such as 64,256,1024: a line of means for each")
     batch_size: int = knob(4, "windows per forward pass")
-    input: str = knob("data", "what the model reads: windows of the data; repeat: the first token of each, over and "
-                              "over; random: ids drawn evenly; bos: the separator, then the data",
+    input: str = knob("data", "what the model reads. data: windows of the data; repeat: the first token of each, "
+                              "repeated; random: random ids; bos: the separator, then the data",
                       ("data", "repeat", "random", "bos"))
-    k: int = knob(1, "the token of Sink_k^eps, the first being 1")
-    eps: float = knob(0.3, "the share of Sink_k^eps: above it, a token is a sink")
+    k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1")
+    eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger share is a sink")
     heads: bool = knob(False, "a line for each head")
-    layer: int = knob(-1, "also norms and variances by position in this layer, the first being 0")
+    layer: int = knob(-1, "also list norms and variances by position in this layer, counted from 0")
 
     def __post_init__(self):
         at_least(self, windows=-1, length=0, batch_size=1, k=1, eps=0, layer=-1)
         if self.lengths:
-            whole_numbers(self.lengths, "lengths")          # says what is wrong with it
+            whole_numbers(self.lengths, "lengths")          # raises ValueError
         if self.k > Probe.ROWS:
             raise ValueError(f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens")
 
@@ -48,17 +47,17 @@ def command(args, run):
     flag = "lengths" if args.lengths else "length"
     lengths = {run.window(T, flag) for T in whole_numbers(args.lengths or str(args.length), flag)}
     check(args, run, min(lengths))
-    by_length = {T: look(args, run, T) for T in sorted(lengths, reverse=True)}      # one that does not fit is the first
+    by_length = {T: look(args, run, T) for T in sorted(lengths, reverse=True)}      # too long a length fails first
     longest = by_length[max(lengths)]
     found = run.reads(args.split, longest["windows"], max(lengths)) | longest | {
         "input": args.input, "k": args.k, "eps": args.eps}
-    if args.lengths:                            # the rest is that of the longest
+    if args.lengths:                            # all other numbers are those of the longest
         found["lengths"] = [at_length(by_length[T]) for T in sorted(lengths)]
     return found, tell(args, {"": found})
 
 
 def check(args, run, length):
-    """What would only show after the work is refused before it."""
+    """Raise ValueError on flags that do not fit the run, before the work begins."""
     layers = run.model.config.n_layer
     if args.layer >= layers:
         raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {layers - 1}")
@@ -78,7 +77,7 @@ def look(args, run, length):
 
 
 def change_of(kind, run):
-    """What --input makes of a batch of windows of data (B, T): a function of it."""
+    """The function that --input applies to a batch of windows (B, T)."""
     if kind == "repeat":                        # Lazy Attention, figure 3b
         return lambda idx: idx[:, :1].expand_as(idx)
     if kind == "random":
@@ -94,28 +93,28 @@ def change_of(kind, run):
 
 @torch.no_grad()
 def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, bar=False, change=None, k=1, eps=0.3):
-    """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit:
-    {"windows": how many, "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}],
-    "stream": [what Stream.result says, for each layer and after the last]}; None is what has no meaning.
-    length: of a window, 0 for block_size; bar: show the progress; change: what is done to a batch of windows first; k,
-    eps: of Sink_k^eps."""
+    """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit: {"windows": their number,
+    "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}], "stream": [Stream.result of
+    each layer, and after the last]}. A value is None if it is undefined.
+
+    length: of a window, 0 for block_size. bar: show the progress. change: a function of each batch of windows. k, eps:
+    of Sink_k^eps."""
     T, layers = length or model.config.block_size, len(model.transformer.h)
     probes, streams = [Probe(k, eps) for _ in range(layers)], [Stream() for _ in range(layers + 1)]
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         probes[layer].see(module, q, k, v, x, table)
         if module.score_heads > module.heads:
             probes[layer].see_views(module, q, k, table)
         streams[layer].see(module, q, k, v, x)
-        return attend(q, k, v, x, table)
 
-    starts = tokens.fixed_windows(split, T, count, stride)
-    with instead(model, watch), watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
-        for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-            idx = read_windows(split, starts[i:i + batch_size], T, model, machine)          # (B, T)
-            with machine.autocast():
-                model(change(idx) if change else idx)
-    return {"windows": len(starts), "length": T, "mean": {name: known(m) for name, m in mean_of(probes).items()},
+    windows = 0
+    with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
+        for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar):
+            idx = rows[:, :-1]                  # (B, T)
+            watch(model, see, change(idx) if change else idx, machine)
+            windows += len(rows)
+    return {"windows": windows, "length": T, "mean": {name: known(m) for name, m in mean_of(probes).items()},
             "layers": [rounded(p.result()) for p in probes], "stream": [s.result() for s in streams]}
 
 
@@ -125,12 +124,12 @@ def rounded(result):
 
 
 def known(value):
-    """None in place of nan, which is no JSON."""
+    """A number, or None for nan, which JSON lacks."""
     return None if math.isnan(value) else value
 
 
 def at_length(found):
-    """What is kept of one of several lengths: the means, and the first token's norm over the others', where in the
-    stream that is largest."""
+    """The numbers of one of several lengths: the means, and the largest ratio in the stream of the first token's norm
+    to the others'."""
     return {"length": found["length"], "windows": found["windows"], **found["mean"],
             "massive": max(place["massive"] for place in found["stream"])}

@@ -1,24 +1,25 @@
-"""How the probe's findings look: tables, and a picture for --png."""
-from evals.instrument import SHARES, first_line, legend, pyplot, save_figure, table
+"""The tables and the picture of the probe."""
+from evals.instrument import first_line, legend, table
 from evals.measures import MEASURES
+from evals.pictures import GREY, SHARES, frame, heat_map, line_panel, powers_of_two, pyplot, save_figure
 
-TOP = {"top": "the largest sink among the heads of the layer, and which head has it"}
-MASSIVE = {"massive": "norm of the first token's hidden state over the others', where in the stream that is largest"}
-IN_JSON = ("density", "entropy")                # not in the table of layers: row_mass less sink and extra; dispersion
-ALWAYS = ("sink", "share", "row_mass")          # columns even where they are 0: one misleads without the others
+TOP = {"top": "the largest sink among the heads of the layer, and its head"}
+MASSIVE = {"massive": "norm of the first token's hidden state over the others'; the largest such ratio in the stream"}
+IN_JSON = ("density", "entropy")                # left out of the tables, which have row_mass, sink and dispersion
+ALWAYS = ("sink", "share", "row_mass")          # shown even if they are 0: each misleads without the others
 
-STREAM = {                                      # the columns of the second table
+STREAM = {                                      # columns of the second table
     "norm": "mean norm of the hidden states that enter the layer: the first token's, and the others'",
-    "massive": "the first over the second, mean over sequences",
-    "largest": "norm of the token that has the largest, over the others'",
-    "at": "where that token stands, the first being 0: the most frequent place, and how frequent it is",
+    "massive": "ratio of the first to the second, mean over sequences",
+    "largest": "norm of the token with the largest norm, over the others'",
+    "at": "position of that token, counted from 0: the most frequent position, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
     "x median": "the largest of these over the median magnitude of all hidden states",
     "var": "variance over the channels of a hidden state: the first token's over the others'",
-    "var_in": "the same of what queries, keys and values are made of: after the norm, where that comes first",
-    "query": "norm of the first token's query over the others'; as it enters the score: after rotation and norms",
-    "key": "the same of the keys",
-    "value": "the same of the values",
+    "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
+    "query": "norm of the first token's query over the others'; as it enters the score, after rotation and norms",
+    "key": "the same for the keys",
+    "value": "the same for the values",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
     "cos_kk": "mean cosine of the later keys with the first key",
     "spread": "largest distance of a hidden state from the first, over their mean norm",
@@ -26,8 +27,8 @@ STREAM = {                                      # the columns of the second tabl
 
 
 def tell(args, found):
-    """The tables of each run, and below them all what the columns mean."""
-    texts, meant = [], {}                       # meant: of each kind of table, {column: meaning}
+    """The tables of each run, and below them the meanings of the columns."""
+    texts, meant = [], {}                       # meant: {kind of table: {column: meaning}}
     for place, numbers in found.items():
         texts += [place] if len(found) > 1 else []
         for kind, text, meanings in tables(numbers, args.heads, args.layer):
@@ -37,15 +38,15 @@ def tell(args, found):
 
 
 def tables(found, heads, layer):
-    """The parts of a run's answer: kind, text, and the meanings of the columns. heads: a line for each head; layer:
-    whose positions are listed, -1 for none."""
+    """Yield a run's tables: kind, text, and the meanings of the columns. heads: a line for each head; layer: also list
+    the positions of this layer, -1 for none."""
     yield "", about(found), {}
     if "lengths" in found:
         lines = {str(line["length"]): line for line in found["lengths"]}
         yield "weights", *measures_table("length", lines, MEASURES | MASSIVE)
         return
     lines, meanings = (head_lines, MEASURES) if heads else (layer_lines, {"sink": MEASURES["sink"]} | TOP | MEASURES)
-    left_out = (*IN_JSON, "uniform") if is_even(found) else IN_JSON     # of even rows the first line says it
+    left_out = (*IN_JSON, "uniform") if is_even(found) else IN_JSON     # then the first line has "uniform"
     meanings = {name: meaning for name, meaning in meanings.items() if name not in left_out}
     first = "layer.head" if heads else "layer"
     yield "weights", *measures_table(first, lines(found["layers"]) | {"mean": found["mean"]}, meanings)
@@ -56,12 +57,12 @@ def tables(found, heads, layer):
 
 
 def is_even(found):
-    """Does an even spread put the same on the first token in all layers? Not where only some have a window."""
+    """Does an even spread put the same weight on the first token in all layers? Not if only some have a window."""
     return "lengths" not in found and len({value for layer in found["layers"] for value in layer["uniform"]}) == 1
 
 
 def about(found):
-    """What was read, and what holds for all lines of the tables."""
+    """The data, and what holds for all lines of the tables."""
     even = f"an even spread puts {found['mean']['uniform']:.4f} on the first token; " if is_even(found) else ""
     return (f"{first_line(found)}, --input={found['input']}\n"
             f"{even}sink_eps is Sink_{found['k']}^{found['eps']:g}")
@@ -71,8 +72,8 @@ def about(found):
 
 
 def measures_table(first, lines, meanings):
-    """lines {name: {measure: value}} as a table, and the meanings of its columns. What is 0 in all lines, or 1, is only
-    named; what has no meaning in any is left out."""
+    """lines {name: {measure: value}} as a table, and the meanings of its columns. Measures that are 0 or 1 in all lines
+    are named below the table; undefined ones are left out."""
     values = {name: [line[name] for line in lines.values() if line.get(name) is not None] for name in meanings}
     zero = [name for name in meanings if name not in ALWAYS and values[name] and not any(values[name])]
     one = [name for name in ("row_mass",) if all(f"{value:.4f}" == "1.0000" for value in values[name])]
@@ -89,7 +90,7 @@ def head_lines(layers):
 
 
 def layer_lines(layers):
-    """{layer: {measure: mean over its heads}}, of peaks the largest; "top": which head has the largest sink."""
+    """{layer: {measure: mean over its heads, or the largest of peaks}}; "top": the head with the largest sink."""
     return {str(l): {"top": top_head(layer["sink"])} | {name: over_heads(name, layer[name]) for name in MEASURES}
             for l, layer in enumerate(layers)}
 
@@ -108,13 +109,13 @@ def top_head(sinks):
 
 
 def stream_table(places):
-    """A line for each layer's place in the stream, and one for what leaves the last."""
+    """A line for the stream that enters each layer, and one for the stream after the last."""
     names = [*map(str, range(len(places) - 1)), "end"]
     return table([[name, *stream_row(place)] for name, place in zip(names, places, strict=True)], ["layer", *STREAM])
 
 
 def stream_row(place):
-    """The cells of STREAM; a dash for what only a layer has, after the last."""
+    """The cells of STREAM; after the last layer, which has no queries, some are dashes."""
     ratio = {name: place[name][0] / place[name][1] for name in place["positions"] if place[name][1]}
     channels = " ".join(f"{channel}:{number(value)}" for channel, value, _ in place["channels"])
     return [" / ".join(map(number, place["hidden_norm"])), number(place["massive"]), number(place["largest"]),
@@ -124,7 +125,7 @@ def stream_row(place):
 
 
 def number(value):
-    """Two places after the point, or none from 100 on; a dash for None."""
+    """A number with two decimals, or none from 100 on; a dash for None."""
     return "-" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -138,7 +139,7 @@ def position_table(place):
 
 # ----------------------------------------------------------------------------------------------------------- a picture
 
-MAPS = {                                        # of the picture, with their titles
+MAPS = {                                        # {measure: title} of the picture
     "sink": "weight on the first token",
     "value_norm_ratio": "norm of its value over the others'",
     "dispersion": "entropy of the rows over log n",
@@ -146,8 +147,8 @@ MAPS = {                                        # of the picture, with their tit
 
 
 def draw(path, found):
-    """A row for each run: MAPS of layers (down) by heads (across) with a number in every cell, beside them the first
-    token in the stream, and of several lengths what becomes of sink and dispersion."""
+    """A row for each run: MAPS of layers (down) by heads (across) with a number in every cell, the first token in the
+    stream, and with --lengths share and dispersion by length."""
     plt = pyplot()
     layers = max(len(numbers["layers"]) for numbers in found.values())
     heads = max(len(numbers["layers"][0]["sink"]) for numbers in found.values())
@@ -157,7 +158,8 @@ def draw(path, found):
     figure, axes = plt.subplots(len(found), len(panels), figsize=size, width_ratios=panels, squeeze=False)
     for (place, numbers), row in zip(found.items(), axes, strict=True):
         for ax, (name, title) in zip(row, MAPS.items(), strict=False):
-            draw_map(ax, [layer[name] for layer in numbers["layers"]])
+            cells = [layer[name] for layer in numbers["layers"]]
+            heat_map(ax, cells, SHARES, cells)
             ax.set_title(title, fontsize=10)
         draw_stream(row[len(MAPS)], numbers["stream"])
         if "lengths" in numbers:
@@ -168,25 +170,11 @@ def draw(path, found):
     save_figure(figure, path)
 
 
-def draw_map(ax, cells):
-    """cells (layers, heads) in colour, the darkest at 1; None stays white."""
-    numbers = [[float("nan") if value is None else value for value in row] for row in cells]
-    ax.imshow(numbers, **SHARES, aspect="auto")
-    for row, values in enumerate(numbers):
-        for column, value in enumerate(values):
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6,
-                    color="white" if value > 0.6 else "black")
-    ax.set_xticks(range(len(cells[0])), range(len(cells[0])))
-    ax.set_yticks(range(len(cells)), range(len(cells)), fontsize=7)
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
-
-
 def draw_stream(ax, places):
-    """The first token's norm over the others', down the layers, and if that is massive the channel that carries it."""
+    """The first token's norm over the others', layer by layer; if it is massive, also its largest channel."""
     ratios = [place["massive"] for place in places]
     ax.plot(ratios, range(len(ratios)), "o-", color="#08519c", markersize=4)
-    ax.axvline(1, color="#999999", linewidth=0.8)
+    ax.axvline(1, color=GREY, linewidth=0.8)
     top = ratios.index(max(ratios))
     channel, value, _ = places[top]["channels"][0]
     if ratios[top] > 3:
@@ -196,23 +184,16 @@ def draw_stream(ax, places):
     ax.set_xticks([0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000], [0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000])
     ax.minorticks_off()
     ax.set_xlim(min(0.5, 0.8 * min(ratios)), max(3, 1.3 * ratios[top]))
-    ax.set_ylim(len(ratios) - 0.5, -0.5)        # the embeddings on top, like the first layer in the maps
+    ax.set_ylim(len(ratios) - 0.5, -0.5)        # the embeddings are on top
     ax.set_yticks(range(len(ratios)), [*range(len(ratios) - 1), "end"], fontsize=7)
-    ax.set_ylabel("enters layer")
-    ax.set_title("norm of its hidden state over the others'", fontsize=10)
-    ax.spines[["top", "right"]].set_visible(False)
+    frame(ax, "norm of its hidden state over the others'", ylabel="enters layer")
 
 
 def draw_lengths(ax, lines):
-    """Dispersion, and the first token's share as it is and over an even one's, by length."""
+    """Dispersion, the first token's share, and an even share, by length."""
     lengths = [line["length"] for line in lines]
-    for name, colour in (("share", "#08519c"), ("dispersion", "#d94801")):
-        ax.plot(lengths, [line[name] for line in lines], "o-", color=colour, label=name)
-    ax.plot(lengths, [line["uniform"] for line in lines], "--", color="#999999", label="even share")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, lengths)
-    ax.set_ylim(0, 1)
-    ax.set_xlabel("tokens of a window")
-    ax.set_title("by length, means over heads", fontsize=10)
-    ax.legend(frameon=False, fontsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.plot(lengths, [line["uniform"] for line in lines], "--", color=GREY, label="even share", zorder=3)
+    line_panel(ax, {name: (lengths, [line[name] for line in lines]) for name in ("share", "dispersion")},
+               "by length, means over heads", "tokens of a window")
+    powers_of_two(ax.xaxis)
+    ax.set_ylim(0, 1.03)

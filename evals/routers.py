@@ -1,13 +1,14 @@
-"""What the knobs of Focus' routers do, each table of the paper (3) as one command: eval.py routers
+"""The effect of the knobs of Focus' routers (arXiv 2604.03260): one command for each of its tables. eval.py routers
 
     --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
-        its hard form at every k, and its soft one, beside full attention of the same weights: loss, perplexity, pairs
-        kept, speed. Table 7; at several lengths section 3.5. (eval.py lengths --topk=2 reads the same tokens at each.)
-    --out_dir=A_BASE --sweep=groups (window, temperature, iterations, route_dim; all)
-        routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each
-        is a run beside the base, OUT_DIR-focus-KNOB-VALUE; those that are there are not trained again.
+        the hard form at every k and the soft form, next to full attention of the same weights: loss, perplexity, pairs
+        kept, speed. Table 7; several lengths are section 3.5. (eval.py lengths --topk=2 reads the same tokens at each.)
+    --out_dir=A_BASE --sweep=groups (or window, temperature, iterations, route_dim, all)
+        routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each is
+        a run in the folder OUT_DIR-focus-KNOB-VALUE, which is trained once.
 
-Perplexities of --balance=sinkhorn are measured as printed, with later tokens in the balance: they are no predictions.
+With --balance=sinkhorn the balance depends on later tokens, as in the paper. Such perplexities are not those of a
+predictor.
 """
 import dataclasses
 import math
@@ -20,14 +21,13 @@ import torch
 import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
-from data import tokens
 from evals import groups
-from evals.instrument import pyplot, read_windows, save_figure, table, whole_numbers
-from evals.lengths import trained
+from evals.instrument import table, train_if_missing, whole_numbers, window_batches
 from evals.loss import loss_and_error
+from evals.pictures import frame, line_panel, pyplot, save_figure
 from model import GPT
 
-SWEEPS = {                                      # knob: the paper's values, but for widths, which are parts of ours
+SWEEPS = {                                      # {knob: the paper's values}, widths as shares of ours
     "groups": ("4", "8", "16", "32"),
     "window": ("1/16", "1/8", "1/4", "1/2"),    # of block_size: 64 to 512 of 1024 there
     "temperature": ("0.05", "0.1", "0.2", "0.5"),
@@ -40,20 +40,20 @@ DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": 
 @dataclass
 class Routers:
     """Flags of routers"""
-    k: str = knob("", "groups that a token is a member of, separated by commas; empty: 1,2,3,4, if there "
-                      "are so many")
+    k: str = knob("", "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4, as far as "
+                      "there are groups")
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
     split: str = knob("val", "which split", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
     batch_size: int = knob(4, "windows per forward pass")
     repeats: int = knob(5, "timed rounds over all forms; the median counts")
-    sweep: str = knob("", "instead, of a run of plain attention: train routers with other values of this knob",
+    sweep: str = knob("", "train routers with other values of this knob on a run of plain attention",
                       ("", *SWEEPS, "all"))
     values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
-    steps: int = knob(200, "with --sweep: steps of each router's training (the paper: 4000)")
-    balancing: str = knob("sinkhorn", "with --sweep: the routers' --balance; sinkhorn is the paper's, and the only "
-                                      "one with iterations", tuple(mixers.AXES["balance"]))
-    train_args: str = knob("", "with --sweep: more flags for train.py, separated by spaces")
+    steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)")
+    balancing: str = knob("sinkhorn", "with --sweep: the routers' --balance; the paper has sinkhorn, and only that "
+                                      "has iterations", tuple(mixers.AXES["balance"]))
+    train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
         at_least(self, windows=0, batch_size=1, repeats=1, steps=1)
@@ -61,7 +61,7 @@ class Routers:
             if not re.fullmatch(r"\d+/[1-9]\d*|\d*\.?\d+", value):
                 raise ValueError(f"--values: {value!r} must be a number, or a share such as 1/8")
         if self.k:
-            whole_numbers(self.k, "k")          # says what is wrong with it
+            whole_numbers(self.k, "k")          # raises ValueError
         if self.lengths:
             whole_numbers(self.lengths, "lengths")
         if self.values and self.sweep not in SWEEPS:
@@ -69,7 +69,7 @@ class Routers:
 
 
 def command(args, run):
-    """Focus at every k and several lengths beside full attention: loss, perplexity, pairs kept, speed. With --sweep,
+    """Focus at every k and several lengths next to full attention: loss, perplexity, pairs kept, speed. With --sweep,
     routers trained with other knobs."""
     numbers = swept(args, run) if args.sweep else compared(args, run)
     return numbers, tell(args, {str(run.out_dir): numbers})
@@ -103,12 +103,12 @@ def full_attention(model):
 
 
 def at_length(args, run, forms, T):
-    """Figures of every form in windows of T tokens."""
+    """The figures of every form in windows of T tokens."""
     split, machine, before = run.split(args.split), run.machine, run.model.config.topk
     seen = groups.look(args, run, set_topk(run.model, 0), T)
     mean = groups.mean_of([layer.result() for layer in seen])
-    rows = read_windows(split, tokens.fixed_windows(split, T, 1, run.stride), T, run.model, machine)
-    seconds = machine.race({form: reading(*model_and_k, rows, machine) for form, model_and_k in forms.items()},
+    rows, = window_batches(run.model, split, machine, T, 1, 1, run.stride)
+    seconds = machine.race({form: reading(*model_and_k, rows[:, :-1], machine) for form, model_and_k in forms.items()},
                            args.repeats)
     found = {}
     for form, (model, k) in forms.items():
@@ -121,8 +121,8 @@ def at_length(args, run, forms, T):
 
 
 def set_topk(model, k):
-    """The model with --topk=k from here on; 0 is the soft form."""
-    model.config.topk = k                       # which its layers ask at every call
+    """The model, with --topk=k from now on; 0 is the soft form."""
+    model.config.topk = k                       # its layers read it at every call
     return model
 
 
@@ -139,8 +139,8 @@ def reading(model, k, rows, machine):
 
 
 def swept(args, run):
-    """{"sweep": {knob: [{"value", ...}]}}: of every router its loss in the soft form and with two groups a token, and
-    how even its groups are."""
+    """{"sweep": {knob: [{"value", ...}]}}: every router's loss in the soft form and with two groups a token, and how
+    even its groups are."""
     config = run.model.config
     if config.mixer != "attention":
         raise ValueError(f"--sweep trains routers on a run of plain attention, and {run.out_dir} has --attn="
@@ -156,18 +156,19 @@ def swept(args, run):
 
 
 def router(args, run, name, value):
-    """Train one router, unless it is there, and take its figures."""
+    """Train one router if it is missing, and measure it."""
     knobs = DEFAULTS | {name: value}
-    # what is the default in one sweep is in every other: one run for all of them
+    # all sweeps share the run with the default values
     ending = "default" if knobs == DEFAULTS else f"{name}-{value.replace('/', '-')}"
     folder = Path(run.out_dir).resolve()
     folder = folder.with_name(f"{folder.name}-focus-{ending}")
     flags = router_flags(args, run, knobs, folder)
-    return {"value": value} | figures(args, trained(run, folder, flags))
+    train_if_missing(folder, flags)
+    return {"value": value} | figures(args, run.beside(folder))
 
 
 def router_flags(args, run, knobs, folder):
-    """What train.py is told: the paper's knobs, on top of the run, of which nothing else is trained."""
+    """Flags of train.py: a router with these knobs on top of the run, whose own weights stay frozen."""
     config = run.model.config
     sizes = {"window": config.block_size, "route_dim": config.n_embd}
     knobs = {name: str(part_of(value, sizes[name])) if name in sizes else value for name, value in knobs.items()}
@@ -187,7 +188,7 @@ def part_of(value, size):
 
 
 def figures(args, run):
-    """Of a trained router: perplexities of both forms, its groups, its size."""
+    """A trained router's perplexities in both forms, its groups, and its size."""
     k = min(2, run.model.transformer.h[0].attn.groups)
     found, = compared(dataclasses.replace(args, k=str(k), lengths="", repeats=1), run)["lengths"]
     hard, mean = found["forms"][f"k={k}"], found["mean"]
@@ -242,8 +243,6 @@ def draw(path, found):
                 draw_sweep(ax, panel, numbers["sweep"][panel])
             else:
                 draw_forms(ax, Path(place).name, numbers)
-    for ax in axes[0]:
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     save_figure(figure, path)
@@ -256,14 +255,12 @@ def draw_forms(ax, name, numbers):
                 label=f"{name}, T={part['length']}")
         for form, f in hard.items():
             ax.annotate(form, (f["speed"], f["perplexity"]), (4, 4), textcoords="offset points", fontsize=8)
-    ax.set_xlabel("speed against full attention")
-    ax.set_ylabel("perplexity")
+    frame(ax, xlabel="speed against full attention", ylabel="perplexity")
 
 
 def draw_sweep(ax, knob, rows):
     places = range(len(rows))
-    for key, label in (("full", "full attention"), ("soft", "soft gates"), ("hard", "k=2")):
-        ax.plot(places, [row[key] for row in rows], "o-", label=label)
+    forms = {"full attention": "full", "soft gates": "soft", "k=2": "hard"}
+    line_panel(ax, {label: (places, [row[key] for row in rows]) for label, key in forms.items()},
+               "perplexity", f"{knob}; below, the largest group's share", legend=False)
     ax.set_xticks(places, [f"{row['value']}\n{row['dominance']:.0%}" for row in rows])
-    ax.set_xlabel(f"{knob}, and below it the largest group's share", fontsize=8)
-    ax.set_ylabel("perplexity", fontsize=8)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bounds import close
 from conftest import ROOT
+from layers import inputs, layer
 from test_lab import output_here
 
 import eval as eval_script
@@ -17,6 +18,7 @@ import train as train_script
 from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims
 from evals.instrument import Common, Overrides
+from evals.lab_runs import RECIPES, SETUPS, flags_of
 from evals.ledger import checks, experiments, routing, view
 from evals.ledger.book import CLAIMS, PAPERS, fits, jobs_of, judge, readable, readings, verdicts_of
 from evals.ledger.claim import (
@@ -34,8 +36,9 @@ from evals.ledger.claim import (
     thirds,
 )
 from evals.ledger.emerges import OTHERS, SUM_TO_ONE
-from evals.ledger.experiments import COMMANDS, LOOKS, SETUPS, Job, Place, all_jobs, flags_of
+from evals.ledger.experiments import COMMANDS, LOOKS, Job, Place, all_jobs
 from evals.ledger.threshold import THEIR_ORDER
+from evals.sweeps import SWEEPS, cases
 from model import GPTConfig
 
 A, C, M, N = AGREES, CONTRADICTS, MIXED, UNTESTABLE
@@ -464,8 +467,8 @@ def test_every_other_command_parses_and_every_look_exists(jobs):
         command.flags(**given_flags(parser.parse_args(words[2:]), command.flags))
     runs = {run for claim in CLAIMS.values() for reading, _ in readings(claim).values()
             for _, named in reading.reads.values() for run in named.split()}
-    used = {run.split("@")[0] for run in runs}
-    assert used >= set(experiments.RECIPES) - {"heads"}, "a recipe that nobody reads"
+    used = {run.split("@")[0] for run in runs} | {run for name in SWEEPS for run in cases(name).values()}
+    assert used >= set(RECIPES) - {"heads", "blind"}, "a recipe that nobody reads"
     assert {path.split("/")[0] for claim in CLAIMS.values() for reading, _ in readings(claim).values()
             for path, _ in reading.reads.values()} >= {*COMMANDS, *LOOKS}, "a look that nobody takes"
     assert {run.partition("@")[2] for run in runs} | {"lab", "books"} == set(SETUPS) | {""}
@@ -520,6 +523,14 @@ def test_the_gate_identity_is_exact():
     close([found["sink"], found["drained to 0"]], [0, 0], terms=16, size=4.0)
     bounds.below(0.01, found["drained to 0.1"])
     bounds.below(found["drained to 0.1"], found["drained to 0.3"])
+
+
+@pytest.mark.parametrize("attn", ["sink", "k_bias", "kv_bias"])
+def test_without_its_extra_key_attention_is_softmax_over_the_tokens(attn):
+    module, plain = layer(attn, torch.float32), layer("softmax", torch.float32)
+    q, k, v, x = inputs(module, 45, dtype=torch.float32)
+    found = checks.extra_key_deleted(module.attend, 0, module, q, k, v, x, None)
+    close(found, plain.attend(q, k, v, x), terms=45, size=v.abs().max().item())
 
 
 def test_focus_by_hand():
@@ -581,7 +592,7 @@ def test_a_row_is_measured_once_and_twice_the_same(here, tmp_path, capsys):
     run_claims(capsys, *flags)
     first = json.loads((tmp_path / "claims/claims.json").read_text())["claims"]
     assert set(first) == {"postnorm", "gate-identity"} and first["postnorm"][""]["seeds"] == [3]
-    run = tmp_path / "claims/lab/postnorm-3"
+    run = tmp_path / "claims/postnorm-3"
     before = (run / "ckpt.pt").stat().st_mtime
     again = run_claims(capsys, *flags, "--json")
     assert (run / "ckpt.pt").stat().st_mtime == before                  # nothing is trained twice
@@ -606,10 +617,10 @@ def test_an_interrupted_run_goes_on_in_real_processes_and_gives_the_same(tmp_pat
              "--results", tmp_path / "x.json")
     run_claims(capsys, *flags)
     first = json.loads((tmp_path / "x.json").read_text())
-    (tmp_path / "claims/lab/entmax-2/meta.json").unlink()               # as if it had been cut short
-    kept = (tmp_path / "claims/lab/sparsemax-2/ckpt.pt").stat().st_mtime
+    (tmp_path / "claims/entmax-2/meta.json").unlink()               # as if it had been cut short
+    kept = (tmp_path / "claims/sparsemax-2/ckpt.pt").stat().st_mtime
     run_claims(capsys, *flags)
-    assert (tmp_path / "claims/lab/sparsemax-2/ckpt.pt").stat().st_mtime == kept
+    assert (tmp_path / "claims/sparsemax-2/ckpt.pt").stat().st_mtime == kept
     again = json.loads((tmp_path / "x.json").read_text())
     assert again["claims"]["entmax-keeps-sink"][""]["numbers"] == first["claims"]["entmax-keeps-sink"][""]["numbers"]
 

@@ -113,7 +113,7 @@ def test_a_run_against_itself_is_stable_and_the_table_says_so(look, focus_run, t
     text = look(f"--against={focus_run}", f"--png={tmp_path / 'groups.png'}", "--layer=1")
     header, *rows = [line.split() for line in text.split("\n\n")[1].splitlines()]
     assert [row[header.index("stability")] for row in rows] == ["1.0000"] * 3
-    assert "layer 1: the commonest tokens" in text and "kept, k=4" in text
+    assert "layer 1: the most frequent tokens" in text and "kept, k=4" in text
     assert (tmp_path / "groups.png").stat().st_size > 10_000
 
 

@@ -1,6 +1,8 @@
 """What every instrument is given: an opened run and its overrides, a way into the attention, lists and tables."""
 import json
+import os
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,22 @@ from bounds import close, dice, same
 from conftest import complain, meta, tiny_config, train_here
 
 import eval as eval_script
+from common.machine import Machine
 from common import files
-from evals.instrument import OpenedRun, instead, load_run, recipe_names, runs_named, table, whole_numbers
+from data import tokens
+from evals.instrument import (
+    OpenedRun,
+    instead,
+    load_run,
+    recipe_names,
+    runs_named,
+    seeing,
+    table,
+    train_if_missing,
+    watch,
+    whole_numbers,
+    window_batches,
+)
 from model import GPT
 
 
@@ -145,6 +161,42 @@ def test_every_layer_is_watched_in_its_order_and_can_be_changed():
         raise KeyError                          # whatever happens inside, the model is as it was
     assert seen == [(layer, True, (2, 2, 5, 8)) for layer in range(3)]
     same(gpt(idx)[0], before)
+
+
+def test_windows_come_in_batches_that_ranks_can_share(data):
+    gpt, split, machine = GPT(tiny_config(vocab_size=257)), tokens.Tokens(data, "val"), Machine("cpu", "float32")
+    expected = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 17, 257))
+    batches = list(window_batches(gpt, split, machine, 16, 5, 2))
+    assert [len(rows) for rows in batches] == [2, 2, 1]
+    same(torch.cat(batches), expected)
+    machine.rank, machine.world = 1, 2
+    same(torch.cat(list(window_batches(gpt, split, machine, 16, 5, 2, share=True))), expected[1::2])
+
+
+def test_a_watched_model_attends_as_always():
+    gpt, idx, seen = GPT(tiny_config(n_layer=2)), torch.zeros(2, 5, dtype=torch.long), []
+    machine = Machine("cpu", "float32")
+    watch(gpt, lambda layer, module, q, k, v, x, table: seen.append((layer, x)), idx, machine)
+    assert [layer for layer, _ in seen] == [0, 1]
+    before = gpt(idx)[0]
+    with instead(gpt, seeing(lambda layer, *inputs: None)):
+        same(gpt(idx)[0], before)
+
+
+def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_of_other_flags(copy, elastic_run, monkeypatch):
+    asked, flags = [], meta(copy)["flags"]
+    monkeypatch.setattr(subprocess, "run", lambda argv, **how: asked.append(argv[2:]) or SimpleNamespace(returncode=0))
+    assert train_if_missing(copy, flags)["flags"] == flags and not asked
+    train_if_missing(copy, [*flags, "--seed=3"])
+    assert asked.pop() == [*flags, "--seed=3"]
+    again = [*flags, f"--init_from={elastic_run}"]
+    files.write_json(copy / "meta.json", meta(copy) | {"flags": again})
+    os.utime(copy / "ckpt.pt", (2e9, 2e9))      # younger than its base
+    train_if_missing(copy, again)
+    assert not asked
+    os.utime(copy / "ckpt.pt", (1e9, 1e9))
+    train_if_missing(copy, again)
+    assert asked == [again]
 
 
 # --------------------------------------------------------------------------------------------------- lists and tables

@@ -3,6 +3,8 @@ import contextlib
 import io
 import json
 import math
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +23,11 @@ from common.flags import Parser, add_flags, fields_of
 from common.machine import Machine
 from data import tokens
 from evals import lab, sweeps
+from evals.claims import ClaimsFlags
 from evals.instrument import markdown
 from evals.lab import lab_figures, true_process
+from evals.lab_runs import flags_of, folder_of, train_flags
+from evals.ledger import experiments
 from model import GPT, GPTConfig
 
 MACHINE = Machine("cpu", "float32")
@@ -195,6 +200,17 @@ def train_here(argv):
     return said.getvalue()
 
 
+RUN = subprocess.run
+
+
+def process_here(argv, **how):
+    """Stands in for subprocess.run where a process of train.py would only take time."""
+    if Path(argv[1]).name != "train.py":
+        return RUN(argv, **how)
+    train_here(argv[2:])
+    return subprocess.CompletedProcess(argv, 0)
+
+
 def output_here(script, *flags, **variables):
     """Stands in for common.runs.output_of where a process of its own would only take time."""
     assert script == "train.py"
@@ -211,34 +227,50 @@ def test_a_run_prints_every_figure_on_a_line(tmp_path, task):
     assert meta(tmp_path)["knobs"]["pos"] == "rope+bias" and meta(tmp_path)["knobs"]["n_layer"] == 1
 
 
+def test_the_lab_its_sweeps_and_the_ledger_share_runs():
+    """The same model has the same folder and flags, so whoever comes second finds it trained."""
+    job = experiments.train_job("postnorm", 3, experiments.Place())
+    run = sweeps.cases("norm_place")["post"]
+    assert job.place == folder_of(run, 3, lab.Lab().out_dir)
+    assert list(job.words[1:]) == train_flags(run, 3, lab.Lab().out_dir)
+    assert lab.Lab().seeds == ClaimsFlags().seeds
+    tuned = experiments.train_job("heads-eq9@long", 3, experiments.Place())
+    assert f"--init_from={folder_of('heads@long', 3, 'out/lab')}" in tuned.words
+    assert tuned.after[1] == experiments.train_job("heads@long", 3, experiments.Place())
+
+
 def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, monkeypatch):
-    monkeypatch.setattr(lab, "output_of", output_here)
+    monkeypatch.setattr(subprocess, "run", process_here)
     flags = ["lab", "--attn=softmax,gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}",
              f"--results={tmp_path / 'lab'}", f"--train_args={SHORT} --dataset={task}"]
     eval_script.main(flags)
     first = capsys.readouterr()
     eval_script.main([*flags, "--json"])
     again, found = capsys.readouterr(), json.loads((tmp_path / "lab.json").read_text())
-    assert first.err.count("training") == 6 and "softmax" in first.out and "gated" in first.out
-    assert "training" not in again.err and json.loads(again.out) == found
+    assert first.err.count("training ") == 6 and "softmax" in first.out and "gated" in first.out
+    assert "training " not in again.err and json.loads(again.out) == found
     assert list(found["runs"]) == ["softmax", "gated", "blind"] and len(found["runs"]["gated"]) == 2
     assert found["runs"]["gated"][0]["parameters"] == found["runs"]["softmax"][0]["parameters"] + 64 + 1
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task):
-    more = [*SHORT.split(), f"--dataset={task}"]
-    assert lab.train_one(3, tmp_path / "softmax-3", more)["report"].keys() >= {"excess_copy", "hide_cost"}
-    assert meta(tmp_path / "softmax-3")["knobs"]["seed"] == 3
-    with pytest.raises(ValueError, match="train.py .*--n_head=5.* failed: .*n_head"):
-        lab.train_one(3, tmp_path / "wrong", [*more, "--n_head=5"])
+def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task, capfd):
+    args = lab.Lab(out_dir=str(tmp_path), train_args=f"{SHORT} --dataset={task}")
+    one, = lab.train_all({"": "softmax"}, [3], args)[""]
+    assert one["report"].keys() >= {"excess_copy", "hide_cost"}
+    assert one == meta(tmp_path / "softmax-3") and one["knobs"]["seed"] == 3
+    args.train_args += " --n_head=5"
+    with pytest.raises(ValueError, match="elastic-3 was not finished"):
+        lab.train_all({"": "elastic"}, [3], args)
+    assert "n_head" in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_recipes_get_the_flags_without_which_they_mean_nothing():
     for name, *more in (["softmax"], ["streaming", "--window=16"], ["diff", "--n_head=2"],
                         ["tra", "--attn_args=beta_init=0.1"]):
-        assert lab.flags_in_lab(name) == [f"--attn={name}", *more]
-    assert lab.flags_in_lab("blind") == ["--attn=window", "--window=1"]
+        assert flags_of(name).split() == [f"--attn={name}", *more]
+    assert flags_of("lazy", "gpu") == "--attn=lazy --pos=rope+bias"
+    assert flags_of("streaming", "gpu") == "--attn=streaming"
 
 
 # ------------------------------------------------------------------------------------------------------------- sweeps
@@ -248,20 +280,20 @@ def test_recipes_get_the_flags_without_which_they_mean_nothing():
 def test_every_row_of_a_sweep_is_a_model(name):
     parser = Parser(prog="train.py")
     add_flags(parser, train_script.Train, GPTConfig)
-    for flags in sweeps.cases(name).values():
-        knobs = train_script.settle_knobs(parser.parse_args(["--preset=lab", *flags]))[0]
+    for run in sweeps.cases(name).values():
+        knobs = train_script.settle_knobs(parser.parse_args(train_flags(run, 2, "out")))[0]
         GPT(GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66}))
 
 
 def test_a_sweep_stands_beside_the_papers_table(tmp_path, task, capsys, monkeypatch):
-    monkeypatch.setattr(lab, "output_of", output_here)
+    monkeypatch.setattr(subprocess, "run", process_here)
     eval_script.main(["lab", "--sweep=norm_place", "--seeds=0", f"--out_dir={tmp_path}",
                       f"--train_args={SHORT} --dataset={task}"])
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert "13.54" in lines["post"] and "18.18" in lines["pre"]
     found = json.loads((tmp_path / "lab-norm_place.json").read_text())["runs"]
     assert list(found) == list(sweeps.cases("norm_place")) and (tmp_path / "lab-norm_place.png").exists()
-    assert (tmp_path / "norm_place-post-0" / "meta.json").exists()
+    assert (tmp_path / "postnorm-0" / "meta.json").exists()
 
 
 # -------------------------------------------------------------------------------------------------- committed results

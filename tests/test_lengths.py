@@ -137,10 +137,9 @@ def test_finetuning_goes_on_from_the_run_at_the_longer_length(copy, look):
     same(look(*finetune, out_dir=copy), found)
     assert (tuned / "ckpt.pt").stat().st_mtime_ns == before
     # but it is if the run itself has been trained since
-    flags = meta(tuned)["flags"]
-    assert lengths.is_made(tuned, flags, copy) and not lengths.is_made(tuned, flags[1:], copy)
     (copy / "ckpt.pt").touch()
-    assert not lengths.is_made(tuned, flags, copy) and not lengths.is_made(copy / "none", flags, copy)
+    look(*finetune, out_dir=copy)
+    assert (tuned / "ckpt.pt").stat().st_mtime_ns > before
 
 
 @pytest.mark.exhaustive

@@ -105,7 +105,7 @@ def test_a_gate_is_its_mean_opening(gate, data):
     weight = gpt.transformer.h[1].attn.gate.weight.double().detach()
     opening = torch.sigmoid(inputs[0].double() @ weight.T).mean((0, 1)).view(2, -1).mean(1)
     close(numbers["figures"]["gate"]["now"][1], opening, terms=16, dtype=torch.float32)
-    assert numbers["figures"]["gate"]["start"] == [[0.5, 0.5]] * 2 and "gate  how far" in text
+    assert numbers["figures"]["gate"]["start"] == [[0.5, 0.5]] * 2 and "gate  the gate on" in text
 
 
 def test_what_a_state_keeps_and_what_is_written():
@@ -215,4 +215,4 @@ def test_a_run_as_text_json_and_picture(tmp_path, data, capsys):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     eval_script.main(["params", f"--out_dir={out}", "--device=cpu", "--windows=2"])
     said = capsys.readouterr().out
-    assert all(word in said for word in ("plot -tau", "minus this", "gate  how far", "2-10"))
+    assert all(word in said for word in ("plot -tau", "minus this", "gate  the gate on", "2-10"))

@@ -523,8 +523,8 @@ REFUSALS = [                                    # (how a command line begins, ex
                          ("train.py --init_from={run} --out_dir=out", FLAGS))),
     # ------------------------------------------------------------------------------------------------------- eval.py
     ("eval.py", FLAGS, [
-        ("", "the first word must be a command: loss, probe, sample"),
-        ("nonsense", "must be a command: loss, probe, sample.* not 'nonsense'"),
+        ("", "the first word must be a command: loss, lengths, compare"),
+        ("nonsense", "must be a command: loss, lengths, compare.* not 'nonsense'"),
         ("loss", "which run. give --out_dir"),
         ("loss --nonsense=1", "unknown flag --nonsense=1.*valid flags"),
         ("loss --out_dir=x --windows=-1", "--windows=-1 must be a number of at least 0"),

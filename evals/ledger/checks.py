@@ -1,14 +1,14 @@
-"""What the ledger measures itself, where no other instrument does: exact checks on random tensors, by seed, and looks
-into the lab's runs that tell rows with something to copy (copy) from all others (idle)."""
+"""What the ledger measures itself, because no other instrument does: exact checks on random tensors, by seed, and looks
+into the lab's runs, with copy rows (which have something to copy) apart from all others (idle)."""
 import math
 from pathlib import Path
 
 import torch
 
 import attention
-from data import tokens
+import kernels
 from evals.ablate import losses_with, unchanged
-from evals.instrument import Common, OpenedRun, read_windows
+from evals.instrument import Common, OpenedRun, seeing, watch, window_batches
 from evals.lab import FIRST_ROW, true_process
 from evals.measures import split_extra
 from evals.stream import entering_the_score
@@ -18,7 +18,8 @@ from model import GPT, GPTConfig
 
 
 def random_scores(seed, T=512, rows=8):
-    """Elastic-Softmax at tau = 1 on scores of several deviations: the mass it removes, and its share of exact zeros."""
+    """Elastic-Softmax at tau = 1 on scores of several standard deviations: the removed mass, the share of exact zeros.
+    """
     dice, seen = torch.Generator().manual_seed(seed), torch.ones(T, T, dtype=torch.bool).tril()
     n, found = seen.sum(-1, keepdim=True), {}
     for deviation in (0.02, 0.5, 1, 2):
@@ -29,7 +30,7 @@ def random_scores(seed, T=512, rows=8):
 
 
 def fixed_sum(seed):
-    """How far row sums of differential softmax are apart over rows, in its two versions."""
+    """The spread over rows of the row sums of differential softmax, in its two versions."""
     torch.manual_seed(seed)
     found = {}
     for name in ("diff", "diff2"):
@@ -45,9 +46,9 @@ LENGTHS = (64, 512, 4096, 65_536)
 
 
 def survivors(seed, d=64, pairs=2 ** 22, relevant=4):
-    """Threshold attention on random unit vectors, a list over LENGTHS, as many pairs of each: keys that pass in a row,
-    keys that pass in both of two views, rows in which none does, and the entropy of TRA, TDA and softmax over log n;
-    that also where some keys of each row are relevant, with a cosine of 0.8 in both views."""
+    """Threshold attention on random unit vectors, a list over LENGTHS with the same number of pairs at each: keys of a
+    row that pass, keys that pass in both of two views, rows in which none passes, and the entropy of TRA, TDA and
+    softmax over log n. The entropies also with relevant keys in each row, whose cosine is 0.8 in both views."""
     dice, found = torch.Generator().manual_seed(seed), {}
     for kappa in (1, 4):
         rows = [chance_of(n, kappa, d, pairs // n, relevant, dice) for n in LENGTHS]
@@ -56,9 +57,9 @@ def survivors(seed, d=64, pairs=2 ** 22, relevant=4):
 
 
 def chance_of(n, kappa, d, queries, relevant, dice):
-    """What `survivors` finds at one length."""
+    """The numbers of `survivors` at one length."""
     threshold = math.sqrt(2 * math.log(n / kappa) / d)
-    cosines = torch.stack([cosines_of_strangers(queries, n, d, dice) for _ in range(2)])            # (2, queries, n)
+    cosines = torch.stack([random_cosines(queries, n, d, dice) for _ in range(2)])      # (2, queries, n)
     passed = cosines > threshold
     found = {"empty": (~passed[0]).all(-1).double().mean().item()}
     for name, alive in (("survivors", passed[0]), ("overlap", passed.all(0))):
@@ -73,22 +74,22 @@ def chance_of(n, kappa, d, queries, relevant, dice):
     return found
 
 
-def cosines_of_strangers(queries, n, d, dice):
-    """(queries, n): cosines of independent random directions."""
+def random_cosines(queries, n, d, dice):
+    """Cosines of independent random directions, (queries, n)."""
     q, k = (torch.nn.functional.normalize(torch.randn(count, d, generator=dice), dim=-1) for count in (queries, n))
     return q @ k.T
 
 
 def dispersion(w):
-    """Mean over rows of the entropy of absolute weights, made to sum to 1, over log n; of an empty row 0."""
+    """The entropy of absolute weights, normalised to sum to 1, over log n: mean over rows; an empty row has 0."""
     p = w.abs() / w.abs().sum(-1, keepdim=True).clamp(min=1e-30)
     return (torch.special.entr(p).sum(-1) / math.log(w.shape[-1])).mean().item()
 
 
 def gate_identity(seed, T=64, d=32):
-    """Sink attention against (1 - sink weight) x softmax, in float64: largest difference; and vanilla attention against
-    (1 - w_0) x softmax over the other keys, where the first value has so much of the others' norm: mean difference,
-    over that norm."""
+    """The largest difference of sink attention and (1 - sink weight) x softmax, in float64. And the mean difference of
+    plain attention and (1 - w_0) x softmax over the other keys, for several norms of the first value, over the norm of
+    the other values."""
     dice = torch.Generator().manual_seed(seed)
     s, v, c = (torch.randn(*shape, generator=dice, dtype=torch.float64) for shape in ((T, T), (T, d), (1,)))
     s = s.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
@@ -111,38 +112,36 @@ CHECKS = {check.__name__: check for check in (random_scores, fixed_sum, survivor
 
 
 def opened(place, dataset="", count=256):
-    """A run and so many fixed sequences (N, T + 1) of its data or another's."""
+    """A run, and `count` fixed sequences (N, T + 1) of its own or another data set."""
     run = OpenedRun(Common(out_dir=place, dataset=dataset), {})
-    T = run.stride - 1
-    starts = tokens.fixed_windows(run.split("val"), T, count, run.stride)
-    return run, read_windows(run.split("val"), starts, T + 1, run.model, run.machine)
+    rows, = window_batches(run.model, run.split("val"), run.machine, run.stride - 1, count, count, run.stride)
+    return run, rows
 
 
 @torch.no_grad()
 def rows(place):
-    """Idle and copy rows apart, in the first layer: weight on the right key, rows without any weight, how far a gate is
-    open, cosines with the first key; and what the loss gains when the extra key is taken away."""
+    """For idle and copy rows of the first layer: weight on the right key, rows without any weight, the gate, cosines
+    with the first key. Also what the loss gains without the extra key."""
     run, windows = opened(place)
     trigger = true_process(windows, run.data_meta)[1]                   # (N, T)
     late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW
     kinds, found = {"idle": ~trigger & late, "copy": trigger & late}, {}
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         if layer == 0:
             found.update(figures_of_rows(module, q, k, x, table, kinds))
-        return attend(q, k, v, x, table)
 
-    before = losses_with(watch, run.model, windows, run.machine)
+    before = losses_with(seeing(see), run.model, windows, run.machine)
     if run.model.transformer.h[0].attn.has_extra_key:
         found["deletion"] = (losses_with(extra_key_deleted, run.model, windows, run.machine) - before).mean().item()
     return found
 
 
 def figures_of_rows(module, q, k, x, table, kinds):
-    """What `rows` finds in one layer. kinds: {name: which queries (N, T)}."""
+    """The numbers of `rows` in one layer. kinds: {name: which queries (N, T)}."""
     w = weights_on_tokens(module, q, k, x, table)
     queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
-    right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): of each row but the first, the key before it
+    right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): each row's weight on the key before it
     seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
             "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
     if hasattr(module, "gate"):
@@ -154,21 +153,19 @@ def figures_of_rows(module, q, k, x, table, kinds):
 
 
 def weights_on_tokens(module, q, k, x, table):
-    """(N, T, T): of each query on each key, mean over heads; a key outside the sequence is left out."""
+    """The mean weights over heads, (N, T, T), without a key outside the sequence."""
     return split_extra(module, module.weights_of(q, k, x, table))[1].mean(1)[:, module.ahead:]
 
 
-@torch.no_grad()
 def fixed(place):
-    """Weight on the fixed token of all sequences and on the first one, of queries after it, mean over layers."""
+    """The weight of later queries on the fixed token and on the first token, mean over layers."""
     run, windows = opened(place, count=64)
     at, found = run.data_meta["fixed_at"], []
 
-    def watch(attend, layer, module, q, k, v, x, table):
+    def see(layer, module, q, k, v, x, table):
         found.append(weights_on_tokens(module, q, k, x, table)[:, at + 1:].mean((0, 1)))                # (T,)
-        return attend(q, k, v, x, table)
 
-    losses_with(watch, run.model, windows, run.machine)
+    watch(run.model, see, windows[:, :-1], run.machine)
     mean = torch.stack(found).mean(0)
     return {"on fixed": mean[at].item(), "on first": mean[0].item()}
 
@@ -176,14 +173,14 @@ def fixed(place):
 def extra_key_deleted(attend, layer, module, q, k, v, x, table):
     """Attention without its extra key: softmax over the tokens alone."""
     q, k, t, _ = module.prepare(q, k)
-    return module.run_rule(q, k, v, t, attention.as_distance(table), module.sight, None, False)[0]
+    return kernels.block_loop(module.rule, q, k, v, t, module.sight, attention.as_distance(table))[0]
 
 
 @torch.no_grad()
 def far(place):
-    """The loss in excess of the true process's in sequences of 256, four times what the run was trained on: by place,
-    from the training length on, less that within it."""
-    run, windows = opened(place, str(Path(place).parents[1] / "data" / "long"))
+    """The excess loss in sequences of 256, four times the training length: beyond the training length, minus that
+    within it."""
+    run, windows = opened(place, str(Path(place).parent / "data" / "long"))
     bayes = true_process(windows, run.data_meta)[0]
     excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)
     within = excess[FIRST_ROW:64].mean()

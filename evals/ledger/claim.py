@@ -44,7 +44,7 @@ class Claim(NamedTuple):
     rule: str                                   # what agrees, what contradicts; between the two is mixed
     reading: Reading | None                     # None: out of reach
     note: str = ""                              # what had to be asked otherwise than planned, and why; what it leaves
-    variations: tuple[str, ...] = ()            # set-ups of experiments.SETUPS in which the same rule is applied again
+    variations: tuple[str, ...] = ()            # set-ups of lab_runs.SETUPS in which the same rule is applied again
     elsewhere: dict[str, Reading] = {}          # {name: the same question, to other runs}
     seeds: int = 3                              # how many, at most
 

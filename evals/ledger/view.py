@@ -3,10 +3,11 @@ import textwrap
 
 import numpy as np
 
-from evals.instrument import pyplot, save_figure, table
+from evals.instrument import table
 from evals.ledger.book import PAPERS, flips, jobs_of, readings, seeds_of, verdicts_of
 from evals.ledger.claim import AGREES, CONTRADICTS, COSTS, MIXED, NOT_RUN, UNTESTABLE, VERDICTS
 from evals.ledger.experiments import CHECKS, CONSTANT, all_jobs
+from evals.pictures import pyplot, save_figure
 
 # -------------------------------------------------------------------------------------------------------------- as text
 

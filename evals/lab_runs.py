@@ -1,0 +1,159 @@
+"""The runs that the lab, its sweeps and the ledger share: names, and the flags of train.py behind them.
+
+A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED, so it is
+trained once, whoever asks for it.
+
+    lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 14 s on one core
+    nobos   the same without BOS: sequences begin with a symbol drawn at random
+    nobias, tied, lr3e-3    the same without biases, with a tied head, with a third of the learning rate
+    heads8  the same with eight heads
+    long    the same task in sequences of 256 symbols, as many tokens a step
+    gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
+"""
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import attention
+
+SEEDS = "2,3,4"                                 # of the lab, its sweeps and the ledger, so that they share runs
+OUT_DIR = "out/lab"
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+
+class Setup(NamedTuple):
+    """A way to train every recipe. {data} and {books} stand for folders."""
+    flags: str                                  # of train.py, before the recipe's own
+    data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
+
+
+BACKCOPY = "data/backcopy.py"
+BOOKS = "data/text.py --source={books} --val=moby-dick"
+GPU = ("--n_layer=8 --n_head=8 --n_embd=512 --block_size=512 --pos=rope --batch_size=64 --max_iters=2000 "
+       "--learning_rate=1e-3 --warmup_iters=200 --eval_interval=100 --eval_iters=4")
+
+SETUPS = {
+    "lab": Setup("--preset=lab"),
+    "nobos": Setup("--preset=lab --dataset={data}/nobos", f"{BACKCOPY} --no_bos"),
+    "nobias": Setup("--preset=lab --bias=0"),
+    "tied": Setup("--preset=lab --tied=1"),
+    "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
+    "heads8": Setup("--preset=lab --n_head=8"),
+    "long": Setup("--preset=lab --dataset={data}/long --block_size=256 --bias_range=256 --batch_size=12",
+                  f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
+    **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}",
+                              f"{BACKCOPY} --no_bos --fixed_at={place}") for place in (4, 32)},
+    "text": Setup("--preset=tiny --max_iters=600"),
+    "books": Setup("", f"{BOOKS} --tokenizer=out/smollm2"),              # for public weights
+    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes"),
+    **{f"gpu-fixed{place}": Setup(
+        f"{GPU} --dataset={{data}}/gpu-fixed{place}",
+        f"{BOOKS} --tokenizer=bytes --fixed_at={place} --length=512")
+       for place in (4, 8, 16, 32, 64)},
+}
+
+TDA = "--attn=tda --attn_args=learn_beta=0,beta_init="
+FROZEN = "--attn=focus --window=128 --init_from=softmax --train_only=focus --max_iters=1000"
+HEADS = "--n_layer=2 --n_head=4"
+TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
+
+RECIPES = {                                     # {name: flags of train.py}, besides attention.ATTENTIONS
+    "blind": "--attn=window --window=1",        # softmax whose rows see themselves alone: the lab without attention
+    # positions (when sinks emerge, table 3), and norms
+    "learned": "--attn=softmax --pos=learned",
+    "rope": "--attn=softmax --pos=rope",
+    "sinusoidal": "--attn=softmax --pos=sinusoidal",
+    "alibi": "--attn=softmax --pos=alibi",
+    "no-positions": "--attn=softmax --pos=none",
+    "t5": "--attn=softmax --pos=t5",
+    "t5-index": "--attn=softmax --pos=t5_index",
+    "alibi-learned": "--attn=softmax --pos=alibi --attn_args=learn_alibi=1",
+    "sink-rope": "--attn=sink --pos=rope",
+    **{f"{pos}-untrained": f"--attn=softmax --pos={pos} --max_iters=1"
+       for pos in ("learned", "sinusoidal", "rope", "alibi")},
+    "postnorm": "--attn=softmax --norm_place=post",
+    "outnorm": "--attn=softmax --norm_place=out",
+    "outnorm-qknorm": "--attn=softmax --norm_place=out --qk_norm=all",          # as OLMo 2 has it
+    # the lazy family, one part at a time
+    "elastic-rope": "--attn=elastic --pos=rope",
+    "rope+bias": "--attn=softmax --pos=rope+bias",
+    # a sink logit that learns 30 times as fast; a bias key whose value has a fixed norm, evenly or on one axis
+    "sink-x30": "--attn=sink --head_lr=30",
+    **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},
+    **{f"value-axis-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=0" for m in (1, 5, 20)},
+    # a bias key in few channels; of four heads, also one bias key for all
+    **{f"k_bias-{dims}-dims": f"--attn=k_bias --attn_args=bias_dims={dims}" for dims in (1, 4)},
+    **{f"{attn}-4-heads": f"--attn={attn} --n_head=4" for attn in ("softmax", "k_bias", "kv_bias")},
+    **{f"{attn}-4-heads-shared": f"--attn={attn} --n_head=4 --attn_args=bias_shared=1"
+       for attn in ("k_bias", "kv_bias")},
+    # threshold differential attention with a fixed beta
+    **{f"tda-{beta}": f"{TDA}{beta}" for beta in ("0.3", "0.5", "0.8", "1")},
+    # the forms of elastic's offset (lazy attention, table 2), and tau's learning rate
+    "tau-from-0": "--attn=elastic --attn_args=tau_init=0",
+    "tau-fixed": "--attn=elastic --attn_args=learn_tau=0",
+    "tau-plain": "--attn=elastic --attn_args=per_length=0,tau_init=0",
+    "elastic-x30": "--attn=elastic --head_lr=30",
+    "bias-alone": "--attn=softmax --pos=bias",
+    **{f"tda-p{power}": f"--attn=tda --attn_args=power={power}" for power in (1, 3, 5)},
+    **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=1" for weight in (0.001, 0.01)},
+    # Focus: from scratch; its router alone, beside a frozen model
+    **{f"focus-{balance}": f"--attn=focus --window=64 --balance={balance} --attn_args=groups=8"
+       for balance in ("softmax", "entropy", "sinkhorn")},
+    "focus": "--attn=focus --window=128",
+    "focus-frozen": FROZEN, "focus-frozen-sinkhorn": f"{FROZEN} --balance=sinkhorn",
+    "focus-random": f"{FROZEN} --max_iters=1", "focus-short": f"{FROZEN} --block_size=256 --window=64",
+    "focus-k8": f"{FROZEN} --attn_args=groups=8",
+    "focus-k8-random": f"{FROZEN} --attn_args=groups=8 --max_iters=1",
+    **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 10, 20)},
+    **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 16, 64, 512)},
+    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 128, 256)},
+    # two layers; and of four heads, before and after 250 steps with and without the balancing loss
+    "two-layers": "--attn=softmax --n_layer=2",
+    "heads": f"--attn=softmax {HEADS}",
+    "heads-plain": f"--attn=softmax {TUNED}",
+    "heads-eq8": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_form=all",
+    "heads-eq9": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_skip=1",
+}
+
+# ------------------------------------------------------------------------------------------------------------ one run
+
+
+def folder_of(run, seed, out_dir):
+    """The folder of a run with a seed."""
+    return Path(out_dir) / f"{run}-{seed}"
+
+
+def train_flags(run, seed, out_dir, more=""):
+    """The flags of train.py that make a run. more: further flags, separated by spaces."""
+    recipe, _, setup = run.partition("@")
+    base, flags = base_of(run), flags_of(recipe, setup)
+    if base:                                    # the table has its name, train.py takes its folder
+        flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
+    fixed = SETUPS[setup or "lab"].flags.format(data=Path(out_dir) / "data")
+    return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()
+
+
+def base_of(run):
+    """The run of the same set-up that this one starts from, or None."""
+    recipe, at, setup = run.partition("@")
+    found = re.search(r"--init_from=(\S+)", RECIPES.get(recipe, ""))
+    return found and found[1] + at + setup
+
+
+def flags_of(recipe, setup=""):
+    """The flags of a recipe in a set-up. Raises ValueError if there is no such recipe."""
+    if recipe in RECIPES:
+        return RECIPES[recipe]
+    axes = attention.recipe(recipe)
+    flags = [f"--attn={recipe}"]
+    if setup.startswith("gpu"):                 # the recipe's own positions replace the set-up's
+        flags += [f"--pos={axes['pos']}"] if "pos" in axes else []
+        return " ".join(flags)
+    if "window" in axes:                        # shorter than the lab's 64 tokens
+        flags.append("--window=16")
+    if axes.get("diff") == "v1":                # it pairs heads, and the lab has one head
+        flags.append("--n_head=2")
+    if axes["rule"] == "tra":                   # with its own beta of 1 hardly any key passes the threshold at first,
+        flags.append("--attn_args=beta_init=0.1")       # so queries and keys would get no gradient
+    return " ".join(flags)

@@ -1,0 +1,77 @@
+"""What the instruments draw with: a heat map, a panel of lines, colours, and the file that --png names."""
+import numpy as np
+
+from common import files
+
+SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}        # of a row's weight: dark is much, in every map
+GREY = "#999999"                                        # reference lines
+
+
+def signed(most):
+    """Colours from -most to most: red is above 0, blue below, white is 0."""
+    return {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
+
+
+def pyplot():
+    """matplotlib.pyplot, which most commands do without."""
+    import matplotlib
+    matplotlib.use("Agg")                       # draws without a screen
+    from matplotlib import pyplot as plt
+    return plt
+
+
+def save_figure(figure, path):
+    with files.replacing(path) as f:
+        figure.savefig(f, format="png", dpi=110)
+    pyplot().close(figure)
+
+
+def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
+    """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows, columns) are given. None in
+    either stays empty. Returns the image, for a colour bar."""
+    cells = np.array(cells, float)              # None becomes nan
+    image = ax.imshow(cells, aspect="auto", **colours)
+    if numbers is None:
+        whole_ticks(ax.xaxis)
+        whole_ticks(ax.yaxis)
+    else:
+        for place, number in np.ndenumerate(np.array(numbers, float)):
+            if not np.isnan(number):
+                ax.text(*place[::-1], f"{number:.2f}", ha="center", va="center", fontsize=7,
+                        color="white" if abs(cells[place]) > 0.6 * image.norm.vmax else "black")
+        ax.set_xticks(range(cells.shape[1]))
+        ax.set_yticks(range(cells.shape[0]))
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    return image
+
+
+def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
+    """Draw {label: (x, y) or (x, y, standard errors)} as lines with dots, and dotted vertical lines at `marks`."""
+    for label, (x, y, *errors) in curves.items():
+        ax.errorbar(x, y, *([error or 0 for error in part] for part in errors), fmt="o-", markersize=4, capsize=3,
+                    label=label)
+    for x in marks:
+        ax.axvline(x, color=GREY, linestyle=":", linewidth=1)
+    if legend:
+        ax.legend(frameon=False, fontsize=8)
+    frame(ax, title, xlabel)
+
+
+def frame(ax, title="", xlabel="", ylabel=""):
+    """A panel's title and labels, and axes at the left and at the bottom only."""
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def whole_ticks(axis):
+    """Ticks at whole numbers only, as of layers and heads."""
+    axis.get_major_locator().set_params(integer=True)
+
+
+def powers_of_two(axis):
+    """A scale for lengths: 64, 128, 256."""
+    axis.axes.set_xscale("log", base=2)
+    axis.set_major_formatter(lambda x, place: f"{x:g}")
