@@ -33,6 +33,7 @@ Time, compile and read the code, without a run:
     speed     time every recipe's training step and attention on this machine; with --kernels the fused kernels and
               torch's own; with --live and --out_dir how much time the zeros of a trained run save
     compile   compile the Triton kernels, also for GPUs that this machine lacks: registers, shared memory, spills
+    curve     the weights that recipes give to one row of scores (python eval.py curve softmax,elastic --png=curve.png)
     show      a recipe on one page: its choices, PyTorch, Triton, and where they are (python eval.py show elastic)
 
 eval.py rebuilds the model from the run's meta.json; --attn and the flags of its axes override the run's own where its
@@ -51,6 +52,7 @@ from evals import (
     claims,
     compare,
     compile,
+    curve,
     groups,
     heads,
     lab,
@@ -100,6 +102,7 @@ OF_THEIR_OWN = {                                # these train or build their own
     # the code itself
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
+    "curve": Command(curve.Curve, curve.command),
     "show": Command(show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN

@@ -1,0 +1,46 @@
+"""eval.py curve: the weights of one row are the recipe's formula of its scores."""
+import json
+
+import pytest
+import torch
+from bounds import close
+from conftest import complain
+
+import attention
+import eval as eval_script
+
+RECIPES = [name for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes]
+
+
+def curve(capsys, *argv):
+    eval_script.main(["curve", *argv])
+    return capsys.readouterr().out
+
+
+def test_weights_are_the_formula_of_the_scores(capsys):
+    found = json.loads(curve(capsys, "softmax,elastic,relu,softmax1,tda,diff2", "--keys=9", "--spread=3", "--json"))
+    s, w = torch.tensor(found["scores"]), {name: torch.tensor(row["weights"]) for name, row in found["recipes"].items()}
+    close(s, torch.linspace(-3, 3, 9))
+    p = s.double().softmax(0)
+    close(w["softmax"], p, terms=9)
+    close(w["elastic"], (p - 1 / 9).clamp(min=0), terms=9)
+    close(w["relu"], s.double().clamp(min=0) / 9, terms=9)
+    close(w["softmax1"], s.double().exp() / (1 + s.double().exp().sum()), terms=9)
+    threshold = (2 * torch.tensor(9.0).double().log() / 64).sqrt()
+    close(w["tda"], (s.double() / 3 - threshold).clamp(min=0) ** 2, terms=64)       # of one view: cosines
+    close(w["diff2"], p, terms=9)
+    row = found["recipes"]["softmax1"]
+    assert row["zeros"] == 0 and row["largest"] == max(row["weights"])
+    close(torch.tensor(row["on_keys"] + row["extra"]), torch.ones(()), terms=9)
+
+
+def test_every_recipe_of_a_rule_has_a_curve_and_a_picture_shows_them(tmp_path, capsys):
+    text = curve(capsys, "all", f"--png={tmp_path / 'curve.png'}")
+    assert {*RECIPES} <= {*text.split()}
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("flags, says", [(("retnet",), "without a mixer"), (("nonsense",), "choose from"),
+                                         (("--keys=1",), "--keys"), (("--spread=-1",), "--spread")])
+def test_wrong_flags_are_explained(flags, says, capsys):
+    assert says in complain(eval_script.main, capsys, "curve", *flags)[1]
