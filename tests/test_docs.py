@@ -1,0 +1,101 @@
+"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's."""
+import argparse
+import re
+import runpy
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT
+
+import attention
+import mixers
+from common.flags import fields_of, given_flags, with_recipe
+from model import GPTConfig
+
+PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+         for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+READERS_OWN = "squared"                         # the rule that README adds, which does not exist
+
+
+def lines_of(page):
+    """The shell lines of a page: of its sh blocks, and of code in its text that starts python or torchrun."""
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.S)).replace("\\\n", " ").splitlines()
+    text = re.sub(r"```.*?```", "", page, flags=re.S)
+    return blocks + [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)
+                     if re.match(r"([A-Z_]+=\S+ )*(python|torchrun) ", code)]
+
+
+def commands_of(page):
+    """(script, arguments) of every command that starts a script of ours. Placeholders such as ... and FILE stay out."""
+    for line in lines_of(page):
+        words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+        for command in " ".join(map(shlex.quote, words)).replace("'&&'", "&&").split(" && "):
+            words = [word.rstrip(";") for word in shlex.split(command)]
+            scripts = [i for i, word in enumerate(words) if word.endswith(".py") and "=" not in word]
+            if "-m" in words or not scripts or "..." in command:
+                continue
+            arguments = [word for word in words[scripts[0] + 1:] if word not in ("done", "")]
+            for variable, value in (("$attn", "elastic"), ("$seed", "1")):      # what a shell loop puts there
+                arguments = [word.replace(variable, value) for word in arguments]
+            if not {"-h", READERS_OWN} & {*arguments}:
+                yield words[scripts[0]], arguments
+
+
+COMMANDS = sorted({(script, *arguments) for page in PAGES.values() for script, arguments in commands_of(page)})
+
+
+class Parsed(Exception):
+    """Raised in place of what a command would do next."""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_passes_its_parser(command, monkeypatch, capsys):
+    script, *arguments = command
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_only(parser, args=None, namespace=None):
+        found, unknown = parse(parser, args, namespace)
+        if unknown:
+            parser.error(f"unknown: {unknown}")
+        raise Parsed(found)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    try:
+        with pytest.raises(Parsed) as stop:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    found = stop.value.args[0]
+    for name in getattr(found, "attn", None) and found.attn.split(",") or ():
+        assert name == "all" or name in attention.ATTENTIONS
+    if script == "train.py":                        # the recipe and its axes go together
+        GPTConfig(**fields_of(GPTConfig, with_recipe({"vocab_size": 1}, given_flags(found, GPTConfig),
+                                                     attention.ATTENTIONS, mixers.DEFAULTS)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_picture_leads_somewhere(page):
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.S)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            place = (ROOT / page).parent / path if path else ROOT / page
+            assert place.exists(), target
+            headings = re.findall(r"^#+ (.*)", place.read_text(encoding="utf-8"), re.M) if anchor else []
+            anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in anchors, target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_code_is_the_files_own(page):
+    """A block that names its file, ```python FILE, is a part of it. Docstrings may be left out."""
+    for file, code in re.findall(r"```python (\S+)\n(.*?)```", PAGES[page], re.S):
+        source = (ROOT / file).read_text(encoding="utf-8")
+        without_docstrings = re.sub(r' *"""(?:.|\n)*?"""\n', "", source)
+        assert code in source or code in without_docstrings, code
+
+
+def test_no_reference_page_is_left_out():
+    assert all(page == "README.md" or f"({page})" in PAGES["README.md"] for page in PAGES)
