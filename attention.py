@@ -1,18 +1,19 @@
-"""How attention scores become attention weights: every rule, every published recipe, and the layer around them.
+"""How attention scores become attention weights: the rules, the published recipes, and the layer around them.
 
 One head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. The weights come from a rule
 
     w_ij = f(s_ij; r_i, t_i)
 
 of the score s_ij, a statistic r_i of the row (such as the log-sum-exp of its scores) and a row input t_i (such as a
-threshold). A rule is one card below: its formula, its definition in PyTorch, the same in Triton, and its row in RULES.
-A recipe, such as --attn=elastic, is one line in ATTENTIONS: a rule and a choice on each axis around it (see axes/).
-`Attention.forward` tells the whole way from x to y. kernels.py computes any rule without storing the weights.
+threshold). Each rule has one section below: its formula, its definition in PyTorch, the same in Triton, and its row in
+RULES. A recipe, such as --attn=elastic, is an entry of ATTENTIONS: a rule and a choice on each axis around it (see
+axes/). `Attention.forward` and `Attention.attend` go from x to y. kernels.py computes any rule block by block, so its
+memory is linear in T.
 
 Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v,
-C = n_embd. q (B, H, R, D), k (B, H or fewer, T, D), v (B, H or fewer, T, E). Scores and weights are (B, H, R, T), row
-vectors (B, H, R, 1). A differential recipe has two score heads, called views, for each output head: view a is 0::2 of
-the score heads, view b is 1::2.
+C = n_embd. q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. Scores and weights are (B, H, R, T),
+row vectors (B, H, R, 1). A differential recipe has two score heads, called views, for each output head: heads 0, 2, ..
+form view a, heads 1, 3, .. view b.
 """
 import dataclasses
 import math
@@ -44,33 +45,36 @@ from kernels import (
 
 # ------------------------------------------------------------------------------------------------------- what a rule is
 # In PyTorch a rule takes a block of scores s (B, H, R, T) in float32 or float64, the mask `seen` of visible keys
-# (broadcastable to s), the row input t and perhaps a power. It returns weights of the shape of s, zero where masked.
+# (broadcastable to s), the row input t and, if the rule has one, the constant `power`. It returns weights of the shape
+# of s, zero where masked.
 #
-# In Triton a rule is three small functions of one tile of scores, which kernels.py calls:
-#   weigh   s, r, t -> the weights w, what the statistic sums (z), and what the backward's U sums (u)
-#   slope   s, r, t, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij = do_i . v_j is the gradient
-#           of w_ij. delta_i = do_i . U_i - dr_i, where U_i = sum_j u_ij v_j / sum_j z_ij is often the output itself.
-#   settle  the finished sums of a row -> its statistic r
-# There s and r are in the rule's unit: multiplied by log2 e where exponentials are taken, because the hardware computes
-# 2^x. Each line of Triton stands below the line of PyTorch that defines it.
+# In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls:
+#   weigh   s, r, t -> the weights w; z, whose row sum gives the statistic; u, the weights of U, see slope
+#   slope   s, r, t, g, delta -> the gradient ds of the scores, and the summand of dt. Here g_ij = do_i . v_j is the
+#           gradient of w_ij (do: the upstream gradient of o), and delta_i = do_i . U_i - dr_i is a constant of the row,
+#           with U_i = sum_j u_ij v_j / sum_j z_ij. For most rules that normalise their rows, U is the output.
+#   settle  r so far, and the sums of w and z over the row -> the statistic r. Rules without a statistic have none
+#   lift    s, t -> another score, which replaces s in weigh. Few rules have it
+# s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware computes 2^x.
+# A comment above each line of Triton gives the same in PyTorch.
 
 MASKED = -1e30                                  # additive mask. Finite, so a fully masked row gives no NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(Choice):
-    weights: Callable | None = None             # s, seen, t -> weights, the definition
-    statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), computed only where it is needed
-    row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1)
+    weights: Callable | None = None             # s, seen, t -> weights: the definition
+    statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), if anything needs it
+    row_input: Callable | None = None           # layer, n (R,) -> t (.., R, 1), broadcastable to (B, H, R, 1)
     power: Callable | None = None               # args -> the constant power of rules that have one
-    kernel: Kernel | None = None                # the same rule in Triton
-    threshold_of: str | None = None             # in Triton, t is multiplied by the row sum of this other rule
+    kernel: Kernel | None = None                # the same rule in Triton; None: the block loop computes it everywhere
+    threshold_of: str | None = None             # another rule: the kernel's t is t times that rule's row sum
 
-    linear = True                               # the output is linear in the values: there are weights to look at
+    linear = True                               # the output is a linear function of the values, so weights exist
 
     @property
     def normalizes(self):
-        """Does the rule itself decide what its rows sum to?"""
+        """Does the rule itself normalise its rows? --normalize goes with the others."""
         return self.statistic is not row_sum
 
 
@@ -88,7 +92,8 @@ def row_sum(s, seen, w):
 
 
 def softmax(s, seen, t=None):
-    """w_ij = exp(s_ij) / sum_k exp(s_ik): every row spends exactly 1. A row that finds nothing pays into a sink.
+    """w_ij = exp(s_ij) / sum_k exp(s_ik): every row sums to 1. A row without a relevant key must still put its weight
+    somewhere, usually on the first token: the attention sink.
 
     No learned scalars. The statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1.
     """
@@ -96,8 +101,8 @@ def softmax(s, seen, t=None):
 
 
 class LogSumExp(torch.autograd.Function):
-    """r_i = log sum_j exp(s_ij), natural, of rows whose softmax w is known: r = s_ij - log w_ij for any j. The largest
-    weight gives the best precision. This saves a second pass of exponentials, and the gradient of r is w itself."""
+    """The log-sum-exp of each row (natural logarithm) from its softmax w: r = s_ij - log w_ij for any j. The largest
+    weight gives the best precision. This avoids a second pass of exponentials, and the gradient of r is w itself."""
     @staticmethod
     def forward(ctx, s, seen, w):
         ctx.save_for_backward(w)
@@ -125,8 +130,8 @@ def softmax_slope(s, r, t, power: tl.constexpr, g, delta):
 
 @jit
 def softmax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = torch.logsumexp(s, -1)                    (r comes in as the maximum m, sum_z as the sum of 2^(s - m))
-    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # an empty row (of lssar) has no sum
+    # r = torch.logsumexp(s, -1)                    (the argument r is the maximum m, sum_z the sum of 2^(s - m))
+    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # sum_z is 0 in a row without weights
 
 
 RULES["softmax"] = Rule(weights=softmax, statistic=LogSumExp.apply, kernel=Kernel(
@@ -138,20 +143,20 @@ RULES["softmax"] = Rule(weights=softmax, statistic=LogSumExp.apply, kernel=Kerne
 
 
 def elastic(s, seen, t):
-    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may spend less than 1, an even row nothing.
+    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may sum to less than 1, a uniform row to 0.
 
     Weights that softmax would park on a sink fall below the threshold and become exactly zero. The others are not
     renormalised. For tau >= 0 the row sum lies in [0, 1].
-    Learned: tau (H,), 1 at the start, so that an even row is off. n_i counts from 1: row i of the paper sees i keys.
+    Learned: tau (H,), 1 at the start, at which a uniform row outputs zero. n_i is the number of visible keys.
     Source: Lazy Attention, eq. 5 and table 2.
-    Differs from the author's code: it stores -tau and adds it, from -1, -0.5 or -1.01 on, with a hundred times the
-    learning rate (here --head_lr=100).
+    Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
+    with 100 times the learning rate (here --head_lr=100).
     """
-    return (softmax(s, seen) - t).masked_fill_(~seen, 0.0).relu_()      # a negative tau would lift masked keys
+    return (softmax(s, seen) - t).masked_fill_(~seen, 0.0).relu_()      # tau < 0 would give masked keys a weight
 
 
 def elastic_threshold(layer, n):
-    """t_i = tau_h / n_i; with per_length=0 tau_h alone, with per_length=block tau_h / block_size on every row."""
+    """t_i = tau_h / n_i. per_length=0: t_i = tau_h. per_length=block: t_i = tau_h / block_size."""
     if layer.args["per_length"] == "block":
         n = torch.full_like(n, layer.config.block_size)
     elif not layer.args["per_length"]:
@@ -159,7 +164,8 @@ def elastic_threshold(layer, n):
     return layer.tau[:, None, None] / n[:, None]
 
 
-# The first row has one key: p = 1, and t = 1 as tau starts. Rounding differs between kernels and must not decide a tie
+# In the first row p = 1 and, at the start, t = 1. The derivative counts p as above t only beyond t (1 + 2^-18), so that
+# rounding does not decide this tie
 TIE = tl.constexpr(1 + 2**-18)
 
 
@@ -193,10 +199,10 @@ RULES["elastic"] = Rule(
 def entmax(s, seen, t=None, power=2.0):
     """w_ij = relu((alpha - 1) s_ij - r_i)^power, power = 1 / (alpha - 1), with the r_i that makes the row sum to 1.
 
-    Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get exact zeros. The row
-    still spends 1, so it still needs a sink, chosen among few keys.
-    Learned, with --attn_args=alpha=learned: theta (H,), 0 at the start, alpha_h = 1 + sigmoid(theta_h). The power is
-    then the row input t.
+    Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get exact zeros. Rows
+    still sum to 1, so a sink may form, but only a few keys get weight.
+    Learned, with --attn_args=alpha=learned: theta (H,), 0 at the start, alpha_h = 1 + sigmoid(theta_h). Then the power
+    is passed as the row input t.
     Source: Peters et al. 2019, eq. 7 and 9; alpha per head as 1 + sigmoid: Correia et al. 2019.
     """
     power = t if power is None else power
@@ -204,8 +210,8 @@ def entmax(s, seen, t=None, power=2.0):
     z = z - z.detach().amax(-1, keepdim=True)                           # now r lies in [-1, 0]
     r = entmax_threshold(z.detach(), power)
     x = F.relu(z - r)
-    # r solves sum_j x_ij^power = 1. One more step of Newton's method does not move it, but shows autograd how r depends
-    # on z and on the power
+    # r solves sum_j x_ij^power = 1. One more step of Newton's method leaves r as it is, but is differentiable, so
+    # gradients reach z and the power
     slope = (power * (x > 0) * x ** (power - 1)).sum(-1, keepdim=True).detach()
     r = r + ((x ** power).sum(-1, keepdim=True) - 1) / slope
     return F.relu(z - r) ** power
@@ -215,11 +221,11 @@ def entmax(s, seen, t=None, power=2.0):
 def entmax_threshold(z, power):
     """The r (.., 1) at which sum_j relu(z_j - r)^power = 1, for rows z whose maximum is 0.
 
-    Newton's method on the norm of relu(z - r), which is convex in r: r rises from -1, where the largest weight alone is
-    1, and never passes the solution.
+    Newton's method on (sum_j relu(z_j - r)^power)^(1/power), which is convex in r. It starts at r = -1, where the
+    largest key alone has weight 1. r rises and never passes the solution.
     """
     r = torch.full_like(z[..., :1], -1.0)
-    for _ in range(60):                         # five to ten are usual
+    for _ in range(60):                         # usually stops after 5 to 10
         x = F.relu(z - r)
         total = (x ** power).sum(-1, keepdim=True)
         step = (total - total ** (1 - 1 / power)) / ((x > 0) * x ** (power - 1)).sum(-1, keepdim=True)
@@ -238,7 +244,7 @@ def entmax_row_input(layer, n):
 
 def sparsemax(s, seen, t=None, power=1.0):
     """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha 2, its sparsest
-    form. The row still spends 1, so it still needs a sink.
+    form. The row still spends 1, so a sink may form.
 
     No learned scalars. Source: Martins & Astudillo 2016, eq. 1.
     """
@@ -252,7 +258,7 @@ def entmax_lift(s, t, power: tl.constexpr):
 
 @jit
 def entmax_weigh(s, r, t, power: tl.constexpr):
-    # x = torch.relu(s - r); w = x**power           (s comes in divided by the power)
+    # x = torch.relu(s - r); w = x**power           (lift has divided s by the power)
     u = const_power(s - r, power - 1)
     return u * tl.maximum(s - r, 0.), u, u
 
@@ -267,16 +273,18 @@ def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
 @jit
 def entmax_settle(r, t, power, sum_w, sum_z, FIRST: tl.constexpr):
     # r so that (relu(s / power - r)**power).sum(-1) == 1
-    if FIRST:                                               # r comes in as the maximum. The largest weight alone is at
-        return r - 1.                                       # most 1, so the solution is not below the maximum minus 1
-    else:                                                   # Newton on the norm (sum of w)^(1 / power), convex in r:
-        step = sum_w - real_power(sum_w, 1 - 1 / power)     # from the left, never beyond the solution
+    if FIRST:
+        # the argument r is the maximum m. At r = m - 1 the largest key alone has weight 1, so the solution is not below
+        return r - 1.
+    else:
+        # one step of Newton's method, as in entmax_threshold: from the left, never beyond the solution
+        step = sum_w - real_power(sum_w, 1 - 1 / power)
         return r + step / tl.maximum(sum_z, 1e-30)
 
 
-# alphamax is the kernel of entmax where each row has a power t_i of its own, learned:
-# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). x depends on t also through s / t, whose slope is -(x + r) / t, but
-# r is the same for all keys, and ds sums to 0
+# alphamax is entmax's kernel if the power t_i of each row is learned:
+# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). This includes the change of x = s / t - r through s / t, which is
+# -(x + r) / t. The part of r vanishes, because ds sums to 0 over the row.
 
 @jit
 def alphamax_lift(s, t, power: tl.constexpr):
@@ -285,7 +293,7 @@ def alphamax_lift(s, t, power: tl.constexpr):
 
 @jit
 def alphamax_weigh(s, r, t, power: tl.constexpr):
-    # x = torch.relu(s - r); w = x**t               (s comes in divided by t)
+    # x = torch.relu(s - r); w = x**t               (lift has divided s by t)
     u = real_power(s - r, t - 1)
     return u * tl.maximum(s - r, 0.), u, u
 
@@ -316,31 +324,34 @@ RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
 
 # ---------------------------------------------------------------------------------------------------------------- lssar
 # a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),   w_ij = x_ij^power / sum_k x_ik^power
-# In Triton x = relu(softplus(s) - t) with t times the row sum of softplus, and w is the softmax of power log x, because
-# x^power overflows. ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij       Gao & Spratling 2501.13428, eq. 4, 5
+# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s), and w is the softmax
+# of power log x, because x^power overflows.                                        Gao & Spratling 2501.13428, eq. 4, 5
+# ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij
 
 
 def lssar(s, seen, t, power=15.0):
     """a_ij = softplus(s_ij) / sum_k softplus(s_ik),  w_ij = x_ij^power / sum_k x_ik^power,  x_ij = relu(a_ij - t_i).
 
-    t_i = o_i / n_i, with o_i = 1, but 0 where a row sees up to three keys. What lies below an even row's share is
-    cut, and the power sharpens what is left. Rows still sum to 1 (only an even one is empty), so a sink may remain.
-    No learned scalars: the recipe puts q and k to unit length, and the score is log(d) log(n_i) q.k.
-    Source: Gao & Spratling 2501.13428, eq. 4 and 5. Paper [2]'s table 1 says that LSSAR has no exact zeros: with this
-    threshold it has. For float32 x is divided by its row's maximum, for x^15 leaves its range, and x within rounding
-    of 0 is 0. A reimplementation adds 1e-8 to the last sum; that would empty nearly even rows, so it is left out.
+    t_i = 1 / n_i, or 0 if the row sees at most three keys (the paper's o_i / n_i). Keys below the uniform share 1 / n_i
+    get weight 0, and the power sharpens the others. Every row sums to 1, unless it is uniform: then it is empty. So a
+    sink may remain.
+    No learned scalars: the recipe normalises q and k to unit length, and the score is log(d) log(n_i) q.k.
+    Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says that LSSAR has no
+    exact zeros: with this threshold it has. x^15 leaves the range of float32, so x is divided by its row's maximum. x
+    within rounding of 0 is 0. A reimplementation adds 1e-8 to the last sum. That would empty nearly uniform rows, so
+    it is left out.
     """
     phi = F.softplus(s, threshold=40).masked_fill(~seen, 0.0)
     a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)        # where all scores are far below 0, phi itself is 0
-    x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))             # the power would blow up what is only rounding
+    x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))             # else the power would amplify rounding
     largest = x.detach().amax(-1, keepdim=True)
-    survives = largest > 1e-30                  # does any key of the row?
+    survives = largest > 1e-30                  # rows with a key above the threshold
     b = (x / torch.where(survives, largest, 1.0)) ** power
-    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)      # one key alone sums to exactly 1: no clamp here
+    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)      # no clamp: it is at least 1, and often exactly
 
 
 def lssar_threshold(layer, n):
-    """t_i = 1 / n_i, and 0 for up to three keys. The same on every head."""
+    """t_i = 1 / n_i, or 0 if the row sees at most three keys. The same on every head."""
     return torch.where(n > 3, 1 / n, 0.0)[:, None]
 
 
@@ -362,7 +373,7 @@ def softplus_slope(s, r, t, power: tl.constexpr, g, delta):
 def lssar_lift(s, t, power: tl.constexpr):
     # s = power * torch.log(torch.relu(softplus(s) - t))
     phi, _, _ = softplus_weigh(s, 0., t, power)
-    return tl.where(phi > t * TIE, power * tl.log2(phi - t), float("-inf"))     # an even row is empty, not noise
+    return tl.where(phi > t * TIE, power * tl.log2(phi - t), float("-inf"))     # no noise in uniform rows
 
 
 @jit
@@ -383,20 +394,21 @@ RULES["lssar"] = Rule(
         takes_power=True, power=15.0, unit=BINARY, skip=True, heavy=True))
 
 # ------------------------------------------------------------------------------------------------------------- softpick
-# w_ij = relu(e^s_ij - 1) / sum_j |e^s_ij - 1| = relu(e^(s_ij - r_i) - e^-r_i),   r_i = log sum_j |e^s_ij - 1|
-# Only positive scores have weight, but all scores are part of the sum:                        Zuhri et al. 2504.20966
+# w_ij = relu(e^s_ij - 1) / (sum_j |e^s_ij - 1| + eps) = relu(e^(s_ij - r_i) - e^-r_i), with r_i the log of the divisor
+# Only positive scores have weight, but all scores are part of the sum.                        Zuhri et al. 2504.20966
 # ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij) delta_i)
 
 
 def softpick(s, seen, t=None):
     """w_ij = relu(e^s_ij - 1) / (sum_k |e^s_ik - 1| + eps): negative scores get zeros and only raise the denominator.
 
-    A row may spend less than 1, and nothing where every score is negative, so it needs no sink. No learned scalars.
-    Both sides are multiplied by e^-m, with m the row's maximum but at least 0.
+    A row may sum to less than 1, and to 0 if every score is negative, so it needs no sink. No learned scalars.
+    Numerator and denominator are multiplied by e^-m, m = max(0, max_j s_ij). As in the authors' code, eps (1e-8) is
+    added after that.
     Source: Zuhri et al. 2504.20966.
-    Differs from the authors' code: it lacks the "at least 0" and overflows where all scores are below -88. eps (1e-8)
-    is added after that multiplication, as there. Their kernel has 1e-6 and counts a score of exactly 0 as negative,
-    where autograd and this rule have slope 0.
+    Differs from the authors' code: its m is max_j s_ij, so it overflows if all scores are below -88. Its Triton kernel
+    has eps 1e-6. At a score of exactly 0 that kernel uses the slope of negative scores. Here the slope is 0, as in
+    autograd.
     """
     s = s + ~seen * MASKED                      # masked scores must not overflow
     m = s.detach().amax(-1, keepdim=True).clamp(min=0)
@@ -420,7 +432,7 @@ def softpick_slope(s, r, t, power: tl.constexpr, g, delta):
 
 @jit
 def softpick_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)     (m = max(0, s): e^-m <= 1)
+    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)     (m: the argument r)
     return r + tl.log2(sum_z + 1e-8)
 
 
@@ -429,15 +441,16 @@ RULES["softpick"] = Rule(weights=softpick, kernel=Kernel(
 
 # ----------------------------------------------------------------------------------------------------------------- relu
 # w_ij = relu(s_ij)                                                                          Wortsman et al. 2309.08586
-# ds_ij = [s_ij > 0] (g_ij - delta_i). From here on rules have no statistic: delta is 0, or -dr if the row sum is used
+# ds_ij = [s_ij > 0] (g_ij - delta_i)
+# From here on rules do not normalise their rows. Their statistic is the row sum: delta is -dr, or 0 if nobody uses it
 
 
 def relu(s, seen, t=None):
-    """w_ij = relu(s_ij): no normaliser, and exact zeros for negative scores. A row need not spend, so it needs no sink.
+    """w_ij = relu(s_ij): no normaliser, and exact zeros for negative scores. A row may sum to 0, so it needs no sink.
 
     No learned scalars.
-    Source: divided by the row's length, Wortsman et al. 2309.08586 (there bidirectional, with one length for all rows);
-    followed by an RMSNorm, ReLA, Zhang et al. 2021.
+    Source: with division by the row's length Wortsman et al. 2309.08586, whose attention is bidirectional, with one
+    length for all rows. With an RMSNorm on the output ReLA, Zhang et al. 2021.
     """
     return F.relu(s).masked_fill(~seen, 0.0)
 
@@ -464,16 +477,16 @@ RULES["relu"] = Rule(weights=relu, statistic=row_sum, kernel=Kernel(relu_weigh, 
 
 
 def tra(s, seen, t, power=2.0):
-    """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): noise hardly reaches the threshold.
+    """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): few unrelated keys pass.
 
     Take unit q and k of width d that are unrelated to each other. At beta 1, at most kappa keys a row pass the
-    threshold on average, however long the context (at d 64 and n 1024 in fact 0.05, so most rows start empty). Weights
-    have exact zeros and no fixed sum, so there is no sink.
-    Learned: beta (H,), 1 at the start, one for both views of TDA.
+    threshold on average, however long the context. (At d = 64 and n = 1024 it is 0.05 keys, so most rows start empty.)
+    Weights have exact zeros and no fixed sum, so no sink is needed.
+    Learned: beta (H,), 1 at the start. Both views of the recipe tda share it.
     Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether beta belongs to a
     head or to a layer, nor whether its RMSNorm sees one head or all: here each head has a beta, and the norm sees one.
     Differs from the released kernel: it has kappa = 1, takes beta as a constant, and lacks the norm on the output,
-    which gives the few small weights a scale. Here the logarithm is at least 0, for kappa above n.
+    which rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n.
     """
     return (s - t).masked_fill_(~seen, 0.0).relu_() ** power
 
@@ -511,18 +524,19 @@ RULES["tra"] = Rule(
 
 
 def sigmoid(s, seen, t):
-    """w_ij = sigmoid(s_ij - t_i): each key is judged alone. A row need not spend, so it needs no sink.
+    """w_ij = sigmoid(s_ij - t_i): a weight depends on its own score only. A row may sum to 0, so it needs no sink.
 
-    No learned scalars: t is log(block_size), so that a row's sum starts near 1; with length_bias=0 it is 0.
+    No learned scalars: t is log(block_size), so the sum of a row of block_size keys starts near 1. length_bias=0: 0.
     Source: Ramapuram et al. 2409.04431 (b = -log n of the training length). Without a bias: When Attention Sink
     Emerges, table 6.
-    Differs from the authors' code, whose language model puts a LayerNorm on queries and keys (nearest: --qk_norm=head).
+    Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The closest choice here is
+    --qk_norm=head.
     """
     return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
 
 
 def sigmoid_threshold(layer, n):
-    """t_i = log(block_size), minus the published bias; the same on every row."""
+    """t_i = log(block_size), the negative of the published bias; the same on every row."""
     return torch.full_like(n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0)[:, None]
 
 
@@ -551,7 +565,7 @@ RULES["sigmoid"] = Rule(args={"length_bias": Constant(True)}, weights=sigmoid, s
 
 
 def elu(s, seen, t=None):
-    """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, without a normaliser, without a sink.
+    """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, not normalised, no sink needed.
 
     No learned scalars. Source: When Attention Sink Emerges, table 6.
     """
@@ -580,7 +594,7 @@ RULES["elu"] = Rule(weights=elu, statistic=row_sum, kernel=Kernel(elu_weigh, elu
 
 
 def identity(s, seen, t=None):
-    """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear attention. No sink.
+    """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear attention.
 
     No learned scalars.
     Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k, Katharopoulos et al. 2020.
@@ -602,47 +616,46 @@ def identity_slope(s, r, t, power: tl.constexpr, g, delta):
 
 RULES["identity"] = Rule(weights=identity, statistic=row_sum, kernel=Kernel(identity_weigh, identity_slope))
 
-kernels.offer({name: rule.kernel for name, rule in RULES.items()} | {
+kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
     "softplus": SOFTPLUS, "alphamax": ALPHAMAX._replace(takes_t=True)})
 
-# -------------------------------------------------------------------------------------- the recipes: one line a variant
-# A published variant is a rule and a choice on every axis around it. Axes that a recipe leaves out fall to the
-# preset, then to the default, which is the first value in the axis' table below. A row with a "mixer" is no attention:
-# its choices are explained where that mixer is, in mixers/.
+# --------------------------------------------------------------------------------------------------------- the recipes
+# A recipe is a rule and a choice on every axis around it. An axis that a recipe omits takes the preset's value, else
+# the default, which is the first value in the axis' table. A row with a "mixer" is another layer than `Attention`
+# below: its choices are explained in mixers/.
 
 ATTENTIONS = {
     "softmax": {"rule": "softmax"},
     # scores that grow with the number of keys, so that longer rows are not flatter
     "ssmax": {"rule": "softmax", "scale": "log_n"},
-    # a sink outside the sequence: an extra key that holds no value, or one, or is a token
+    # a sink outside the sequence: an extra key with value 0 (softmax1, sink, k_bias), with a learned value, or a token
     "softmax1": {"rule": "softmax", "sink": "one"},
     "sink": {"rule": "softmax", "sink": "logit"},
     "k_bias": {"rule": "softmax", "sink": "key"},
     "kv_bias": {"rule": "softmax", "sink": "key_value"},
     "sink_token": {"rule": "softmax", "sink": "token"},
     "v_bias": {"rule": "softmax", "value_bias": "on"},
-    # or a gate on the output, which is what such a sink amounts to
+    # a gate on the output: an extra key with value 0 is such a gate
     "gated": {"rule": "softmax", "gate": "head"},
     "gated_elementwise": {"rule": "softmax", "gate": "element"},
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
-    # only the attention of GPT-OSS: its biases and RoPE base of 150,000 are flags of their own; its YaRN does not exist
-    # here
+    # the attention of GPT-OSS alone. --qkv_bias and --rope_base=150000 add its biases and RoPE base; YaRN is not here
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
-    # two softmaxes, of which one is subtracted, or a correction of the output that does the same
+    # two softmaxes, of which one is subtracted; Dex subtracts from the output instead
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
     "diff2": {"rule": "softmax", "diff": "v2"},
     "dex": {"rule": "softmax", "dex": "on"},
     # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
-    "lazy": {"rule": "elastic", "pos": "rope+bias"},        # its paper speaks of a larger RoPE base, its code has 10000
-    # zeros, and yet a sum of one
+    "lazy": {"rule": "elastic", "pos": "rope+bias"},        # the paper has a larger RoPE base, its code 10000
+    # sparse weights that sum to 1
     "entmax": {"rule": "entmax"},
     "sparsemax": {"rule": "sparsemax"},
     "asentmax": {"rule": "entmax", "scale": "asentmax"},
     "lssar": {"rule": "lssar", "qk_norm": "l2", "scale": "log_n", "args": {"learn_sigma": False}},
-    # rectified scores: at most one, or whatever they sum to
+    # rectified scores: softpick's rows sum to at most 1, the others to any number
     "softpick": {"rule": "softpick"},
     "relu": {"rule": "relu", "normalize": "length"},
     "rela": {"rule": "relu", "out_norm": "all"},
@@ -650,13 +663,13 @@ ATTENTIONS = {
     "diff_rela": {"rule": "relu", "diff": "subtract", "out_norm": "head"},
     "tra": {"rule": "tra", "qk_norm": "l2", "scale": "one", "out_norm": "head"},
     "tda": {"rule": "tra", "qk_norm": "l2", "scale": "one", "out_norm": "head", "diff": "subtract"},
-    # each key judged alone, with and without a row sum to divide by
+    # weights that depend on their own score only, with or without division by the row's sum
     "sigmoid": {"rule": "sigmoid"},
     "sigmoid_raw": {"rule": "sigmoid", "args": {"length_bias": False}},
     "sigmoid_norm": {"rule": "sigmoid", "normalize": "sum", "args": {"length_bias": False}},
     "elu": {"rule": "elu"},
     "elu_norm": {"rule": "elu", "normalize": "sum"},
-    # similarity kernels: the score itself, of what a feature map makes of q and k
+    # similarity kernels: the score itself, with or without a feature map on q and k
     "linear": {"rule": "identity", "feature": "elu", "normalize": "sum"},
     "linear_raw": {"rule": "identity", "feature": "elu"},
     "identity": {"rule": "identity"},
@@ -704,7 +717,7 @@ DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
 
 
 class Attention(Layer):
-    """Attention by one rule: module(x) takes the layer's normed input (B, R, C) to (B, R, C)."""
+    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C)."""
     axes, numbers = AXES, NUMBERS
 
     def __init__(self, config, layer):
@@ -715,9 +728,9 @@ class Attention(Layer):
             self.rule = dataclasses.replace(self.rule, weights=partial(self.rule.weights, power=self.power))
 
     def forward(self, x, past=None, importances=None):
-        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. importances: a list that gets the heads' importance."""
+        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. importances: a list to extend by head importance."""
         q, k, v = self.heads_of(self.c_attn(x))                         # (B, H, R, D), (B, Hk, R, D), (B, Hv, R, E)
-        gone = 0                                # tokens that the cache has dropped
+        gone = 0                                # number of tokens that the cache has dropped
         if past is not None:
             k, v, gone = self.recall(past, k, v)                        # (B, Hk, T, D), (B, Hv, T, E)
         if self.choices["pos"].rotates:
@@ -727,10 +740,10 @@ class Attention(Layer):
         return self.output(o)                                           # (B, R, C)
 
     def attend(self, q, k, v, x, table=None, sight=None, importances=None):
-        """From rotated queries and keys, values and the layer's input to each head's output (B, heads, R, E).
+        """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
 
         table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own.
-        importances: a list that gets `importance` (heads,).
+        importances: a list to which `importance` (heads,) is added.
         """
         choices, sight, distance, dtype = self.choices, sight or self.sight, as_distance(table), v.dtype
 
@@ -738,7 +751,7 @@ class Attention(Layer):
         q, k, t, n = self.prepare(q, k)                                 # (B, H, R, D), (B, Hk, T, D), .., (R,)
         mix = choices["diff"].mix(self, x) if choices["diff"].mix else None             # lambda of the second view
 
-        # the rule: by Triton where all rows are there, by torch's own softmax, or by the block loop
+        # the rule: by Triton if every position is a row (not while decoding), by torch's softmax, or by the block loop
         kernel = choose_kernel(self.config, q.device.type)
         dropout = self.config.dropout if self.training else 0.0
         need_r = self.need_r or (importances is not None and choices["gate"].learns is None)
@@ -751,12 +764,12 @@ class Attention(Layer):
         if importances is not None:
             importances.append(self.importance(q, k, x, r, n, distance, sight))
 
-        # the row: its normaliser or an extra key, then the second view, unless a kernel has subtracted it already
+        # the row normaliser or the extra key. Then subtract the second view, unless the kernel has done so
         o = rows.spent(self, o, q, r, n)                                # (B, H, R, E)
         if o.shape[1] > self.heads:
             o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])               # (B, heads, R, E)
 
-        # the output: value bias, Dex, norm, gate
+        # the output: value bias, Dex, norm, what follows the norm of a difference, gate
         o = choices["value_bias"].shifted(self, o)
         o = choices["dex"].corrected(self, o)
         o = choices["out_norm"].normed(self, o)
@@ -766,12 +779,12 @@ class Attention(Layer):
     # ------------------------------------------------------------------ before the rule
 
     def rotated(self, q, k, gone):
-        """RoPE for the last R of T rows, and for all keys. `gone` tokens have left the cache, between the first keys
-        and the others.
+        """RoPE for the last R of T rows, and for all keys. `gone` tokens between the first keys and the recent ones are
+        no longer cached.
 
-        StreamingLLM counts positions in a cache that holds only visible keys: beyond the window, a row is always `end`
-        positions from the start, and scores the first keys from there. So q and k become twice as wide, [q at i | q at
-        end] and [k | 0] for recent keys or [0 | k] for first keys.
+        StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been dropped, each query
+        scores the first keys as if it were at position `end`, and the recent keys as usual. So q and k become twice as
+        wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys.
         """
         frequency = rope_frequencies(self.config, self.width, k.device)
         first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
@@ -784,8 +797,8 @@ class Attention(Layer):
         return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
 
     def prepare(self, q, k):
-        """Queries and keys as the score takes them, before the constant scale; the rule's row input t, broadcastable
-        to (B, score heads, R, 1), or None; and n (R,), the number of keys that each row sees."""
+        """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row
+        input t (.., R, 1), or None; and n (R,), the number of keys that each row sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         n = visible_count(i, self.sight).to(wide(q).dtype)
         q, k = self.featured(q), self.featured(k)
@@ -795,19 +808,19 @@ class Attention(Layer):
             q = (q * self.choices["scale"].factor(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None and t.dim() == 3 and self.score_heads > self.heads:
-            t = t.repeat_interleave(2, 0)       # both views have their head's
+            t = t.repeat_interleave(2, 0)       # both views share their head's t
         return q, k, t, n
 
     def featured(self, x):
-        """Queries or keys (.., D) through norm and feature map. StreamingLLM has two side by side, see `rotated`."""
+        """Queries or keys (.., D) through norm and feature map. For StreamingLLM they are two in one: `rotated`."""
         return super().featured(x.unflatten(-1, (-1, self.width))).flatten(-2)
 
     # ------------------------------------------------------------------ the rule in Triton
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
-        """The rule by its kernel: output (B, score heads, R, E), and its statistic. A rule without a statistic weighs
-        both views in one pass, if nothing comes between weights and output and a tile can hold both:
-        then the output is (B, heads, R, E)."""
+        """Run the rule's kernel: output (B, score heads, R, E), and the statistic or None. One call computes both views
+        and subtracts them, if the rule does not normalise, nothing needs the row sum, and a tile can hold both. Then
+        the output is (B, heads, R, E)."""
         call = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
                        window=sight.window, first=sight.first, skip=sight.skip_dead)
         t = None if t is None else t.squeeze(-1)                        # (B, H, R)
@@ -826,7 +839,7 @@ class Attention(Layer):
     # ------------------------------------------------------------------ weights to look at
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
+        """weights_of one block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 + T)."""
         R, T = q.shape[2], k.shape[2]
         for (block, _), w in zip(kernels.row_blocks(R, T, q.device), self.view_blocks(q, k, table, sight), strict=True):
             if mix := self.choices["diff"].mix:
@@ -834,7 +847,7 @@ class Attention(Layer):
             yield w
 
     def view_blocks(self, q, k, table=None, sight=None):
-        """The weights of every score head, a block of rows at a time, from the block loop's own code."""
+        """The weights of every score head, a block of rows at a time, by the code of the block loop."""
         q, k, t, n = self.prepare(q, k)
         R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
         for block, i in kernels.row_blocks(R, T, q.device):
@@ -846,33 +859,33 @@ class Attention(Layer):
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
     def importance(self, q, k, x, r, n, distance, sight):
-        """How much each head is used, (heads,): the mean over rows of its gate, if it has one, else of what a sink
-        leaves: 1 minus the weight of the extra key, or of the first one. The Attention Sink as Native MoE, eq. 8. The
-        first row counts, too; it sees itself alone, and is 0.
+        """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus the weight of the
+        extra key, or of the first key. Row 0 counts as well; it sees the first key alone, so it is 0.
+        Source: The Attention Sink as Native MoE, eq. 8.
 
-        It costs O(T): the first key's weight is e^(s_i0 - r_i) of the row's log-sum-exp r, whose gradient is known.
+        It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is differentiable.
         """
         if self.config.gate != "none":
             return torch.sigmoid(wide(split_heads(self.gate(x), self.heads, -1))).mean((0, 2, 3))
         if self.has_extra_key:
             return rows.share_of_keys(self, q, r, n).mean((0, 2, 3))
         R, T = q.shape[2], k.shape[2]
-        # r holds scores as the block loop rounds them, so s must be rounded alike
+        # the block loop has rounded the scores in r, so s must be rounded in the same way
         s = kernels.scaled_scores(q, k[:, :, :1], sight.scale)[..., 0]  # (B, H, R)
         if distance is not None:
-            s = s + distance.by_distance(T)[:, T - R:]                  # row i is i away from the first key
+            s = s + distance.by_distance(T)[:, T - R:]                  # row i is at distance i
         seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)
         log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     def flops_per_token(self):
-        """Floating-point operations of training on one token, forward and backward, besides those of the parameters:
-        the products of queries with keys and of weights with values, as if every row saw a whole block."""
+        """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys. The projections are not
+        included, and neither is a second view."""
         return 12 * self.config.n_head * self.config.head_width * self.config.block_size
 
     @staticmethod
     def obstacles(config, device):
-        """Triples of a kernel, a condition under which it cannot be on this device, and the reason."""
+        """Triples: a kernel, whether it cannot run here, and the reason."""
         choices, width = options.chosen(config, AXES), config.head_width
         widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
         if config.first and choices["pos"].rotates:                     # q and k become twice as wide, see `rotated`
@@ -887,14 +900,14 @@ class Attention(Layer):
 
 
 def triton_obstacles(config, device):
-    """Those of any kernel in Triton."""
+    """The obstacles that all Triton kernels share."""
     here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
     yield "triton", not here, "it needs triton and a CUDA GPU"
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 
 def check_importance(config):
-    """Raise ValueError on a recipe whose heads have neither a gate nor the weight of a sink."""
+    """Raise ValueError on a recipe whose heads have no importance: see Attention.importance."""
     if config.mixer == "attention" and config.gate != "none":
         return
     if config.mixer != "attention" or config.rule != "softmax" or config.diff != "none":
@@ -909,8 +922,8 @@ def choose_kernel(config, device, obstacles=None):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or
     "torch" (the block loop).
 
-    auto is Triton on CUDA where the rule has a kernel, elsewhere sdpa for what is plain softmax. Raises ValueError
-    where an explicit --kernel cannot be. obstacles: another mixer's.
+    auto is the first of triton, sdpa and torch that has no obstacle. Raises ValueError if an explicit --kernel cannot
+    compute the recipe. obstacles: replaces Attention.obstacles for another mixer.
     """
     cannot = {}
     for kernel, holds, reason in (obstacles or Attention.obstacles)(config, device):

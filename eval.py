@@ -8,8 +8,8 @@ Look at a trained run:
     sample    generate text
     probe     where the attention goes, by layer or head: sinks, spread, exact zeros; and how the first token differs
               from the others in the residual stream: massive activations, norms, cosines
-    heads     how dormant, local, global and important each head is; with --cost what the loss gains without its sink
-              or without the head; with --against the same on another data set
+    heads     how dormant, local, global and important each head is; with --cost how much the loss rises without its
+              sink or without the head; with --against the same on another data set
     params    what attention has learned outside its linear layers: thresholds, distance biases, gates, lambdas
     maps      the attention maps of a sentence
     groups    the groups of tokens that Focus has learned: how even they are, which tokens are in them, which pairs they

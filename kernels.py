@@ -1,17 +1,18 @@
-"""How any rule is computed without storing its weights: one walk over blocks of scores, in PyTorch and in Triton.
+"""How any rule is computed in memory linear in T: one walk over blocks of scores, in PyTorch and in Triton.
 
-A rule (attention.py) turns one block of scores into weights. This file works for any rule and names none. It cuts the
-rows of a causal attention into blocks, finds the keys that a block sees, passes their scores to the rule, and sums up
-weights times values. Memory is O(T x block): the weights of a block are dropped once its output is known, and the
-backward pass computes them again.
+A rule (attention.py) turns one block of scores into weights. This file works for every rule. It cuts the rows of a
+causal attention into blocks, finds the keys that a block sees, passes their scores to the rule, and sums up weights
+times values. Memory is O(T x block): in a long sequence the weights of a block are dropped once its output is known,
+and the backward pass computes them again.
 
-First the walk in PyTorch (`block_loop`), which trains on CPUs, decodes (a block of one row) and shows weights to the
-instruments. Then the same walk in Triton: each program keeps one tile of rows, or of keys, on the chip and walks over
-the tiles of the other side (Rabe & Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135),
-with a running maximum where a rule normalises (Milakov & Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two
-runs agree bit for bit. The forward pass records the tiles in which every weight is exactly 0, and the backward pass
-skips them. The row input t and the statistic r of a rule are differentiable, except for an r that was found by
-iteration. So thresholds, sinks, gates and normalisers are ordinary PyTorch outside.
+First the walk in PyTorch (`block_loop`). It trains all rules on CPUs (only plain softmax has a faster way), decodes (a
+block of one row) and shows weights to the instruments. Then the same walk in Triton: each program keeps one tile of
+rows, or of keys, in registers and shared memory, and walks over the tiles of the other side (Rabe & Staats 2021, arXiv
+2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135), with a running maximum where a rule normalises (Milakov
+& Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for bit. For some rules the forward pass
+records the tiles in which every weight is exactly 0, and the backward pass skips them. The row input t and the
+statistic r of a rule are differentiable, except for an r that was found by iteration. So PyTorch computes thresholds,
+sinks, gates and normalisers outside the kernels.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij) v_j,
 with w' from queries and keys of its own. Rules without a statistic compute both views in one pass.
@@ -25,7 +26,7 @@ Legend                                              shapes in comments
   r, t      row statistic, row input                g         g_ij = do_i . v_j, the gradient of w
   z         summed for the statistic, besides w     U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
   u         the weights that U sums                 delta     delta_i = do_i . U_i - dr_i, the backward's row constant
-  mix       a row's factor of the second view       .b        (qb, wb, ..) of the second view
+  mix       lambda_i of the second view             .b        suffix: of the second view (qb, wb, ..)
   power     the rule's power, a constant            rule, c   Kernel and Sizes, compile-time constants
 """
 
@@ -50,13 +51,13 @@ try:
     # NVIDIA GPUs from Ampere on. Older ones have too little shared memory for these tiles
     CAPABLE = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0)
     AVAILABLE = bool(INTERPRETED or CAPABLE)
-except (ImportError, AttributeError):                       # no Triton, or an old one: this file can still be imported
+except (ImportError, AttributeError):                       # without a recent Triton only the block loop works
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
 
 # -------------------------------------------------------------------------------------------------- the walk in PyTorch
-# BLOCK query rows at a time see the keys up to the last of them, so the scores in memory are (B, H, BLOCK, keys):
+# BLOCK query rows at a time see all keys up to their last row, so the scores in memory are (B, H, BLOCK, keys):
 #
 #            keys                      rows      keys
 #     rows   ####                      block 0   #
@@ -67,9 +68,9 @@ BLOCK = 128
 
 
 def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
-    """Attention by a rule of all query rows: output (B, H, R, E), and the statistic (B, H, R, 1) if asked for, or None.
+    """Attention of all query rows by one rule: output (B, H, R, E), and statistic (B, H, R, 1) if need_r, else None.
 
-    q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t broadcastable to (B, H, R, 1) or None."""
+    q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t (.., R, 1) broadcastable to (B, H, R, 1), or None."""
     one_block = partial(attend_block, rule, sight, need_r, dropout)
     parts = "rows", "keys", "keys", "rows", "all", "all", "all"
     o, *r = run_blocks(one_block, sight, parts, q, k, v, t, *(distance or Distance()))
@@ -77,13 +78,13 @@ def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0
 
 
 def run_blocks(one_block, sight, parts, *tensors):
-    """one_block(positions of its rows, *its part of each tensor) for every block of rows, and its outputs joined.
+    """Call one_block(positions of its rows, *its part of each tensor) for every block of rows, and join the outputs.
 
-    parts says what a block gets of each tensor: its "rows" (axis -2 are the query rows), the "keys" that they see (axis
-    -2 are the keys), or "all". q and k come first. A tensor may be None. Outputs are (.., rows, .).
+    parts: for each tensor, which slice along axis -2 a block gets: its "rows", the "keys" that they see, or "all" (no
+    slice). q and k come first. A tensor may be None. Outputs are (B, H, rows, any).
 
-    Up to two blocks keep their weights for the backward pass. More drop them and are computed again there, with the
-    same dropout, so memory stays O(T x BLOCK)."""
+    Up to two blocks keep their weights for the backward pass. If there are more, the backward pass computes them again,
+    with the same dropout, so memory stays O(T x BLOCK)."""
     q, k, *_ = tensors
     R, T = q.shape[2], k.shape[2]
     if torch.is_grad_enabled() and R > 2 * BLOCK:
@@ -104,17 +105,17 @@ def row_blocks(R, T, device):
 
 
 def keys_of(block, R, T, sight):
-    """The keys that some row of a block may see: up to the last row, and back to the first row's window."""
+    """The keys that a block of rows may see: from the start of the first row's window to the last row."""
     start = 0 if sight.first or not sight.window else max(0, T - R + block.start + 1 - sight.window)
     return slice(start, T - R + block.stop)
 
 
 def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
-    """One block: the rows at positions i (R,) attend to the keys that end at the last of them.
+    """One block: the rows at positions i (R,) attend to keys, of which the last is at the position of the last row.
 
     q (B, H, R, D), k (B, Hk, keys, D), v (B, Hv, keys, E). Returns the output (B, H, R, E), and the statistic if it is
-    needed. With v None it returns the weights (B, H, R, keys) in place of the output. Products may have low precision;
-    everything after them has not."""
+    needed. With v None it returns the weights (B, H, R, keys) in place of the output. Matrix products may have low
+    precision; everything else is float32 at least."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, sight)                                # (R, keys)
     s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
@@ -126,7 +127,7 @@ def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
 
 
 def scaled_scores(q, k, scale):
-    """s_ij = scale q_i . k_j, (B, H, R, keys) in float32 at least."""
+    """s_ij = scale q_i . k_j, (B, H, R, keys). The result is float32 at least, the product as in `for_products`."""
     return wide(grouped(for_products(q) * scale, for_products(k).mT))
 
 
@@ -137,7 +138,8 @@ def weighted_sum(w, v, dropout):
 
 
 def for_products(x):
-    """Float32 at least; under bfloat16 autocast on a CPU that type, whose products are much faster there."""
+    """x in the dtype of matrix products: under autocast on a CPU the autocast dtype, which is faster there, otherwise
+    float32 at least."""
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return x.to(torch.get_autocast_dtype("cpu"))
     return wide(x)
@@ -154,41 +156,41 @@ def plain_softmax(q, k, v, scale, dropout):
     """Softmax attention by torch's own fused kernel."""
     R, T = q.shape[2], k.shape[2]
     mask = None
-    if 1 < R < T:                               # is_causal would count from the first key and not from the last
+    if 1 < R < T:                               # is_causal aligns rows with the first keys
         mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), Sight())
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=R == T and R > 1, scale=scale,
                                           enable_gqa=k.shape[1] < q.shape[1])
 
 
-# ------------------------------------------------------------------------------------------------ what the kernels call
+# --------------------------------------------------------------------------------------------- a rule for the kernels
 
 
 class Kernel(NamedTuple):
-    """A rule in Triton: three functions of a tile (attention.py says what they take) and a few constants."""
+    """A rule in Triton: functions of a tile, which attention.py explains, and a few constants."""
     weigh: Any                  # s, r, t, power -> w (times v), z (summed for the statistic), u (times v, for U)
     slope: Any                  # s, r, t, power, g, delta -> ds, and the summand of dt_i
-    settle: Any = None          # r, t, power, sum of w, sum of z, first call? -> the statistic; None: no statistic
+    settle: Any = None          # r, t, power, sum of w, sum of z, FIRST -> the statistic; None: no statistic
     lift: Any = None            # s, t, power -> replaces s in weigh and in the running maximum
     online: bool = False        # weigh(s, r + c) = 2^-c weigh(s, r): r may be the maximum so far, one pass is enough
-    passes: int = 0             # passes over the keys before the output pass; from the second on, settle improves r
+    passes: int = 0             # passes over the keys before the output pass; from the second on, settle refines r
     save_u: bool = False        # U is not the output: save it as well
-    sum_delta: bool = False     # slope divides by a small number: find delta by a pass of its own, see add_to_delta
-    plain_sum: bool = False     # the statistic is a plain sum, which the backward does not need
+    sum_delta: bool = False     # slope divides by a small number: compute delta in an extra pass, see add_to_delta
+    plain_sum: bool = False     # the statistic is a plain sum, and the backward pass does not read it
     takes_t: bool = False       # reads t
-    with_t: str = ""            # the rule that replaces this one if a t is given
+    with_t: str = ""            # the name of the kernel that is used instead if t is given
     takes_power: bool = False   # attend() may choose the power
     power: float = 0.0
     unit: float = 1.0           # the rule sees s * unit
     floor: float = -1e30        # where a running maximum starts: finite, because -inf minus -inf is NaN
     skip: bool = False          # where all weights of a tile are 0, so is its ds: the backward may skip the tile
-    heavy: bool = False         # needs more registers than most, so HEAVY tiles
+    heavy: bool = False         # needs more registers than most: uses the tiles in HEAVY
 
     @property
-    def cache_key(self):        # Triton looks for it: without it an edited rule would run its old, cached kernel
+    def cache_key(self):        # part of Triton's cache key: else an edited rule would run its old, cached kernel
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
-KERNELS = {}                                    # name of a rule: Kernel. An operator of torch takes a name, no function
+KERNELS = {}                    # {name of a rule: Kernel}. Operators of torch accept strings, but no functions
 
 
 def offer(kernels):
@@ -228,7 +230,7 @@ def const_power(x, a: tl.constexpr):
         return tl.maximum(x, 0.)
     elif a > 32 or a % 1 != 0:
         return real_power(x, a)
-    elif a % 2 == 0:                                        # whole powers by squaring: exponentials are slow
+    elif a % 2 == 0:                                        # integer powers by squaring: exponentials are slow
         half = const_power(x, a // 2)
         return half * half
     else:
@@ -243,7 +245,7 @@ def log_one_plus(e):
 
 @jit
 def logistic(s):
-    # torch.sigmoid(s)                              (s in binary units; the exponential never overflows)
+    # torch.sigmoid(s)                              (s comes times log2 e; the exponential never overflows)
     e = tl.exp2(-tl.abs(s))
     return tl.where(s > 0, 1., e) / (1 + e)
 
@@ -251,7 +253,8 @@ def logistic(s):
 # ------------------------------------------------------------------------------------------------ what the kernels read
 
 class Matrix(NamedTuple):
-    """The address and strides of a tensor (B, heads, T, width) or (B, heads, T). The stride along the width is 1."""
+    """A tensor (B, heads, T, width) or (B, heads, T) as one argument of a kernel: a pointer and three strides. The
+    stride along the width is 1."""
     at: Any
     batch: int
     head: int
@@ -261,25 +264,25 @@ class Matrix(NamedTuple):
 class Inputs(NamedTuple):
     """What every kernel reads. A None argument is removed at compile time."""
     q: Any                      # (B, H, T, D)
-    k: Any                      # (B, H/GK, T, D): GK query heads share one key head,
-    v: Any                      # (B, H/GV, T, E)  and GV heads of the output one value head
+    k: Any                      # (B, H/GK, T, D): GK query heads share one key head
+    v: Any                      # (B, H/GV, T, E): GV heads of the output share one value head
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
-    far: Any                    # (H, 2) float32, or None: tail, added from distance W on, and slope, times any distance
+    far: Any                    # (H, 2) float32, or None: tail and slope, see scores()
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
-    sets: Any                   # (B, T) int64, or None: a bit a set. Tokens with a common set do not see each other
+    sets: Any                   # (B, T) int64, or None: bit masks. A row does not see a key that shares a bit
     H: int
     GK: int
     GV: int
     T: int
     W: int                      # 0 without a table
-    window: Any                 # a row sees this many keys, its own included (None: no limit),
-    first: int                  # and this many first keys
+    window: Any                 # how many keys a row sees, its own included (None: no limit)
+    first: int                  # how many first keys it sees besides
     scale: float
 
 
 class Head(NamedTuple):
-    """One head: its numbers, and the addresses of its matrices (64 bits; inside a head 32 bits are enough)."""
+    """One head: its indices, and pointers to its matrices (64 bits; inside a head 32 bits are enough)."""
     batch: Any
     number: Any                 # 0 .. H-1
     out: Any                    # its number in the output: the same, or number // 2 where two views share one
@@ -287,7 +290,7 @@ class Head(NamedTuple):
     q: Any
     k: Any
     v: Any
-    tail: Any                   # far, for this head
+    tail: Any                   # tail and slope of far, for this head
     slope: Any
 
 
@@ -313,9 +316,9 @@ class Sizes(NamedTuple):
 #            # # # # M                 M . M # M             .  skipped
 #            keys                      keys
 #
-# `visible_in_tile` says who sees whom for one row and key, `key_tiles` and `row_tiles` for whole tiles. Both return
+# `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are visible. Both return
 # (kept, lo, a, b, hi): tiles in [a, b) are full, those in [0, kept), [lo, a) and [b, hi) are masked, and all others are
-# skipped. All but hi are multiples of the tile.
+# skipped. All but hi are multiples of the tile's size.
 
 @jit
 def visible_in_tile(i, j, inputs):
@@ -327,6 +330,7 @@ def visible_in_tile(i, j, inputs):
 
 @jit
 def share_no_set(i, j, inputs, head):
+    """Do row i and key j have no bit of `sets` in common?"""
     at = inputs.sets + head.batch * inputs.T
     sets_of_rows = tl.load(at + tl.minimum(i, inputs.T - 1))                    # as i
     sets_of_keys = tl.load(at + tl.minimum(j, inputs.T - 1))                    # as j
@@ -335,7 +339,7 @@ def share_no_set(i, j, inputs, head):
 
 @jit
 def key_tiles(i, inputs, c: tl.constexpr):
-    """The keys that rows i .. i+BM-1 see."""
+    """The tiles of keys that rows i .. i+BM-1 see: (kept, lo, a, b, hi), see above."""
     hi = tl.minimum(i + c.BM, inputs.T)
     end = tl.cdiv(hi, c.BN) * c.BN
     kept = 0
@@ -343,19 +347,19 @@ def key_tiles(i, inputs, c: tl.constexpr):
     a = 0
     if inputs.window is not None:
         kept = tl.minimum(tl.cdiv(inputs.first, c.BN) * c.BN, end)
-        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # the first row sees farthest back,
+        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
         lo = tl.maximum(lo, kept)
-        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # and the last row sees from here on
+        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
-    b = a                                                                       # sets may hide any pair
+    b = a                                                                       # with sets, no tile is full
     if inputs.sets is None:
-        b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                      # nearer than W, or masked for some rows
+        b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                      # here distance table or diagonal begin
     return kept, lo, a, tl.maximum(a, b), hi
 
 
 @jit
 def row_tiles(j, inputs, c: tl.constexpr):
-    """The rows that see keys j .. j+BN-1."""
+    """The tiles of rows that see keys j .. j+BN-1: (kept, lo, a, b, hi), see above."""
     hi = inputs.T
     b = inputs.T // c.BM * c.BM                                                 # an incomplete last tile needs masks
     if inputs.window is not None:
@@ -374,8 +378,8 @@ def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.
          size: tl.constexpr, LIVE: tl.constexpr):
     """state = step(state, ..) for every visible tile: first the many full ones, then the few masked ones.
 
-    held: what the program keeps on the chip all the way, its rows or its keys. LIVE: visit only the tiles in the list
-    `visits` (see in_order). The five bounds then become places in that list."""
+    held: what step needs in every tile, the program's own rows or keys. LIVE: visit only the tiles in the list `visits`
+    (see in_order). The five bounds then become indices into that list."""
     kept, lo, a, b, hi = tiles
     if LIVE:
         kept, lo, a = place_of(visits, kept, size), place_of(visits, lo, size), place_of(visits, a, size)
@@ -393,7 +397,7 @@ def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.
 
 @jit
 def place_of(visits, start, size: tl.constexpr):
-    """The place in the list of the first tile that begins at `start` or later, times the size."""
+    """The index in the list of the first tile that begins at `start` or later, times the tile's size."""
     return tl.load(visits + tl.cdiv(start, size)) * size                        # ()
 
 
@@ -413,7 +417,7 @@ def begin(matrix, batch, head):
 
 @jit
 def head_of(inputs, number):
-    """The head of this number, counted over the whole batch."""
+    """The head number = batch index * H + head index."""
     batch = (number // inputs.H).to(tl.int64)
     h = (number % inputs.H).to(tl.int64)
     out = h
@@ -432,8 +436,8 @@ def head_of(inputs, number):
 
 @jit
 def my_tile(inputs, tiles, BOTH: tl.constexpr = True):
-    """This program's tile and head. Heads are outermost: programs that run together share k and v. BOTH: the program
-    handles both views, and the head is that of the first."""
+    """This program's tile and head. Neighbouring programs work on the same head, so they find k and v in the cache.
+    BOTH: the program handles both views, and the head is that of the first."""
     number = tl.program_id(0) // tiles
     if BOTH and inputs.mix is not None:
         number *= 2
@@ -443,12 +447,13 @@ def my_tile(inputs, tiles, BOTH: tl.constexpr = True):
 
 @jit
 def second_head(inputs, head):
+    """The head of the second view, given that of the first."""
     return head_of(inputs, head.batch * inputs.H + head.number + 1)
 
 
 @jit
 def load(at, stride, i, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
-    """Rows i of a (T, D) matrix, zero in the padding. EDGE: some may lie beyond T."""
+    """Rows i of a (T, D) matrix, zero in the padding. EDGE: some rows may lie beyond T."""
     d = tl.arange(0, DP)
     at += i[:, None] * stride + d[None, :]
     if EDGE or D < DP:
@@ -466,7 +471,7 @@ def save(at, value, stride, i, T, D: tl.constexpr, DP: tl.constexpr):
 
 @jit
 def row_input(inputs, head, i, SIZE: tl.constexpr):
-    """t of rows i. Rows beyond T repeat the last one, because a rule may not accept a zero."""
+    """t of rows i. Rows beyond T repeat the last one: with t = 0 a rule might give NaN."""
     t = tl.zeros((SIZE,), tl.float32)
     if inputs.t is not None:
         t = tl.load(begin(inputs.t, head.batch, head.number) + tl.minimum(i, inputs.T - 1) * inputs.t.row)     # (SIZE,)
@@ -475,7 +480,7 @@ def row_input(inputs, head, i, SIZE: tl.constexpr):
 
 @jit
 def mix_of(inputs, head, i):
-    """The factor of the second view of rows i, before it is subtracted."""
+    """lambda of rows i: the second view is subtracted, times this."""
     return tl.load(begin(inputs.mix, head.batch, head.out) + tl.minimum(i, inputs.T - 1) * inputs.mix.row)     # (rows,)
 
 
@@ -494,7 +499,7 @@ LONG, PIECE = tl.constexpr(64), tl.constexpr(32)
 
 @jit
 def times(a, b):
-    """a @ b, in the dtype of b."""
+    """a @ b in float32, of operands in the dtype of b."""
     if b.dtype == tl.float32 and a.shape[1] > LONG:
         pieces: tl.constexpr = a.shape[1] // PIECE
         a = tl.permute(tl.reshape(a, (a.shape[0], pieces, PIECE)), (1, 0, 2))   # (pieces, rows, PIECE)
@@ -509,7 +514,7 @@ def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """Scores (BM, BN) in the rule's unit, and their mask. i is a column (BM, 1), j a row (1, BN).
 
     All may be transposed: with k for q, q for k, i a row and j a column the result is (BN, BM)."""
-    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)
+    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)              (all times rule.unit)
     s = times(q, tl.trans(k)) * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs)
     if inputs.sets is not None:
@@ -518,7 +523,7 @@ def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
         s += tl.where(close, tl.load(at, mask=seen & close, other=0.), head.tail)                              # as s
-    elif inputs.far is not None:                                                # a full tile needs no table
+    elif inputs.far is not None:                                                # full tiles lie beyond the table
         s += head.tail
     if inputs.far is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
@@ -527,6 +532,7 @@ def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
 
 @jit
 def lifted(s, t, rule: tl.constexpr):
+    """The score that weigh gets."""
     if rule.lift is not None:
         s = rule.lift(s, t, rule.power)
     return s
@@ -537,7 +543,7 @@ def lifted(s, t, rule: tl.constexpr):
 @jit
 def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr,
                  RUNNING: tl.constexpr):
-    """w, z and u of one tile. RUNNING: r is the maximum so far. If it rises here, `fade` rescales the earlier sums."""
+    """w, z, u and r of one tile, and the factor on earlier sums. RUNNING: r is the maximum so far, which may rise."""
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     s, seen = scores(q, k, i[:, None], j[None, :], inputs, head, rule, NEAR)
@@ -548,7 +554,7 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
         fade = tl.exp2(r - top)
         r = top
     w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
-    if NEAR:                                    # the mask acts on weights, never on scores: no rule meets -inf
+    if NEAR:                                    # the mask acts on weights, never on scores: these stay finite
         w = tl.where(seen, w, 0.)
         z = tl.where(seen, z, 0.)
         u = tl.where(seen, u, 0.)
@@ -566,7 +572,7 @@ def add_to_sums(state, held, start, inputs, head, rule: tl.constexpr, c: tl.cons
 
 @jit
 def add_to_sums_at_r(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """The same with a first statistic, in order to improve it."""
+    """The same at a fixed r, for one step of Newton's method."""
     r, sum_w, sum_z = state
     i, q, t, _, _ = held
     w, z, _, _, _ = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, False)
@@ -575,14 +581,14 @@ def add_to_sums_at_r(state, held, start, inputs, head, rule: tl.constexpr, c: tl
 
 @jit
 def statistic(r, held, keys, alive, inputs, head, rule: tl.constexpr, c: tl.constexpr):
-    """The row statistic of a rule that needs it before the output."""
+    """The row statistic of a rule with passes > 0, before the output pass."""
     t = held[2]
     zero = tl.zeros((c.BM,), tl.float32)
     r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, held, keys, alive, inputs, head, rule, c, c.BN, False)
     r = rule.settle(r, t, rule.power, sum_w, sum_z, True)
     if rule.passes > 1:
         left = rule.passes - 1
-        while left > 0:                                                         # until no row's weights change by 1e-5
+        while left > 0:                                                         # until no row's sum changes by 1e-5
             state = (r, zero, zero)
             _, sum_w, sum_z = walk(state, add_to_sums_at_r, held, keys, alive, inputs, head, rule, c, c.BN, False)
             better = rule.settle(r, t, rule.power, sum_w, sum_z, False)
@@ -603,8 +609,8 @@ def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.co
         wb, _, _, _, _ = tile_weights(r, qb, tb, i, start, inputs, headb, rule, c, NEAR, False)
         largest = tl.maximum(w, wb)                                             # a weight of either view counts
         w -= mix[:, None] * wb
-    if rule.skip:                                                               # is the tile alive? Rows beyond T do
-        largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.), 0)     # not count
+    if rule.skip:                               # is the tile alive? Rows beyond T do not count
+        largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.), 0)
         tl.store(alive + start // c.BN, (largest > 0).to(tl.int8))
     if rule.online:
         o *= fade[:, None]                                                      # rescale to the larger maximum
@@ -644,7 +650,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     if rule.settle is not None and not rule.passes:                             # statistic and output in one pass
         r = rule.settle(top, t, rule.power, sum_w, sum_z, True)
     if rule.online:
-        o *= tl.exp2(top - r)[:, None]                                          # from the running maximum to r itself
+        o *= tl.exp2(top - r)[:, None]                                          # rescale from the running maximum to r
     if rule.passes > 1:
         o /= tl.maximum(sum_w, 1e-30)[:, None]                                  # r is rounded: sums may be 1e-4 off 1
 
@@ -687,17 +693,17 @@ def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: t
 
 @jit
 def my_visits(Visits, tile, tiles, inputs, size: tl.constexpr):
-    """The list of tiles (see in_order) that one of the `tiles` tiles of this head visits."""
+    """A pointer to the list of tiles (see in_order) that tile number `tile` of this head visits."""
     return Visits + (tl.program_id(0) // tiles * tiles + tile).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
 
 
 @jit
 def add_to_delta(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - delta). Their ratio corrects a first delta = do . o - dr, which is rough.
+    """One tile of the sums of w and of w (g - delta). Their ratio is added to a first delta = do . o - dr.
 
-    Where one weight of a row dominates, g - do . o of that key should cancel, and such a rule divides the remainder by
-    a small number. But r is rounded, so w adds up to 1 + 1e-5, and o is rounded again. The mean of exactly the g that
-    slope gets, under exactly its w, does cancel."""
+    That first delta is inexact, because r and o are rounded. Where one weight of a row dominates, g - delta of its key
+    should be nearly 0, and slope divides it by a small number. Adding the mean of g - delta, under the weights as they
+    are computed here, makes the rounding cancel."""
     sum_w, sum_wg = state
     i, q, do, r, t, delta, _ = held
     j = start + tl.arange(0, c.BN)
@@ -713,7 +719,7 @@ def add_to_delta(state, held, start, inputs, head, rule: tl.constexpr, c: tl.con
 
 @jit
 def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Add one tile of keys to the gradients of a tile of rows, in one view. Returns its weights as well."""
+    """Add one tile of keys to the gradients of a tile of rows, in one view. Returns the tile's weights as well."""
     dq, dt, dtail, dslope = state
     w, ds, dt_ij = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, NEAR)
     dt += tl.sum(dt_ij, 1)
@@ -726,7 +732,7 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
 
 @jit
 def add_to_rows(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """Add one tile of keys to the gradients of a tile of rows. k is loaded once v is no longer needed."""
+    """Add one tile of keys to the gradients of a tile of rows. k is loaded after v is used, to save registers."""
     grads, gradsb, dmix = state
     i, q, do, r, t, delta, second = held
     j = start + tl.arange(0, c.BN)
@@ -757,7 +763,7 @@ def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
 
 @jit
 def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of rows: dq, its part of the gradients of t, tail, slope and mix, and delta for the kernels after it."""
+    """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the next kernels."""
     # this program's rows, and what they need
     tiles = tl.cdiv(inputs.T, c.BM)
     tile, head = my_tile(inputs, tiles)
@@ -778,7 +784,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
     if rule.sum_delta:
         held = (i, q, do, r, t, delta, second)
         sum_w, sum_wg = walk((zero, zero), add_to_delta, held, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
-        delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # (an empty row sums to 0)
+        delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # sum_w is 0 in an empty row
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
@@ -795,7 +801,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
 
 @jit
 def add_to_keys(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """Add one tile of rows to the gradients of a tile of keys. All is transposed: keys go down, rows across."""
+    """Add one tile of rows to the gradients of a tile of keys. Tiles are transposed: (keys, rows)."""
     dk, dv, dkb = state
     j, k, v, DO, do_row, R, Delta, second = held
     i = start + tl.arange(0, c.BM)
@@ -822,7 +828,7 @@ def add_to_keys(state, held, start, inputs, head, rule: tl.constexpr, c: tl.cons
 
 @jit
 def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of keys: dk and dv of a query head. Heads that share keys are summed outside, always in one order."""
+    """One tile of keys: dk and dv of a query head. over_groups() sums heads that share keys, in a fixed order."""
     # this program's keys
     tiles = tl.cdiv(inputs.T, c.BN)
     tile, head = my_tile(inputs, tiles)
@@ -849,9 +855,9 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: t
 
 @jit
 def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
-    """The table's gradient. The square tiles (m, m - b) of one block diagonal b hold the same distances at the same
-    places, so one program adds them up. by_distance() reduces the one tile that remains of each diagonal. Dead tiles
-    are visited as well: a table covers the distances at which keys matter, so few are dead."""
+    """The table's gradient. All square tiles (m, m - b) of block diagonal b have equal distances at equal entries, so
+    one program adds them up into one tile, which by_distance() reduces. Dead tiles are visited as well: a table covers
+    the distances at which keys matter, so few are dead."""
     b, head = my_tile(inputs, diagonals, False)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
@@ -875,14 +881,14 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
-# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs (which is all that
-# tracing needs) and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch in
+# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs (torch.compile looks at
+# nothing else) and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch in
 # `differentiate`.
 
 class Call(NamedTuple):
     """What attend() passes to the operators. They take it as separate arguments, in the order of SCHEMA."""
     rule: str                   # a name of KERNELS, or with a power: "tra:3.0"
-    q: Tensor                   # these eight as in Inputs
+    q: Tensor                   # from here to sets: as attend() describes them
     k: Tensor
     v: Tensor
     t: Tensor | None
@@ -910,7 +916,7 @@ SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Ten
 
 def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False,
            power=None, skip=True, mix=None, sets=None):
-    """Causal attention (B, H, T, E) by a rule of KERNELS, and its row statistic (B, H, T), or None where it has none.
+    """Causal attention by a rule of KERNELS: output (B, H, T, E), and the row statistic (B, H, T), or None without one.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H.
     t: the row input, broadcastable to (B, H, T). None: 0.
@@ -919,12 +925,13 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     window, first: row i sees key j if i - j < window (0: no limit) or j < first.
     row_sum: a rule without a statistic returns the sum of its weights.
     power: replaces the rule's own.
-    skip: the backward pass skips tiles in which all weights are 0.
-    mix: q has two heads, called views, for each head of the output. The weights are those of the first view minus mix
-        times those of the second. Hv divides H/2, mix broadcasts to (B, H/2, T), and the rule must have no statistic.
-    sets (B, T) int64: row i sees key j only if they have no bit in common. Output and statistic of a row without any
-        visible key are 0.
-    All is differentiable, except for a statistic that is found by iteration.
+    skip: if the rule allows it, the backward pass skips tiles in which all weights are 0.
+    mix: q has two heads, called views, for each of the H/2 heads of the output. The weights are those of the first view
+        minus mix times those of the second. Hv divides H/2, mix broadcasts to (B, H/2, T), and the rule must have no
+        statistic.
+    sets (B, T) int64: row i sees key j only if they have no bit in common. The output of a row that sees no key is 0.
+    Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a statistic that is
+    found by iteration.
     """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
@@ -938,7 +945,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     rule = named(call.rule)
     if not rule.settle:
         return o, None
-    return o, r.detach() if rule.passes > 1 else r          # slope accounts for an r that was iterated
+    return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
 
 
 def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
@@ -949,7 +956,7 @@ def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
 
 
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """Pairs of a condition and its error message. Each relies on those before it."""
+    """Pairs of a condition and its error message, in order: each relies on those before it."""
     yield from problems_anywhere(q, k, v)
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     about = KERNELS[rule]
@@ -957,7 +964,7 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     yield t is not None and not about.takes_t, f"{rule} reads no row input: leave out t"
     yield power is not None and not (about.takes_power and power >= 1), f"{rule} takes no power {power}: leave it out"
     yield mix is not None and (row_sum or about.settle is not None), (
-        f"mix is for rules without a row statistic: call {rule} once a view and subtract the outputs")
+        f"mix is for rules without a row statistic: call {rule} once per view and subtract the outputs")
     shapes = [tuple(part.shape) for part in (q, k, v)]
     yield not fits(*shapes, 1 if mix is None else 2), (
         f"q (B, H, T, D), k (B, Hk, T, D) and v (B, Hv, T, E) must agree, Hk divide H, and Hv the heads of the output, "
@@ -970,7 +977,7 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
         f"sets must be (B, T) int64 with the B and T of q, {tuple(q.shape[::2])}")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
     yield mix is not None and not holds_two_views(q, v), (
-        f"a tile holds two views of float32 heads of width 128 at most: call {rule} once a view and subtract the "
+        f"a tile holds two views of float32 heads of width 128 at most: call {rule} once per view and subtract the "
         "outputs")
 
 
@@ -991,13 +998,13 @@ def holds_two_views(q, v):
 
 
 def fits(q, k, v, views):
-    """Do the shapes of q, k and v go together?"""
+    """Are the shapes of q, k and v compatible?"""
     return (len(q) == len(k) == len(v) == 4 and q[::2] == k[::2] == v[::2] and q[3] == k[3] and min(q + k + v) > 0
             and q[1] % views == 0 and q[1] % k[1] == 0 and q[1] // views % v[1] == 0)
 
 
 def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix, sets):
-    """attend()'s arguments as the operators take them."""
+    """The arguments of attend() as a Call."""
     B, H, T, _ = q.shape
     if KERNELS[rule].takes_t:
         t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
@@ -1013,6 +1020,7 @@ def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, m
 
 
 def along_rows(part, *shape):
+    """A row vector in float32, expanded to a shape (B, heads, T)."""
     part = part.float().expand(shape)
     return part if part.stride(2) < 2 else part.contiguous()
 
@@ -1030,7 +1038,7 @@ def count(T, size):
 # ---- the forward operator
 
 def unpacked(call, learn, skip):
-    """The arguments as a Call, and its Kernel. Without gradients it saves neither U nor the map of live tiles."""
+    """The arguments as a Call, and its Kernel, which without gradients saves neither U nor the map of live tiles."""
     call = Call(*call)
     rule = named(call.rule)
     return call, rule._replace(save_u=rule.save_u and learn, skip=rule.skip and learn and skip)
@@ -1145,7 +1153,8 @@ def diagonals_in_sight(call, n):
 
 
 def visits_of(alive, kernel, rule, call):
-    """For every tile of a backward kernel, the list of live tiles on the other side; empty if all are visited."""
+    """For every tile of a backward kernel, the list of live tiles on the other side. If all are visited, an empty
+    tensor, which is not read."""
     if not rule.skip:
         return alive
     (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, call) for name in ("forward", kernel))
@@ -1161,7 +1170,7 @@ def in_order(alive):
 
 
 def resized(alive, axis, T, a, b):
-    """A map of tiles a wide as one of tiles b wide, both powers of two: a tile is alive if any part of it is."""
+    """Convert a map of tiles of size a to tiles of size b, both powers of two. A tile is alive if any part of it is."""
     split, join = max(1, a // b), max(1, b // a)
     alive = alive.repeat_interleave(split, axis).narrow(axis, 0, count(T, min(a, b))).movedim(axis, -1)
     return F.pad(alive, (0, -alive.shape[-1] % join)).unflatten(-1, (-1, join)).amax(-1).movedim(-1, axis)
@@ -1227,7 +1236,7 @@ run_backward.register_autograd(refuse)
 # stops at one that is clean for every rule.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
-TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no row for False, that for True serves
+TILES = {  # GPU generation (0: float32, on any), width, busy. If (.., False) is missing, (.., True) is used
     (90, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2), None),
     (90, 64, True): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)),
     (90, 128, False): ((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
@@ -1242,7 +1251,7 @@ TILES = {  # GPU generation (0: float32, on any), width, busy; where there is no
     (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1)),
     (0, 256, True): ((16, 16, 16, 1), (16, 16, 16, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
-HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; chosen in the same way
+HEAVY = {  # overrides of TILES for heavy rules, where those would spill; chosen in the same way
     (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (64, 64, 8, 3), "forward with U": (64, 64, 8, 3), "backward_table": (64, 64, 8, 1)},
     (90, 128, False): {"forward": (128, 32, 8, 3), "backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
@@ -1256,7 +1265,7 @@ HEAVY = {  # instead of these, for heavy rules, the kernels that would spill; ch
     (0, 128, True): {"forward": (32, 16, 8, 1), "forward with U": (32, 16, 8, 1)},
     (0, 256, True): {"forward": (16, 16, 8, 1), "forward with U": (16, 16, 8, 1)},
 }
-MIXED = {  # instead of all these, for two views at once, twice the work; chosen likewise. backward_table takes one
+MIXED = {  # overrides of both for two views in one call, which is twice the work. backward_table handles one view
     (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
     (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
     (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},
@@ -1270,7 +1279,7 @@ MIXED = {  # instead of all these, for two views at once, twice the work; chosen
     (0, 64, True): {"forward": (32, 16, 4, 1), "backward_rows": (16, 16, 8, 1), "backward_keys": (16, 32, 8, 1)},
     (0, 128, True): {"backward_keys": (16, 16, 8, 1)},
 }
-# the interpreter: several tiles even of short inputs
+# for the interpreter: small, so that short inputs of tests have several tiles
 SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))
 
 
@@ -1299,4 +1308,4 @@ def tile_key(call):
 
 
 def padded(width):
-    return max(16, 1 << (width - 1).bit_length())           # a tile's sides are powers of two, tl.dot's at least 16
+    return max(16, 1 << (width - 1).bit_length())           # tl.dot needs sides of at least 16

@@ -1,8 +1,8 @@
 """The GPT around the attention, in the spirit of nanoGPT: norm, MLP, block, the whole model, generation with a cache.
 
-A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.py, or another mixer of tokens. The
-architecture and its names follow GPT-2 (Radford et al. 2019) and nanoGPT; RMSNorm, SwiGLU and RoPE follow LLaMA
-(Touvron et al. 2023).
+A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.py, or another *mixer*, a layer that
+mixes tokens in its own way. The architecture and its names follow GPT-2 (Radford et al. 2019) and nanoGPT. RMSNorm,
+SwiGLU and RoPE follow LLaMA (Touvron et al. 2023).
 
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
@@ -43,7 +43,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         gated = config.mlp == "swiglu"
-        # SwiGLU has three matrices instead of two. With 8/3 C instead of 4 C it has as many parameters
+        # SwiGLU has three matrices instead of two. A width of 8/3 C gives it as many parameters as 4 C gives the others
         hidden = config.n_inner or (-(-8 * config.n_embd // 96) * 32 if gated else 4 * config.n_embd)
         self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
         self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
@@ -53,9 +53,9 @@ class MLP(nn.Module):
 
     def forward(self, x):
         if self.c_gate is None:
-            x = self.activation(self.c_fc(x))                           # (B, T, 4 C)
+            x = self.activation(self.c_fc(x))                           # (B, T, hidden)
         else:
-            x = self.activation(self.c_gate(x)) * self.c_fc(x)          # (B, T, 8/3 C): SwiGLU, Shazeer 2020
+            x = self.activation(self.c_gate(x)) * self.c_fc(x)          # (B, T, hidden): SwiGLU, Shazeer 2020
         return self.dropout(self.c_proj(x))                             # (B, T, C)
 
 
@@ -63,7 +63,7 @@ class Block(nn.Module):
     """One attention layer, which mixes tokens, and one MLP. Both add to the residual stream x.
 
     Differs from the paper (Vaswani et al. 2017) with norm_place="post": the model's ln_f follows the ln_2 of the last
-    block. The paper has no norm there, torch.nn.Transformer has one. The additional norm changes nothing until training
+    block. The paper has no norm there; torch.nn.Transformer has one. The additional norm changes nothing until training
     has moved the weights of ln_2.
     """
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
     def forward(self, x, cache=None, importances=None):
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays bounded, but every
-        # gradient passes through all norms, so training needs a warm-up: 100 steps are enough in the sink lab
+        # gradient passes through all norms, so training needs a warm-up: 100 steps are enough with --preset=lab
         if self.norm_place == "post":
             x = self.ln_1(x + self.attn(x, cache, importances))         # (B, T, C)
             return self.ln_2(x + self.mlp(x))                           # (B, T, C)
@@ -94,13 +94,13 @@ class Block(nn.Module):
 
 
 def axis(name):
-    """A field of GPTConfig for one axis. Its default None means: the recipe's value, or else the axis' default."""
+    """A field of GPTConfig for one axis. None: the recipe's value or, if it has none, the axis' default."""
     return knob(None, mixers.MEANINGS[name], mixers.AXES.get(name))
 
 
 @dataclass
 class GPTConfig:
-    """Sizes and choices of one model. The recipe `attn` fills in the axes that are None.
+    """Sizes and choices of one model. The recipe `attn` fills in the axes (see axes/base.py) that are None.
 
     Raises ValueError if no model can be built from them."""
     # sizes
@@ -116,26 +116,28 @@ class GPTConfig:
     dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
     qkv_bias: bool = knob(False, "biases of queries, keys and values, also without --bias")
-    norm: str = knob("layernorm", "normalisation before each branch and before the head", ("layernorm", "rmsnorm"))
+    norm: str = knob("layernorm", "kind of the norms of each block and before the head", ("layernorm", "rmsnorm"))
     norm_place: str = knob(
         "pre", "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
-        "(post, which needs some warm-up)", ("pre", "out", "post"))
-    norm_eps: float = knob(1e-5, "what a norm adds to the mean square")
-    mlp: str = knob("gelu", "activation of the MLP", ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
-    tied: bool = knob(True, "the head shares the token embedding's weights")
+        "(post, which needs a learning-rate warm-up)", ("pre", "out", "post"))
+    norm_eps: float = knob(1e-5, "epsilon of the norms")
+    mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP",
+                    ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
+    tied: bool = knob(True, "the output layer shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
     rope_scaling: str = knob(
-        "", "longer wavelengths for longer contexts: linear:FACTOR, NTK-aware ntk:RATIO, or as in LLaMA 3.1 "
-        "llama3:FACTOR,LOW,HIGH,ORIGINAL")
-    bias_range: int = knob(512, "distances that a learned distance bias covers; it is 0 beyond them")
+        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
+        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
+    bias_range: int = knob(512, "number of distances that a learned distance bias covers; beyond them it is 0")
     # the attention: a recipe, its constants, the code that computes it
     attn: str = knob(
-        next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless they have a flag of their own",
+        next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless their flags are given",
         tuple(attention.ATTENTIONS))
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
-        "auto", "code that computes attention: the block loop (torch), Triton (the block loop while decoding), or "
-        "torch's own softmax (sdpa)", ("auto", "torch", "triton", "sdpa"))
+        "auto", "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; the block loop "
+        "while decoding), sdpa (torch's fused softmax); auto: the fastest that can compute the recipe here",
+        ("auto", "torch", "triton", "sdpa"))
     # the axes
     mixer: str | None = axis("mixer")
     rule: str | None = axis("rule")
@@ -180,14 +182,14 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
-    """The whole model: model(idx) returns logits (B, T, V) and None; model(idx, targets) also the mean loss in nats.
+    """The whole model: model(idx) returns (logits (B, T, V), None), model(idx, targets) (logits, mean loss in nats).
 
-    The initial weights depend on `seed` alone, whatever else has drawn random numbers before."""
+    The initial weights depend on config and seed alone, whatever else has drawn random numbers before."""
 
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        self.ahead = SINKS[config.sink].ahead                           # 1: a learned token precedes each sequence
+        self.ahead = SINKS[config.sink].ahead                           # learned tokens before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}            # of token ids
         if places := POSITIONS[config.pos].embeds:
             embeddings["wpe"] = places(self.ahead + config.block_size, config.n_embd)   # of absolute positions
@@ -204,8 +206,8 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def tie(self):
-        """Share parameters: the head has the token embedding's if config.tied, and every layer has the first layer's
-        where their positions say so."""
+        """Share parameters: lm_head has the token embedding's weights if config.tied, and all layers share those in
+        Position.shared."""
         if self.config.tied:
             self.lm_head.weight = self.transformer.wte.weight
         for name in POSITIONS[self.config.pos].shared:
@@ -214,11 +216,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Draw GPT-2's initial weights: N(0, 0.02), biases 0, the last layer of each branch smaller by sqrt(2 n_layer).
+        """Draw GPT-2's initial weights: N(0, 0.02), biases 0, the last linear layer of each branch divided by
+        sqrt(2 n_layer).
 
-        So the 2 n_layer branches together add to the stream what one branch would. Each attention layer lists in
-        init_std what else is drawn. Each tensor has its own generator, seeded with its name: two recipes share the
-        initial values of the tensors that they share.
+        So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
+        lists in init_std what else is drawn. Each tensor has its own generator, seeded with (seed, its name): two
+        recipes share the initial values of the tensors that they share.
         """
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
@@ -236,12 +239,12 @@ class GPT(nn.Module):
             self.sink_token.normal_(0.0, 0.02, generator=generator_of(seed, ".sink_token"))
 
     def beyond(self, config):
-        """Names of attention's parameters and buffers, sink token included, that a model of `config` does not have."""
+        """Names of attention's parameters and buffers, sink token included, that a model of `config` lacks."""
         theirs = shapes_of(config)
         return [name for name in self.state_dict() if name not in theirs and (".attn." in name or name == "sink_token")]
 
     def without_unused_additions(self, state):
-        """Another model's weights, less what its mixer had added to plain attention and this model does not have."""
+        """The weights `state` of another model, without those that its mixer adds to attention and this model lacks."""
         ours = self.state_dict()
         return {name: value for name, value in state.items()
                 if name in ours or name.partition(".attn.")[2] not in mixers.ADDED}
@@ -249,9 +252,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, importance=False):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
-        Targets of -1 do not count. cache: from new_cache(), filled by earlier calls, whose tokens idx continues.
-        importance: also return the importance of every head, (layers, heads). Raises ValueError if idx is longer than
-        absolute positions allow.
+        Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
+        importance: return the importance of every head, (layers, heads), as a third value. Raises ValueError if idx is
+        longer than absolute positions allow, or if another model filled the cache.
         """
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
@@ -276,7 +279,7 @@ class GPT(nn.Module):
             x = block(x, None if cache is None else cache[layer], importances)
         more = (torch.stack(importances),) if importance else ()
 
-        # the sink token predicts nothing. The loss is computed in float32, whatever the precision of the products
+        # the sink token predicts nothing. The loss is computed in float32, under autocast as well
         logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)
         if targets is None:
             return logits, None, *more
@@ -288,29 +291,29 @@ class GPT(nn.Module):
         return any(block.attn.penalized for block in self.transformer.h)
 
     def penalty(self):
-        """The sum of what layers add to the loss of the last training batch."""
+        """What the layers add to the loss of the last training batch, in sum."""
         return sum(block.attn.penalty for block in self.transformer.h)
 
     def num_params(self, embeddings=True):
         """Number of parameters, tied ones counted once.
 
-        embeddings=False leaves out tables that are only looked up, as scaling laws do: positions, and tokens unless
-        the head multiplies with the same table."""
+        embeddings=False leaves out tables that are only looked up, as scaling laws do: the position embedding, and the
+        token embedding unless it is tied."""
         count = sum(p.numel() for p in self.parameters())
         tables = [self.transformer.wpe] if "wpe" in self.transformer else []
         tables += [] if self.config.tied else [self.transformer.wte]
         return count if embeddings else count - sum(p.numel() for table in tables for p in table.parameters())
 
     def flops_per_token(self):
-        """Floating-point operations of training on one token, forward and backward, as in PaLM's appendix B: 6 N, and
-        12 C T for each attention layer."""
+        """Floating-point operations of training on one token, forward and backward, as in PaLM's appendix B: 6 N, plus
+        what each attention layer needs, such as 12 C T."""
         return 6 * self.num_params(embeddings=False) + sum(block.attn.flops_per_token() for block in self.transformer.h)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW on all parameters that require a gradient.
 
-        Matrices and embeddings decay; biases and norms do not. What attention learns outside its linear layers, such
-        as one scalar a head, does not decay either, and its learning rate is multiplied by head_lr."""
+        Matrices and embeddings decay; biases and norms do not. Parameters outside linear layers, embeddings and norms,
+        such as one scalar a head, do not decay either, and their learning rate is multiplied by head_lr."""
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
             plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
@@ -332,7 +335,7 @@ class GPT(nn.Module):
                 block.attn.progress.fill_(progress)                     # a buffer, so checkpoints contain it
 
     def finish_step(self, machine):
-        """End a training step: each layer uses what it counted of the step's tokens on all ranks."""
+        """End a training step: layers such as Focus update statistics that they gathered from its tokens."""
         for block in self.transformer.h:
             block.attn.finish_step(machine)
 
@@ -345,13 +348,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, use_cache=True,
                  stop=()):
-        """Continue idx (B, T) by max_new_tokens, one token at a time: (B, T + max_new_tokens).
+        """Continue idx (B, T) by at most max_new_tokens, one token at a time. Returns prompt and continuation.
 
         temperature 0 takes the likeliest token. top_k keeps only the k likeliest tokens, top_p only the fewest whose
-        probabilities sum to p. A row that has drawn an id in `stop` repeats that id; when all rows have, generation
-        ends early. Relative positions let the context grow without limit. Absolute positions end at block_size, and
-        from there on each step reads the last block_size tokens again. Raises ValueError on an empty prompt or an
-        unknown id.
+        probabilities sum to p. A row that has drawn an id in `stop` repeats that id, and generation ends early when all
+        rows have stopped. With relative positions the context grows without limit. With absolute ones, a context longer
+        than block_size is cropped to its last block_size tokens and read without a cache. Raises ValueError on an
+        empty prompt or an unknown id.
         """
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
@@ -374,7 +377,7 @@ class GPT(nn.Module):
             logits = self(context, cache=cache)[0][:, -1].float()       # (B, V) of the last position
             new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)
-            if len(stop):                       # only then: a GPU has to finish before Python can ask
+            if len(stop):                       # only then, because all() waits for the GPU
                 ended = torch.isin(idx[:, -1:], stop)
                 if ended.all():
                     break
@@ -388,7 +391,7 @@ def pick(logits, temperature, top_k, top_p, generator):
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature               # below 1 sharpens, above 1 flattens
     if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]                # (B, 1); ties with it stay
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]                # (B, 1); ties with it are kept
         logits = logits.masked_fill(logits < least, -math.inf)
     probs = F.softmax(logits, -1)
     if top_p:
@@ -404,13 +407,13 @@ def shapes_of(config):
         return {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
 
 
-# ------------------------------------------------------------------------------------------------ what is not a model
+# --------------------------------------------------------------------------------------------------------- validation
 
 POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range")
 
 
 def check(config):
-    """Raise ValueError if no model can be built from a config. The message names the field and its valid values."""
+    """Raise ValueError if no model can be built from a config. The message names the field."""
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata["choices"]
         if choices and value not in choices:

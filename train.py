@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=8 train.py --attn=elastic    on eight GPUs, or as eight CPU processes
     python train.py --attn=elastic --init_from=resume      continue a stopped or killed run from its last checkpoint
 
-A flag given here beats the recipe (--attn), which beats the preset (--preset), which beats the defaults below.
+A value comes from the first of these that gives one: flag, recipe (--attn), preset (--preset), default.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) \
-and log.csv. With --train_only=PART it is an adapter: ckpt.pt holds only what was trained, and meta.json names the run \
-that it was trained on.
--h lists every knob with its meaning and, in brackets, its default. The default preset, tiny, changes some defaults: \
+and log.csv. With --train_only=PART the run is an adapter: ckpt.pt holds only what was trained, and meta.json names \
+the run that it belongs to.
+-h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some of them: \
 see the presets at the end.
 """
 import math
@@ -45,33 +45,33 @@ from training.weights import resume, take_weights
 
 @dataclass
 class Train:
-    """How to train"""
+    """Flags of training"""
     # what to train, and where it goes
     preset: str = knob(
         "tiny", "a named set of values for the other knobs", tuple(PRESETS))
     dataset: str = knob(
-        "stdlib", "a name in data/, or the path of a folder that a data script wrote; if --init_from names a run, in "
-                  "its tokenizer")
+        "stdlib", "a name in data/, or the path of a folder that a data script wrote. With --init_from=RUN its tokens "
+                  "must be those of that run's tokenizer")
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
     init_from: str = knob(
-        "scratch", "scratch; resume: continue from out_dir's checkpoint; or the path of a run: start from its weights")
+        "scratch", "scratch; resume: continue from out_dir's checkpoint; the folder of a run: start from its weights")
     train_only: str = knob(
-        "all", f"all weights; {', '.join(mixers.RETROFITS)}: what this mixer adds to plain attention; lora: LoRA on "
-        "attention's projections. All other weights stay as in --init_from, and the run saves an adapter, which holds "
-        "only what was trained",
+        "all", f"all: all weights; {', '.join(mixers.RETROFITS)}: only what this mixer adds to plain attention; lora: "
+        "only LoRA on attention's projections. Then all other weights stay as in --init_from, and the run saves an "
+        "adapter, which holds only what was trained",
         ("all", *mixers.RETROFITS, "lora"))
     lora_rank: int = knob(4, "rank of the matrices that --train_only=lora adds to each projection")
-    lora_on: str = knob("both", "projections that get LoRA; c_attn alone gives the Focus paper's 147K parameters",
+    lora_on: str = knob("both", "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
                         tuple(PROJECTIONS))
     # how much
     max_iters: int = knob(1000, "optimizer steps")
-    batch_size: int = knob(16, "sequences per forward pass on one device, at most")
+    batch_size: int = knob(16, "largest number of sequences per forward pass on one device")
     gradient_accumulation_steps: int = knob(
-        1, "a step sees batch_size times this many sequences, divided among all ranks")
+        1, "sequences per step, over all ranks, as a multiple of batch_size")
     # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
-    head_lr: float = knob(1.0, "factor on it for what attention learns outside linear layers, such as tau")
-    weight_decay: float = knob(0.1, "on matrices and embeddings only")
+    head_lr: float = knob(1.0, "factor on the learning rate of parameters outside linear layers, such as tau")
+    weight_decay: float = knob(0.1, "weight decay of matrices and embeddings; nothing else decays")
     beta1: float = knob(0.9, "AdamW's first beta")
     beta2: float = knob(0.95, "AdamW's second beta")
     grad_clip: float = knob(1.0, "largest gradient norm; 0: no limit")
@@ -79,21 +79,22 @@ class Train:
     warmup_iters: int = knob(100, "steps of linear warm-up")
     lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
     min_lr: float = knob(-1.0, "learning rate at the end; negative: a tenth of learning_rate")
-    # the head-balancing loss of The Attention Sink as Native MoE, on top of the model's own
-    head_balance: float = knob(0.0, "lambda of eq. 9: weight of a loss that is low where heads are used alike")
-    balance_form: str = knob("routed", "which heads: all (eq. 8), or those that the next two flags leave (eq. 9)",
-                             ("routed", "all"))
-    balance_skip: int = knob(0, "number of first layers that are left alone")
-    balance_shared: float = knob(0.2, "share of the other heads, the most used ones, that is left alone")
+    # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
+    head_balance: float = knob(0.0, "weight of the head-balancing loss (lambda of eq. 9), which is 0 if all heads are "
+                                    "equally important")
+    balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all but those that the next two flags "
+                                       "exclude (eq. 9)", ("routed", "all"))
+    balance_skip: int = knob(0, "number of first layers that it excludes")
+    balance_shared: float = knob(0.2, "fraction of the remaining heads, the most important ones, that it excludes")
     # evaluations and checkpoints
     eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint")
-    eval_iters: int = knob(20, "an evaluation reads this many times batch_size fixed windows")
+    eval_iters: int = knob(20, "fixed windows of an evaluation, as a multiple of batch_size")
     log_interval: int = knob(10, "steps between rows of log.csv")
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the fastest one here")
     dtype: str = knob(
-        "auto", "precision of the products; auto: bfloat16 where it is fast",
+        "auto", "precision of matrix products (autocast); auto: bfloat16 where it is fast",
         ("auto", "float32", "bfloat16", "float16"))
     compile: bool = knob(False, "torch.compile the model")
 
@@ -117,15 +118,15 @@ class Train:
 
 
 class Batches:
-    """Training batches as a pure function of (seed, step, sample).
+    """Training batches as a pure function of (seed, step, number of the sequence).
 
-    So a resumed run needs no stored state, and every split of a step's samples over ranks and micro-batches reads the
-    same tokens. stride: windows begin at its multiples."""
+    So a resumed run needs no stored state, and the tokens of a step do not depend on the number of ranks and
+    micro-batches. stride: sequences begin at its multiples."""
 
     def __init__(self, split, config, knobs, machine, stride):
         self.split, self.config, self.knobs, self.machine, self.stride = split, config, knobs, machine, stride
         self.thread = ThreadPoolExecutor(1)
-        self.ahead = {}                         # {the next step: its batches, which the thread is reading}
+        self.ahead = {}                         # {the next step: the Future of its batches}
         self.waited = 0.0                       # seconds that the loop has waited for batches
         self.choices = (len(split) - config.block_size - 1) // stride + 1               # possible starts of a window
         if self.choices < 1:
@@ -179,16 +180,16 @@ def learning_rate(step, knobs):
 
 
 def set_up(knobs, config, machine, folder, data, stored, flags):
-    """Prepare data, model, optimizer and folder of a run, and return what the loop needs. Arguments: as of `train`."""
+    """Prepare data, model, optimizer and folder of a run, and return what the loop needs. Arguments: as in `train`."""
     kernel = mixers.choose_kernel(config, machine.device.type)
 
     # the data: batches to train on, and a split to evaluate on
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data set has sequences
     batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
     val = tokens.Tokens(folder, "val")
-    tokens.fixed_windows(val, config.block_size, 1, stride)             # a split that is too short fails here
+    tokens.fixed_windows(val, config.block_size, 1, stride)             # raises if the split is too short
 
-    # the model: fresh weights, or those of another run; all of them are trained, or a part
+    # the model: fresh weights, or those of another run. Train all of them or a part
     model = GPT(config, knobs.seed)
     more = ("balance",) if knobs.head_balance or model.penalized else ()                # a column for additional losses
     run = Run(knobs.out_dir, machine, more)
@@ -206,11 +207,11 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
         knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
 
-    # meta.json: how the run is made, and what it inherits from the data set and from an earlier run
+    # meta.json: the settings of the run, and entries from the data set and from an earlier run
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
     meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
     earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
-    meta |= {name: earlier[name] for name in ("ends",) if name in earlier}              # ids that end an answer
+    meta |= {name: earlier[name] for name in ("ends",) if name in earlier}              # stop tokens of chat
     if knobs.train_only != "all":
         base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
         meta |= {"trained": num_trained(model), "base": base}
@@ -232,7 +233,7 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
 
 
 def train(knobs, config, machine, folder, data, stored, flags):
-    """Train one model, from its data to the report. Returns False if it was asked to stop before its last step.
+    """Train one model, from its data to the report. Returns False if a signal stopped it before its last step.
 
     folder, data: the data set's folder and its meta.json. stored: meta.json of the run to resume, or None. flags: the
     command line as given.
@@ -249,12 +250,12 @@ def train(knobs, config, machine, folder, data, stored, flags):
                 group["lr"] = lr * group["lr_scale"]
             model.set_progress(step / knobs.max_iters)                  # for layers with a schedule
 
-            # forward and backward. Each micro-batch counts by its share of this rank's sequences, so the gradients add
-            # up to that of one big batch, which would not fit into memory
+            # forward and backward. Each micro-batch is weighted by its share of the sequences, so the gradients add up
+            # to that of one big batch, which would not fit into memory
             micro_batches = batches(step)
-            sums = torch.zeros(2, device=machine.device)                # of both losses; Python does not wait for them
+            sums = torch.zeros(2, device=machine.device)                # of both losses, on the device: no waiting here
             for micro, (x, y) in enumerate(micro_batches):
-                if config.dropout:              # these four numbers decide what is dropped: there is no state to save
+                if config.dropout:              # seeded by these four numbers, so resuming needs no stored state
                     seed_dropout(knobs.seed, step, machine.rank, micro)
                 if machine.world > 1:           # the ranks average their gradients once, after the last micro-batch
                     running.require_backward_grad_sync = micro == len(micro_batches) - 1
@@ -269,11 +270,11 @@ def train(knobs, config, machine, folder, data, stored, flags):
             train_loss, balance, stop = (total / machine.world for total in machine.sum(
                 *sums.tolist(), float(signals.asked is not None)))
 
-            # clip the gradient: one unusual batch must not throw the weights far away
+            # clip the gradient, to limit the effect of one unusual batch
             scaler.unscale_(optimizer)          # the norm is that of the unscaled gradient
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf).item()
 
-            # the step. A float16 gradient may overflow: then the scaler skips the step and scales less from then on
+            # the step. A float16 gradient may overflow: then the scaler skips the step and lowers its scale
             if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
                 raise diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: stopped before "
                                "this step touched the weights", run)
@@ -283,7 +284,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
             optimizer.zero_grad(set_to_none=True)                       # frees memory for the next forward pass
             bar.update()
 
-            # from time to time a row of the log, and an evaluation. It always reads the same windows
+            # at intervals a row of the log, and an evaluation, which always reads the same windows
             evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
             record = evaluate or step % knobs.log_interval == 0
             if record or stop:
@@ -323,11 +324,11 @@ def train(knobs, config, machine, folder, data, stored, flags):
 
 
 def main(argv):
-    """Settle all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
+    """Resolve all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
     parser = Parser(prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
     add_flags(parser, Train, GPTConfig)
     try:
-        # validate all flags before touching the disk or the GPU
+        # validate all flags before the GPU is used or anything is written
         settled, stored = settle_knobs(parser.parse_args(argv))
         knobs = Train(**fields_of(Train, settled))
         vocab_size = settled.get("vocab_size", 0)                       # 0: take it from the data set, below
@@ -354,14 +355,14 @@ def main(argv):
 
 
 def run_before(knobs, stored):
-    """The folder of the run that this one continues or starts from, whose tokenizer it shares. None from scratch."""
+    """The folder of the run that this one continues or starts from, and whose tokenizer it shares, or None."""
     if stored:
         return Path(knobs.out_dir)
     return None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
 
 
 def settle_knobs(args):
-    """All knobs of this run as one dict, from the flags given; and meta.json of the run to resume, or None."""
+    """From the flags given: all knobs of this run as one dict, and meta.json of the run to resume, or None."""
     given = given_flags(args, Train, GPTConfig)
     if given.get("init_from") == "resume":
         return resume_knobs(given)
@@ -370,26 +371,26 @@ def settle_knobs(args):
         meta, checkpoint = read_run(given["init_from"])
         given["init_from"] = str(checkpoint)
         base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
-        # public weights, and runs that began with them, have contexts too long for most machines
+        # public weights, and runs that began with them, have contexts too long for most machines: tune has a short one
         if ("source" in meta or meta["knobs"].get("preset") == "tune") and "preset" not in given:
             given["preset"] = "tune"
             base |= PRESETS["tune"]
     return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
 
 
-# knobs that may change on resume: the folder's path, how the run is computed, how long it is, how often it is evaluated
+# knobs that may change on resume: none of them changes what a step computes
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}
 
 
 def resume_knobs(given):
-    """The same for a run to resume: its stored knobs. Flags may repeat them, or change those in MAY_CHANGE."""
+    """settle_knobs for a run to resume: its stored knobs. Flags may repeat them, or change those in MAY_CHANGE."""
     preset = PRESETS[given.get("preset", Train.preset)]
     named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | preset | given
     out_dir = given.get("out_dir") or default_out_dir(named["dataset"], named["attn"])
     meta, _ = read_run(out_dir)
     stored = meta["knobs"]
     for name, value in given.items():
-        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0 let the run decide, and it has
+        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0: "decide for me", and the run has
         if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
             raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
                              f"{name}={value}: leave out the flag, or start a new run with another --out_dir")

@@ -3,10 +3,11 @@ import argparse
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, needs_triton
 
 import attention
 import mixers
@@ -95,6 +96,32 @@ def test_quoted_code_is_the_files_own(page):
         source = (ROOT / file).read_text(encoding="utf-8")
         without_docstrings = re.sub(r' *"""(?:.|\n)*?"""\n', "", source)
         assert code in source or code in without_docstrings, code
+
+
+@pytest.mark.parametrize("with_kernel", [False, pytest.param(True, marks=needs_triton)])
+def test_the_readers_own_rule_works(with_kernel, tmp_path):
+    """README's card of a rule, put among the others: the recipe trains, and its kernel equals the block loop."""
+    section = PAGES["README.md"].split("## Add your own rule")[1]
+    card, kernel, *_ = re.findall(r"```python\n(.*?)```", section, re.S)
+    card, _, entry = card.partition("ATTENTIONS = {..., ")
+    source = (ROOT / "attention.py").read_text(encoding="utf-8")
+    source = source.replace("kernels.offer(", card + (kernel if with_kernel else "") + "\nkernels.offer(", 1)
+    source = source.replace("ATTENTIONS = {\n", f"ATTENTIONS = {{\n    {entry.strip()[:-1]},\n", 1)
+    (tmp_path / "attention.py").write_text(source, encoding="utf-8")
+    program = f"""
+import sys, torch
+sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
+import attention, model
+found = []
+for kernel in ("torch", "triton")[:{2 if with_kernel else 1}]:
+    config = model.GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=9, attn="squared", kernel=kernel)
+    gpt, idx = model.GPT(config), torch.arange(17)[None] % 9
+    gpt(idx[:, :-1], idx[:, 1:])[1].backward()
+    found.append(gpt.transformer.h[0].attn.c_attn.weight.grad)
+assert found[0].abs().sum() > 0 and torch.allclose(found[0], found[-1], rtol=1e-4, atol=1e-7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_reference_page_is_left_out():

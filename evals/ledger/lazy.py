@@ -265,8 +265,8 @@ CLAIMS = [
           "worse than lazy; contradicts: lazy gains as much as softmax or more",
           Reading({"65-128": ("far/65-128", "rope elastic-rope lazy"),
                    "129-256": ("far/129-256", "rope elastic-rope lazy")}, extrapolates),
-          note="Excess loss by place in sequences of 256, after training at 64. On text with small models README "
-               "(what you see) has it the other way round: softmax loses 0.08 and 0.26 nats, lazy 0.12 and 0.35. "
+          note="Excess loss by place in sequences of 256, after training at 64. On text with small models "
+               "docs/instruments.md has it the other way round: softmax loses 0.08 and 0.26 nats, lazy 0.12 and 0.35. "
                "gpu: the 2 x 2 of lazy-ablation without rope+bias, which the rule does not need.",
           elsewhere={"gpu": Reading({f"at {T}": (f"lengths-far/lengths/{i}/more", "softmax@gpu elastic@gpu lazy@gpu")
                                      for i, T in ((1, 1024), (2, 2048))}, extrapolates)}),
