@@ -61,7 +61,7 @@ from kernels import (
 MASKED = -1e30                                  # additive mask. Finite, so a fully masked row gives no NaN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Choice):
     weights: Callable | None = None             # s, seen, t -> weights: the definition
     statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), if anything needs it
@@ -186,8 +186,8 @@ def elastic_slope(s, r, t, power: tl.constexpr, g, delta):
 
 
 RULES["elastic"] = Rule(
-    lambda layer: {"tau": torch.full((layer.heads,), layer.args["tau_init"])},
-    {"tau_init": Constant(1.0), "per_length": Constant(True, word="block"), "learn_tau": Constant(True)},
+    learns=lambda layer: {"tau": torch.full((layer.heads,), layer.args["tau_init"])},
+    args={"tau_init": Constant(1.0), "per_length": Constant(True, word="block"), "learn_tau": Constant(True)},
     weights=elastic, row_input=elastic_threshold, kernel=Kernel(
         elastic_weigh, elastic_slope, softmax_settle, passes=1, save_u=True, takes_t=True, unit=BINARY))
 
@@ -316,8 +316,8 @@ def alphamax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr
 ENTMAX = Kernel(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, save_u=True, skip=True, heavy=True)
 ALPHAMAX = ENTMAX._replace(weigh=alphamax_weigh, slope=alphamax_slope, settle=alphamax_settle, lift=alphamax_lift)
 RULES["entmax"] = Rule(
-    lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
-    {"alpha": Constant(1.5, 1.01, 2.0, "learned")}, weights=entmax, row_input=entmax_row_input,
+    learns=lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
+    args={"alpha": Constant(1.5, 1.01, 2.0, "learned")}, weights=entmax, row_input=entmax_row_input,
     power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1),
     kernel=ENTMAX._replace(power=2.0, takes_power=True, with_t="alphamax"))
 RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
@@ -512,8 +512,8 @@ def tra_slope(s, r, t, power: tl.constexpr, g, delta):
 
 
 RULES["tra"] = Rule(
-    lambda layer: {"beta": torch.full((layer.heads,), layer.args["beta_init"])},
-    {"beta_init": Constant(1.0), "kappa": Constant(1.0, 1e-9, 1e9), "power": Constant(2.0, 1.0, 64.0),
+    learns=lambda layer: {"beta": torch.full((layer.heads,), layer.args["beta_init"])},
+    args={"beta_init": Constant(1.0), "kappa": Constant(1.0, 1e-9, 1e9), "power": Constant(2.0, 1.0, 64.0),
      "learn_beta": Constant(True)},
     weights=tra, statistic=row_sum, row_input=tra_threshold, power=lambda args: args["power"],
     kernel=Kernel(tra_weigh, tra_slope, takes_t=True, takes_power=True, power=2.0, skip=True))

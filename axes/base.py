@@ -23,7 +23,7 @@ class Constant(NamedTuple):
     word: str | None = None                     # one word that is allowed besides
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """One value of an axis. Each axis adds a field with a name of its own for what its values compute."""
     learns: Callable | None = None              # layer -> {name: what Layer.add accepts}

@@ -32,15 +32,19 @@ def plus_value(layer, o):
     return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
 
 
-@dataclasses.dataclass(frozen=True)
+def value_vectors(layer):
+    heads, width = layer.heads, layer.shapes["v"][1]
+    return {"value_bias": Normal(0.02, bias_shape(layer, heads, width))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueBias(Choice):
     shifted: Callable = unchanged               # layer, o -> o
 
 
 VALUE_BIASES = {
     "off": ValueBias(),
-    "on": ValueBias(lambda layer: {"value_bias": Normal(0.02, bias_shape(layer, layer.heads, layer.shapes["v"][1]))},
-                    BIAS_SIZES, wrong_bias_dims, shifted=plus_value),
+    "on": ValueBias(learns=value_vectors, args=BIAS_SIZES, refuse=wrong_bias_dims, shifted=plus_value),
 }
 
 # ------------------------------------------------------------------------------------------------------------------ Dex
@@ -66,14 +70,14 @@ def dex_correction(layer):
             "progress": Fixed(torch.zeros(()))}                         # GPT.set_progress sets it
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dex(Choice):
     corrected: Callable = unchanged             # layer, o -> o
 
 
 DEXES = {
     "off": Dex(),
-    "on": Dex(dex_correction, {"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
+    "on": Dex(learns=dex_correction, args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
 }
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -110,7 +114,7 @@ def norm_and_gate(layer):
     return norm_of_all(layer) | {"norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutNorm(Choice):
     normed: Callable = unchanged                # layer, o -> o
 
@@ -118,9 +122,10 @@ class OutNorm(Choice):
 EPS = {"out_norm_eps": Constant(1e-6, 1e-12, 1.0)}
 OUT_NORMS = {
     "none": OutNorm(),
-    "head": OutNorm(lambda layer: {"out_norm": rms_norm(layer, layer.shapes["v"][1])}, EPS, normed=head_norm),
-    "all": OutNorm(norm_of_all, EPS, normed=joint_norm),
-    "gated": OutNorm(norm_and_gate, EPS, normed=gated_norm),
+    "head": OutNorm(learns=lambda layer: {"out_norm": rms_norm(layer, layer.shapes["v"][1])}, args=EPS,
+                    normed=head_norm),
+    "all": OutNorm(learns=norm_of_all, args=EPS, normed=joint_norm),
+    "gated": OutNorm(learns=norm_and_gate, args=EPS, normed=gated_norm),
 }
 
 # ---------------------------------------------------------------------------------------------------------------- gates
@@ -139,7 +144,7 @@ def gate_of(layer, gates):
     return {"gate": nn.Linear(layer.config.n_embd, layer.heads * gates, bias=layer.config.bias)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate(Choice):
     gated: Callable = unchanged                 # layer, o, x -> o
     before_norm: bool = False                   # the gate comes before the norm of the output
@@ -147,6 +152,6 @@ class Gate(Choice):
 
 GATES = {
     "none": Gate(),
-    "head": Gate(lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
-    "element": Gate(lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate),
+    "head": Gate(learns=lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
+    "element": Gate(learns=lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate),
 }

@@ -208,7 +208,7 @@ class Sinusoids(nn.Module):
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(Choice):
     bias: Callable = no_bias                    # layer -> Distance, which is added to the score, or None
     rotates: bool = False                       # q and k turn by RoPE
@@ -221,10 +221,10 @@ POSITIONS = {
     "none": Position(),
     "sinusoidal": Position(embeds=Sinusoids),
     "learned": Position(embeds=nn.Embedding),
-    "alibi": Position(alibi_slopes, {"learn_alibi": Constant(False)}, bias=alibi),
-    "t5": Position(t5_table, bias=t5_bias, shared=("t5",)),
-    "t5_index": Position(t5_index_table, bias=t5_index),
-    "bias": Position(learned_table, bias=learned_bias),
-    "rope+bias": Position(learned_table, bias=learned_bias, rotates=True),
+    "alibi": Position(learns=alibi_slopes, args={"learn_alibi": Constant(False)}, bias=alibi),
+    "t5": Position(learns=t5_table, bias=t5_bias, shared=("t5",)),
+    "t5_index": Position(learns=t5_index_table, bias=t5_index),
+    "bias": Position(learns=learned_table, bias=learned_bias),
+    "rope+bias": Position(learns=learned_table, bias=learned_bias, rotates=True),
 }
 WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if row.bias is no_bias}

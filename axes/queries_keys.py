@@ -40,7 +40,7 @@ def norms_of_qk(layer, q_width, k_width):
             "k_norm": nn.RMSNorm(k_width, eps=layer.config.norm_eps)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QKNorm(Choice):
     normed: Callable = unchanged                # layer, x -> x: queries or keys, after rotation
     projected: Callable | None = None           # layer, a learned norm, x -> x: before rotation, as its weights need
@@ -50,8 +50,8 @@ QK_NORMS = {
     "none": QKNorm(),
     "l2": QKNorm(normed=unit_length),
     "rms": QKNorm(normed=unit_square),
-    "head": QKNorm(lambda layer: norms_of_qk(layer, layer.width, layer.width), projected=norm_of_heads),
-    "all": QKNorm(lambda layer: norms_of_qk(layer, layer.shapes["q"][0] * layer.width,
+    "head": QKNorm(learns=lambda layer: norms_of_qk(layer, layer.width, layer.width), projected=norm_of_heads),
+    "all": QKNorm(learns=lambda layer: norms_of_qk(layer, layer.shapes["q"][0] * layer.width,
                                             layer.shapes["k"][0] * layer.width), projected=norm_of_layer),
 }
 
@@ -77,7 +77,7 @@ def mlp_feature_map(layer):
     return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Feature(Choice):
     mapped: Callable = unchanged                # layer, x -> x: queries or keys
 
@@ -85,7 +85,7 @@ class Feature(Choice):
 FEATURES = {
     "none": Feature(),
     "elu": Feature(mapped=elu_features),
-    "mlp": Feature(mlp_feature_map, mapped=mlp_features),
+    "mlp": Feature(learns=mlp_feature_map, mapped=mlp_features),
 }
 
 # ---------------------------------------------------------------------------------------------- the factor on the score
@@ -128,7 +128,7 @@ def asentmax_scalars(layer):
     return {"scale_beta": beta, "scale_gamma": torch.zeros(heads)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale(Choice):
     factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1
     bare: bool = False                          # the score is not divided by sqrt(d)
@@ -137,7 +137,8 @@ class Scale(Choice):
 SCALES = {
     "sqrt_d": Scale(),
     "one": Scale(bare=True),
-    "log_n": Scale(ssmax_scalars, {"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)},
-                   factor=ssmax_scale),
-    "asentmax": Scale(asentmax_scalars, factor=asentmax_scale),
+    "log_n": Scale(
+        learns=ssmax_scalars, args={"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)},
+        factor=ssmax_scale),
+    "asentmax": Scale(learns=asentmax_scalars, factor=asentmax_scale),
 }

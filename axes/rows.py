@@ -52,7 +52,7 @@ def sum_may_be_zero(config, args, choices):
     return already_normalized(config, args, choices)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalizer(Choice):
     divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> what divides the row; None: 1
     needs_sum: bool = False                     # the divisor depends on r
@@ -118,7 +118,7 @@ def needs_first(config, args, choices):
         return "--sink=token cannot be seen beyond --window: add --first=1"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sink(Choice):
     """An extra key of score c. It leaves the real keys the share e^r / (e^r + e^c) of their weights, where r is the
     log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
@@ -131,10 +131,10 @@ class Sink(Choice):
 SINKS = {
     "none": Sink(),
     "one": Sink(score=zero_score, refuse=needs_softmax),
-    "logit": Sink(lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
+    "logit": Sink(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
                   refuse=needs_softmax),
-    "key": Sink(sink_key, BIAS_SIZES, score=key_score, refuse=needs_softmax),
-    "key_value": Sink(sink_key_and_value, BIAS_SIZES | {
+    "key": Sink(learns=sink_key, args=BIAS_SIZES, score=key_score, refuse=needs_softmax),
+    "key_value": Sink(learns=sink_key_and_value, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
         score=key_score, value=sink_value, refuse=needs_softmax),
     "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
@@ -210,7 +210,7 @@ def needs_pairs(config, args, choices):
                 f"n_kv_head={config.n_kv_head} must both be even")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference(Choice):
     """o = o_a - mix o_b, so that what both views spend on a sink cancels."""
     mix: Callable | None = None                 # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
@@ -222,13 +222,13 @@ class Difference(Choice):
 DIFFERENCES = {
     "none": Difference(),
     "subtract": Difference(                     # two views of the same values
-        lambda_logit, {"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
+        learns=lambda_logit, args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
         heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
     "v1": Difference(                           # half the heads, each twice as wide: as many parameters as softmax
-        lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},
+        learns=lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},
         mix=lambda_of_layer, refuse=needs_pairs, own_keys=True, after=shrunk,
         heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D))),
     "v2": Difference(                           # two queries look at the same keys
-        lambda layer: {"lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)}, mix=lambda_of_token,
-        heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D))),
+        learns=lambda layer: {"lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)},
+        mix=lambda_of_token, heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D))),
 }

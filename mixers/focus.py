@@ -43,7 +43,7 @@ from kernels import for_products, grouped, scaled_scores, weighted_sum
 # -------------------------------------------------------------------------- the axis balance: how tokens find a group
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Balance(Choice):
     """How a token's scores become shares of groups.
 
@@ -173,17 +173,17 @@ ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
 BALANCES = {                                    # the default is ours, the others are from the paper: section 2, table 8
-    "potential": Balance(lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
-                         SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential, count=sum_of_potentials,
-                         settle=move_potential),
-    "sinkhorn": Balance(router, SINKHORN, shares=sinkhorn, causal=False),
-    "softmax": Balance(router, ROUTER, shares=by_softmax),
-    "entropy": Balance(router, ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)}, shares=by_softmax,
+    "potential": Balance(learns=lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
+                         args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential,
+                         count=sum_of_potentials, settle=move_potential),
+    "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False),
+    "softmax": Balance(learns=router, args=ROUTER, shares=by_softmax),
+    "entropy": Balance(learns=router, args=ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)}, shares=by_softmax,
                        penalty=confident_and_even),
-    "stop_gradient": Balance(router, ROUTER, shares=by_softmax, detached=True),
-    "ema": Balance(router_alone, ROUTER | {"rate": Constant(0.01, 0.0, 1.0)}, shares=by_softmax,
+    "stop_gradient": Balance(learns=router, args=ROUTER, shares=by_softmax, detached=True),
+    "ema": Balance(learns=router_alone, args=ROUTER | {"rate": Constant(0.01, 0.0, 1.0)}, shares=by_softmax,
                    detached=True, count=sums_by_group, settle=move_centroids),
-    "recluster": Balance(router_and_middle, ROUTER | {"every": Constant(100, 1, 10**9)}, shares=by_softmax,
+    "recluster": Balance(learns=router_and_middle, args=ROUTER | {"every": Constant(100, 1, 10**9)}, shares=by_softmax,
                          count=a_sequence, sample=True, settle=recluster),
 }
 
@@ -218,14 +218,14 @@ def gate_args(offset):
             "learn_gate_offset": Constant(False)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Affinity(Choice):
     gated: Callable | None = None               # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
 
 
 AFFINITIES = {
-    "log": Affinity(numbers_of_gate, gate_args(0.5), no_window, gated=log_gate),
-    "score": Affinity(numbers_of_gate, gate_args(0.0), no_window, gated=score_gate),
+    "log": Affinity(learns=numbers_of_gate, args=gate_args(0.5), refuse=no_window, gated=log_gate),
+    "score": Affinity(learns=numbers_of_gate, args=gate_args(0.0), refuse=no_window, gated=score_gate),
 }
 
 # ------------------------------------------------------------------------------------------------------ all the axes

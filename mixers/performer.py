@@ -80,8 +80,8 @@ def sum_of_weights(r, n):
     return r
 
 
-FAVOR = StateRule(directions, {"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)}, chunk=one_chunk,
-                  inputs=log_features)
+FAVOR = StateRule(learns=directions, args={"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)},
+                  chunk=one_chunk, inputs=log_features)
 AXES = STATES | {
     "rule": {"favor": FAVOR}, "normalize": {"sum": Normalizer(divisor=sum_of_weights)},
     "forget": only(FORGETS, "none"), "write": only(WRITES, "one"),

@@ -248,7 +248,7 @@ def slowed_titans(state, q, k, v, rate, *rest):
 # ----------------------------------------------------------------------------------------- the axis rule: add, delta
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StateRule(Choice):
     """How a token changes the state."""
     chunk: Callable | None = None               # state, q, k, v, ... of one chunk of tokens -> o, state
@@ -369,14 +369,14 @@ CHUNK = {"chunk": Constant(64, 1, 65536)}       # tokens taken at once; ttt and 
 RULES = {
     "add": StateRule(args=CHUNK, chunk=one_chunk, inputs=chunk_inputs),
     # state-space duality: all heads share one q and k, and a skip connection. Mamba2, Dao and Gu 2405.21060
-    "ssd": StateRule(lambda layer: {"skip": torch.ones(layer.heads)}, CHUNK, chunk=one_chunk, inputs=chunk_inputs,
-                     after=with_skip, heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
+    "ssd": StateRule(learns=lambda layer: {"skip": torch.ones(layer.heads)}, args=CHUNK, chunk=one_chunk,
+                     inputs=chunk_inputs, after=with_skip, heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
     "delta": StateRule(args=CHUNK, chunk=one_chunk, refuse=needs_small_writes, inputs=chunk_inputs_delta, products=3),
-    "descent": StateRule(ttt_parameters, CHUNK, one_rate, chunk=one_chunk_ttt, inputs=chunk_inputs_ttt,
-                         start=initial_state_ttt, after=ttt_output, products=3, linear=False,
+    "descent": StateRule(learns=ttt_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_ttt,
+                         inputs=chunk_inputs_ttt, start=initial_state_ttt, after=ttt_output, products=3, linear=False,
                          places=lambda positions, chunk: positions % chunk),
-    "momentum": StateRule(titans_parameters, CHUNK, one_rate, chunk=one_chunk_titans, inputs=chunk_inputs_titans,
-                          start=initial_state_titans, slowed=slowed_titans, linear=False,
+    "momentum": StateRule(learns=titans_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_titans,
+                          inputs=chunk_inputs_titans, start=initial_state_titans, slowed=slowed_titans, linear=False,
                           products=7 * 4),      # of two memories, four times as wide as a head
 }
 
@@ -447,7 +447,7 @@ def titans_forget_parameters(layer):
             "forget_bias": torch.full((layer.heads,), 4.0)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Forget(Choice):
     log_kept: Callable | None = None            # layer, x (B, T, C) -> log forget (B, H, T, 1 or D); None: 0
 
@@ -455,9 +455,9 @@ class Forget(Choice):
 FORGETS = {
     "none": Forget(),
     "fixed": Forget(log_kept=retnet_forget),
-    "channel": Forget(gla_parameters, log_kept=gla_forget),
-    "dt": Forget(mamba2_parameters, log_kept=mamba2_forget),
-    "alpha": Forget(titans_forget_parameters, log_kept=titans_forget),
+    "channel": Forget(learns=gla_parameters, log_kept=gla_forget),
+    "dt": Forget(learns=mamba2_parameters, log_kept=mamba2_forget),
+    "alpha": Forget(learns=titans_forget_parameters, log_kept=titans_forget),
 }
 
 # ---------------------------------------------------------------------------------------------------- the axis write
@@ -478,7 +478,7 @@ def write_parameters(bias):
     return lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads, bias=bias)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Write(Choice):
     amount: Callable | None = None              # layer, x (B, T, C) -> the factor on v, (B, H, T, 1); None: 1
 
@@ -486,8 +486,8 @@ class Write(Choice):
 WRITES = {
     "one": Write(),
     "dt": Write(refuse=needs_time, amount=time_step),
-    "beta": Write(write_parameters(bias=False), amount=learned_write),
-    "rate": Write(write_parameters(bias=True), amount=learned_write),
+    "beta": Write(learns=write_parameters(bias=False), amount=learned_write),
+    "rate": Write(learns=write_parameters(bias=True), amount=learned_write),
 }
 
 # ------------------------------------------------------------------------------------- the axes: before and after
@@ -499,7 +499,7 @@ def short_convolution(layer, x):
     return F.silu(F.conv1d(x.mT, layer.conv.to(x.dtype), groups=x.shape[-1]).mT)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Convolution(Choice):
     convolved: Callable | None = None           # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
 
@@ -507,7 +507,7 @@ class Convolution(Choice):
 CONVS = {
     "off": Convolution(),
     # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws four values
-    "on": Convolution(lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))},
+    "on": Convolution(learns=lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))},
                       convolved=short_convolution),
 }
 CONV_REACH = 3                                  # earlier tokens that the convolution sees
@@ -523,8 +523,8 @@ def gate_of_elements(layer):
 
 
 GATES = GATES | {
-    "silu": Gate(gate_of_elements, gated=silu_gate),
-    "silu_first": Gate(gate_of_elements, gated=silu_gate, before_norm=True),            # Mamba2
+    "silu": Gate(learns=gate_of_elements, gated=silu_gate),
+    "silu_first": Gate(learns=gate_of_elements, gated=silu_gate, before_norm=True),            # Mamba2
 }
 
 
@@ -537,7 +537,7 @@ def norm_of_layer(layer):
     return {"out_norm": nn.LayerNorm(layer.heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
 
 
-OUT_NORMS = OUT_NORMS | {"layer": OutNorm(norm_of_layer, EPS, normed=layer_norm)}
+OUT_NORMS = OUT_NORMS | {"layer": OutNorm(learns=norm_of_layer, args=EPS, normed=layer_norm)}
 
 
 def sum_may_be_zero(config, args, choices):
