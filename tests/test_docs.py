@@ -126,3 +126,9 @@ assert found[0].abs().sum() > 0 and torch.allclose(found[0], found[-1], rtol=1e-
 
 def test_no_reference_page_is_left_out():
     assert all(page == "README.md" or f"({page})" in PAGES["README.md"] for page in PAGES)
+
+
+def test_variants_has_a_row_for_every_recipe():
+    """In docs/variants.md, each name in ATTENTIONS is the first cell of exactly one row, as `name`."""
+    names = re.findall(r"^\| `(\w+)` \|", PAGES["docs/variants.md"], re.M)
+    assert sorted(names) == sorted(attention.ATTENTIONS)
