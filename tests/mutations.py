@@ -54,7 +54,7 @@ MUTATIONS = [
              [("return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)",
                "return x.repeat_interleave(shared, axis)")]),
     Mutation("recomputed blocks draw another dropout", "kernels.py", "attention -k dropout",
-             [("            torch.set_rng_state(ctx.rng)", "            pass")]),
+             [("one_block, use_reentrant=False)", "one_block, use_reentrant=False, preserve_rng_state=False)")]),
     # slopes, tiles
     Mutation("a wrong sign in elastic's slope", "attention.py", "contract -k kernel",
              [("return p * (g - delta), -g", "return p * (g + delta), -g")]),

@@ -622,7 +622,7 @@ def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
     module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)        # each has a generator of its own
     T = 150 if "pos" in choices else 45                                 # beyond T5's table
     qkvx, found = [a.to(DEVICE) for a in inputs(module, T)], []
-    for compute in (kernels.checkpoint, lambda block, *args, use_reentrant: block(*args)):      # which keeps its blocks
+    for compute in (kernels.checkpoint, lambda block, *args, **options: block(*args)):          # which keeps its blocks
         monkeypatch.setattr(kernels, "checkpoint", compute)
         torch.manual_seed(5)
         found.append(attend_and_gradients(module, *qkvx, table=module.distance()))
