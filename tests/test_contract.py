@@ -168,6 +168,10 @@ def output_by_hand(module, w, v, x):
         y = by_rms(flat, module.args["out_norm_eps"]) * module.out_norm.weight
         y = y * torch.sigmoid(module.norm_gate * flat) if c.out_norm == "gated" else y
         o = y.unflatten(-1, (o.shape[1], -1)).transpose(1, 2)
+    elif c.out_norm == "layer":                 # TTT's LayerNorm, over all heads side by side
+        flat = o.transpose(1, 2).flatten(2)
+        flat = by_rms(flat - flat.mean(-1, keepdim=True), module.args["out_norm_eps"])
+        o = (flat * module.out_norm.weight + module.out_norm.bias).unflatten(-1, (o.shape[1], -1)).transpose(1, 2)
     if c.diff == "v1":
         o = o * (1 - 0.2)
     if c.gate in ("head", "element", "silu"):
