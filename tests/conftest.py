@@ -89,7 +89,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     bounds.SEED = config.getoption("--seed")
     torch.set_num_threads(config.getoption("--threads"))
-    os.environ["OMP_NUM_THREADS"] = str(config.getoption("--threads"))  # of the processes that tests start
+    # of the processes that tests start. set_num_threads also forbids MKL to take fewer threads than asked for; with
+    # another number it splits products in another way, and sums differ in the last bit
+    os.environ |= {"OMP_NUM_THREADS": str(config.getoption("--threads")), "MKL_DYNAMIC": "FALSE"}
     config.addinivalue_line("markers", "exhaustive: one of many cases of which others stand for it; run with --all")
 
 
