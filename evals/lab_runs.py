@@ -3,7 +3,7 @@
 A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED, so it is
 trained once, whoever asks for it.
 
-    lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 14 s on one core
+    lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 15 to 25 s on one core
     nobos   the same without BOS: sequences begin with a symbol drawn at random
     nobias, tied, lr3e-3    the same without biases, with a tied head, with a third of the learning rate
     heads8  the same with eight heads
