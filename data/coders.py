@@ -152,11 +152,11 @@ class Numbers:
     name, separator, content = "numbers", None, None
 
     def encode(self, text):
-        try:
-            return np.array([int(word) for word in text.split()], dtype=np.uint16)
-        except (ValueError, OverflowError):
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
             raise ValueError("the tokens of this data set are symbols, so a prompt is numbers separated by spaces, "
-                             f"not {text!r}") from None
+                             f"not {text!r}")
+        return np.array([int(word) for word in words], dtype=np.uint16)
 
     def decode(self, ids):
         return " ".join(str(int(i)) for i in ids)

@@ -46,10 +46,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.send_error(404)
         first, _, last = part.removeprefix("bytes=").partition("-") if part else ("0", "", "")
         body = server.files[name][int(first):int(last) + 1 if last else None]
+        server.asked.append((name, int(first), len(body) if part else 0))       # before the client can ask again
         self.send_response(206 if part else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        server.asked.append((name, int(first), len(body) if part else 0))
         with contextlib.suppress(ConnectionError):                      # the client wanted to know the size only
             self.wfile.write(body[:len(body) // 2] if not part and name in server.broken else body)
             self.wfile.flush()
