@@ -29,11 +29,13 @@ def compiled(*flags, folder="", **environment):
 # by the whole table, those with the fewest registers to spare, and of either kind of kernel
 TIGHT = ("--sm=90", "--width=128", "--dtype=bfloat16", "--calls=elastic+busy,gated_deltanet")
 # the fullest of each group. The command prints the rest of the table
-FULLEST = "--calls=softmax,softmax+sets,elastic+busy,lssar+busy,tra+mix+busy,gated_deltanet,delta+channels"
+FULLEST = "--calls=softmax+sets,elastic+busy,lssar+busy,tra+mix+busy,gated_deltanet,delta+channels"
+WIDEST = "--calls=elastic+busy,lssar+busy,gla"
+TABLE = [(f"--dtype={dtype}", f"--sm={sm}") for dtype in ("float32", "bfloat16") for sm in (80, 90)]
 
 
-@pytest.mark.parametrize("flags", [TIGHT, *(pytest.param((f"--dtype={dtype}", "--width=64,128", FULLEST),
-                                                         marks=exhaustive) for dtype in ("float32", "bfloat16"))])
+@pytest.mark.parametrize("flags", [TIGHT, *(pytest.param((*row, f"--width={width}", FULLEST), marks=exhaustive)
+                                            for row in TABLE for width in (64, 128))])
 def test_kernels_compile_well(flags):
     """No spills, shared memory that exists on every GPU that takes these tiles, tensor cores, and as many exponentials
     as the design counts. The tiles were chosen with Triton 3.9: older compilers may spill a little."""
@@ -43,11 +45,11 @@ def test_kernels_compile_well(flags):
 
 
 @exhaustive
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_heads_of_width_256_fit_and_spill_hardly(dtype):
+@pytest.mark.parametrize("flags", TABLE)
+def test_heads_of_width_256_fit_and_spill_hardly(flags):
     """The widest heads that a tile holds. Some kernels may spill a few registers, and that is all."""
-    rows = compiled(f"--dtype={dtype}", "--width=256", FULLEST + ",gla")["kernels"]
-    bad = [row for row in rows if set(row["problems"]) - {"spills"} or row["stack"] > 32]
+    rows = compiled(*flags, "--width=256", WIDEST)["kernels"]
+    bad = [row for row in rows if {*row["problems"]} - {"spills"} or row["stack"] > 32]
     assert rows and not bad, "\n".join(map(str, bad))
 
 
