@@ -356,5 +356,8 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
     qkvx = [a.to(DEVICE) for a in inputs(fused, T, dtype=torch.float32)]
     found, expected = (attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
                        for module in (fused, loop))
-    # the gradient of a state's decay sums over all pairs of tokens before and after it
-    close(found, expected, terms=T * T if choices["attn"] in STATES else T)
+    # the gradient of a state's decay sums over all pairs of tokens before and after it. The terms of a sum have about
+    # size 1, also where they cancel: a norm on the output undoes what a sink's logit does
+    terms = T * T if choices["attn"] in STATES else T
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, terms, size=None if b is None else max(1.0, b.abs().max().item()))
