@@ -89,6 +89,7 @@ def run_blocks(one_block, sight, parts, *tensors):
     R, T = q.shape[2], k.shape[2]
     if torch.is_grad_enabled() and R > 2 * BLOCK:
         one_block = partial(checkpoint, one_block, use_reentrant=False)
+        tensors = [None if x is None else wide(x) for x in tensors]     # their gradients add up over blocks in float32
     blocks = []
     for block, i in row_blocks(R, T, q.device):
         cuts = {"rows": block, "keys": keys_of(block, R, T, sight)}

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from common.runs import finished_run, output_of
 from common import files
+from common.runs import finished_run, output_of
 from evals.lab_runs import OUT_DIR, SETUPS, base_of, folder_of, train_flags
 from evals.ledger import checks, routing
-
 
 CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS
 
