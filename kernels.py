@@ -120,8 +120,9 @@ def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, sight)                                # (R, keys)
     s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
-    if not Distance(*distance).is_empty:
-        s = s + Distance(*distance).bias(*s.shape[2:])
+    distance = Distance(*distance)
+    if not distance.is_empty:
+        s = s + distance.bias(*s.shape[2:])
     w = rule.weights(s, seen, t)                                        # (B, H, R, keys)
     r = (rule.statistic(s, seen, w),) if need_r else ()                 # (B, H, R, 1)
     return w if v is None else weighted_sum(w, v, dropout), *r          # (B, H, R, E)
