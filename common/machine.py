@@ -4,6 +4,7 @@
 """
 import contextlib
 import ctypes
+import importlib
 import os
 import time
 import weakref
@@ -35,6 +36,9 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
+            # Imported later, its functions would keep the group as a default argument. The group's threads would then
+            # outlive close(), and now and then abort the process at its end.
+            importlib.import_module("torch.distributed.nn")
             nccl = {"backend": "nccl", "device_id": self.device}
             dist.init_process_group(**(nccl if self.device.type == "cuda" else {"backend": "gloo"}))
 

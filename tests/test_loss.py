@@ -1,12 +1,13 @@
 """The loss instrument: the mean over fixed windows, in nats and bits, of one process or of several ranks."""
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import run
+from conftest import ROOT, run
 
 from data import tokens
 from evals.instrument import load_run
@@ -57,3 +58,22 @@ def test_two_ranks_find_what_one_process_finds(loss, elastic_run):
     assert both["windows"] == 7
     close(*([numbers["loss"], numbers["loss_error"]] for numbers in (both, alone)), size=alone["loss"],
           dtype=torch.float32)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed as Linux lists them")
+def test_no_thread_of_the_ranks_outlives_the_instrument(elastic_run, tmp_path):
+    """One of gloo's that is left aborts the process now and then when Python ends."""
+    script = tmp_path / "threads.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import eval
+eval.main(sys.argv[1:])
+for thread in os.listdir("/proc/self/task"):
+    try:
+        name = open(f"/proc/self/task/{{thread}}/comm").read()
+    except OSError:                             # it ended meanwhile
+        continue
+    assert "gloo" not in name, name
+""")
+    run(script, "loss", f"--out_dir={elastic_run}", "--json", "--windows=2", "--device=cpu", ranks=2)
