@@ -422,6 +422,22 @@ def test_importance_under_autocast_is_that_of_the_weights_and_in_bounds(size):
     assert 0 <= found.min() and found.max() <= 1
 
 
+@pytest.mark.parametrize("large", [0, 255])
+def test_gradients_of_a_long_sequence_add_up_in_float32(large):
+    """Every row looks at the first key only, so its value's gradient is the sum of dy. One of 256 blocks adds 512, the
+    others 0.25 each, which bfloat16 cannot add to 512 one by one, whichever comes first."""
+    module, T = layer(dtype=torch.float32, kernel="torch"), 256 * kernels.BLOCK
+    q, k, v, x = inputs(module, T, B=1, dtype=torch.float32)
+    v.requires_grad_()
+    dy = torch.full((256, kernels.BLOCK), 0.25 / kernels.BLOCK)
+    dy[large] = 512 / kernels.BLOCK
+    with torch.autocast("cpu", torch.bfloat16):
+        k = 9 * (torch.arange(T) == 0)[:, None] + 0 * k
+        y = module.attend(0 * q + 9, k, v.bfloat16(), x)                # as the projections give them
+    y.backward(dy.view(-1, 1).expand(y.shape).to(y.dtype))
+    close(v.grad[:, :, 0], torch.full_like(v.grad[:, :, 0], 512 + 255 / 4), terms=1, dtype=torch.bfloat16)
+
+
 def test_a_sink_is_a_gate():
     """The Attention Sink as Native MoE, eq. 4: vanilla attention whose first token has the value 0, sink attention over
     the other tokens, and a gate on softmax over them give the same output, if the gates match."""
