@@ -75,7 +75,8 @@ class Command(NamedTuple):
     """An instrument, as evals/instrument.py describes it."""
     flags: type                                 # the dataclass of its flags
     run: Callable                               # command(args, run) -> (numbers, text)
-    draw: Callable | None = None                # draw(path, {run: numbers}): the picture that --png asks for
+    draw: Callable | None = None                # draw(path, {run: numbers}): the picture that --png asks for; without
+                                                # a run, draw(path, numbers)
     tell: Callable | None = None                # tell(args, {run: numbers}) -> text: several runs in one table
     check: Callable | None = None               # check(args, runs): raises ValueError on runs that cannot be compared
 
@@ -98,11 +99,11 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
 }
 OF_THEIR_OWN = {                                # these train or build their own models, and get None as the run
     "lab": Command(lab.Lab, lab.command),
-    "claims": Command(claims.ClaimsFlags, claims.command),
+    "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
     # the code itself
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
-    "curve": Command(curve.Curve, curve.command),
+    "curve": Command(curve.Curve, curve.command, curve.draw),
     "show": Command(show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN
@@ -129,33 +130,37 @@ def main(argv):
     with files.one_line_errors():
         if of_a_run:
             look(command, args, parsed)
-        else:
-            numbers, text = command.run(args, None)
-            print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
+            return
+        numbers, text = command.run(args, None)
+        if command.draw and parsed.png:
+            command.draw(parsed.png, numbers)
+        print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
 
 
 def look(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model, and print what it found."""
-    found, texts, places = {}, [], runs_named(parsed.out_dir)
-    overrides = given_flags(parsed, Overrides)
+    places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
+    alone = len(places) == 1
     if command.check:                           # before the work begins
         command.check(args, places)
-    for place in places if overrides and len(places) > 1 else []:
-        check_overrides(place, overrides)
+    if overrides and not alone:
+        for place in places:
+            check_overrides(place, overrides)
+    found, texts = {}, {}
     for place in places:
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), overrides)
-        found[place], text = command.run(args, run)
-        texts.append(text if len(places) == 1 else f"{place}\n\n{text}")
-        main = run.machine.main                 # only one rank prints
+        found[place], texts[place] = command.run(args, run)
         run.machine.close()
-    if not main:
+    if not run.machine.main:                    # only one rank draws and prints
         return
     if command.draw and parsed.png:
         command.draw(parsed.png, found)
     if parsed.json:
-        print(json.dumps(found[place] if len(places) == 1 else found, indent=2))
+        print(json.dumps(found[places[0]] if alone else found, indent=2))
+    elif command.tell:
+        print(command.tell(args, found))
     else:
-        print(command.tell(args, found) if command.tell else "\n\n".join(texts))
+        print(texts[places[0]] if alone else "\n\n".join(f"{place}\n\n{text}" for place, text in texts.items()))
 
 
 if __name__ == "__main__":

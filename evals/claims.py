@@ -46,7 +46,6 @@ class ClaimsFlags:
     train_args: str = knob("", "further flags for every train.py, such as '--max_iters=20 --n_layer=2' for a trial")
     results: str = knob("", "file of the numbers; empty: results/claims.json, or with --train_args "
                             "OUT_DIR/claims.json")
-    png: str = knob("", "also draw all verdicts into this file")
     json: bool = knob(False, "print JSON instead of text")
 
     def __post_init__(self):
@@ -68,8 +67,6 @@ def command(args, run):
     if asked:
         measure(asked, args, where, results)
         files.write_json(place, results)
-    if args.png:
-        draw(args.png, results["claims"])
     verdicts = {name: verdicts_of(claim, results["claims"].get(name, {})) for name, claim in CLAIMS.items()}
     text = shown(CLAIMS[args.show], results, where) if args.show else ledger(
         results["claims"], {claim.id for claim, *_ in asked} or CLAIMS)

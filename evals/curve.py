@@ -26,7 +26,6 @@ class Curve:
     recipes: str = knob("softmax,elastic,entmax,tda", "recipes, separated by commas", positional=True)
     spread: float = knob(4.0, "the largest score of the row; the smallest is minus that")
     keys: int = knob(64, "how many keys the row sees")
-    png: str = knob("", "also draw a picture into this file")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
@@ -34,7 +33,7 @@ class Curve:
 
 
 def command(args, run=None):
-    """The weights that recipes give to one row of scores: a table, and with --png a picture."""
+    """The weights that recipes give to one row of scores."""
     names = recipe_names(args.recipes)
     if args.recipes == "all":
         names = [name for name in names if "mixer" not in attention.recipe(name)]
@@ -42,8 +41,6 @@ def command(args, run=None):
     rows = {name: row_of(name, scores) for name in names}
     found = {name: {"on_keys": sum(w), "extra": extra, "zeros": sum(x == 0 for x in w) / len(w), "largest": max(w),
                     "weights": w} for name, (w, extra) in rows.items()}
-    if args.png:
-        draw(args.png, scores.tolist(), found)
     numbers = {"scores": scores.tolist(), "recipes": found}
     cells = [[name, row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
     text = table(cells, ["recipe", "sum", "zeros", "largest weight"])
@@ -81,11 +78,11 @@ def row_of(name, scores):
     return w[outside:].tolist(), float(w[:outside].sum())
 
 
-def draw(path, scores, found):
+def draw(path, found):
     """Weights against scores, a line a recipe."""
     figure, ax = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
-    for name, row in found.items():
-        ax.plot(scores, row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")
+    for name, row in found["recipes"].items():
+        ax.plot(found["scores"], row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")
     ax.legend(frameon=False, fontsize=8)
-    frame(ax, f"one row of {len(scores)} keys", "score of the key", "its weight")
+    frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")
     save_figure(figure, path)

@@ -9,7 +9,7 @@ An instrument is one file in this folder, with
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
-    draw(path, found)         the picture that --png asks for
+    draw(path, found)         the picture that --png asks for; of a command that opens no run, draw(path, numbers)
     tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 

@@ -676,6 +676,6 @@ def test_the_committed_numbers_are_those_that_the_rows_read(committed):
 
 
 def test_the_picture_shows_every_claim(committed, tmp_path):
-    view.draw(tmp_path / "all.png", readable(committed))
+    view.draw(tmp_path / "all.png", {"claims": readable(committed)})
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert verdicts_of(CLAIMS["lazy-vs-recurrent"], {}) == {"": NOT_RUN}

@@ -148,13 +148,13 @@ def commands(claim, jobs):
 COLOURS = {AGREES: "#2c6fb3", MIXED: "#efc25a", CONTRADICTS: "#c8402f", UNTESTABLE: "#8a8a8a", NOT_RUN: "#e3e3e3"}
 
 
-def draw(path, found):
+def draw(path, results):
     """All claims, a column a paper, a square for the verdict; small ones below, with their names, of set-ups that flip
     it."""
     figure, axes = pyplot().subplots(1, len(PAPERS), figsize=(16, 0.9 + 0.36 * max(map(len, PAPERS.values()))))
     for ax, (title, claims) in zip(axes, PAPERS.items(), strict=True):
         for y, claim in enumerate(claims):
-            verdicts = verdicts_of(claim, found.get(claim.id, {}))
+            verdicts = verdicts_of(claim, results["claims"].get(claim.id, {}))
             ax.scatter(0, y, s=190, marker="s", color=COLOURS[verdicts[""]])
             x = 0.07
             for name, verdict in flips(verdicts).items():
