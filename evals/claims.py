@@ -28,10 +28,12 @@ from common.machine import Machine
 from common.runs import ROOT, made_by
 from evals.instrument import whole_numbers
 from evals.lab_runs import OUT_DIR, SEEDS
+from evals.ledger import view
 from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
 from evals.ledger.claim import COSTS
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
-from evals.ledger.view import draw, ledger, shown
+
+draw = view.draw
 
 
 @dataclass
@@ -68,7 +70,7 @@ def command(args, run):
         measure(asked, args, where, results)
         files.write_json(place, results)
     verdicts = {name: verdicts_of(claim, results["claims"].get(name, {})) for name, claim in CLAIMS.items()}
-    text = shown(CLAIMS[args.show], results, where) if args.show else ledger(
+    text = view.shown(CLAIMS[args.show], results, where) if args.show else view.ledger(
         results["claims"], {claim.id for claim, *_ in asked} or CLAIMS)
     return results | {"verdicts": verdicts}, text
 
