@@ -5,12 +5,12 @@
     python eval.py claims --run=lab                     measure what is missing of a class, or of ID,ID
 
 A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
-It has the paper's statement and figures, the numbers to read from our runs, and a verdict rule that was fixed before
-any run. lab_runs.py names the runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what
-no other instrument does, book.py judges the claims, and view.py shows them.
+It has the paper's statement and figures, the numbers to read from our runs, and a verdict rule. lab_runs.py names the
+runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other instrument does,
+book.py judges the claims, and view.py shows them.
 
-results/claims.json keeps the numbers by claim and seed; every call derives the verdicts from them. A --run that was
-interrupted continues, and a --run with other seeds adds them.
+results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. An interrupted
+--run continues when it is called again, and a --run with other seeds adds them.
 """
 import difflib
 import itertools

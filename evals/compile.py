@@ -1,12 +1,13 @@
-"""compile: what the Triton kernels become on GPUs that need not be there.
+"""compile: compile the Triton kernels for GPUs that this machine may lack.
 
     python eval.py compile                                      registers, shared memory and spills of every kernel
-    python eval.py compile --sm=89 --width=128 --calls=elastic+busy,gla      of these calls, for another GPU
+    python eval.py compile --sm=89 --width=128 --calls=elastic+busy,gla      the same for these calls on another GPU
     python eval.py compile --choose=backward_keys --sm=90 --width=64 --calls=softmax+busy,tra+busy
         the largest tile of one kernel that is clean in all of these calls
 
-Triton compiles for any GPU on any machine. The host code runs as it is, on tensors of the CPU, with a driver that
-claims to be the GPU in question and with launches that only compile: what is checked is exactly what would run.
+Triton compiles for any GPU on any machine. The host code runs unchanged on CPU tensors, with a driver that claims to be
+the GPU in question and with launches that only compile. So the compiled kernels are exactly those that the GPU would
+run.
 """
 import contextlib
 import hashlib
@@ -32,28 +33,28 @@ from mixers import recurrent_kernels
 COLUMNS = ("sm", "dtype", "width", "call", "kernel", "tile", "warps", "registers", "shared", "stack", "matmuls",
            "exponentials", "problems")
 DTYPES = ("float32", "bfloat16", "float16")
-HOPPER = 232448                                 # bytes of shared memory that a program can have on sm_90 and sm_100,
-OTHERS = 101376                                 # and on sm_86, sm_89 and sm_120, which run the tiles of sm_80
+HOPPER = 232448                                 # bytes of shared memory for one program on sm_90 and sm_100
+OTHERS = 101376                                 # the same on sm_86, sm_89 and sm_120, which use the tiles of sm_80
 
-# calls of the attention kernels, each of a rule with or without more, and how many exponentials a score costs the rule.
+# Calls of the attention kernels: a rule, with or without options. EXPONENTIALS: how many the rule computes for a score.
 # busy: with a table, a tail, a slope, a window and first keys. mix: two views at once. sets: tokens that share a set do
-# not see each other, as Focus calls it
+# not see each other, which Focus uses
 EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0,
                     sigmoid=1, elu=1, identity=0, alphamax=1, softplus_sum=1, sigmoid_sum=1)
 ATTENTION = {rule + "".join(more): (rule, more) for more in ((), ("+busy",)) for rule in EXPONENTIALS}
 ATTENTION |= {"softmax+sets": ("softmax", ("+sets",))}
 ATTENTION |= {"tra" + "".join(more): ("tra", more) for more in (("+mix",), ("+mix", "+busy"))}
-# calls of a state's kernels, by a recipe that makes them (the last has none): the rates of a head's `forget`, and
-# whether something is erased
+# Calls of a state's kernels, named by a recipe that makes them (no recipe makes the last one): the number of `forget`
+# rates of a head, and whether the state erases
 STATES = {"linear_state": (0, False), "retnet": (1, False), "deltanet": (0, True), "gated_deltanet": (1, True),
           "gla": ("D", False), "delta+channels": ("D", True)}
-# which kernels both of them launch
+# the kernels that they launch
 ATTENTION_KERNELS = ("forward", "backward_rows", "backward_keys", "backward_table")
 STATE_KERNELS = ("invert", "scan", "read", "read_back", "scan_back", "gradients")
 
 
 def row_of_tiles(call):
-    """The calls that take their tiles from the same row of the tables have the same name here."""
+    """The group of a call. Calls of one group take their tiles from the same row of the tile tables."""
     if call in STATES:
         return "states+channels" if STATES[call][0] == "D" else "states"
     rule, more = ATTENTION[call]
@@ -72,10 +73,10 @@ class Compile:
     sm: str = knob("80,90", "generations of GPUs, separated by commas: compute capability times 10")
     width: str = knob("64,128,256", "head widths, separated by commas")
     dtype: str = knob(",".join(DTYPES), "data types of q, k and v, separated by commas")
-    calls: str = knob(",".join(CALLS), "calls whose kernels are compiled, separated by commas: names as in the column "
-                                       "`call`, or of groups")
+    calls: str = knob(",".join(CALLS), "compile the kernels of these calls, separated by commas: names in the "
+                                       "column `call`, or groups")
     choose: str = knob("", "instead, try tiles of this kernel, the largest first, until one is clean")
-    processes: int = knob(1, "compile so many calls at a time")
+    processes: int = knob(1, "how many calls to compile at a time")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
@@ -91,10 +92,9 @@ class Case(NamedTuple):
 
 
 def command(args, run):
-    """Compile the Triton kernels for GPUs that need not be there: registers, shared memory, and what spills to the
-    stack."""
+    """Compile the Triton kernels for GPUs that this machine may lack: registers, shared memory, spills to the stack."""
     if kernels.INTERPRETED or not hasattr(kernels.triton, "runtime"):
-        raise ValueError("compile needs triton, and compiles nothing under TRITON_INTERPRET=1: unset it")
+        raise ValueError("compile needs triton, and cannot work under TRITON_INTERPRET=1: unset it")
     warnings.filterwarnings("ignore")
     names = chosen(args.calls, "calls", (*CALLS, *ATTENTION, *STATES))
     calls = [call for name in names for call in CALLS.get(name, [name])]
@@ -126,7 +126,7 @@ def table_of(rows):
 
 
 class Driver:
-    """All that Triton asks a GPU of generation `sm` before it compiles."""
+    """Stands in for a GPU of generation `sm`: all that Triton asks it before it compiles."""
 
     def __init__(self, sm):
         self.target, self.sm = kernels.triton.backends.compiler.GPUTarget("cuda", sm, 32), sm
@@ -134,7 +134,7 @@ class Driver:
     def get_current_target(self):
         return self.target
 
-    def get_current_device(self):               # Triton keeps what it compiled by this number
+    def get_current_device(self):               # the key of Triton's cache of compiled kernels
         return self.sm
 
     def get_current_stream(self, device):
@@ -143,14 +143,14 @@ class Driver:
 
 @contextlib.contextmanager
 def pretended_gpu(sm, only=""):
-    """Inside this context kernels are launched on CPU tensors and only compiled, for a GPU of generation sm. Yields the
-    dict that they are collected in, {name: (Sizes, warps, compiled)}. only: one kernel alone."""
+    """Inside this context, launching a kernel on CPU tensors only compiles it, for a GPU of generation sm. Yields the
+    dict that collects the kernels, {name: (Sizes, warps, compiled)}. only: the name of the one kernel to compile."""
     compiled, function = {}, kernels.triton.runtime.jit.JITFunction
     run = function.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
         name = kernel.__name__
-        if name not in compiled and only in ("", name):     # the backward of a state finds the states again
+        if name not in compiled and only in ("", name):     # a state's backward launches `scan` again
             compiled[name] = args[-1], options["num_warps"], run(kernel, *args, grid=grid, warmup=True, **options)
 
     kernels.triton.runtime.driver.set_active(Driver(sm))
@@ -167,7 +167,7 @@ def compile_call(case, only=""):
 
 
 def projected(heads, case):
-    """(B, heads, T, width), as a fused projection leaves it: the rows of one head lie apart."""
+    """(B, heads, T, width), as a fused projection returns it: the rows of one head are not contiguous."""
     return torch.empty(2, 1024, heads, case.width, dtype=getattr(torch, case.dtype)).transpose(1, 2)
 
 
@@ -176,7 +176,7 @@ def call_attention(case):
     q, k, v = (projected(heads, case) for heads in (4, 4, 2 if "+mix" in more else 4))
     mix = torch.empty(2, 2, 1024) if "+mix" in more else None
     if mix is not None and not kernels.holds_two_views(q, v):
-        return                                  # attend() refuses, and nothing is launched
+        return                                  # attend() refuses it
     sets = torch.empty(2, 1024, dtype=torch.int64) if "+sets" in more else None
     t = torch.empty(2, 4, 1024) if kernels.named(rule).takes_t else None
     busy = "+busy" in more
@@ -196,11 +196,11 @@ def call_state(case):
     recurrent_kernels.run_backward(q, k, v, c, erase, X, o)
 
 
-# ------------------------------------------------------------------------------------------------- what they became
+# ------------------------------------------------------------------------------------------------- the results
 
 
 def rows_of(case, only=""):
-    """A row of the table for each kernel of a call: COLUMNS, and a hash of the code. `problems` lists what is wrong."""
+    """A row of the table for each kernel of a call: COLUMNS, and a hash of the code."""
     return [row_of(case, name, *parts) for name, parts in compile_call(case, only).items()]
 
 
@@ -223,7 +223,7 @@ def row_of(case, name, sizes, warps, compiled):
 
 
 def registers_and_stack(cubin):
-    """By the disassembler that comes with Triton. Stack is where registers spill to."""
+    """Registers and bytes of stack of a thread, from the disassembler in Triton's package. Spills use the stack."""
     tool = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -233,18 +233,18 @@ def registers_and_stack(cubin):
 
 
 def may_be_older(case):
-    """Hopper's own matrix instructions want tiles of 64 rows and more, which these calls cannot afford."""
+    """May this call use the older matrix instructions? Hopper's own need tiles of 64 rows, too large for some calls."""
     return case.sm // 10 != 9 or case.width > 128 or case.call in STATES or "+mix" in ATTENTION[case.call][1]
 
 
 def is_expected(exps, case, name, sizes, warps):
-    """So many exponentials a score, in each copy of the tile's code (far and near tiles; both twice if the statistic,
-    or delta, has a pass of its own), and some for rows where the running maximum moves. More would mean that warps
-    repeat each other's work."""
+    """Is the number of exponentials plausible? Each copy of the tile's code computes EXPONENTIALS for a score. There is
+    a copy for far and one for near tiles, and twice as many if the statistic or delta has a pass of its own. A few more
+    update the running maximum of the rows. Still more would mean that warps repeat each other's work."""
     rule, more = ATTENTION[case.call]
     about = kernels.named(rule)
     twice = about.passes if name == "forward" else name == "backward_rows" and about.sum_delta
-    copies = 1 if name == "backward_table" or "+sets" in more else 4 if twice else 2     # of sets all are masked
+    copies = 1 if name == "backward_table" or "+sets" in more else 4 if twice else 2     # sets: all are masked
     scores = copies * sizes.BM.value * sizes.BN.value // (32 * warps)
     return EXPONENTIALS[rule] * scores <= exps <= max(1, 2 * EXPONENTIALS[rule]) * scores + 16
 
@@ -253,7 +253,7 @@ def is_expected(exps, case, name, sizes, warps):
 
 
 def choose(kernel, cases):
-    """Try the tiles of one kernel, the largest first, and stop at one that is clean in every case that launches it."""
+    """Try the tiles of one kernel, the largest first, until one has no problem in any case that launches the kernel."""
     chosen(kernel, "choose", ATTENTION_KERNELS + STATE_KERNELS)
     cases = [case for case in cases if (case.call in STATES) == (kernel in STATE_KERNELS)]
     tried = []
@@ -268,9 +268,8 @@ def choose(kernel, cases):
 
 
 def candidates(kernel):
-    """The tiles that a kernel could have, the largest first: of attention (BM, BN, warps, stages), of a state (C, BD,
-    BE, BE of `gradients`). Of the same size that with the most rows comes first, of backward_keys that with the most
-    keys."""
+    """The tiles to try, the largest first: (BM, BN, warps, stages) for attention, (C, BD, BE, BE of `gradients`) for a
+    state. Among tiles of the same size, the one with most rows comes first; for backward_keys, with most keys."""
     sides = (128, 64, 32, 16)
     if kernel in STATE_KERNELS:
         found = [(C, BD, BE, BE) for C, BD, BE in itertools.product(sides[1:], sides[1:], sides)]
@@ -283,7 +282,7 @@ def candidates(kernel):
 
 
 def with_tile(kernel, tile):
-    """Which function to replace, and by what, so that a kernel gets this tile and the others keep theirs."""
+    """What to patch, and with what, to give one kernel this tile: (module, name of the function, function)."""
     if kernel in STATE_KERNELS:
         return recurrent_kernels, "tiles", lambda q, channels: tile
     usual = kernels.tile

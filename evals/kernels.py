@@ -1,7 +1,7 @@
-"""speed --kernels: the fused kernels alone, without a model, against torch's own.
+"""speed --kernels: our fused kernels and torch's own, without a model.
 
-Two figures for each: TFLOP/s, which counts the products that the rule needs, so it says how well the kernel uses the
-device; and the speed against our softmax, which says what the rule costs.
+Each has two figures. TFLOP/s counts the matrix products that the rule needs, so it tells how well the kernel uses the
+device. The speed relative to our softmax tells what the rule costs.
 """
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from common.machine import Machine
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
 
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio")
-RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION",     # torch's names of its fused softmaxes,
-          "sdpa efficient": "EFFICIENT_ATTENTION"}                      # of which this one has float32, too
+# torch's names of its fused softmaxes; only the last one also computes in float32
+RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION", "sdpa efficient": "EFFICIENT_ATTENTION"}
 
-# products of a T x T and a T x width matrix that each needs: (forward, backward); of tda a view, for two are one pass
+# how many products of a T x T and a T x width matrix each needs: (forward, backward); for tda, the products of one view
 PRODUCTS = {
     "softmax": (2, 5), "elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "lssar": (2, 5), "softpick": (2, 5),
     "relu": (2, 5), "tra": (2, 5), "tda": (1.5, 4), "sigmoid": (2, 5), "elu": (2, 5), "identity": (2, 5),
@@ -26,7 +26,7 @@ PRODUCTS = {
 
 
 def command(args, run):
-    """The fused kernels alone, forward and backward apart, against torch's, interleaved in one process."""
+    """Time our fused kernels and torch's, forward and backward apart, interleaved in one process."""
     machine = Machine(args.device, args.dtype)
     args = with_sizes(args, machine)
     sizes = {(width, T): time_kernels(T, width, args, machine)
@@ -39,14 +39,14 @@ def command(args, run):
     if not kernels.AVAILABLE:
         text.append("our kernels did not run: they need triton and a CUDA GPU "
                     "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
-    *_, last = sizes.values()                   # what is missing at one size is missing at all
+    *_, last = sizes.values()                   # a case that is missing at one size is missing at all
     text += [f"{name} is missing: {row['missing']}" for name, row in last.items() if "missing" in row]
     return numbers, "\n\n".join(text)
 
 
 def with_sizes(args, machine):
-    """The flags with every size in them: what was not given is large on a GPU, and its figures are saved."""
-    gpu = machine.device.type == "cuda"         # on a CPU they run in Triton's interpreter: for looking, not timing
+    """The flags with defaults for every size that was not given. On a GPU they are large, and the figures are saved."""
+    gpu = machine.device.type == "cuda"         # on a CPU our kernels run in Triton's interpreter: a trial, no timing
     defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
         "lengths": "64,128", "tokens": 128, "n_embd": 128}
     if gpu:
@@ -55,12 +55,12 @@ def with_sizes(args, machine):
 
 
 def kernels_table(width, T, rows):
-    return f"width {width}, T={T}: TFLOP/s by the products each needs, and speed against our softmax\n" + table(
+    return f"width {width}, T={T}: TFLOP/s by the products each needs, and speed relative to our softmax\n" + table(
         [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)] for name, row in rows.items()],
         ["", *COLUMNS])
 
 
-# --------------------------------------------------------------------------------------------------- what is compared
+# --------------------------------------------------------------------------------------------------- the cases
 
 
 def torch_cases(q, k, v):
@@ -79,36 +79,36 @@ def torch_cases(q, k, v):
 
 
 def our_cases(q, k, v):
-    """Our kernels, in the same form. Row inputs (T,) are of the size that they have in a layer."""
+    """Our kernels, in the same form. Row inputs (T,) have the size that a layer gives them."""
     n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
     row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
                   "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
 
-    def attend(rule, v=v, **mix):               # without the row statistic, which comes second
+    def attend(rule, v=v, **mix):               # [0]: the output without the row statistic
         return kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
 
     cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
-    if q.shape[1] % 2 == 0:                     # half of the heads are second views, of the same values
+    if q.shape[1] % 2 == 0:                     # half of the heads are second views and share values
         cases["tda"] = partial(attend, "tra", v[:, 0::2], mix=q.new_tensor(0.5)), *PRODUCTS["tda"]
     return cases
 
 
 def time_kernels(T, width, args, machine):
     """Time every case at one size, forward and backward apart. Returns {name: {"forward", "backward": TFLOP/s,
-    "forward_ratio", "backward_ratio", "both_ratio": speed against our softmax}}, or of what does not run {name:
-    {"missing": why}}."""
-    batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # as much work at every length and width
+    "forward_ratio", "backward_ratio", "both_ratio": speed relative to our softmax}}; for a case that cannot run here,
+    {name: {"missing": reason}}."""
+    batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # equal work at all sizes
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
     cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
     backward, rows = {}, {}
     for name, (attend, *_) in cases.items():
         try:
-            o = attend()                        # its graph is kept, so that backward can be timed alone
+            o = attend()                        # the graph is kept to time backward alone
             backward[name] = partial(torch.autograd.grad, o, (q, k, v), do[:, :o.shape[1]], retain_graph=True)
-            backward[name]()                    # tda's output has half of the heads, hence the cut of do
-        except Exception as e:                  # a backend that this device or this build of torch does not have:
-            if name in PRODUCTS:                # errors of many kinds; but ours must run
+            backward[name]()                    # do is cut because tda's output has half of the heads
+        except Exception as e:                  # torch raises many kinds of errors for a backend that it lacks here
+            if name in PRODUCTS:                # ours must run
                 raise
             backward.pop(name, None)
             rows[name] = {"missing": str(e).splitlines()[0]}

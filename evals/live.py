@@ -1,8 +1,8 @@
 """speed --live: how much time the zeros of a trained run save.
 
 A fused kernel works on tiles of rows and keys, and skips dead tiles, in which all weights are zero. Adjacent zeros save
-time, scattered zeros save none. This counts the live tiles, and times the kernels with and without skipping. It needs a
-trained run, because training decides where the zeros are.
+time, scattered zeros save none. This module counts the live tiles, and times the kernels with and without skipping. It
+needs a trained run, because training decides where the zeros are.
 """
 from functools import partial
 

@@ -1,11 +1,12 @@
-"""What is measured of a layer's attention weights: sinks, zeros, spread and peaks, per head.
+"""Measures of a layer's attention weights: sinks, zeros, spread and peaks, per head.
 
-The weights are read block by block, as attention.py makes them, so every recipe has these measures and memory is linear
-in T. Some rules give signed weights, and rows that do not sum to 1. So what is a share of a row (share, times_uniform,
-sink_eps) is one of its absolute weights, a key outside the sequence included, and row_mass stands beside it: a row of
-0.001 has shares, too. Entropy is that of the absolute weights on the tokens alone, made to sum to 1.
+The weights are read one block of rows at a time, as attention.py computes them. So every recipe has these measures, and
+memory is linear in T. Some rules give signed weights, and rows that do not sum to 1. Therefore the shares of a row
+(share, times_uniform, sink_eps) are shares of its absolute weights, including a key outside the sequence. Read them
+together with row_mass: a row whose weights sum to 0.001 has shares like any other. The entropy is that of the absolute
+weights on the tokens alone, divided by their sum.
 
-Where they come from:
+Sources:
     sink, density           Lazy Attention, 2601.00919, appendix C.3
     times_uniform           Threshold Differential Attention, 2601.12145, section 3 and figure 1c
     entropy, dispersion     the same, section 3, Attention Dispersion, after Vasylenko et al. 2025
@@ -44,30 +45,30 @@ MEASURES = {                                    # name: its meaning, printed und
 
 
 class Probe:
-    """Sums of one layer's measures, per head, over the queries of all sequences it is shown."""
-    ROWS = 64                                   # of Sink_k^eps: how many first rows count
+    """Sums of one layer's measures, per head, over the queries of all sequences that it sees."""
+    ROWS = 64                                   # Sink_k^eps counts so many first rows
 
     def __init__(self, k=1, eps=0.3):
-        self.k, self.eps = k, eps               # of Sink_k^eps: which token, and what share makes it a sink
+        self.k, self.eps = k, eps               # Sink_k^eps: the token (from 1), and the share that makes it a sink
         self.sums = {}                          # {name: (H,)} in float64
         self.peaks = {}                         # {name: (H,)}, the largest so far
 
     def add(self, name, value):
-        """value (B, H, ...): summed over all but the heads."""
+        """Add value (B, H, ...), summed over all axes but the heads."""
         self.sums[name] = self.sums.get(name, 0) + value.double().flatten(2).sum((0, 2)).cpu()
 
     def keep_largest(self, name, value):
-        """value (B, H, ...): its largest over all but the heads, if that is the largest so far."""
+        """Keep the largest of value (B, H, ...) for each head, if it exceeds those before."""
         largest = value.flatten(2).amax((0, 2)).double().cpu()
         self.peaks[name] = torch.maximum(largest, self.peaks.get(name, largest))
 
-    # --------------------------------------------------------------------------------------------------- what it sees
+    # --------------------------------------------------------------------------------------------------- one batch
 
     def see(self, module, q, k, v, x, table=None, counted=None):
-        """Take in one batch of a layer's inputs, as `instead` hands them over. counted (B, T): which queries count."""
+        """Add one batch of a layer's inputs, as `watch` passes them. counted (B, T): which queries count."""
         if counted is None:
             counted = torch.ones(len(q), q.shape[2] - module.ahead, device=q.device)
-        early = 0                               # (2, B, H): what see_rows returns, summed over the first rows
+        early = 0                               # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             extra, w = split_extra(module, w)
             here = counted[:, None, i].expand(w.shape[:3])
@@ -84,26 +85,26 @@ class Probe:
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
 
     def see_rows(self, here, w, n, extra):
-        """Add one block of rows. here (B, H, R): which rows count; w (B, H, R, T); n (R,): how many keys each row sees;
-        extra (B, H, R): weight on a key outside the sequence. Returns the shares of token k and of that key,
+        """Add one block of rows. here (B, H, R): which rows count; w (B, H, R, T): weights; n (R,): how many keys each
+        row sees; extra (B, H, R): weight on a key outside the sequence. Returns the shares of token k and of that key,
         (2, B, H, R)."""
         a = w.abs()
         mass = a.sum(-1)
-        total = mass + extra + 1e-8             # a row may be empty, and then its shares are 0
+        total = mass + extra + 1e-8             # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
         entropy, several = torch.special.entr(p).sum(-1), (n > 1).float()
         row_values = {
             "rows": torch.ones_like(mass), "pairs": n, "uniform": 1 / n, "sink": w[..., 0], "share": a[..., 0] / total,
             "row_mass": w.sum(-1), "extra": extra, "zeros": n - (w != 0).sum(-1), "empty_rows": (w == 0).all(-1),
             "negative": (w < 0).sum(-1), "entropy": entropy, "several": several,
-            "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: n = 1 alone is clamped
+            "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
         for name, value in row_values.items():
             self.add(name, here * value)
         self.keep_largest("peak", here * several * a.amax(-1))
         return torch.stack([a[..., self.k - 1], extra]) / total
 
     def see_views(self, module, q, k, table=None):
-        """The two views of a differential recipe, before one is subtracted from the other."""
+        """Add the two views of a differential recipe, before the subtraction."""
         for i, w in rows_of(module, module.view_blocks(q, k, table)):
             w, n = split_extra(module, w)[1], visible_count(i, module.sight)
             for name, view in (("a", w[:, 0::2]), ("b", w[:, 1::2])):
@@ -111,15 +112,15 @@ class Probe:
                 self.add(f"zeros_{name}", n - (view != 0).sum(-1))
                 self.keep_largest(f"peak_{name}", (n > 1) * view.abs().amax(-1))
 
-    # -------------------------------------------------------------------------------------------------- what it found
+    # -------------------------------------------------------------------------------------------------- the measures
 
     def result(self):
-        """{measure: (H,) tensor}, nan where a measure has no meaning."""
+        """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
         s = self.sums
         mean = {name: s[name] / s["rows"]
                 for name in ("sink", "uniform", "share", "row_mass", "extra", "empty_rows", "entropy")}
         found = mean | self.peaks | {
-            "times_uniform": s["share"] / s["uniform"],         # not a mean of ratios: late rows would decide it
+            "times_uniform": s["share"] / s["uniform"],         # not a mean of ratios, which late rows would dominate
             "density": mean["row_mass"] - mean["sink"],
             "sparsity": s["zeros"] / s["pairs"],
             "negative": s["negative"] / s["pairs"],
@@ -135,8 +136,8 @@ class Probe:
 
 
 def rows_of(module, blocks):
-    """Blocks of rows (B, H, R, .) with the positions i (R,) of their rows. A token ahead of the sequence has no row of
-    its own here."""
+    """Yield blocks of rows w (B, H, R, .) with the positions i (R,) of their rows, without the row of a learned token
+    ahead of the sequence."""
     start = 0
     for block, w in enumerate(blocks):
         w = w[:, :, module.ahead:] if block == 0 else w
@@ -145,13 +146,13 @@ def rows_of(module, blocks):
 
 
 def has_outside(module):
-    """Is there a key outside the sequence? That of a learned token ahead of it counts as one."""
+    """Is there a key outside the sequence: an extra key, or that of a learned token ahead of it?"""
     return module.has_extra_key or module.ahead > 0
 
 
 def split_extra(module, w):
-    """The weight on a key outside the sequence (B, H, R), 0 where there is none, and those on its tokens
-    (B, H, R, T)."""
+    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the tokens (B, H, R, T).
+    """
     return (w[..., 0], w[..., 1:]) if has_outside(module) else (torch.zeros_like(w[..., 0]), w)
 
 

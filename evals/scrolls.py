@@ -1,17 +1,19 @@
-"""Summaries of and questions on long documents: the SCROLLS benchmark (Shaham et al. 2022), of which Threshold
-Differential Attention 2601.12145, table 3, prints four tasks: ROUGE-1 of qmsum, summ_screen_fd and gov_report, F1 of
-qasper.
+"""SCROLLS: summaries of long documents, and questions on them (Shaham et al. 2022).
 
-The files are public, a zip for each task at https://scrolls-tau.s3.us-east-2.amazonaws.com/qasper.zip and so on.
---source names the folder in which they were unpacked: SOURCE/qasper/validation.jsonl, or SOURCE/qasper.jsonl. Each line
-has an id, an input and an output; lines of one id are one question and its several answers.
+Threshold Differential Attention, 2601.12145, table 3, has four of its tasks: ROUGE-1 of qmsum, summ_screen_fd and
+gov_report, and F1 of qasper.
 
-Scores are those of the benchmark's own evaluator, in percent, the best over a question's answers: ROUGE without
-stemming, and as the task's score the geometric mean of the means of ROUGE-1, 2 and L; F1 of the words and exact match,
-both after SQuAD's normalisation. Prompts are worded as in lm-evaluation-harness, with which the paper's numbers were
-made: the document, the question, "Answer:", and what is generated up to the end of a line. Of the last two tasks the
-choices are ranked by their likelihood per character, as there; with --rank=0 they are generated, too. (There qasper's
-questions of yes or no are ranked as well, and an empty answer to the others counts as "Unanswerable"; not here.)
+The files are public, one zip for each task: https://scrolls-tau.s3.us-east-2.amazonaws.com/qasper.zip and so on. Unpack
+them into a folder and name it with --source. A task is SOURCE/qasper/validation.jsonl or SOURCE/qasper.jsonl. Each line
+has an id, an input and an output. Lines with the same id are one question with several answers.
+
+Scores are those of the benchmark's own evaluator, in percent. The best of a question's answers counts. ROUGE has no
+stemming; a task's score is the geometric mean of the means of ROUGE-1, 2 and L. F1 of the words and exact match use
+SQuAD's normalisation. Prompts are those of lm-evaluation-harness, which made the paper's numbers: the document, the
+question, "Answer:". The answer is generated up to the end of the line. In quality and contract_nli the model ranks the
+choices by their likelihood per character; with --rank=0 it generates the answer.
+Differs from lm-evaluation-harness: that also ranks the yes-or-no questions of qasper, and counts an empty answer to its
+other questions as "Unanswerable".
 """
 import json
 import re
@@ -33,7 +35,7 @@ from evals.passkey import Reader, forced, text_tokenizer
 class Task(NamedTuple):
     measure: str                                # rouge, f1 or exact
     asked: bool = True                          # the input begins with a question
-    choices: tuple | None = None                # what the answer is one of; (): each question has its own
+    choices: tuple | None = None                # the possible answers; (): each question has its own
 
 
 TASKS = {
@@ -50,16 +52,16 @@ TASKS = {
 @dataclass
 class Scrolls:
     """Flags of scrolls"""
-    source: str = knob("", "the folder with the benchmark's files")
-    tasks: str = knob("all", "tasks, separated by commas; all: those whose files are there")
-    split: str = knob("validation", "which file of a task's folder: the answers of test are not public",
+    source: str = knob("", "folder with the benchmark's files")
+    tasks: str = knob("all", "tasks, separated by commas; all: every task whose file exists")
+    split: str = knob("validation", "which file of a task's folder; the answers of test are not public",
                       ("validation", "train"))
     limit: int = knob(0, "questions of each task, spread evenly; 0: all")
-    length: int = knob(0, "tokens of prompt and answer together; 0: block_size. A longer prompt loses its beginning, "
-                          "which is the document's")
-    tokens: int = knob(256, "tokens of an answer, at most (summaries of gov_report have about 600)")
-    rank: bool = knob(True, "answer quality and contract_nli with the likeliest choice; 0: with what is generated")
-    bos: bool = knob(False, "the tokenizer's separator goes before each prompt")
+    length: int = knob(0, "tokens of prompt and answer together; 0: block_size. A longer prompt loses the "
+                          "beginning of its document")
+    tokens: int = knob(256, "most tokens of an answer (summaries of gov_report have about 600)")
+    rank: bool = knob(True, "answer quality and contract_nli with the likeliest choice; 0: generate the answer")
+    bos: bool = knob(False, "put the tokenizer's separator before each prompt")
 
     def __post_init__(self):
         at_least(self, limit=0, length=0, tokens=1)
@@ -72,7 +74,7 @@ class Scrolls:
 
 
 def command(args, run):
-    """Summaries of and questions on long documents, scored as the SCROLLS benchmark does."""
+    """Summaries of long documents and questions on them, scored as in the SCROLLS benchmark."""
     coder, length = text_tokenizer(run), args.length or run.model.config.block_size
     run.check_positions(length)
     if length <= args.tokens:
@@ -96,19 +98,19 @@ def command(args, run):
 class Question(NamedTuple):
     prompt: str
     answers: list
-    choices: list                               # none: whatever is generated
+    choices: list                               # empty: any generated text
 
 
 def read_tasks(args):
     """{task: its questions}."""
     paths = find(Path(args.source), args.tasks, args.split)
     if any(TASKS[name].measure == "rouge" for name in paths):
-        files.optional("rouge_score")           # better missed now than after the last answer
+        files.optional("rouge_score")           # fail now, not after the last answer
     return {name: spread(read_questions(path, TASKS[name]), args.limit) for name, path in paths.items()}
 
 
 def find(source, names, split):
-    """{task: its file} below a folder. Raises ValueError where one that was named is missing, or all of them are."""
+    """{task: its file} in a folder. Raises ValueError if a task that was named has no file, or if no task has one."""
     wanted = list(TASKS) if "all" in names.split(",") else names.split(",")
     places = {name: (source / name / f"{split}.jsonl", source / f"{name}.jsonl") for name in wanted}
     found = {name: path for name, paths in places.items() for path in reversed(paths) if path.is_file()}
@@ -146,7 +148,7 @@ def read_line(path, number, line):
 
 
 def make_question(text, answers, task, path):
-    """The prompt: a document and what is asked about it. In the file a question comes first, then for quality the four
+    """The prompt: the document, then the question. In the file the question comes first, then for quality the four
     choices, then the document, with empty lines between them."""
     if not task.asked:
         return Question(f"{text}\n\nQuestion: What is a summary of the preceding text?\nAnswer:", answers, [])
@@ -177,7 +179,7 @@ class Reply(NamedTuple):
 
 
 def reply(run, coder, question, args, length):
-    """What the model answers. Of a prompt that is too long the last tokens are kept, so that the question stays."""
+    """The model's answer. A prompt that is too long keeps its last tokens, so the question stays."""
     ranked, first = question.choices and args.rank, [coder.separator] if args.bos else []
     choices = [coder.encode(f" {choice}").tolist() for choice in question.choices] if ranked else []
     room = length - max(map(len, choices), default=args.tokens) - len(first)
@@ -211,7 +213,7 @@ def score(measure, replies, questions):
 
 
 def best(measure, text, answers):
-    """The best score over the answers, by each of its parts: {part: 0 to 1}."""
+    """The best score over the answers, for each part of the measure: {part: 0 to 1}."""
     each = [MEASURES[measure](text, answer) for answer in answers]
     return {part: max(scores[part] for scores in each) for part in each[0]}
 
@@ -223,7 +225,7 @@ def rouge(text, answer):
 
 
 def f1(text, answer):
-    """Harmonic mean of precision and recall of the words, counted as often as they occur (SQuAD)."""
+    """Harmonic mean of precision and recall of the words, with repetitions (SQuAD)."""
     said, right = normalized(text).split(), normalized(answer).split()
     common = sum((Counter(said) & Counter(right)).values())
     return {"f1": 2 * common / (len(said) + len(right)) if common else 0.0}
@@ -244,7 +246,7 @@ TITLES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "f1": "
 
 
 def tell(args, found):
-    """A row for each run and task."""
+    """A table with a row for each run and task."""
     several, rows = len(found) > 1, []
     shown = {name: title for name, title in TITLES.items()
              if any(name in result for numbers in found.values() for result in numbers["tasks"].values())}

@@ -1,13 +1,12 @@
-"""A recipe on one page: its choices, the rule in PyTorch, the same rule in Triton, what it learns, and where it all
-stands.
+"""A recipe on one page: its choices, the rule in PyTorch and in Triton, its learned parameters, and where the code is.
 
     python eval.py show elastic                     the page
-    python eval.py show elastic --diff=softmax      the same beside another recipe: + is elastic's alone, - is softmax's
+    python eval.py show elastic --diff=softmax      what differs from another recipe: + is elastic's line, - softmax's
     python eval.py show --out_dir=out/smollm2       the recipe of a run, with its sizes and where its weights came from
-    python eval.py show elastic --out_dir=out/smollm2   another recipe, as it would be under that run
+    python eval.py show elastic --out_dir=out/smollm2   another recipe with the sizes of that run
 
-The page is put together from the code itself, so it cannot be out of date. It is the index of the tutorial: read a
-formula, its PyTorch line and its Triton line under each other, then open the files at the lines it names.
+The page is assembled from the code itself, so it is never out of date. It is the index of the tutorial: read a formula,
+its PyTorch line and its Triton line one below the other, then open the files at the lines it names.
 """
 import dataclasses
 import difflib
@@ -31,7 +30,7 @@ from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
 WIDTH = 110
-# a pass through a layer: (axis, the field of its row that holds a function), and the code that calls the function
+# a pass through a layer: (axis, the field of its row that holds a function); below, the code that calls the function
 PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("scale", "factor"), ("pos", "bias"),
         ("forget", "log_kept"), ("write", "amount"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
         ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"), ("sink", "score"),
@@ -47,15 +46,15 @@ SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_siz
 @dataclass
 class Show:
     """Flags of show"""
-    recipe: str = knob("", "the recipe; left out: elastic, or with --out_dir the run's own",
+    recipe: str = knob("", "the recipe; default: elastic, or with --out_dir the run's own",
                        ("", *attention.ATTENTIONS), positional=True)
-    diff: str = knob("", "another recipe: mark what differs from it", ("", *attention.ATTENTIONS))
-    out_dir: str = knob("", "a run, whose sizes the page then has")
+    diff: str = knob("", "mark what differs from this recipe", ("", *attention.ATTENTIONS))
+    out_dir: str = knob("", "take the sizes of this run")
     json: bool = knob(False, "print JSON instead of a page")
 
 
 def command(args, run=None):
-    """A recipe as one page: axes, PyTorch, Triton, what it learns, where it stands."""
+    """A recipe as one page: axes, PyTorch, Triton, learned parameters, and where the code is."""
     meta = read_run(args.out_dir)[0] if args.out_dir else None
     page = page_of(args.recipe, meta)
     if not args.diff:
@@ -65,19 +64,19 @@ def command(args, run=None):
 
 
 def page_of(name, meta=None):
-    """The page of a recipe. meta: the meta.json of a run, which lends its sizes, and its recipe if the name is empty.
+    """The page of a recipe. meta: the meta.json of a run; the page has its sizes, and its recipe if the name is empty.
     """
     knobs = meta["knobs"] if meta else SIZES | {"attn": "elastic"}
     return Page(model_config(knobs, {"attn": name} if name else {}), meta)
 
 
 class Page:
-    """One recipe, built as the first layer of a model, and the code that it is made of. meta: see page_of."""
+    """One recipe, built as the first layer of a model, and its code. meta: see page_of."""
 
     def __init__(self, config, meta=None):
         self.name, self.config, self.meta = config.attn, config, meta
         self.layer = mixers.layer_of(self.config, 0)
-        # {axis: value} of what is not the default, the rule and the positions always
+        # {axis: value} without defaults, but always with the rule and the positions
         self.axes = {axis: getattr(self.config, axis) for axis in mixers.DEFAULTS}
         self.chosen = {axis: value for axis, value in self.axes.items()
                        if axis in ("rule", "pos") or value != mixers.DEFAULTS[axis]}
@@ -112,7 +111,7 @@ class Page:
         return {name: getattr(self.config, name) for name in SHOWN} | {"head_dim": self.config.head_width}
 
     def choices(self):
-        """A line for each axis that is not at its default: the value and what it does."""
+        """A line for each axis that differs from its default: the value and its effect."""
         lines = [textwrap.fill(f"{axis:12} {value!s:10} {self.meaning(axis)}", WIDTH, subsequent_indent=" " * 24)
                  for axis, value in self.chosen.items()]
         if self.layer.args:
@@ -121,7 +120,7 @@ class Page:
         return "\n".join([*lines, textwrap.fill(f"{'as usual':12} {rest}", WIDTH, subsequent_indent=" " * 13)])
 
     def meaning(self, axis):
-        """The first sentence of the docstring of what a choice computes."""
+        """The first sentence of the docstring of a choice's function."""
         parts = (part for of, part in PASS if of == axis and part not in ("inputs", "row_input", "start"))
         function = next(filter(None, (self.function(axis, part) for part in parts)), None)
         text = inspect.getdoc(getattr(function, "func", function)) or "" if function else ""
@@ -145,7 +144,7 @@ class Page:
         return list(dict.fromkeys(filter(None, found)))
 
     def triton_functions(self):
-        """(role, function) of the kernel's rule, those of the call before it first."""
+        """(role, function) of the kernel's rule; first those of a kernel whose result it needs."""
         for function in self.layer.fused_by:
             yield "a state", getattr(function, "fn", function)
         names = [name for name in (getattr(self.layer.rule, "threshold_of", None), self.config.rule) if name]
@@ -163,7 +162,7 @@ class Page:
         return [source(function, role) for role, function in pairs]
 
     def learned(self):
-        """Names, shapes and initial values of what a layer learns beside its projections."""
+        """Names, shapes and initial values of a layer's parameters outside its projections."""
         lines = []
         for name, p in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
             if name.startswith(("c_attn", "c_proj")):
@@ -184,7 +183,7 @@ class Page:
 
 
 def size(value):
-    """As people write it: 100000 for 100000.0, none for an empty word."""
+    """As people write it: 100000 for 100000.0, and none for an empty string."""
     return f"{value:.10g}" if isinstance(value, float) else str(value) or "none"
 
 
@@ -203,7 +202,7 @@ def section(title, *parts):
 
 
 def called(function):
-    """What a mixer's function calls in its own file, and what that calls. (attention.py's would fill the page.)"""
+    """The functions of its own file that a mixer's function calls, directly or not. (attention.py has too many.)"""
     if not inspect.isfunction(function) or not function.__module__.startswith("mixers."):
         return []
     names = (function.__globals__.get(name) for name in function.__code__.co_names)
@@ -212,7 +211,7 @@ def called(function):
 
 
 def source(function, title=None):
-    """A function's place and text."""
+    """A function's place and source."""
     head = f"# {place(function)}" + (f"    ({title})" if title else "")
     return head + "\n" + textwrap.dedent(inspect.getsource(getattr(function, "fn", function))).rstrip()
 
@@ -224,7 +223,7 @@ def place(function):
 
 
 def recipe_place(name):
-    """Where a recipe's row stands in attention.py."""
+    """The line of a recipe's row in attention.py, and the row."""
     lines = Path(attention.__file__).read_text(encoding="utf-8").splitlines()
     table = lines.index("ATTENTIONS = {")
     row = next(n for n, line in enumerate(lines[table:], table) if line.strip().startswith(f'"{name}":'))

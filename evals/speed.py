@@ -1,8 +1,8 @@
-"""How fast every recipe is on this machine, and how much memory its attention takes.
+"""The speed of every recipe on this machine, and the memory of its attention.
 
-All recipes are timed in turn, again and again, in one process (Machine.race). What slows the machine down meanwhile
-slows all of them alike, so ratios can be trusted where seconds cannot. evals/kernels.py does what --kernels asks for,
-evals/live.py what --live does, evals/sparse.py what --focus does.
+All recipes take turns in one process, for many rounds (Machine.race). Other programs on the machine slow all of them
+alike, so ratios can be trusted where seconds cannot. --kernels is in evals/kernels.py, --live in evals/live.py, --focus
+in evals/sparse.py.
 """
 import os
 from dataclasses import dataclass
@@ -20,28 +20,27 @@ from model import GPT, GPTConfig
 class Speed:
     """Flags of speed"""
     attn: str = knob("all", "recipes, separated by commas")
-    lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; of the kernels 1024,4096,16384, "
-                            "or 64,128 on a CPU; with --focus 1024,4096,16384, on a GPU up to a million; of a run its "
-                            "block_size")
-    memory: str = knob("4096,8192,16384", "lengths at which the attention's memory is measured, separated by commas; "
-                                          "empty: do not")
-    tokens: int = knob(0, "tokens in a training step, or in a call of a kernel; "
-                          "0: 2048; of the kernels 16384, or 128 on a CPU")
-    n_layer: int = knob(4, "blocks of the model that takes the steps")
+    lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; with --kernels 1024,4096,16384 "
+                            "(on a CPU 64,128); with --focus 1024,4096,16384 (on a GPU up to a million); with --live "
+                            "the run's block_size")
+    memory: str = knob("4096,8192,16384", "measure the attention's memory at these lengths, separated by commas; "
+                                          "empty: skip it")
+    tokens: int = knob(0, "tokens of a training step, or of a call of a kernel; "
+                          "0: 2048; with --kernels 16384 (on a CPU 128)")
+    n_layer: int = knob(4, "blocks of the timed model")
     n_head: int = knob(2, "its heads")
-    n_embd: int = knob(0, "its width; 0: 128; of the kernels, for which it is all heads together, 2048, "
-                          "or 128 on a CPU")
-    repeats: int = knob(20, "timed rounds over all recipes; the median counts")
+    n_embd: int = knob(0, "its width, all heads together; 0: 128; with --kernels 2048 (on a CPU 128)")
+    repeats: int = knob(20, "timed rounds over all recipes; the result is the median")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
     dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
-    kernels: bool = knob(False, "instead, the fused kernels alone against torch's own")
-    live: bool = knob(False, "instead, of a trained run (--out_dir): which tiles hold any weight, "
-                             "and what skipping the others gains")
-    focus: bool = knob(False, "instead, attention over pairs that share a group (Focus) against full attention")
+    kernels: bool = knob(False, "instead, time the fused kernels alone, and torch's own")
+    live: bool = knob(False, "instead, for a trained run (--out_dir): the share of tiles with any weight, "
+                             "and the time that skipping the others saves")
+    focus: bool = knob(False, "instead, time the sparse form of Focus next to full attention")
     out_dir: str = knob("", "with --live: the run")
     widths: str = knob("64,128", "with --kernels: head widths")
-    out: str = knob("", "also save the figures as JSON here; "
-                        "empty, of the kernels on a GPU: results/speed-<its name>.json")
+    out: str = knob("", "also save the figures as JSON in this file; "
+                        "empty: with --kernels on a GPU results/speed-<its name>.json, otherwise nowhere")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
@@ -49,8 +48,8 @@ class Speed:
 
 
 def command(args, run):
-    """Training steps and attention alone, of every recipe against softmax through torch's own fused kernel, side by
-    side in one process."""
+    """Time training steps and attention alone, of every recipe, relative to softmax in torch's own fused kernel, side
+    by side in one process."""
     if args.kernels:
         return kernels.command(args, run)
     if args.focus:
@@ -58,7 +57,7 @@ def command(args, run):
     if args.live:
         return live.command(args, open_run(args))
     machine, cases = Machine(args.device, args.dtype), cases_of(recipe_names(args.attn))
-    # how busy the machine was before, since a reader of the figures cannot know; Windows does not say
+    # tells a reader of the figures how busy the machine was; Windows has none
     load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     speeds = {T: compare(cases, T, args, machine) for T in whole_numbers(args.lengths or "256,1024", "lengths")}
     memory = memory_of(cases, whole_numbers(args.memory, "memory") if args.memory else [], args, machine)
@@ -69,15 +68,15 @@ def command(args, run):
 
 
 def open_run(args):
-    """The run that --live looks at."""
+    """The run for --live."""
     if not args.out_dir:
-        raise ValueError("--live looks at a trained run, never at random numbers: name it with --out_dir=out/...")
+        raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
     return OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
 
 
 def cases_of(names):
-    """{name: (recipe, kernel)}: softmax in two ways, as what all others are compared with, then the others."""
-    # torch's own fused kernel, and the block loop that other recipes go through where they have no kernel
+    """{name: (recipe, kernel)}: first softmax in two ways, to which the others are compared."""
+    # torch's own fused kernel, and the block loop that computes recipes without a kernel
     softmax = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
     return softmax | {name: (name, "auto") for name in names if name != "softmax"}
 
@@ -91,23 +90,24 @@ def make_model(case, T, args, machine):
     return GPT(config).to(machine.device)
 
 
-# --------------------------------------------------------------------------------------------- what is timed, and how
+# --------------------------------------------------------------------------------------------- the timed functions
 
 
 def sequences(T, args):
-    """How many sequences of T tokens a step takes: at every length it has the same number of tokens."""
+    """The number of sequences of T tokens in a step. Every length has the same number of tokens."""
     return max(1, (args.tokens or 2048) // T)
 
 
 def compare(cases, T, args, machine):
     """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens per second of
-    training, then speeds against the first case, of a training step and of attention alone, forward and both ways."""
+    training, then speeds relative to the first case: of a training step, and of attention alone, forward and both
+    ways."""
     models, batch = {name: make_model(case, T, args, machine) for name, case in cases.items()}, sequences(T, args)
 
     def race(start, *more):
         return machine.race({name: start(model, machine, batch, *more) for name, model in models.items()}, args.repeats)
 
-    # all cases of one kind race together; what one kind costs says little about another
+    # all cases race together at one kind of work, then at the next
     seconds = {"step": race(training_step), "forward": race(attention_call, False), "both": race(attention_call)}
     first = next(iter(cases))
     return {name: {"tokens_per_s": batch * T / seconds["step"][name]} | {
@@ -115,7 +115,7 @@ def compare(cases, T, args, machine):
 
 
 def training_step(model, machine, batch):
-    """A function that takes one training step, always on the same random sequences: time does not depend on them."""
+    """A function that takes one training step on random sequences. The time does not depend on the tokens."""
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
     rows = torch.randint(model.config.vocab_size, (batch, model.config.block_size + 1), device=machine.device)
 
@@ -124,7 +124,7 @@ def training_step(model, machine, batch):
             loss = model(rows[:, :-1], rows[:, 1:])[1]
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)   # as train.py does: gradients take no memory between steps
+        optimizer.zero_grad(set_to_none=True)   # as in train.py: gradients take no memory between steps
 
     return take_step
 
@@ -134,13 +134,13 @@ def attention_call(model, machine, batch, backward=True):
     module, T = model.transformer.h[0].attn, model.config.block_size
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
 
-    def draw(heads, width):                     # (B, heads, T, width), laid out in memory as the projections leave it
+    def draw(heads, width):                     # (B, heads, T, width), with the memory layout of a projection
         return torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
 
     q, k, v = (draw(*shape) for shape in module.shapes.values())
-    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # gates are computed from it
+    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # the input of gates
     with machine.autocast(), torch.no_grad():
-        do = torch.randn_like(module.attend(q, k, v, x))        # the gradient that arrives on the output
+        do = torch.randn_like(module.attend(q, k, v, x))        # the gradient of the output
 
     def attend():
         with machine.autocast(), torch.set_grad_enabled(backward):
@@ -152,22 +152,22 @@ def attention_call(model, machine, batch, backward=True):
 
 
 def memory_of(cases, lengths, args, machine):
-    """MB that one layer's attention takes beside its inputs, both ways, for one sequence: {name: {length: MB}}."""
+    """MB of one layer's attention, forward and backward, without its inputs, for one sequence: {name: {length: MB}}."""
     memory = {name: {} for name in cases}
     for name, case in cases.items():
         for T in lengths:
-            # a model for each length, made before the count begins: only what the call itself takes is counted
+            # the model is made before the count begins, so only the call itself counts
             used = machine.peak_memory(attention_call(make_model(case, T, args, machine), machine, 1))
             memory[name][T] = round(used / 2**20, 3)
     return memory
 
 
-# --------------------------------------------------------------------------------------------------------- for people
+# --------------------------------------------------------------------------------------------------------- the tables
 
 
 def speed_table(T, rows, args):
     return (f"T={T}, {sequences(T, args)} sequences: training steps, "
-            "and how fast they and attention alone are against the first row\n") + table(
+            "and the speed of steps and of attention alone relative to the first row\n") + table(
         [[name, f"{row['tokens_per_s']:,.0f}", *(f"{row[way]:.2f}" for way in ("step", "forward", "both"))]
          for name, row in rows.items()],
         ["recipe", "tokens/s", "step", "forward", "forward + backward"])
@@ -175,7 +175,7 @@ def speed_table(T, rows, args):
 
 def memory_table(memory):
     lengths = next(iter(memory.values()))
-    about = "memory that one layer's attention takes beside its inputs, forward and backward, one sequence (MB)\n"
+    about = "memory of one layer's attention without its inputs, forward and backward, one sequence (MB)\n"
     return about + table(
         [[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in memory.items()],
         ["recipe", *(f"T={T}" for T in lengths)])

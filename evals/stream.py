@@ -1,12 +1,12 @@
-"""The residual stream that runs through the blocks, and the queries, keys and values that each layer makes of it: the
-first token against the rest.
+"""The first token against the others, in the residual stream and in the queries, keys and values of each layer.
 
-The stream is seen where it enters a layer, which makes its numbers those of the papers: 0 are the embeddings, and L,
-after the last of L layers, is what the head reads. Norms and variances are sums by position, so memory is linear in T.
+The stream is measured where it enters a layer, numbered as in the papers: layer 0 receives the embeddings, and place L,
+after the last of L layers, is the input of the head. Norms and variances are summed by position, so memory is linear in
+T.
 
-Where it comes from:
-    massive activations      When Attention Sink Emerges, 2410.10781, figures 7 and 8; channels and places as in Massive
-                             Activations, Sun et al. 2402.17762
+Sources:
+    massive activations      When Attention Sink Emerges, 2410.10781, figures 7 and 8; channels and positions as in
+                             Massive Activations, Sun et al. 2402.17762
     norms and variances      Lazy Attention, 2601.00919, appendix G; values: The Attention Sink as Native MoE, figure 2
     cosines                  The Attention Sink as Native MoE, figure 3
     spread                   0 where repeated tokens cannot be told apart: Lazy Attention, section 3.2
@@ -16,28 +16,29 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
-FIRST = 16                                      # so many positions are kept each by itself
+FIRST = 16                                      # the result has these positions one by one
 PARTS = ("hidden", "input", "query", "key", "value")
 
 
 class Stream:
-    """Sums over the sequences of what one layer gets and makes of it; of the place after the last layer, what gets
-    there."""
+    """Sums over sequences for one layer: its hidden states, queries, keys and values. For the place after the last
+    layer, hidden states alone."""
 
     def __init__(self):
-        self.sums, self.places = {}, []         # {name: sum over sequences, in float64}; where each has its largest
+        self.sums, self.places = {}, []         # {name: sum, in float64}; the position of each sequence's largest norm
 
     def add(self, name, value):
-        """value (B, ...), summed over the sequences."""
+        """Add value (B, ...), summed over the sequences."""
         self.sums[name] = self.sums.get(name, 0) + value.double().sum(0).cpu()
 
     def add_vectors(self, name, vectors):
-        """vectors (B, H, T, C): norms and variances by position (T,), means over the heads."""
+        """Add norms and variances of vectors (B, H, T, C) by position (T,), as means over the heads."""
         self.add(f"{name}_norm", vectors.norm(dim=-1).mean(1))
         self.add(f"{name}_var", vectors.var(-1, correction=0).mean(1))
 
     def see_hidden(self, h, ahead):
-        """h (B, ahead + T, C): the stream. A token ahead of the sequence may be the largest, but is not the first."""
+        """Add the stream h (B, ahead + T, C). A learned token ahead of the sequence may have the largest norm, but is
+        not the first token."""
         h = h.float()
         norm, real = h.norm(dim=-1), h[:, ahead:]
         size, place = norm.max(1)                                       # (B,)
@@ -52,7 +53,7 @@ class Stream:
         self.places += (place - ahead).tolist()
 
     def see(self, module, q, k, v, x, table=None):
-        """A layer's inputs, as `instead` hands them over."""
+        """Add a layer's inputs, as `watch` passes them."""
         q, k = entering_the_score(module, q, k)
         for name, vectors in (("input", x[:, None]), ("query", q), ("key", k), ("value", v)):
             self.add_vectors(name, vectors[..., module.ahead:, :].float())
@@ -64,13 +65,13 @@ class Stream:
         """Means over the sequences, as plain numbers:
 
         massive         norm of the first token's hidden state, over the mean norm of the others
-        largest         the same of the token with the largest norm, which most often stands at position "at", in
+        largest         the same of the token with the largest norm; its most frequent position is "at", in a share
                         "at_share" of the sequences
         channels        the 3 largest channels of that token: [[channel, value, value over the median magnitude]]
         spread          largest distance of a hidden state from the first, over their mean norm
         cos_qk, cos_kk  cosines of the later queries, and of the later keys, with the first key
-        *_norm, *_var   of each of PARTS: [of the first token, mean of the others]
-        positions       the same two of the first 16 positions, {"hidden_norm": [...], ...}
+        *_norm, *_var   for each of PARTS: [the first token's, mean of the others]
+        positions       the same two by position, for the first 16: {"hidden_norm": [...], ...}
 
         After the last layer there are no queries, keys and values.
         """
@@ -87,30 +88,30 @@ class Stream:
 
     @staticmethod
     def channels(carrier, median):
-        """The 3 largest of carrier (C,): [[channel, value, value over the median magnitude], ...]."""
+        """The 3 largest channels of carrier (C,): [[channel, value, value over the median magnitude], ...]."""
         top = carrier.abs().topk(min(3, len(carrier)))[1]
         return [[int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top]
 
 
 def plain(value):
-    """A tensor's number, rounded to what float32 can tell apart; None if it is none."""
+    """The number in a tensor, rounded to the precision of float32; None if it is not finite."""
     value = float(value)
     return float(f"{value:.7g}") if abs(value) < float("inf") else None
 
 
 def entering_the_score(module, q, k):
-    """Queries and keys (B, H, T, D), both of each score head, as they enter the score: rotated, normed, mapped to
-    features; before scales, some of which grow with the length and are 0 for the first query. Where rotation keeps the
-    first keys apart (see Attention.rotated) and makes both twice as wide, queries as they meet the first keys."""
+    """Queries and keys (B, H, T, D) of each score head as they enter the score: rotated, normed, mapped to features.
+    Scales are left out, because some of them grow with the length and are 0 for the first query. If the rotation treats
+    the first keys apart and doubles the width (see Attention.rotated), the queries are those for the first keys."""
     q, k = (module.featured(part).float().unflatten(-1, (-1, module.width)) for part in (q, k))
-    return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)          # of the two halves of a key, one is 0
+    return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)          # one of the two halves of a doubled key is 0
 
 
 @contextlib.contextmanager
 def watching(model, see):
-    """Inside this context see(l, h) is called with the stream h (B, ahead + T, C) that enters layer l, counted from 0,
-    and with l = n_layer with what leaves the last."""
-    places = [model.transformer.drop, *model.transformer.h]             # the embeddings, and what each block gives on
+    """Inside this context, see(l, h) is called with the stream h (B, ahead + T, C) that enters layer l, counted from 0.
+    l = n_layer is the output of the last layer."""
+    places = [model.transformer.drop, *model.transformer.h]             # the embeddings, then the output of each block
     hooks = [place.register_forward_hook(lambda module, inputs, h, l=l: see(l, h)) for l, place in enumerate(places)]
     try:
         yield

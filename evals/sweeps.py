@@ -1,6 +1,6 @@
 """The tables of When Attention Sink Emerges (2410.10781, section 7) as lists of runs, for eval.py lab --sweep.
 
-Their models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of the Pile. They print
+The paper's models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of the Pile. It prints
 Sink_1^0.3 in percent of heads and sequences, the same for the extra key (Sink*), and the validation loss. Ours have the
 lab's one layer with one head, and our loss is the excess over the true process. So only the order of the rows can be
 compared, not the numbers.
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """One row of a table: our run, and their figures, None if they print none."""
+    """One row of a table: our run, and the paper's figures, None where it has none."""
     run: str                                    # of evals/lab_runs.py
     extra: float | None = None                  # Sink*, %: the extra key's
     sink: float | None = None                   # Sink_1, %
@@ -53,7 +53,7 @@ SWEEPS = {                                      # {name: {what: Row}}
         "1 evenly": Row("value-norm-1", 69.74, 2.15, 3.72),
         "5 evenly": Row("value-norm-5", 27.99, 5.93, 3.72),
         "20 evenly": Row("value-norm-20", 0.00, 11.21, 3.73)},
-    "rule": {                                   # table 6, whose sink is of weights divided by their row's sum
+    "rule": {                                   # table 6; its sinks are shares of the row's sum
         "softmax": Row("softmax", None, 18.18, 3.73),
         "sigmoid_raw": Row("sigmoid_raw", None, 0.44, 3.70),
         "sigmoid_norm": Row("sigmoid_norm", None, 30.24, 3.74),
@@ -75,8 +75,8 @@ def cases(name):
 
 
 def side_by_side(name, runs):
-    """Their table next to ours: rows, and the names of the columns. runs: {what: [the lab's figures of each seed]}. Our
-    figures are means over seeds; "apart" is the range of sink idle over seeds."""
+    """The paper's table next to ours: rows, and the names of the columns. runs: {what: [the lab's figures of each
+    seed]}. Our figures are means over seeds; "apart" is the range of sink idle over seeds."""
     cells = []
     for what, row in SWEEPS[name].items():
         ours = [[figures.get(key) for figures in runs[what]] for key in OURS.values()]

@@ -1,4 +1,4 @@
-"""All claims, paper by paper: where each is asked, what has to be done for it, and the verdict on what was found."""
+"""All claims, paper by paper: the set-ups in which each is tested, the jobs that this takes, and the verdicts."""
 import numpy as np
 
 from evals.ledger import emerges, focus, lazy, native_moe, threshold
@@ -8,11 +8,11 @@ from evals.ledger.experiments import CONSTANT, PUBLIC, TIMED, job_of
 PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
 CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
 
-# ------------------------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------------------------------ the questions
 
 
 def readings(claim):
-    """{where: (Reading, its cost class)} of a claim: as it stands (""), in other set-ups, of other runs."""
+    """{where: (Reading, its cost class)} of a claim: as written (""), in other set-ups, and on other runs."""
     found = {"": (claim.reading, claim.cost)} if claim.reading else {}
     for setup in claim.variations:
         moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
@@ -23,19 +23,19 @@ def readings(claim):
 
 
 def cost_of(reading):
-    """The class of the same question to other runs."""
+    """The cost class of a reading of other runs."""
     runs = runs_of(reading)
     gpu = any("@gpu" in run or run in TIMED for run in runs)
     return "gpu-minutes" if gpu else "public-weights" if any(run in PUBLIC for run in runs) else "lab"
 
 
 def runs_of(reading):
-    """The names of all runs that it reads."""
+    """The names of all runs that a reading uses."""
     return " ".join(runs for _, runs in reading.reads.values()).split()
 
 
 def seeds_of(claim, reading, seeds):
-    """Some claims take fewer than there are. What has no seeds is read once."""
+    """The seeds of a reading: at most claim.seeds, and [0] for runs without seeds."""
     return [0] if CONSTANT.issuperset(runs_of(reading)) else seeds[:claim.seeds]
 
 
@@ -49,27 +49,27 @@ def jobs_of(reading, seeds, where):
 
 
 def verdicts_of(claim, found):
-    """{where: verdict} of a claim, from what was found of it."""
+    """{where: verdict} of a claim. found: {where: its numbers}."""
     judged = {name: judge(reading, found[name]["numbers"]) for name, (reading, _) in readings(claim).items()
               if name in found}
     return {"": NOT_RUN} | judged
 
 
 def readable(found):
-    """{claim: {where: what was found}} without what another version of the ledger measured: other columns or runs."""
+    """{claim: {where: numbers}} without numbers of another version of the ledger, which have other columns or runs."""
     return {claim.id: {name: found[claim.id][name] for name, (reading, _) in readings(claim).items()
                        if name in found[claim.id] and fits(reading, found[claim.id][name]["numbers"])}
             for claim in CLAIMS.values() if claim.id in found}
 
 
 def fits(reading, numbers):
-    """Are these the columns and the runs that it reads?"""
+    """Do these numbers have the reading's columns and runs?"""
     return {column: runs.split() for column, (_, runs) in reading.reads.items()} == {
         column: list(group) for column, group in numbers.items()}
 
 
 def judge(reading, numbers):
-    """The verdict on numbers {column: {run: [a value for each seed]}}, which have the setup in their runs' names."""
+    """The verdict on numbers {column: {run: [a value for each seed]}}. The set-up is part of the runs' names."""
     arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
               for column, group in numbers.items()}
     gate = np.array(list(arrays.pop(GATE, {}).values()))
@@ -79,5 +79,5 @@ def judge(reading, numbers):
 
 
 def flips(verdicts):
-    """Where the verdict is another one than of the claim as it stands, or the only one."""
+    """The set-ups whose verdict differs from that of the claim as written."""
     return {name: verdict for name, verdict in verdicts.items() if verdict != verdicts[""]}

@@ -1,5 +1,7 @@
-"""What the ledger measures itself, because no other instrument does: exact checks on random tensors, by seed, and looks
-into the lab's runs, with copy rows (which have something to copy) apart from all others (idle)."""
+"""Measurements that only the ledger makes: exact checks on random tensors, by seed, and looks into the lab's runs.
+
+In the lab, copy rows have something to copy; all others are idle.
+"""
 import math
 from pathlib import Path
 
@@ -18,8 +20,7 @@ from model import GPT, GPTConfig
 
 
 def random_scores(seed, T=512, rows=8):
-    """Elastic-Softmax at tau = 1 on scores of several standard deviations: the removed mass, the share of exact zeros.
-    """
+    """Elastic-Softmax at tau = 1 on random scores of several standard deviations: removed mass, share of zeros."""
     dice, seen = torch.Generator().manual_seed(seed), torch.ones(T, T, dtype=torch.bool).tril()
     n, found = seen.sum(-1, keepdim=True), {}
     for deviation in (0.02, 0.5, 1, 2):
@@ -30,7 +31,7 @@ def random_scores(seed, T=512, rows=8):
 
 
 def fixed_sum(seed):
-    """The spread over rows of the row sums of differential softmax, in its two versions."""
+    """The range of the row sums of differential softmax, in its two versions."""
     torch.manual_seed(seed)
     found = {}
     for name in ("diff", "diff2"):
@@ -46,9 +47,9 @@ LENGTHS = (64, 512, 4096, 65_536)
 
 
 def survivors(seed, d=64, pairs=2 ** 22, relevant=4):
-    """Threshold attention on random unit vectors, a list over LENGTHS with the same number of pairs at each: keys of a
-    row that pass, keys that pass in both of two views, rows in which none passes, and the entropy of TRA, TDA and
-    softmax over log n. The entropies also with relevant keys in each row, whose cosine is 0.8 in both views."""
+    """Threshold attention on random unit vectors. Each number is a list over LENGTHS, from equally many pairs: keys of
+    a row that pass, keys that pass in both of two views, rows in which none passes, and the entropy of TRA, TDA and
+    softmax over log n. The entropies are also measured with relevant keys in each row, of cosine 0.8 in both views."""
     dice, found = torch.Generator().manual_seed(seed), {}
     for kappa in (1, 4):
         rows = [chance_of(n, kappa, d, pairs // n, relevant, dice) for n in LENGTHS]
@@ -81,21 +82,21 @@ def random_cosines(queries, n, d, dice):
 
 
 def dispersion(w):
-    """The entropy of absolute weights, normalised to sum to 1, over log n: mean over rows; an empty row has 0."""
+    """The entropy of absolute weights, normalised to sum to 1, over log n: the mean over rows. An empty row has 0."""
     p = w.abs() / w.abs().sum(-1, keepdim=True).clamp(min=1e-30)
     return (torch.special.entr(p).sum(-1) / math.log(w.shape[-1])).mean().item()
 
 
 def gate_identity(seed, T=64, d=32):
-    """The largest difference of sink attention and (1 - sink weight) x softmax, in float64. And the mean difference of
-    plain attention and (1 - w_0) x softmax over the other keys, for several norms of the first value, over the norm of
-    the other values."""
+    """How exact eq. 4 is, in float64. "sink": the largest difference of sink attention and (1 - sink weight) x softmax.
+    "drained to x": the mean difference of plain attention and (1 - w_0) x softmax over the other keys, relative to the
+    norm of the other values, when the first value has x times their norm."""
     dice = torch.Generator().manual_seed(seed)
     s, v, c = (torch.randn(*shape, generator=dice, dtype=torch.float64) for shape in ((T, T), (T, d), (1,)))
     s = s.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
     with_sink = torch.cat([c.expand(T, 1), s], 1).softmax(-1)
     found = {"sink": ((1 - with_sink[:, :1]) * (s.softmax(-1) @ v) - with_sink[:, 1:] @ v).abs().max().item()}
-    s[:, 0] += 4                                # a sink: most rows park their weight there
+    s[:, 0] += 4                                # a sink: most rows put their weight there
     w, rest = s.softmax(-1), s[1:, 1:].softmax(-1) @ v[1:]
     for share in (0, 0.1, 0.3):
         v[0] *= share * v[1:].norm(dim=-1).mean() / v[0].norm().clamp(min=1e-30)
@@ -120,8 +121,8 @@ def opened(place, dataset="", count=256):
 
 @torch.no_grad()
 def rows(place):
-    """For idle and copy rows of the first layer: weight on the right key, rows without any weight, the gate, cosines
-    with the first key. Also what the loss gains without the extra key."""
+    """For idle and copy rows of the first layer: weight on the right key, share of empty rows, the gate, cosines with
+    the first key. Also by how much the loss rises without the extra key."""
     run, windows = opened(place)
     trigger = true_process(windows, run.data_meta)[1]                   # (N, T)
     late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW

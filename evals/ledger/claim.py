@@ -1,10 +1,10 @@
-"""What a row of the ledger is made of, and the words that its rules are written in."""
+"""A row of the ledger, and the functions with which its verdict rules are written."""
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-COSTS = {                                       # class: what it takes
+COSTS = {                                       # class: what a measurement needs
     "lab": "one-layer models and exact checks, on a CPU",
     "cpu-minutes": "small models on text, on a CPU",
     "public-weights": "the weights of out/smollm2",
@@ -14,20 +14,19 @@ COSTS = {                                       # class: what it takes
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 
-# A claim about sinks is not testable on runs in which softmax has none: a column of this name holds its weight on the
-# first token over uniform, and below so much there is no sink. (Planned for a GPU's runs; those of the lab without BOS
-# were found to need it.)
+# A claim about sinks is not testable on runs where softmax has no sink. The column GATE holds softmax's weight on the
+# first token over uniform; below SINK it has none. Two set-ups need this check: runs on a GPU, and the lab without BOS
 GATE, SINK = "softmax itself, x uniform", 4
 GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
 NOBOS_GATE = {GATE: ("times_uniform_idle", "softmax@nobos")}
 
 
 class Reading(NamedTuple):
-    """What is measured, and what follows.
+    """What to measure, and the verdict that follows.
 
-    reads: {column: (path, runs)}: in the report of each of these runs, separated by spaces, the number or list at this
-    path; where the path begins with a look of experiments.LOOKS, in what that look found; where a run is one of
-    checks.CHECKS, in what that found.
+    reads: {column: (path, runs)}, runs separated by spaces. A column has, for each run, the number or list at this path
+        of the run's report. If the path begins with a command of experiments.COMMANDS or a look of LOOKS, it is a path
+        in that one's result; if a run is one of CHECKS, in the result of that check.
     verdict: {column: {run: array}} -> a Verdict; arrays have a row for each seed.
     """
     reads: dict[str, tuple[str, str]]
@@ -35,31 +34,31 @@ class Reading(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A row. Thresholds in `rule` and `reading` were fixed before any run."""
+    """One claim of a paper, how it is tested, and the rule of its verdict."""
     id: str
-    place: str                                  # where in the paper
+    place: str                                  # section, figure or table of the paper
     says: str                                   # the claim in one sentence
-    theirs: str                                 # the figures that it prints, and in which of them it disagrees
+    theirs: str                                 # the paper's figures, and where they contradict each other
     cost: str                                   # of COSTS
-    rule: str                                   # what agrees, what contradicts; between the two is mixed
+    rule: str                                   # when it agrees, when it contradicts; otherwise mixed
     reading: Reading | None                     # None: out of reach
-    note: str = ""                              # what had to be asked otherwise than planned, and why; what it leaves
-    variations: tuple[str, ...] = ()            # set-ups of lab_runs.SETUPS in which the same rule is applied again
-    elsewhere: dict[str, Reading] = {}          # {name: the same question, to other runs}
-    seeds: int = 3                              # how many, at most
+    note: str = ""                              # what differs from the plan, and why; what stays open
+    variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same rule
+    elsewhere: dict[str, Reading] = {}          # {name: the same question about other runs}
+    seeds: int = 3                              # at most so many seeds
 
 
-# ----------------------------------------------------------------------------------------------- the words of the rules
+# ----------------------------------------------------------------------------------------------- for the rules
 
 
 class Verdict(str):
-    """One of VERDICTS, and by: the numbers that decided it, {name: (seeds,), one, or words}."""
+    """One of VERDICTS. by: the numbers that decided it, {name: (seeds,), a number or text}."""
     by = {}
 
 
 def decide(agrees, contradicts, testable=True, by=None):
-    """The verdict of two conditions, each of which must hold with every seed that it is given; where both do or
-    neither, mixed. by: what they compare, where a reading's columns do not show it."""
+    """The verdict of two conditions, each of which must hold with every seed. If both hold or neither, it is mixed.
+    by: the numbers that were compared, if the reading's columns do not show them."""
     yes, no = holds(agrees), holds(contradicts)
     found = Verdict(UNTESTABLE if not holds(testable) else MIXED if yes == no else AGREES if yes else CONTRADICTS)
     found.by = by or {}
@@ -67,12 +66,12 @@ def decide(agrees, contradicts, testable=True, by=None):
 
 
 def holds(condition):
-    """Is it true throughout? A truth, an array of them, or a list of either."""
+    """Is it true everywhere? condition: a bool, an array of them, or a list of either."""
     return all(map(holds, condition)) if isinstance(condition, list) else bool(np.all(condition))
 
 
 def below(a, b):
-    """Is a lower than b beyond 2 standard deviations? Both (seeds,), paired by seed; one seed shows nothing."""
+    """Is a lower than b by more than 2 standard deviations? Both (seeds,), paired by seed. False with one seed."""
     less = np.subtract(a, b)
     return len(less) > 1 and less.mean() < -2 * less.std(ddof=1)
 
@@ -83,16 +82,16 @@ def every(column, bound):
 
 
 def rank_correlation(a, b):
-    """Spearman's, of two lists; equal values share their mean rank. 0 where a list is all the same."""
+    """Spearman's rank correlation of two lists. Equal values share their mean rank. 0 if a list is constant."""
     a, b = ((x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in (np.ravel(a), np.ravel(b)))
     return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else 0.0
 
 
 def layer_means(values):
-    """(seeds, layers, heads) to (layers,)."""
+    """Means over seeds and heads: (seeds, layers, heads) to (layers,)."""
     return np.asarray(values, float).mean((0, 2))
 
 
 def thirds(values):
-    """The means of the first, middle and last third of a list; nan of a third that two layers do not have."""
+    """The means of the first, middle and last third of a list; nan for an empty third."""
     return [float(np.mean(part)) if len(part) else np.nan for part in np.array_split(np.asarray(values, float), 3)]

@@ -1,5 +1,5 @@
-"""What the ledger measures of Focus itself: exact checks of its parts on random tensors, by seed, and looks into runs
-with a router."""
+"""Measurements of Focus that only the ledger makes: exact checks on random tensors, by seed, and looks into runs with a
+router."""
 import math
 import re
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ NEAR = 16                                       # keys that are near, in the che
 
 
 def focus_leak(seed, T=64):
-    """How much the shares of earlier tokens change when only the last token does, with Sinkhorn and with potentials."""
+    """The largest change of earlier tokens' shares if only the last one changes, with Sinkhorn and with potentials."""
     x, found = torch.randn(1, T, 64, generator=torch.Generator().manual_seed(seed)), {}
     for balance in ("sinkhorn", "potential"):
         config = GPTConfig(block_size=T, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn="focus", window=NEAR,
@@ -34,7 +34,7 @@ def focus_leak(seed, T=64):
 
 
 def focus_gate(seed, T=256, K=4, d=64):
-    """Mass that rows keep on distant pairs of different groups whose gate is 0, in both forms of the gate."""
+    """The mass of a row on distant pairs of different groups, whose gate is 0, in both forms of the gate."""
     dice, (i, j) = torch.Generator().manual_seed(seed), torch.tril_indices(T, T)
     s, group = torch.randn(32, T, T, generator=dice), torch.randint(K, (T,), generator=dice)
     seen = torch.zeros(T, T, dtype=torch.bool).index_put((i, j), torch.tensor(True))
@@ -47,7 +47,7 @@ def focus_gate(seed, T=256, K=4, d=64):
 
 
 def focus_sinkhorn(seed, T=1024):
-    """The largest group's share of tokens after N iterations on random scores of which one group's are higher."""
+    """The largest group's share of tokens after N iterations, on random scores that are higher for one group."""
     dice, found = torch.Generator().manual_seed(seed), {}
     for K in (4, 8):
         scores = 0.25 * torch.randn(1, T, K, generator=dice) + 0.5 * F.one_hot(torch.tensor(0), K)
@@ -59,13 +59,13 @@ def focus_sinkhorn(seed, T=1024):
 
 
 def largest_group(g):
-    """The share of tokens in the largest group, each in the one that it has most of. g (..., T, K)."""
+    """The share of tokens in the largest group. A token belongs to the group of its largest share. g (..., T, K)."""
     return (F.one_hot(g.argmax(-1), g.shape[-1]).flatten(0, -2).double().mean(0)).max().item()
 
 
 def focus_topk(seed, T=512, K=4):
-    """Of random balanced memberships: the share of distant pairs that top-2 and top-3 of 4 keep, and how far top-3's
-    output is from full attention."""
+    """For random balanced memberships: the share of distant pairs that top-2 and top-3 of 4 groups keep, and the
+    largest difference of their output from full attention."""
     dice, far = torch.Generator().manual_seed(seed), torch.ones(T, T, dtype=torch.bool).tril(-NEAR)
     q, k, v = (torch.randn(1, 2, T, 32, generator=dice) for _ in range(3))
     full, found = F.scaled_dot_product_attention(q, k, v, is_causal=True), {}
@@ -80,8 +80,9 @@ def focus_topk(seed, T=512, K=4):
 
 
 def focus_merge(seed, T=256, K=4, d=32):
-    """Same-group and near-stranger sets merged by their log-sum-exps, and same-group and near ones with what they share
-    subtracted, against softmax over both: largest error and least cosine, in float32 and in float16."""
+    """Two ways to compute softmax over the pairs that are near or share a group: merge disjoint parts by their
+    log-sum-exps, or add overlapping parts and subtract the overlap. Largest error and least cosine of each, in float32
+    and float16."""
     dice, places, found = torch.Generator().manual_seed(seed), torch.arange(T), {}
     q, k, v = (torch.randn(8, T, d, generator=dice) for _ in range(3))
     group, near = torch.randint(K, (T,), generator=dice), places[:, None] - places < NEAR
@@ -101,7 +102,7 @@ def focus_merge(seed, T=256, K=4, d=32):
 
 
 def part_of(s, v, seen):
-    """Softmax over a set of pairs: output, 0 where a row has none, and the sum of exponentials (heads, T, 1)."""
+    """Softmax over a set of pairs: the output, 0 for a row without pairs, and the sum of exponentials (heads, T, 1)."""
     e = s.exp() * seen
     total = e.sum(-1, keepdim=True)
     return (e / total.clamp(min=1e-6)) @ v, total
@@ -125,9 +126,9 @@ CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sink
 
 @torch.no_grad()
 def classes(place):
-    """How much the groups of tokens say of their classes by rule, in the layer that says most: mutual information over
-    the classes' entropy, less what groups of these sizes by chance have; and how pure the group is that has most of the
-    punctuation: the share of punctuation in it."""
+    """How much a token's group tells about its class (see CLASSES), in the layer that tells most: the mutual
+    information over the classes' entropy, minus that of random groups of the same sizes. Also the share of punctuation
+    in the group that holds most of it."""
     run = OpenedRun(Common(out_dir=place), {})
     T, dice, best = run.model.config.block_size, np.random.default_rng(0), {"mutual information": -math.inf}
     for layer in groups.look(groups.Groups(), run, run.model, T):
@@ -140,7 +141,7 @@ def classes(place):
 
 
 def purity(own, kinds):
-    """The share of punctuation in the group that has most of it. own, kinds (tokens,): groups and classes."""
+    """The share of punctuation in the group that holds most of it. own, kinds (tokens,): groups and classes."""
     mark = kinds == CLASSES.index("punctuation")
     return mark[own == np.bincount(own[mark], minlength=1).argmax()].mean()
 
@@ -150,7 +151,7 @@ WORDS = {"article": "a an the", "preposition": "of in to for with on at from by 
 
 
 def classes_of(text):
-    """The number in CLASSES of each character, of a letter that of its word."""
+    """The index in CLASSES of each character; a letter has the class of its word."""
     found = np.empty(len(text), np.int64)
     for match in re.finditer(r"[A-Za-z]+|.", text, re.S):
         word = match[0]
@@ -163,7 +164,7 @@ def classes_of(text):
 
 
 def mutual_information(a, b):
-    """Of two labels, over the second one's entropy: 1 where a tells b."""
+    """The mutual information of two labels over the entropy of the second: 1 if a determines b."""
     joint = np.zeros((a.max() + 1, b.max() + 1))
     np.add.at(joint, (a, b), 1 / len(a))
     known = joint > 0
@@ -186,5 +187,5 @@ def within_window(place, window=128):
     return {"requests": len(lengths), "fit": sum(n <= window for n in lengths) / len(lengths), "difference": difference}
 
 
-PAGES = ("wikitext",)                           # read in windows: not a question with choices
+PAGES = ("wikitext",)                           # read in windows, without questions
 LOOKS = {look.__name__: look for look in (classes, within_window)}

@@ -1,4 +1,4 @@
-"""The ledger as text and as a picture. found: {claim: {where it was asked: what was found}}, of results/claims.json."""
+"""The ledger as text and as a picture. found: {claim: {where: its numbers}}, from results/claims.json."""
 import textwrap
 
 import numpy as np
@@ -16,7 +16,7 @@ WIDTH, HANGING = 118, " " * 26
 
 
 def ledger(found, names):
-    """The claims of these names, a paper after the other: the verdict, what is said, their figures, the rule, ours."""
+    """The named claims, paper by paper: verdict, claim, the paper's figures, the rule, our figures."""
     parts, everything = [], []
     for title, claims in PAPERS.items():
         claims = [claim for claim in claims if claim.id in names]
@@ -29,13 +29,13 @@ def ledger(found, names):
 
 
 def counted(verdicts):
-    """How many of each verdict there are, as text."""
+    """The number of each verdict, as text."""
     here = [verdict[""] for verdict in verdicts]
     return ", ".join(f"{verdict}: {here.count(verdict)}" for verdict in VERDICTS if verdict in here)
 
 
 def row(claim, verdicts, found):
-    """One claim in some lines."""
+    """One claim in a few lines."""
     lines = [f"{verdicts['']:<13} {claim.id}", hanging("claim", claim.says), hanging("theirs", claim.theirs)]
     lines += [hanging("rule", claim.rule)] if claim.reading else []
     if verdicts[""] != NOT_RUN:
@@ -51,13 +51,13 @@ def row(claim, verdicts, found):
 
 
 def hanging(label, text):
-    """A label and a text of several lines to the right of it."""
+    """A label, and a wrapped text to the right of it."""
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:>24}  ", subsequent_indent=HANGING)
 
 
 def summary(found, verdict):
-    """What decided; where that are the columns as they stand, their means over seeds: raw: softmax 0.97, elastic
-    0.001; mass: ... (seeds 2, 3, 4)."""
+    """The numbers that decided the verdict, or the columns' means over seeds: "raw: softmax 0.97, elastic 0.001; mass:
+    ... (seeds 2, 3, 4)"."""
     parts = decided_by(verdict) or [
         f"{column}: " + ", ".join(f"{named(run)}{mean_of(values)}" for run, values in group.items())
         for column, group in found["numbers"].items()]
@@ -66,24 +66,24 @@ def summary(found, verdict):
 
 
 def decided_by(verdict):
-    """The numbers that a verdict compared, by seed, or means of all: ["eq. 8 over none: 0.93, 0.70, 0.61", ...]."""
+    """The numbers that a verdict compared, by seed or as a mean: ["eq. 8 over none: 0.93, 0.70, 0.61", ...]."""
     return [f"{name}: " + (value if isinstance(value, str) else ", ".join(f"{x:.3g}" for x in np.ravel(value)))
             for name, value in verdict.by.items()]
 
 
 def named(run):
-    """A recipe's name before its number; of a check, which has but one, none."""
+    """The recipe's name, which stands before its number; empty for a check, which has one number."""
     return "" if run in CHECKS or run in CONSTANT else f"{run.split('@')[0]} "
 
 
 def mean_of(values):
-    """The mean over seeds; of a list its numbers, of a long one the least and the largest."""
+    """The mean over seeds as text: a number, a short list, or the range of a long list."""
     mean = np.mean(np.array(values, float), 0).ravel()
     return ", ".join(f"{x:.3g}" for x in mean) if len(mean) <= 4 else f"{mean.min():.3g} to {mean.max():.3g}"
 
 
 def shown(claim, results, where):
-    """One claim whole: the text, their figures, the rule, the verdict wherever it was asked, numbers by seed, and the
+    """Everything about one claim: text, the paper's figures, the rule, and for each set-up verdict, numbers by seed and
     commands."""
     found = results["claims"].get(claim.id, {})
     verdicts = verdicts_of(claim, found)
@@ -104,7 +104,7 @@ def shown(claim, results, where):
 
 
 def changed_by(verdicts):
-    """The other set-ups that were tried, those first that give another verdict."""
+    """The other set-ups that were tried; first those with another verdict."""
     tried, flipped = [name for name in verdicts if name], flips(verdicts)
     parts = [f"{name} ({verdict})" for name, verdict in flipped.items()]
     same = [name for name in tried if name not in flipped]
@@ -113,12 +113,12 @@ def changed_by(verdicts):
 
 
 def columns(reading):
-    """What each column reads: the figure's place in a run's report, or in what an instrument prints as JSON."""
+    """The path that each column reads, in a run's report or in an instrument's JSON."""
     return "; ".join(f"{column} is {path}" for column, (path, _) in reading.reads.items())
 
 
 def by_seed(found):
-    """Every number, a column a seed."""
+    """Every number, with a column for each seed."""
     rows = [[column, run, *(mean_of([value]) for value in values)]
             for column, group in found["numbers"].items() for run, values in group.items()]
     seeds = [f"seed {seed}" if seed else "" for seed in found["seeds"]]
@@ -126,20 +126,20 @@ def by_seed(found):
 
 
 def made(found):
-    """Where the numbers of these seeds come from."""
+    """The commit and machine of the numbers of these seeds."""
     own = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
     earlier = found.get("earlier")
     return own + (f"\nof seeds {', '.join(map(str, earlier['seeds']))}: {made(earlier)}" if earlier else "")
 
 
 def commands(claim, jobs):
-    """The commands of the first seed, in their order, and what is measured by this one itself."""
+    """The commands of the first seed, in order, and the measurements that only `claims` makes."""
     first = all_jobs(group[0] for group in jobs.values())
     lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
-    lines += ["# and so with the other seeds"] * (bool(lines) and any(len(group) > 1 for group in jobs.values()))
+    lines += ["# the same with the other seeds"] * (bool(lines) and any(len(group) > 1 for group in jobs.values()))
     own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
     return "\n".join(lines + [f"python eval.py claims --run={claim.id}",
-                              f"# which also measures what no command does: {own}, in evals/ledger/"] * bool(own))
+                              f"# this also measures what no other command does: {own}, in evals/ledger/"] * bool(own))
 
 
 # --------------------------------------------------------------------------------------------------------- the picture
@@ -149,8 +149,8 @@ COLOURS = {AGREES: "#2c6fb3", MIXED: "#efc25a", CONTRADICTS: "#c8402f", UNTESTAB
 
 
 def draw(path, results):
-    """All claims, a column a paper, a square for the verdict; small ones below, with their names, of set-ups that flip
-    it."""
+    """All claims, with a column for each paper and a square for each verdict. Small squares below are the set-ups with
+    another verdict."""
     figure, axes = pyplot().subplots(1, len(PAPERS), figsize=(16, 0.9 + 0.36 * max(map(len, PAPERS.values()))))
     for ax, (title, claims) in zip(axes, PAPERS.items(), strict=True):
         for y, claim in enumerate(claims):
