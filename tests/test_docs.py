@@ -1,5 +1,7 @@
-"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's."""
+"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's, and
+tables have the numbers of results/."""
 import argparse
+import importlib.util
 import re
 import runpy
 import shlex
@@ -16,6 +18,8 @@ from model import GPTConfig
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
          for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+_spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+_spec.loader.exec_module(tables := importlib.util.module_from_spec(_spec))
 READERS_OWN = "squared"                         # the rule that README adds, which does not exist
 
 
@@ -132,3 +136,20 @@ def test_variants_has_a_row_for_every_recipe():
     """In docs/variants.md, each name in ATTENTIONS is the first cell of exactly one row, as `name`."""
     names = re.findall(r"^\| `(\w+)` \|", PAGES["docs/variants.md"], re.M)
     assert sorted(names) == sorted(attention.ATTENTIONS)
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_have_the_numbers_of_their_results(page):
+    """If not, run python docs/tables.py."""
+    text = page.read_text(encoding="utf-8")
+    assert tables.rewritten(text) == text
+
+
+def test_a_table_is_filled_from_a_file(monkeypatch, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/a.json").write_text('{"x": [{"one": 1500.4}, {"one": 1500.0}], "y": [{"one": -0.00001}]}')
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    page = ("<!-- results/{0}.json | | {1}/one ,.1f kg | {1}/one .2f -->\n"
+            "| file | run | of \\| | |\n|---|---|---|---|\n| `a` | x | old | |\n| | *y* | old | 7 |\n\nold text\n")
+    assert tables.rewritten(page) == page.replace("| x | old | |", "| x | 1,500.2 kg | |").replace(
+        "| *y* | old | 7 |", "| *y* | 0.0 kg | 0.00 |")

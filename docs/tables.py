@@ -1,0 +1,67 @@
+"""Write the numbers of results/*.json into the tables of README and docs/.     python docs/tables.py
+
+A comment above a table says where its numbers come from: a file, then an entry for every column but the first. An entry
+is empty, and the column stays as it is, or has a path into the file, a format, and perhaps a unit:
+
+    <!-- results/speed-cpu.json | lengths/256/{0}/tokens_per_s ,.0f | memory_mb/{0}/4096 .0f MB -->
+
+{0} and {1} are the first and second cell of the row, as names; an empty first cell means the one above it. A list holds
+a number for each seed and becomes its mean. A cell that is empty stays empty.
+"""
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TABLE = re.compile(r"^<!-- (results/.*) -->\n\n?((?:\|.*\n)+)", re.M)
+
+
+def rewritten(page):
+    """The text of a page with the present numbers of all its tables."""
+    return TABLE.sub(lambda found: found[0].replace(found[2], filled(found[1], found[2])), page)
+
+
+def filled(comment, table):
+    """The lines of a table with the numbers that its comment names."""
+    file, *entries = (part.strip() for part in comment.split("|"))
+    head, line, *rows = table.splitlines()
+    names, lines = ["", ""], [head, line]
+    for row in rows:
+        # \| is a bar inside a cell
+        first, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|")))
+        names = [as_name(first) or names[0], as_name(cells[0])]
+        cells = [number(file, entry, names) if entry and cell else cell
+                 for entry, cell in zip(entries, cells, strict=True)]
+        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (first, *cells)))
+    return "\n".join(lines) + "\n"
+
+
+def as_name(cell):
+    """The name in a first or second cell: without quotes, and without a remark in brackets that no run has."""
+    return re.sub(r" \(derivatives\)$", "", cell.strip("`*"))
+
+
+def number(file, entry, names):
+    """The text of one cell."""
+    path, form, *unit = entry.split()
+    found = json.loads((ROOT / file.format(*names)).read_text(encoding="utf-8"))
+    text = " ".join([format(value_at(found, path.format(*names).split("/")), form), *unit])
+    return re.sub(r"^-(?=[\d.]*[1-9])", "−", text).removeprefix("-")    # no minus before zero
+
+
+def value_at(found, steps):
+    if isinstance(found, list):                 # one of each seed
+        return float(np.mean([value_at(item, steps) for item in found]))
+    return value_at(found[steps[0]], steps[1:]) if steps else found
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"{path.relative_to(ROOT)}: numbers changed")
