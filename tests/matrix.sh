@@ -34,6 +34,6 @@ for cell in "$@"; do
     printf '%-10s %8s %8s %14s %9s\n' "$cell" "$(grep -oP '\d+(?= passed)' "$log" | tail -1)" \
         "$(grep -oP '\d+(?= (failed|error))' "$log" | paste -sd+ | grep . || echo 0)" \
         "$(grep -oP '^\d+\.\d{3}(?=  test_)' "$log" | head -1)" "$(((SECONDS - began + 30) / 60))"
-    grep -E '^(FAILED|ERROR) ' "$log"
+    grep -E '^(FAILED|ERROR) |^(0\.[5-9]|[1-9])[0-9.]*  test_' "$log"      # failures, and shares above 0.5
 done
 exit $((failures > 0))
