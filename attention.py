@@ -152,7 +152,8 @@ def elastic(s, seen, t):
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
     with 100 times the learning rate (here --head_lr=100).
     """
-    return (softmax(s, seen) - t).masked_fill_(~seen, 0.0).relu_()      # tau < 0 would give masked keys a weight
+    # without the mask, tau < 0 would give masked keys a weight
+    return (softmax(s, seen) - t).add_(~seen * MASKED).relu_()
 
 
 def elastic_threshold(layer, n):
@@ -452,7 +453,7 @@ def relu(s, seen, t=None):
     Source: with division by the row's length Wortsman et al. 2309.08586, whose attention is bidirectional, with one
     length for all rows. With an RMSNorm on the output ReLA, Zhang et al. 2021.
     """
-    return F.relu(s).masked_fill(~seen, 0.0)
+    return (s + ~seen * MASKED).relu_()
 
 
 @jit
@@ -488,7 +489,7 @@ def tra(s, seen, t, power=2.0):
     Differs from the released kernel: it has kappa = 1, takes beta as a constant, and lacks the norm on the output,
     which rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n.
     """
-    return (s - t).masked_fill_(~seen, 0.0).relu_() ** power
+    return (s - t).add_(~seen * MASKED).relu_() ** power
 
 
 def tra_threshold(layer, n):
@@ -532,7 +533,7 @@ def sigmoid(s, seen, t):
     Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The closest choice here is
     --qk_norm=head.
     """
-    return torch.sigmoid(s - t).masked_fill(~seen, 0.0)
+    return (s - t).add_(~seen * MASKED).sigmoid_()
 
 
 def sigmoid_threshold(layer, n):

@@ -87,6 +87,7 @@ def run_blocks(one_block, sight, parts, *tensors):
     with the same dropout, so memory stays O(T x BLOCK)."""
     q, k, *_ = tensors
     R, T = q.shape[2], k.shape[2]
+    tensors = [None if x is None else x.contiguous() for x in tensors]  # one copy here saves one in every block
     if torch.is_grad_enabled() and R > 2 * BLOCK:
         one_block = partial(checkpoint, one_block, use_reentrant=False)
         tensors = [None if x is None else wide(x) for x in tensors]     # their gradients add up over blocks in float32
