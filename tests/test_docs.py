@@ -2,6 +2,7 @@
 tables have the numbers of results/."""
 import argparse
 import importlib.util
+import json
 import re
 import runpy
 import shlex
@@ -14,6 +15,8 @@ from conftest import ROOT, needs_triton
 import attention
 import mixers
 from common.flags import fields_of, given_flags, with_recipe
+from evals.ledger.book import CLAIMS, verdicts_of
+from evals.ledger.claim import AGREES, CONTRADICTS, MIXED, NOT_RUN
 from model import GPTConfig
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
@@ -171,3 +174,17 @@ def test_a_table_is_filled_from_a_file(monkeypatch, tmp_path):
             "| file | run | of \\| | |\n|---|---|---|---|\n| `a` | x | old | |\n| | *y* | old | 7 |\n\nold text\n")
     assert tables.rewritten(page) == page.replace("| x | old | |", "| x | 1,500.2 kg | |").replace(
         "| *y* | old | 7 |", "| *y* | 0.0 kg | 0.00 |")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_verdicts_are_those_of_the_ledger(page):
+    """Where a page says that a claim agrees, contradicts or is mixed, the ledger does, as written or in a set-up."""
+    found = json.loads((ROOT / "results/claims.json").read_text(encoding="utf-8"))["claims"]
+    text = " ".join(PAGES[page].split())
+    said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", text)
+    for name, verdict in [pair for pair in said if pair[0] in CLAIMS]:
+        assert verdict in verdicts_of(CLAIMS[name], found.get(name, {})).values(), name
+    for counts in re.findall(r"\| agrees \| mixed \| contradicts \| not run here \| \|[-|]+\|((?: \d+ \|)+)", text):
+        verdicts = [verdicts_of(claim, found.get(name, {}))[""] for name, claim in CLAIMS.items()]
+        assert [int(n) for n in re.findall(r"\d+", counts)] == [
+            verdicts.count(verdict) for verdict in (AGREES, MIXED, CONTRADICTS, NOT_RUN)]
