@@ -184,7 +184,7 @@ def test_verdicts_are_those_of_the_ledger(page):
     said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", text)
     for name, verdict in [pair for pair in said if pair[0] in CLAIMS]:
         assert verdict in verdicts_of(CLAIMS[name], found.get(name, {})).values(), name
-    for counts in re.findall(r"\| agrees \| mixed \| contradicts \| not run here \| \|[-|]+\|((?: \d+ \|)+)", text):
+    for counts in re.findall(r"\| agrees \| mixed \| contradicts \| not run here \| [-|]+ \|((?: \d+ \|)+)", text):
         verdicts = [verdicts_of(claim, found.get(name, {}))[""] for name, claim in CLAIMS.items()]
         assert [int(n) for n in re.findall(r"\d+", counts)] == [
             verdicts.count(verdict) for verdict in (AGREES, MIXED, CONTRADICTS, NOT_RUN)]
