@@ -8,6 +8,7 @@ is empty, and the column stays as it is, or has a path into the file, a format, 
 {0} and {1} are the first and second cell of the row, as names; an empty first cell means the one above it. A list holds
 a number for each seed and becomes its mean. A cell that is empty stays empty.
 """
+import argparse
 import json
 import re
 from pathlib import Path
@@ -59,6 +60,7 @@ def value_at(found, steps):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0].split(".  ")[0]).parse_args()       # it has no flags
     for path in PAGES:
         before = path.read_text(encoding="utf-8")
         after = rewritten(before)

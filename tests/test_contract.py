@@ -249,10 +249,15 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
 # --------------------------------------------------------------------------------------------------- number types, cost
 
 
+def without_jumps(choices, T):
+    """Where a cluster of routing holds all T tokens, no rounding changes which tokens it takes."""
+    return choices | ({"attn_args": f"cluster_size={T}"} if choices["attn"] == "routing" else {})
+
+
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_type_comes_back_and_is_accurate(choices, dtype):
-    module = layer(**choices, dtype=torch.float32)
+    module = layer(**without_jumps(choices, 40), dtype=torch.float32)
     q, k, v, x = inputs(module, 40, dtype=dtype)
     o = module.attend(q, k, v, x.float())       # the layer's input has the layer's own type
     assert o.dtype == dtype
@@ -264,7 +269,7 @@ def test_every_number_type_comes_back_and_is_accurate(choices, dtype):
 @every
 def test_autocast_is_close_to_float64(choices):
     """As close as rounding its input to bfloat16 allows."""
-    module, x = layer(**choices, dtype=torch.float32), normal(2, 40, 32, dtype=torch.float32)
+    module, x = layer(**without_jumps(choices, 40), dtype=torch.float32), normal(2, 40, 32, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         low = module(x)
     module, x = module.double(), x.double()
