@@ -5,10 +5,10 @@
     python train.py --attn=elastic --init_from=resume      continue a stopped or killed run from its last checkpoint
 
 A value comes from the first of these that gives one: flag, recipe (--attn), preset (--preset), default.
-A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses) \
-and log.csv. With --train_only=PART the run is an adapter: ckpt.pt holds only what was trained, and meta.json names \
+A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
+and log.csv. With --train_only=PART the run is an adapter: ckpt.pt holds only what was trained, and meta.json names
 the run that it belongs to.
--h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some of them: \
+-h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some of them:
 see the presets at the end.
 """
 import math

@@ -27,18 +27,21 @@ def add_flags(parser, *groups):
     decide."""
     for group in groups:
         title = (inspect.getdoc(group) or "").split(". ")[0]            # the first sentence
-        section = parser.add_argument_group(group.__name__, title)
+        section = parser.add_argument_group(title)
         types = inspect.get_annotations(group, eval_str=True)
         for field in dataclasses.fields(group):
             kind = types[field.name]
             kind = {int | None: int, str | None: str}.get(kind, kind)   # an axis: None lets the recipe decide
             reads = {"type": as_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
-            name = f"--{field.name}"
+            name, metavar = f"--{field.name}", {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
             if field.metadata["positional"]:
-                name, reads = field.name, {"nargs": "?"}                # optional, with a default
+                name, metavar, reads = field.name, field.name, {"nargs": "?"}           # optional, with a default
             choices, default = field.metadata["choices"], field.default
-            metavar = None if choices else {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
             meaning = field.metadata["help"].replace("%", "%%")         # argparse would read % as its own
+            if choices and len(choices) <= 8:
+                metavar = None                  # argparse lists them
+            elif choices:
+                meaning += f"; one of {', '.join(filter(None, choices))}"
             meaning += "" if default in (None, "") else f" ({shown(default)})"
             section.add_argument(name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
 

@@ -15,12 +15,12 @@ from common.flags import at_least, knob
 @dataclass
 class Sample:
     """Flags of sample"""
-    prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, or else whatever "
-                           "token the held-out data begins with, as a rule a separator, too")
-    chat: bool = knob(False, "the prompt is a question to a model that was taught to answer: print its answer only")
-    system: str = knob("", "with --chat, what the model is told beforehand; empty: of smollm2 the line that it was "
-                           "taught with, else nothing")
-    tokens: int = knob(300, "tokens to generate, or fewer where the model itself ends")
+    prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, otherwise the "
+                           "first token of the held-out data")
+    chat: bool = knob(False, "the prompt is a question to an instruction-tuned model: print only its answer")
+    system: str = knob("", "with --chat, the system message; empty: for smollm2 the one of its training, otherwise "
+                           "none")
+    tokens: int = knob(300, "tokens to generate; fewer if the model ends its text")
     samples: int = knob(1, "how many continuations")
     temperature: float = knob(0.8, "0: always the likeliest token")
     top_k: int = knob(50, "draw from the k likeliest tokens only; 0: from all")
