@@ -850,11 +850,11 @@ class Attention(Layer):
     def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, a block of rows at a time, by the code of the block loop."""
         q, k, t, n = self.prepare(q, k)
-        R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table) or Distance()
+        R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table)
         for block, i in kernels.row_blocks(R, T, q.device):
             keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
             tb = None if t is None else t[..., block, :]
-            w, *r = kernels.attend_block(self.rule, sight, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb, *distance)
+            w, *r = kernels.attend_block(self.rule, sight, distance, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb)
             share = rows.share_of_keys(self, qb, r[0] if r else None, n[block])
             w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w

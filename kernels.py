@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from axes.base import wide
-from axes.positions import Distance
 from axes.sight import Sight, visible
 
 try:
@@ -71,17 +70,16 @@ def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0
     """Attention of all query rows by one rule: output (B, H, R, E), and statistic (B, H, R, 1) if need_r, else None.
 
     q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t (.., R, 1) broadcastable to (B, H, R, 1), or None."""
-    one_block = partial(attend_block, rule, sight, need_r, dropout)
-    parts = "rows", "keys", "keys", "rows", "all", "all", "all"
-    o, *r = run_blocks(one_block, sight, parts, q, k, v, t, *(distance or Distance()))
+    one_block = partial(attend_block, rule, sight, distance, need_r, dropout)
+    o, *r = run_blocks(one_block, sight, ("rows", "keys", "keys", "rows"), q, k, v, t)
     return o, r[0] if r else None
 
 
 def run_blocks(one_block, sight, parts, *tensors):
     """Call one_block(positions of its rows, *its part of each tensor) for every block of rows, and join the outputs.
 
-    parts: for each tensor, which slice along axis -2 a block gets: its "rows", the "keys" that they see, or "all" (no
-    slice). q and k come first. A tensor may be None. Outputs are (B, H, rows, any).
+    parts: for each tensor, which slice along axis -2 a block gets: its "rows", or the "keys" that they see. q and k
+    come first. A tensor may be None. Outputs are (B, H, rows, any).
 
     Up to two blocks keep their weights for the backward pass. If there are more, the backward pass computes them again,
     with the same dropout, so memory stays O(T x BLOCK)."""
@@ -94,7 +92,7 @@ def run_blocks(one_block, sight, parts, *tensors):
     blocks = []
     for block, i in row_blocks(R, T, q.device):
         cuts = {"rows": block, "keys": keys_of(block, R, T, sight)}
-        blocks.append(one_block(i, *(x if x is None or part == "all" else x[..., cuts[part], :]
+        blocks.append(one_block(i, *(None if x is None else x[..., cuts[part], :]
                                      for part, x in zip(parts, tensors, strict=True))))
     return tuple(torch.cat(outputs, 2) for outputs in zip(*blocks, strict=True))
 
@@ -112,17 +110,16 @@ def keys_of(block, R, T, sight):
     return slice(start, T - R + block.stop)
 
 
-def attend_block(rule, sight, need_r, dropout, i, q, k, v, t, *distance):
+def attend_block(rule, sight, distance, need_r, dropout, i, q, k, v, t):
     """One block: the rows at positions i (R,) attend to keys, of which the last is at the position of the last row.
 
-    q (B, H, R, D), k (B, Hk, keys, D), v (B, Hv, keys, E). Returns the output (B, H, R, E), and the statistic if it is
-    needed. With v None it returns the weights (B, H, R, keys) in place of the output. Matrix products may have low
-    precision; everything else is float32 at least."""
+    q (B, H, R, D), k (B, Hk, keys, D), v (B, Hv, keys, E); distance: a Distance or None. Returns the output (B, H, R,
+    E), and the statistic if it is needed. With v None it returns the weights (B, H, R, keys) in place of the output.
+    Matrix products may have low precision; everything else is float32 at least."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, sight)                                # (R, keys)
     s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
-    distance = Distance(*distance)
-    if not distance.is_empty:
+    if distance:
         s = s + distance.bias(*s.shape[2:])
     w = rule.weights(s, seen, t)                                        # (B, H, R, keys)
     r = (rule.statistic(s, seen, w),) if need_r else ()                 # (B, H, R, 1)

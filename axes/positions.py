@@ -25,10 +25,6 @@ class Distance(NamedTuple):
     tail: Any = None                            # (H,): b from distance W on; None: 0
     slope: Any = None                           # (H,): times the distance, added everywhere
 
-    @property
-    def is_empty(self):
-        return all(part is None for part in self)
-
     def by_distance(self, T):
         """b at distances 0 .. T - 1, (H, T)."""
         H, part = next((len(part), part) for part in self if part is not None)
