@@ -779,7 +779,7 @@ class Attention(Layer):
 
     # ------------------------------------------------------------------ before the rule
 
-    def rotated(self, q, k, gone):
+    def rotated(self, q, k, gone=0):
         """RoPE for the last R of T rows, and for all keys. `gone` tokens between the first keys and the recent ones are
         no longer cached.
 
