@@ -53,7 +53,7 @@ from kernels import (
 #   slope   s, r, t, g, delta -> the gradient ds of the scores, and the summand of dt. Here g_ij = do_i . v_j is the
 #           gradient of w_ij (do: the upstream gradient of o), and delta_i = do_i . U_i - dr_i is a constant of the row,
 #           with U_i = sum_j u_ij v_j / sum_j z_ij. For most rules that normalise their rows, U is the output.
-#   settle  r so far, and the sums of w and z over the row -> the statistic r. Rules without a statistic have none
+#   settle  r so far, and the sums of w and z over the row -> the statistic r. A rule that needs no r in weigh has none
 #   lift    s, t -> another score, which replaces s in weigh. Few rules have it
 # s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware computes 2^x.
 # A comment above each line of Triton gives the same in PyTorch.
@@ -65,7 +65,7 @@ MASKED = -1e30                                  # additive mask. Finite, so a fu
 class Rule(Choice):
     weights: Callable | None = None             # s, seen, t -> weights: the definition
     statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), if anything needs it
-    row_input: Callable | None = None           # layer, n (R,) -> t (.., R, 1), broadcastable to (B, H, R, 1)
+    row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1); None: no t
     power: Callable | None = None               # args -> the constant power of rules that have one
     kernel: Kernel | None = None                # the same rule in Triton; None: the block loop computes it everywhere
     threshold_of: str | None = None             # another rule: the kernel's t is t times that rule's row sum
@@ -240,7 +240,7 @@ def entmax_row_input(layer, n):
     """t = 1 / (alpha_h - 1) where alpha is learned. A constant alpha is the rule's power instead."""
     if layer.args["alpha"] == "learned":
         theta = torch.where(layer.theta > -4.6, layer.theta, -4.6)      # alpha is at least 1.01
-        return (1 + torch.exp(-theta))[:, None, None].expand(-1, len(n), 1)
+        return (1 + torch.exp(-theta))[:, None, None]
 
 
 def sparsemax(s, seen, t=None, power=1.0):
@@ -617,9 +617,6 @@ def identity_slope(s, r, t, power: tl.constexpr, g, delta):
 
 RULES["identity"] = Rule(weights=identity, statistic=row_sum, kernel=Kernel(identity_weigh, identity_slope))
 
-kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
-    "softplus": SOFTPLUS, "alphamax": ALPHAMAX._replace(takes_t=True)})
-
 # --------------------------------------------------------------------------------------------------------- the recipes
 # A recipe is a rule and a choice on every axis around it. An axis that a recipe omits takes the preset's value, else
 # the default, which is the first value in the axis' table. A row with a "mixer" is another layer than `Attention`
@@ -708,6 +705,9 @@ def recipe(name):
         raise ValueError(f"unknown --attn={name}: choose from {', '.join(ATTENTIONS)}")
     return ATTENTIONS[name]
 
+
+kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
+    "softplus": SOFTPLUS, "alphamax": ALPHAMAX._replace(takes_t=True)})
 
 # ------------------------------------------------------------------------------------------------------------ the layer
 
@@ -808,8 +808,10 @@ class Attention(Layer):
         if self.choices["scale"].factor:
             q = (q * self.choices["scale"].factor(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
-        if t is not None and t.dim() == 3 and self.score_heads > self.heads:
-            t = t.repeat_interleave(2, 0)       # both views share their head's t
+        if t is not None:
+            t = t.expand(*t.shape[:-2], len(n), 1)                      # (.., R, 1)
+            if t.dim() == 3 and self.score_heads > self.heads:
+                t = t.repeat_interleave(2, 0)   # both views share their head's t
         return q, k, t, n
 
     def featured(self, x):
@@ -903,7 +905,7 @@ class Attention(Layer):
 def triton_obstacles(config, device):
     """The obstacles that all Triton kernels share."""
     here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
-    yield "triton", not here, "it needs triton and a CUDA GPU"
+    yield "triton", not here, "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 

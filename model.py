@@ -163,6 +163,9 @@ class GPTConfig:
     first: int | None = axis("first")
 
     def __post_init__(self):
+        unknown = self.recipe.keys() - {*mixers.DEFAULTS, "args"}
+        if unknown:
+            raise ValueError(f"recipe {self.attn} has no such axis: {unknown.pop()}")
         # a flag beats the recipe, and the recipe beats the default. Presets were applied before: see common/flags.py
         for name, default in mixers.DEFAULTS.items():
             if getattr(self, name) is None:

@@ -42,8 +42,8 @@ def over_max1(r, n):
 
 def already_normalized(config, args, choices):
     if choices["rule"].normalizes:
-        return (f"--normalize={config.normalize} goes with rules that have no normaliser of their own (relu, tra, "
-                f"sigmoid, elu, identity): the rows of rule {config.rule} are normalised already")
+        return (f"--normalize={config.normalize} is for rules without a normaliser of their own, such as relu or "
+                f"sigmoid, and not for --rule={config.rule}")
 
 
 def sum_may_be_zero(config, args, choices):

@@ -8,6 +8,7 @@ and writes the figures to meta.json. The command collects them in a table, a JSO
 """
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +85,7 @@ def command(args, run):
     rows, header = side_by_side(args.sweep, runs) if args.sweep else mean_rows(runs)
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
-    return numbers, f"{table(rows, header)}\n\nmeans over seeds {args.seeds}; all figures in {place}.json"
+    return numbers, f"{table(rows, header)}\n\nmeans over seeds {args.seeds}; saved as {place}.md, .json and .png"
 
 
 # --------------------------------------------------------------------------------------- training, a process for each
@@ -93,6 +94,7 @@ def command(args, run):
 def train_all(models, seeds, args):
     """Train every model with every seed. models: {what: the name of its run}. Returns {what: [meta.json of each
     seed]}."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")       # so small a model is faster on one thread
     metas = {what: [] for what in models}
     for seed in seeds:                          # a lab that is cut short has all models of its first seeds
         for what, run in models.items():

@@ -32,7 +32,7 @@ MEASURES = {                                    # name: its meaning, printed und
     "empty_rows": "share of rows whose weights are all zero",
     "dead_heads": "share of heads whose rows are all empty",
     "entropy": "effective entropy in nats: of a row's absolute weights, made to sum to 1",
-    "dispersion": "the same over log n, where a row sees n > 1 keys: 1 is spread evenly, 0 all on one",
+    "dispersion": "entropy of a row over log n, where it sees n > 1 keys: 1 is spread evenly, 0 all on one",
     "peak": "largest absolute weight in rows that see more than one key; of a layer: in all its heads",
     "peak_a": "the same in a differential recipe's first view, before the subtraction",
     "peak_b": "the same in its second view, not yet multiplied by lambda",

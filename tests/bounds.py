@@ -65,8 +65,11 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
         found, expected = [found[name] for name in expected], list(expected.values())
     if isinstance(expected, (list, tuple)):
         moved = moved if isinstance(moved, (list, tuple)) else [moved] * len(expected)
-        for a, b, m in zip(found, expected, moved, strict=True):
-            close(a, b, terms, size, dtype, m)
+        for i, (a, b, m) in enumerate(zip(found, expected, moved, strict=True)):
+            try:
+                close(a, b, terms, size, dtype, m)
+            except AssertionError as e:
+                raise AssertionError(f"number {i} of {len(expected)}: {e}") from None
         return
     if expected is None or found is None:
         assert found is None and expected is None

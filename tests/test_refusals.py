@@ -332,7 +332,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         # what means nothing together
         ("--attn=elastic --sink=one", "--sink=one needs --rule=softmax"),
         ("--attn=elastic --sink=key", "merges exactly by log-sum-exp"),
-        ("--attn=softmax --normalize=sum", "the rows of rule softmax are normalised already"),
+        ("--attn=softmax --normalize=sum", "rules without a normaliser of their own"),
         ("--attn=diff --n_head=1", "n_head=1 and n_kv_head=1 must both be even"),
         ("--attn=softmax --first=4", "--first=4 .*add --window=N"),
         ("--attn=softmax --window_every=2", "--window_every=2 .*add --window=N"),
@@ -399,7 +399,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--device=nonsense", "--device=nonsense cannot be used here"),
         ("--device=meta", "--device=meta .*choose cuda, mps or cpu"),
         ("--attn=elastic --kernel=sdpa", "--kernel=sdpa: .*plain softmax only.*use auto or torch"),
-        *((f"--attn={attn} --kernel=triton", "--kernel=triton: it needs triton and a CUDA GPU; use auto or torch",
+        *((f"--attn={attn} --kernel=triton", "--kernel=triton: it needs triton and a CUDA GPU, or TRITON_INTERPRET=1",
            NO_TRITON) for attn in ("softmax", "elastic")),
         ("--kernel=triton --dropout=0.1", "--kernel=triton: .*dropout; use auto or torch"),
         ("--kernel=triton --n_embd=1024", "heads are wider than 256"),
