@@ -26,12 +26,19 @@ _spec.loader.exec_module(tables := importlib.util.module_from_spec(_spec))
 READERS_OWN = "squared"                         # the rule that README adds, which does not exist
 
 
+def unrolled(line):
+    """What a shell's loop in one line runs: its body with each of the words."""
+    loop = re.fullmatch(r"for (\w+) in (.*?); do (.*); done", line)
+    return [loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()] if loop else [line]
+
+
 def lines_of(page):
     """The shell lines of a page: of its sh blocks, and of code in its text that starts python or torchrun."""
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.S)).replace("\\\n", " ").splitlines()
     text = re.sub(r"```.*?```", "", page, flags=re.S)
-    return blocks + [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)
-                     if re.match(r"([A-Z_]+=\S+ )*(python|torchrun) ", code)]
+    quoted = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)
+              if re.match(r"([A-Z_]+=\S+ )*(python|torchrun) ", code)]
+    return [line for loop in blocks for line in unrolled(loop)] + quoted
 
 
 def commands_of(page):
