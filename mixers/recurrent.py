@@ -1,7 +1,7 @@
 """Mixers with a state: a head keeps its past in one matrix S instead of keys and values.
 
-These are the recurrent rivals in table 1 of Lazy Attention. Each token t has a query, a key and a value, all row
-vectors. It updates S (D x E) and reads it:
+Six of the eight recipes are the recurrent rivals in table 1 of Lazy Attention. Each token t has a query, a key and a
+value, all row vectors. It updates S (D x E) and reads it:
 
     S   = forget_t S                            fade the state
     u   = write_t v_t - erase_t (k_t S)         subtract what S already returns for this key
