@@ -49,12 +49,15 @@ from kernels import (
 # of s, zero where masked.
 #
 # In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls:
-#   weigh   s, r, t -> the weights w; z, whose row sum gives the statistic; u, the weights of U, see slope
-#   slope   s, r, t, g, delta -> the gradient ds of the scores, and the summand of dt. Here g_ij = do_i . v_j is the
-#           gradient of w_ij (do: the upstream gradient of o), and delta_i = do_i . U_i - dr_i is a constant of the row,
-#           with U_i = sum_j u_ij v_j / sum_j z_ij. For most rules that normalise their rows, U is the output.
-#   settle  r so far, and the sums of w and z over the row -> the statistic r. A rule that needs no r in weigh has none
-#   lift    s, t -> another score, which replaces s in weigh. Few rules have it
+#   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z for settle, u for the backward pass
+#   settle  r, t, power, the row sums of w and z, FIRST -> the statistic r of the row, which weigh and slope get. Its
+#           argument r is the running maximum, or the last estimate if there are several passes (FIRST: in the first).
+#           A rule whose weights need nothing of the row has no settle
+#   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij = do_i . v_j is the
+#           gradient of w_ij, do that of o. A score also moves r, and so the other weights of its row. One number of the
+#           row holds all that: delta_i = do_i . U_i - dr_i, where U_i = sum_j u_ij v_j / sum_j z_ij
+#   lift    s, t, power -> another score, which replaces s in weigh. Few rules have it
+# For softmax w, z and u are the same, and U is the output. For elastic z is p, and u is p above the threshold.
 # s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware computes 2^x.
 # A comment above each line of Triton gives the same in PyTorch.
 

@@ -169,7 +169,7 @@ class Kernel(NamedTuple):
     """A rule in Triton: functions of a tile, which attention.py explains, and a few constants."""
     weigh: Any                  # s, r, t, power -> w (times v), z (summed for the statistic), u (times v, for U)
     slope: Any                  # s, r, t, power, g, delta -> ds, and the summand of dt_i
-    settle: Any = None          # r, t, power, sum of w, sum of z, FIRST -> the statistic; None: no statistic
+    settle: Any = None          # r, t, power, sum of w, sum of z, FIRST -> the statistic; None: weigh needs none
     lift: Any = None            # s, t, power -> replaces s in weigh and in the running maximum
     online: bool = False        # weigh(s, r + c) = 2^-c weigh(s, r): r may be the maximum so far, one pass is enough
     passes: int = 0             # passes over the keys before the output pass; from the second on, settle refines r

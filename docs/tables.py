@@ -5,8 +5,9 @@ is empty, and the column stays as it is, or has a path into the file, a format, 
 
     <!-- results/speed-cpu.json | lengths/256/{0}/tokens_per_s ,.0f | memory_mb/{0}/4096 .0f MB -->
 
-{0} and {1} are the first and second cell of the row, as names; an empty first cell means the one above it. A list holds
-a number for each seed and becomes its mean. A cell that is empty stays empty.
+{0} and {1} are the first and second cell of the row, as names; an empty first cell means the one above it. A number in
+a path is an entry of a list; otherwise a list holds a number for each seed and becomes its mean. A cell that is empty
+stays empty.
 """
 import argparse
 import json
@@ -41,8 +42,8 @@ def filled(comment, table):
 
 
 def as_name(cell):
-    """The name in a first or second cell: without quotes, and without a remark in brackets that no run has."""
-    return re.sub(r" \(derivatives\)$", "", cell.strip("`*"))
+    """The name in a first or second cell, without quotes, a remark in brackets, or commas in a number."""
+    return re.sub(r" \(derivatives\)$|(?<=\d),(?=\d{3})", "", cell.strip("`*"))
 
 
 def number(file, entry, names):
@@ -54,9 +55,12 @@ def number(file, entry, names):
 
 
 def value_at(found, steps):
-    if isinstance(found, list):                 # one of each seed
+    """The number at a path of names and places in nested dicts and lists."""
+    if not steps:
+        return found
+    if isinstance(found, list) and not steps[0].isdigit():              # an entry for each seed
         return float(np.mean([value_at(item, steps) for item in found]))
-    return value_at(found[steps[0]], steps[1:]) if steps else found
+    return value_at(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
 
 
 if __name__ == "__main__":
