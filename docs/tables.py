@@ -12,6 +12,7 @@ stays empty.
 import argparse
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +50,14 @@ def as_name(cell):
 def number(file, entry, names):
     """The text of one cell."""
     path, form, *unit = entry.split()
-    found = json.loads((ROOT / file.format(*names)).read_text(encoding="utf-8"))
+    found = results_of(ROOT / file.format(*names))
     text = " ".join([format(value_at(found, path.format(*names).split("/")), form), *unit])
     return re.sub(r"^-(?=[\d.]*[1-9])", "−", text).removeprefix("-")    # no minus before zero
+
+
+@cache
+def results_of(path):                           # a table has many cells of one file
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def value_at(found, steps):
