@@ -12,7 +12,8 @@ class Layer(nn.Module):
     """A layer built from the axes of a model.GPTConfig: module(x) takes (B, R, C) to (B, R, C).
 
     Between the projections stands module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as
-    {"q": (heads, width), ...}. module.weights_of(q, k, x) returns the attention weights. Each mixer defines both.
+    {"q": (heads, width), ...}. module.weight_blocks(q, k, x) yields the attention weights, a block of rows at a time.
+    Each mixer defines both.
     """
     axes, numbers = {}, {}                      # the tables of its axes: axes/options.py
     heads_by = "diff"                           # the axis that decides how many heads q, k and v have
@@ -151,6 +152,12 @@ class Layer(nn.Module):
     def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, a block of rows at a time: of attention alone."""
         raise ValueError(f"--attn={self.config.attn} has no views of its weights and no tiles")
+
+    @staticmethod
+    def obstacles(config, device):
+        """Triples (kernel, condition under which it cannot run on this device, reason). Here PyTorch alone can."""
+        yield "triton", True, f"mixer {config.mixer} has no kernel"
+        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
     def finish_step(self, machine):
         """The training loop calls this after every step. Some mixers settle what they counted of its tokens."""

@@ -24,6 +24,7 @@ import math
 import torch
 
 from axes.base import Constant, Fixed, only
+from axes.layer import Layer
 from axes.rows import Normalizer
 from mixers.recurrent import AXES as STATES
 from mixers.recurrent import FORGETS, WRITES, Recurrent, StateRule
@@ -93,15 +94,10 @@ class Performer(Recurrent):
     """A recurrent layer whose state holds the sums of random features, and the largest log feature of each direction.
     """
     axes, added = AXES, ("directions",)
+    obstacles = staticmethod(Layer.obstacles)   # random features have no kernel
 
     def initial_state(self, v):
         """The state before the first token: S = 0, and -inf as the largest log features."""
         B, H, _, E = v.shape
         m = len(self.directions)
         return v.new_zeros(B, H, m, E), v.new_full((B, H, 1, m), -math.inf)
-
-    @staticmethod
-    def obstacles(config, device):
-        """Triples (kernel, condition under which it cannot run on this device, reason)."""
-        yield "triton", True, "the features of a Performer have no kernel"
-        yield "sdpa", True, f"it computes softmax itself, which --attn={config.attn} estimates"

@@ -155,14 +155,6 @@ class Routing(Layer):
         dense = w.new_zeros(*q.shape[:2], R * T).scatter_add(2, places.flatten(2), w.flatten(2))
         yield from (dense.unflatten(2, (R, T)) / count).split(kernels.BLOCK, 2)
 
-    # ------------------------------------------------------------------ fine print
-
-    @staticmethod
-    def obstacles(config, device):
-        """Triples (kernel, condition under which it cannot run on this device, reason)."""
-        yield "triton", True, "clusters have no kernel"
-        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
-
 
 def gathered(x, places):
     """The tokens of x (B, H, T, D) at the positions `places` (B, H, K, w): (B, H, K, w, D)."""

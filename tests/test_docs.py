@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -132,9 +133,10 @@ def test_quoted_code_is_the_files_own(page):
 
 @pytest.mark.parametrize("with_kernel", [False, pytest.param(True, marks=needs_triton)])
 def test_the_readers_own_rule_works(with_kernel, tmp_path):
-    """README's card of a rule, put among the others: the recipe trains, and its kernel equals the block loop."""
-    section = PAGES["README.md"].split("## Add your own rule")[1]
-    card, kernel, *_ = re.findall(r"```python\n(.*?)```", section, re.S)
+    """README's card of a rule, with its kernel of docs/add-your-own.md, put among the others: the recipe trains, and
+    its kernel equals the block loop."""
+    card, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
+    kernel = re.findall(r"```python\n(.*?)```", PAGES["docs/add-your-own.md"], re.S)[0]
     card, _, entry = card.partition("ATTENTIONS = {..., ")
     source = (ROOT / "attention.py").read_text(encoding="utf-8")
     above = re.search("# -+ the recipes\n", source)[0]
@@ -155,6 +157,36 @@ assert found[0].abs().sum() > 0 and torch.allclose(found[0], found[-1], rtol=1e-
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.exhaustive
+def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
+    """Those of docs/add-your-own.md, in a copy of the repository, as the page says where they belong."""
+    for folder in ("", "axes", "common", "data", "evals", "evals/ledger", "mixers", "pretrained", "training"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for file in (ROOT / folder).glob("*.py"):
+            shutil.copy(file, tmp_path / folder)
+    *_, position, instrument, row, mixer, entry, recipe = re.findall(
+        r"```python\n(.*?)```", PAGES["docs/add-your-own.md"], re.S)
+    (tmp_path / "evals/ends.py").write_text(instrument, encoding="utf-8")
+    (tmp_path / "mixers/average.py").write_text(mixer, encoding="utf-8")
+    for file, old, new in (
+            ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\nWITHOUT_BIAS = "),
+            ("eval.py", "    curve,\n", "    curve,\n    ends,\n"),
+            ("eval.py", "OF_A_RUN = {", f"OF_A_RUN = {{\n{row}"),
+            ("mixers/__init__.py", "from mixers.focus", "from mixers.average import Average\nfrom mixers.focus"),
+            ("mixers/__init__.py", "Recurrent}", f"Recurrent,\n{entry}}}"),
+            ("attention.py", "    # fewer keys", f"{recipe}    # fewer keys")):
+        source = (tmp_path / file).read_text(encoding="utf-8")
+        (tmp_path / file).write_text(source.replace(old, new, 1), encoding="utf-8")
+    small = (f"--dataset={data} --n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=2 --max_iters=2 "
+             "--eval_interval=2 --eval_iters=1 --device=cpu")
+    commands = (f"train.py {small} --attn=elastic --pos=log --out_dir=out/log", "eval.py ends --out_dir=out/log",
+                f"train.py {small} --attn=average --out_dir=out/average",
+                "eval.py probe --out_dir=out/average --windows=4", "eval.py sample --out_dir=out/average --tokens=4")
+    for command in commands:
+        done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_no_reference_page_is_left_out():

@@ -1,4 +1,4 @@
-"""The house as the README draws it: who imports whom."""
+"""The house as docs/add-your-own.md draws it: who imports whom."""
 import ast
 import importlib.util
 import re
@@ -8,13 +8,14 @@ import sys
 import pytest
 from conftest import ROOT
 
+PAGE = ROOT / "docs/add-your-own.md"
 ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
 FOLDERS = ("evals", "training", "mixers", "axes", "common", "data", "pretrained")
 
 
 def drawn():
-    """The arrows of the README's diagram, {(from, to)}."""
-    diagram = re.search(r"```mermaid\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    """The arrows of the page's diagram, {(from, to)}."""
+    diagram = re.search(r"```mermaid\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
     arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", diagram, re.M)
     return {(room, re.match(r"\w+", to)[0]) for room, targets in arrows for to in targets.split(" & ")}
 
