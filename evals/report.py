@@ -31,7 +31,7 @@ def report(model, machine, folder, windows, batch_size):
         # what `eval.py sample` begins with, too: the same prompt, knobs and seed, in float32
         prompt = as_ids(first_token(coder, splits.get), machine)
         ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
-        print(coder.decode(ids[0].tolist()))
+        print(f"a sample:\n{coder.decode(ids[0].tolist())}")
     return losses | found
 
 

@@ -81,8 +81,10 @@ def say_what_next(knobs, config, meta, waited):
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
+    if knobs.init_from == "resume":             # its flags are those of the resumed call alone
+        return
     kept = [flag for flag in meta["flags"] if flag.startswith("--") and "=" in flag
-            and not flag.startswith(("--attn", "--out_dir", "--init_from=resume"))]
+            and not flag.startswith(("--attn", "--out_dir"))]
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"
         print("       python train.py", *kept, f"--attn={other}    the same with another attention")
