@@ -1,4 +1,4 @@
-"""When Attention Sink Emerges in Language Models, section 7, arXiv 2410.10781."""
+"""The claims of When Attention Sink Emerges in Language Models, section 7, arXiv 2410.10781."""
 import numpy as np
 
 from evals.ledger.claim import GPU_GATE, Claim, Reading, below, decide, every
@@ -59,7 +59,7 @@ def as_well(n):
 
 
 def largest(values):
-    """The largest norm of the first token over the others', over the layers. values (seeds, layers + 1)."""
+    """The norm of the first token over that of the others: the largest over layers. values (seeds, layers + 1)."""
     return np.max(values, 1)
 
 
@@ -78,7 +78,7 @@ def only_normalised(n):
 
 
 def exceptions(n):
-    """Recipes whose sink is not where their sum is."""
+    """The recipes that have a sink without a sum of one, or a sum of one without a sink."""
     sinks = {name: np.mean(raw) >= 0.1 and np.mean(n["x uniform"][name]) >= 3 for name, raw in n["raw"].items()}
     return sorted(name for name, sink in sinks.items() if sink != (name in SUM_TO_ONE))
 
@@ -96,103 +96,121 @@ OTHERS = ("softmax1", "sink", "k_bias", "kv_bias", "diff", "diff2", "elastic", "
           "tra", "tda", "diff_rela", "sigmoid", "sigmoid_raw", "elu", "identity", "mlp")
 ALL = " ".join((*SUM_TO_ONE, *OTHERS))
 GPU_POSITIONS = "softmax@gpu learned@gpu sinusoidal@gpu alibi@gpu no-positions@gpu t5@gpu t5-index@gpu"
-LAB_ALONE = "The lab alone: text models of these recipes would be trained for this row only."
+LAB_ALONE = ("We test this only in the lab, because text models of these recipes would be trained for this claim "
+             "alone.")
 UNNORMALISED = "sigmoid_raw elu identity mlp"
 NORMS = " ".join(f"value-norm-{m}" for m in (0, 1, 5, 20))
 MASSIVE = "probe/stream/*/massive"
 
 CLAIMS = [
     Claim("pe-all-sink", "table 3, 7.1",
-          "Sinks appear with every position encoding and with none; only the one called relative trains badly.",
-          "none 20.35, sinusoidal 32.73, learned 33.13, relative 35.53, ALiBi 20.78, RoPE 18.18 %; loss 3.81, 3.74, "
-          "3.79, 5.45, 3.71, 3.73",
-          "lab",
-          "agrees: all >= 3 x uniform, and relative the worst mean loss by more than 0.5; contradicts: any <= 1.5 x",
+          "Sinks appear with every position encoding and with none, and only the encoding called relative trains "
+          "badly.",
+          "Sink: none 20.35, sinusoidal 32.73, learned 33.13, relative 35.53, ALiBi 20.78, RoPE 18.18 %. Loss, in the "
+          "same order: 3.81, 3.74, 3.79, 5.45, 3.71, 3.73.", "lab",
+          "agrees: every encoding gives the first token at least 3 times the uniform weight, and relative has the "
+          "worst mean loss by more than 0.5; contradicts: any encoding gives at most 1.5 times",
           Reading({"x uniform": ("times_uniform_idle", POSITIONS), "raw": ("sink_idle", POSITIONS),
                    "loss": ("excess_copy", POSITIONS)}, everywhere),
-          note="Their relative code is the bare number of T5's bucket (t5-index). Loss is that on copy rows, one in "
-               "ten, as the others need no positions. One head has next to no slope of ALiBi, eight have all "
-               "(heads8; results/lab-pos-8-heads.md). On a GPU softmax has RoPE. Sink(.3) is not in the rule.",
+          note="The paper's code for relative adds the bare number of T5's bucket (t5-index). The loss is that on "
+               "copy rows, which are one row in ten, because the other rows need no positions. With one head, ALiBi's "
+               "slope is close to zero; with eight heads it has all its slopes (heads8; results/lab-pos-8-heads.md). "
+               "On a GPU, the run softmax uses RoPE. The rule does not use Sink(.3).",
           variations=("heads8",),
           elsewhere={"gpu": Reading({"x uniform": ("times_uniform", GPU_POSITIONS), "loss": ("best", GPU_POSITIONS),
                                      **GPU_GATE}, everywhere)}),
-    Claim("postnorm", "7.2, figure 7", "Post-norm keeps the sink; activations are massive before its norm only.",
-          "13.54 %, pre-norm 18.18 %; ratios of about 80 before and 10 after", "lab",
-          "idle rows: agrees: >= 3 x uniform; contradicts: <= 1.5 x",
+    Claim("postnorm", "7.2, figure 7", "Post-norm keeps the sink, but activations are massive only before its norm.",
+          "The sink is 13.54 %, with pre-norm 18.18 %. The norm ratio is about 80 before the norm and 10 after it.",
+          "lab",
+          "idle rows: agrees: the first token has at least 3 times the uniform weight; contradicts: it has at most "
+          "1.5 times",
           Reading({"x uniform": ("times_uniform_idle", "postnorm"), "raw": ("sink_idle", "postnorm softmax")},
                   survives_postnorm),
-          note="One layer has no massive activations, so the second half of the rule (before >= 3 x after) is not "
-               "asked; nor on a GPU, as the probe sees the stream where it enters a layer, there after the norm."),
+          note="A model of one layer has no massive activations, so the plan's second condition (a ratio at least 3 "
+               "times as large before the norm as after it) is not tested. It is not tested on a GPU either: the "
+               "probe sees the residual stream where it enters a layer, and with post-norm that is after the norm."),
     Claim("kbias-shift", "table 4, 7.3",
-          "A learned key, with a value or without, absorbs the sink at equal loss; a value bias changes nothing; "
-          "deleting the key later hurts.",
-          "on the key 72.76 and 73.34, on the first token 0.04 and 0.00 %; with a value bias 17.53, without 18.18",
-          "lab",
-          "idle rows: agrees: key >= 0.5 and first <= 0.05, value bias within 20 % of softmax, losses within 2 SD, "
-          "deletion >= 0.05; contradicts: first >= 0.5 with a key bias",
+          "A learned extra key, with or without a value, absorbs the sink at equal loss, a value bias changes "
+          "nothing, and deleting the key later hurts.",
+          "The key has 72.76 % with a value and 73.34 % without, and the first token has 0.04 and 0.00 %. With a "
+          "value bias the first token has 17.53 %, without it 18.18 %.", "lab",
+          "weights in idle rows: agrees: the key has at least 0.5 and the first token at most 0.05, the value bias is "
+          "within 20 % of softmax, the losses are within 2 SD of it, and deleting the key costs at least 0.05; "
+          "contradicts: the first token has at least 0.5 with a key bias",
           Reading({"bias": ("extra_idle", "k_bias kv_bias"), "first": ("sink_idle", "k_bias kv_bias v_bias softmax"),
                    "loss": ("excess_loss", "k_bias kv_bias v_bias softmax"),
                    "deletion": ("rows/deletion", "k_bias kv_bias")}, absorbed),
-          note="The lab alone: what deletion costs is not measured on text. bias-massive has these models.",
+          note="We test this only in the lab, because the cost of deletion is not measured on text. bias-massive has "
+               "text models of these recipes.",
           variations=("nobias",)),
     Claim("bias-value-norm", "table 5",
           "The larger the fixed value of the bias key, the more of the sink returns to the first token.",
-          "norm 0, 1, 5, 20: on the key 73.34, 69.74, 27.99, 0.00, on the first 0.00, 2.15, 5.93, 11.21 %", "lab",
-          "agrees: monotone, key >= 0.9 at 0 and <= 0.1 at 20, the first token the reverse; contradicts: not "
-          "monotone",
+          "With norm 0, 1, 5, 20, the key has 73.34, 69.74, 27.99, 0.00 % and the first token 0.00, 2.15, 5.93, 11.21 "
+          "%.", "lab",
+          "agrees: both weights are monotone in the norm, the key has at least 0.9 at 0 and at most 0.1 at 20, and "
+          "the first token has the reverse; contradicts: they are not monotone",
           Reading({"bias": ("extra_idle", NORMS), "first": ("sink_idle", NORMS)}, returns_with_norm),
-          note="Steps below 0.01 against the order count as none."),
+          note="Steps of less than 0.01 in the wrong direction do not count."),
     Claim("bias-massive", "figure 7",
-          "A key bias removes massive activations; a sink token, a value bias or a large fixed value does not.",
-          "a figure", "gpu-minutes",
-          "first token's norm over the others', largest over layers: agrees: key biases <= 2, softmax and value bias "
-          ">= 5; contradicts: key bias as large as softmax",
+          "A key bias removes massive activations, but a sink token, a value bias or a large fixed value does not.",
+          "only a figure", "gpu-minutes",
+          "norm of the first token divided by that of the others, largest over layers: agrees: it is at most 2 with "
+          "key biases and at least 5 with softmax and a value bias; contradicts: it is at least as large with a key "
+          "bias as with softmax",
           Reading({"massive": (MASSIVE, "softmax@gpu k_bias@gpu kv_bias@gpu v_bias@gpu sink_token@gpu")}, removed),
           seeds=1),
-    Claim("sigmoid-none", "table 6",
-          "Without normalisation (sigmoid, elu + 1, identity, MLP kernel) there is no sink.",
-          "0.44, 0.80, 0.00, 0.74 %; loss 3.70, 3.69, 3.99, 3.91", "lab",
-          "idle rows: agrees: raw <= 0.05 and zeroing the first value costs <= 0.005; contradicts: raw >= 0.3",
+    Claim("sigmoid-none", "table 6", "Without normalisation (sigmoid, elu + 1, identity, MLP kernel) there is no sink.",
+          "In this order: sink 0.44, 0.80, 0.00, 0.74 %; loss 3.70, 3.69, 3.99, 3.91.", "lab",
+          "idle rows: agrees: the raw weight on the first token is at most 0.05, and zeroing its value costs at most "
+          "0.005; contradicts: the raw weight is at least 0.3",
           Reading({"raw": ("sink_idle", UNNORMALISED), "mass": ("row_mass_idle", UNNORMALISED),
                    "share": ("share_idle", UNNORMALISED), "cost of zero v0": ("zero_cost", UNNORMALISED)}, none),
           note=LAB_ALONE),
-    Claim("sigmoid-norm-sink", "table 6", "Normalising sigmoid brings the sink back.", "30.24 %, softmax 18.18 %",
-          "lab", "idle rows: agrees: >= 3 x uniform; contradicts: <= 1.5 x",
+    Claim("sigmoid-norm-sink", "table 6", "Normalising sigmoid brings the sink back.",
+          "Sink: 30.24 %, with softmax 18.18 %.", "lab",
+          "idle rows: agrees: the first token has at least 3 times the uniform weight; contradicts: it has at most "
+          "1.5 times",
           Reading({"x uniform": ("times_uniform_idle", "sigmoid_norm softmax"),
                    "raw": ("sink_idle", "sigmoid_norm softmax")}, back),
           note=LAB_ALONE),
     Claim("linear-norm-sink", "table 6",
           "Normalised linear attention (elu + 1) has the strongest sink and a clearly worse loss.",
-          "53.65 %, loss 4.19; marked as divided by its sum, though its rows sum to one", "lab",
-          "agrees: >= 5 x uniform, and a loss above softmax beyond 2 SD; contradicts: <= 1.5 x",
+          "The sink is 53.65 % and the loss 4.19. The table marks the sink as divided by the row sum, but the rows "
+          "already sum to one.", "lab",
+          "agrees: the first token has at least 5 times the uniform weight, and the loss is above that of softmax by "
+          "more than 2 SD; contradicts: the first token has at most 1.5 times",
           Reading({"x uniform": ("times_uniform_idle", "linear"), "raw": ("sink_idle", "linear"),
                    "loss": ("excess_loss", "linear softmax")}, strongest_and_worst),
           note=LAB_ALONE),
     Claim("unnorm-loss", "table 6, 7.4",
-          "Unnormalised sigmoid trains as well as softmax: better at 60M, slightly worse at 1B, without the sink.",
-          "3.70 against 3.73; 1B 3.10 against 3.07, sink 45.11 -> 2.46 %. [1] has it worse at 340M: 26.65 against "
-          "25.76",
-          "gpu-minutes",
-          "validation loss, without a bias (theirs) and with one of -log T: agrees: both within 0.05 of softmax; "
-          "contradicts: both worse by more than 0.1",
+          "Unnormalised sigmoid trains as well as softmax: better at 60M and slightly worse at 1B, without the sink.",
+          "At 60M the loss is 3.70 against 3.73. At 1B it is 3.10 against 3.07, and the sink falls from 45.11 to 2.46 "
+          "%. In [1] sigmoid is worse at 340M, with a perplexity of 26.65 against 25.76.", "gpu-minutes",
+          "validation loss of sigmoid without a bias (as in the paper) and with a bias of -log T: agrees: both are "
+          "within 0.05 of softmax; contradicts: both are worse by more than 0.1",
           Reading({"loss": ("best", "sigmoid@gpu sigmoid_raw@gpu softmax@gpu")}, as_well),
-          note="A run that diverges ends with an error, and leaves the row not run; spikes are not counted."),
+          note="A run that diverges ends with an error, and the claim then stays not run. Loss spikes are not "
+               "counted."),
     Claim("massive-iff-norm", "figure 8",
-          "Activations are massive only with weights that are not negative and sum to one.",
-          "peaks of about 30 (softmax) and 20 (normalised sigmoid), 1.0 to 1.8 without; 1B 22 against 6",
-          "gpu-minutes",
-          "first token's norm over the others', largest over layers: agrees: softmax >= 5, un-normalised <= 2; "
-          "contradicts: sigmoid as large as softmax; not testable: softmax < 3",
+          "Activations become massive only if the attention weights are non-negative and sum to one.",
+          "The peaks are about 30 (softmax) and 20 (normalised sigmoid), and 1.0 to 1.8 without normalisation. At 1B "
+          "they are 22 against 6.", "gpu-minutes",
+          "norm of the first token divided by that of the others, largest over layers: agrees: it is at least 5 with "
+          "softmax and at most 2 without normalisation; contradicts: it is at least as large with sigmoid as with "
+          "softmax; not testable: it is below 3 with softmax",
           Reading({"massive": (MASSIVE, "softmax@gpu sigmoid@gpu gated@gpu softpick@gpu elastic@gpu")},
                   only_normalised),
           seeds=1),
     Claim("sum-dependence", "7.4, takeaway 3",
-          "A sink arises when, and only when, scores depend on each other through a sum of one.", "in words", "lab",
-          "a sink: raw >= 0.1 and share >= 3 x uniform, means over seeds, idle rows. Agrees: exactly those whose "
-          "weights on tokens sum to one have one; contradicts: two exceptions or more",
+          "A sink arises if, and only if, the attention weights depend on each other through a sum of one.",
+          "The paper says this only in words.", "lab",
+          "idle rows, means over seeds; a recipe has a sink if the first token has a raw weight of at least 0.1 and a "
+          "share of at least 3 times uniform: agrees: exactly the recipes whose weights on tokens sum to one have a "
+          "sink; contradicts: there are two exceptions or more",
           Reading({"raw": ("sink_idle", ALL), "x uniform": ("times_uniform_idle", ALL)}, with_the_sum),
-          note=f"Sum to one: {', '.join(SUM_TO_ONE)}. diff_rela's weights are signed and without bounds: of its "
-               "mean one seed decides. Left out: the same rules with other scales, windows or gates (ssmax, asentmax, "
-               "window, streaming, gpt_oss, gated_elementwise, rela_gated, linear_raw, dex), a sink token, which is a "
-               "first token itself, sums held by a maximum (identity_norm, mlp_norm), and mixers."),
+          note=f"These recipes have weights that sum to one: {', '.join(SUM_TO_ONE)}. The weights of diff_rela are "
+               "signed and unbounded, so one seed decides their mean. Left out are the same rules with other scales, "
+               "windows or gates (ssmax, asentmax, window, streaming, gpt_oss, gated_elementwise, rela_gated, "
+               "linear_raw, dex), a sink token, which is itself a first token, recipes that divide by max(|row sum|, "
+               "1) (identity_norm, mlp_norm), and mixers."),
 ]

@@ -1,4 +1,4 @@
-"""The Attention Sink as Native Mixture-of-Experts."""
+"""The claims of The Attention Sink as Native Mixture-of-Experts."""
 import numpy as np
 
 from evals.ledger.claim import GPU_GATE, Claim, Reading, below, decide, layer_means, rank_correlation
@@ -9,14 +9,14 @@ TITLE = "[4] Attention Sink as Native MoE"
 
 
 def drained(n):
-    """First layer with BOS; first and second layer without."""
+    """Reads the first layer of a model with BOS, and the first and second layers of one without BOS."""
     with_bos = n["with BOS"]["softmax"]
     first, second = (n[f"no BOS, layer {layer}"]["two-layers"] for layer in (1, 2))
     return decide([with_bos <= 0.3, first >= 0.5, second <= 0.3], with_bos >= 0.8)
 
 
 def drained_in_depth(n):
-    """A text model without BOS: the median of the first layer, and of all later ones."""
+    """For text models without BOS: compares the median of the first layer with that of all later layers."""
     (ratio,) = n["|v0|/|v|"].values()           # (seeds, layers, heads)
     first, later = np.median(ratio[:, 0]), np.median(ratio[:, 1:])
     return decide(first >= 0.5 and later <= 0.3, np.median(ratio) >= 0.8,
@@ -103,7 +103,8 @@ def balanced_is_better(n):
 # ------------------------------------------------------------------------------------------------------------- the rows
 
 FOUR = "softmax gated softpick k_bias sigmoid"
-LAB_ALONE = "The lab alone: text models of these recipes would be trained for this row only."
+LAB_ALONE = ("We test this only in the lab, because text models of these recipes would be trained for this claim "
+             "alone.")
 DEPTH = {"sink": ("heads/maps/alpha_sink", "softmax@gpu"), "local": ("heads/maps/alpha_local", "softmax@gpu"),
          "sigma2": ("heads/maps/sigma2", "softmax@gpu"), **GPU_GATE}
 SMOLLM2_DEPTH = {column: (f"public-heads/maps/{name}", "smollm2")
@@ -111,10 +112,11 @@ SMOLLM2_DEPTH = {column: (f"public-heads/maps/{name}", "smollm2")
 
 CLAIMS = [
     Claim("v0-norm-drain", "2.1, figures 2, 7 to 9",
-          "The first token's value norm is near zero; without BOS not yet in the first layer.", "figures, six models",
-          "lab",
-          "over the others' norm: agrees: <= 0.3 in layer 1 with BOS, and without it >= 0.5 in layer 1 and <= 0.3 "
-          "later; contradicts: >= 0.8 with BOS",
+          "The value norm of the first token is near zero, but without BOS not yet in the first layer.",
+          "only figures, for six models", "lab",
+          "value norm of the first token divided by that of the others: agrees: with BOS it is at most 0.3 in layer "
+          "1, and without BOS it is at least 0.5 in layer 1 and at most 0.3 later; contradicts: with BOS it is at "
+          "least 0.8",
           Reading({"with BOS": ("value_norm_ratio", "softmax"),
                    "no BOS, layer 1": ("probe/layers/0/value_norm_ratio/0", "two-layers@nobos"),
                    "no BOS, layer 2": ("probe/layers/1/value_norm_ratio/0", "two-layers@nobos")},
@@ -124,9 +126,11 @@ CLAIMS = [
                      "gpu, no BOS": Reading({"|v0|/|v|": ("probe/layers/*/value_norm_ratio", "softmax@gpu")} | GPU_GATE,
                                             drained_in_depth)}),
     Claim("zero-v0-harmless", "table 1, 2.1", "Setting the first token's value to zero does no harm.",
-          "Qwen3-8B 70.36 on average, 64.10 with it zeroed in all heads, 70.38 in those with a strong sink; called "
-          "comparable, yet in all heads MMLU falls from 75.42 to 50.27",
-          "lab", "loss gained: agrees: <= 10 % of what hiding its key costs, and <= 0.02; contradicts: >= 50 % of it",
+          "The average of Qwen3-8B is 70.36. It is 64.10 with this value zeroed in all heads, and 70.38 with it "
+          "zeroed in heads with a strong sink. The paper calls this comparable, but with all heads MMLU falls from "
+          "75.42 to 50.27.", "lab",
+          "increase of the loss: agrees: it is at most 10 % of the cost of hiding the first key, and at most 0.02; "
+          "contradicts: it is at least 50 % of that cost",
           Reading({"zero": ("zero_cost", "softmax"), "hide": ("hide_cost", "softmax")}, harmless),
           variations=("nobos", "nobias", "tied", "lr3e-3"),
           elsewhere={"SmolLM2": Reading({"hide": ("public-heads/cost/changes/0/loss_change", "smollm2"),
@@ -137,78 +141,84 @@ CLAIMS = [
                                      "zero": ("heads-cost/cost/changes/2/loss_change", "softmax@gpu"), **GPU_GATE},
                                     harmless)}),
     Claim("q-pinned-geometry", "2.2, figure 3",
-          "A sink on the first token pins queries to its key and pushes other keys away; one outside the sequence "
-          "frees both.",
-          "a figure, Qwen3-8B and GPT-OSS-20B", "lab",
-          "mean cosines with the first key: agrees: softmax >= 0.5 of queries and <= -0.2 of keys, and nearer 0 or "
-          "reversed with an outside sink, by more than 0.1; contradicts: within 0.1 of softmax",
+          "A sink on the first token pins queries to its key and pushes other keys away, while a sink outside the "
+          "sequence frees both.", "Only a figure, for Qwen3-8B and GPT-OSS-20B.", "lab",
+          "mean cosines with the first key: agrees: with softmax they are at least 0.5 for queries and at most -0.2 "
+          "for keys, and an outside sink moves both by more than 0.1 towards 0 or beyond; contradicts: with an "
+          "outside sink both are within 0.1 of softmax",
           Reading({"cos q": ("rows/cos_qk idle", "softmax sink softmax1"),
                    "cos k": ("rows/cos_kk", "softmax sink softmax1")}, pinned),
-          note=f"0.1 was our number for a difference. {LAB_ALONE}", variations=("nobos", "nobias")),
+          note=f"The bound of 0.1 for a difference is our choice. {LAB_ALONE}", variations=("nobos", "nobias")),
     Claim("sink-blurs-focus", "2.2", "The sink on the first token makes the choice of the right key less precise.",
-          "none", "lab",
-          "excess loss on copy rows, every seed: agrees: gated, softpick, K bias and sigmoid at most half of "
-          "softmax; contradicts: fewer than two of them",
+          "no numbers", "lab",
+          "excess loss on copy rows, with every seed: agrees: gated, softpick, K bias and sigmoid have at most half "
+          "of softmax's loss; contradicts: this holds for fewer than two of them",
           Reading({"copy loss": ("excess_copy", FOUR), "weight on the right key": ("rows/right copy", FOUR)}, blurs),
-          note="The lab alone: text has no copy rows, and its losses are under unnorm-loss and tda-loss-order."),
+          note="We test this only in the lab, because text has no copy rows. The losses on text are under unnorm-loss "
+               "and tda-loss-order."),
     Claim("sink-logit-moves-sink", "2.2",
-          "A learned logit, or + 1, in the denominator takes the sink away from the first token.", "figure 4 alone",
+          "A learned logit or a + 1 in the denominator takes the sink away from the first token.", "only figure 4",
           "lab",
-          "idle rows: agrees: outside >= 0.5 and first token <= 0.05; contradicts: first token >= 0.5 and outside <= "
-          "0.05",
+          "weights in idle rows: agrees: the key outside the sequence has at least 0.5 and the first token at most "
+          "0.05; contradicts: the first token has at least 0.5 and the outside key at most 0.05",
           Reading({"virtual": ("extra_idle", "softmax1 sink"), "first": ("sink_idle", "softmax1 sink")}, moved),
           note=LAB_ALONE, variations=("nobos", "nobias", "tied", "lr3e-3"),
           elsewhere={"logit learns x30": Reading({"virtual": ("extra_idle", "sink-x30"),
                                                   "first": ("sink_idle", "sink-x30")}, moved)}),
     Claim("gated-no-sink", "2.2, A.4", "An output gate removes the sink on the first token and takes over its role.",
-          "none; gating consistently improves (A.4), while table 2 of [2] has gated at 3.1489 and softmax at 3.1196",
-          "lab",
-          "idle rows: agrees: <= 2.5 x uniform, and the gate is 0.5 further open on copy rows; contradicts: >= 5 x",
+          "No numbers. Appendix A.4 says that gating consistently improves, while table 2 of [2] has 3.1489 for gated "
+          "and 3.1196 for softmax.", "lab",
+          "idle rows: agrees: the first token has at most 2.5 times the uniform weight, and the gate is more open on "
+          "copy rows, by at least 0.5; contradicts: the first token has at least 5 times",
           Reading({"x uniform": ("times_uniform_idle", "gated"), "raw": ("sink_idle", "gated"),
                    "gate on idle": ("rows/gate idle", "gated"), "gate on copy": ("rows/gate copy", "gated"),
                    "loss": ("excess_loss", "gated softmax")}, gate_for_sink),
-          note="The lab alone: text has no copy rows for the gate to be open on.",
+          note="We test this only in the lab, because text has no copy rows on which the gate could open.",
           variations=("nobos",)),
     Claim("gate-identity", "3.1, eq. 4",
-          "Sink attention is (1 - sink weight) x softmax; vanilla attention too, where the first value is zero.",
-          "exact", "lab",
-          "agrees: equal to 1e-12, and vanilla within 0.1 of a value's norm where the first value has a tenth of the "
-          "others'; contradicts: otherwise",
+          "Sink attention is (1 - sink weight) x softmax, and so is vanilla attention if the first value is zero.",
+          "an exact identity", "lab",
+          "agrees: the identity holds to within 1e-12 for sink attention, and to within 0.1 of a value's norm for "
+          "vanilla attention whose first value has a tenth of the norm of the others; contradicts: otherwise",
           Reading({"sink attention": ("sink", "gate_identity"),
                    **{f"drained to {share}": (f"drained to {share}", "gate_identity") for share in (0, 0.1, 0.3)}},
                   identical),
-          note="A tenth is the drain that the lab shows (v0-norm-drain)."),
+          note="We use a tenth because the lab shows such a small first value (v0-norm-drain)."),
     Claim("early-layers-active", "3.2, figures 5, 10, 11, appendix C",
-          "First layers have little sink and flat maps, sinks grow with depth; active heads look near and far at "
-          "once.",
-          "figures; the text cites figure 3 for figure 4, and how many keys are recent is not given", "gpu-minutes",
-          "rank correlation of depth and the weight on the sink: agrees: >= 0.5; contradicts: <= -0.5",
+          "The first layers have little sink and flat maps, sinks grow with depth, and active heads attend near and "
+          "far at once.",
+          "Only figures. The text cites figure 3 for figure 4, and it does not say how many keys are recent.",
+          "gpu-minutes",
+          "rank correlation of depth and the weight on the sink: agrees: it is at least 0.5; contradicts: it is at "
+          "most -0.5",
           Reading(DEPTH, grows_with_depth),
-          note="Sink and depth alone are in the rule; local weight and spread are printed beside them.",
+          note="The rule uses only the sink and the depth. The local weight and the spread are shown beside them.",
           elsewhere={"SmolLM2": Reading(SMOLLM2_DEPTH, grows_with_depth)}, seeds=1),
-    Claim("heads-fixed", "4.1, figure 6", "The same heads are dormant on every kind of text, and early in training.",
-          "differences close to zero between GSM8K and C-Eval", "gpu-minutes",
-          "alpha_sink over heads on two texts: agrees: correlation >= 0.9 and mean difference <= 0.05; contradicts: "
-          "correlation <= 0.6",
+    Claim("heads-fixed", "4.1, figure 6",
+          "The same heads are dormant on every kind of text, and they become so early in training.",
+          "The differences between GSM8K and C-Eval are close to zero.", "gpu-minutes",
+          "weight on the sink (alpha_sink) of each head, on two texts: agrees: the correlation is at least 0.9 and "
+          "the mean difference at most 0.05; contradicts: the correlation is at most 0.6",
           Reading({"correlation": ("heads-against/against/correlation", "softmax@gpu"),
                    "difference": ("heads-against/against/mean_difference", "softmax@gpu"), **GPU_GATE}, same_heads),
-          note="Novels against Python sources; Wealth of Nations is among what is trained on. When ranks settle needs "
-               "checkpoints by step, which a run does not keep.",
+          note="The two texts are novels and Python sources. Wealth of Nations is not used, because the model is "
+               "trained on it. When the ranks settle is not measured: it would need checkpoints by step, which a run "
+               "does not keep.",
           elsewhere={"SmolLM2": Reading({"correlation": ("public-against/against/correlation", "smollm2"),
                                          "difference": ("public-against/against/mean_difference", "smollm2")},
                                         same_heads)},
           seeds=1),
-    Claim("bigger-more-dormant", "4.1, figure 4", "Larger models have a larger share of dormant heads.", "a figure",
-          "public-weights",
-          "share of heads with more than half of their weight on the first token, GPT-2 small to XL: agrees: it "
-          "rises over all four; contradicts: it falls",
+    Claim("bigger-more-dormant", "4.1, figure 4", "Larger models have a larger share of dormant heads.",
+          "only a figure", "public-weights",
+          "share of heads with more than half of their weight on the first token, from GPT-2 small to XL: agrees: it "
+          "rises over all four models; contradicts: it falls over all four",
           Reading({"dormant": ("public-dormant/dormant", "gpt2 gpt2-medium gpt2-large gpt2-xl")}, larger_more),
-          note="GPT-2's weights cannot be fetched from the machine of this ledger: python data/weights.py gpt2, "
-               "gpt2-medium, gpt2-large, gpt2-xl where they can."),
+          note="The weights of GPT-2 cannot be downloaded on the machine of this ledger. On another machine, run "
+               "python data/weights.py for gpt2, gpt2-medium, gpt2-large, gpt2-xl."),
     Claim("dormant-prunable", "3.2, A.5", "Dormant heads contribute nothing and can be zeroed.",
-          "more than 14 % of the heads, cited", "gpu-minutes",
-          "loss gained by zeroing 14 % of the heads: agrees: those with most sink <= 1/3 of random ones; "
-          "contradicts: as much or more",
+          "More than 14 % of the heads, cited from other work.", "gpu-minutes",
+          "increase of the loss when 14 % of the heads are zeroed: agrees: the heads with the largest sinks cost at "
+          "most 1/3 of random heads; contradicts: they cost at least as much",
           Reading({"most sink": ("heads-cost/cost/changes/-5/loss_change", "softmax@gpu"),
                    "random": ("heads-cost/cost/changes/-4/loss_change", "softmax@gpu"), **GPU_GATE}, prunable),
           elsewhere={"SmolLM2": Reading({"most sink": ("public-heads/cost/changes/-5/loss_change", "smollm2"),
@@ -217,23 +227,24 @@ CLAIMS = [
                                         prunable)},
           seeds=1),
     Claim("head-pinning", "4.2, appendix D, figure 12",
-          "Balancing all heads in fine-tuning (eq. 8) lowers the sink everywhere; leaving out early layers and top "
-          "heads (eq. 9) does not.",
-          "a figure; lambda 0.01 in 4.2, 0.001 in appendix E", "lab",
-          "2 layers of 4 heads, 250 steps: agrees: mean weight on the sink with eq. 8 <= 0.7 of that without, with "
-          "eq. 9 >= 0.9 and less variation of use; contradicts: with eq. 8 >= 0.9",
+          "Balancing all heads in fine-tuning (eq. 8) lowers the sink everywhere, while leaving out early layers and "
+          "top heads (eq. 9) does not.", "Only a figure. Lambda is 0.01 in section 4.2 but 0.001 in appendix E.", "lab",
+          "mean weight on the sink divided by that without balancing, after 250 steps, in 2 layers of 4 heads: "
+          "agrees: it is at most 0.7 with eq. 8 and at least 0.9 with eq. 9, and with eq. 9 the heads' use varies "
+          "less; contradicts: it is at least 0.9 with eq. 8",
           Reading({"sink": ("heads/maps/alpha_sink", "heads-plain heads-eq8 heads-eq9"),
                    "loss": ("excess_loss", "heads-plain heads-eq8 heads-eq9")}, pinning),
-          note="lambda 0.01. The lab alone: text models would be tuned for this row only; from scratch, with both "
-               "lambdas, see aux-helps."),
+          note="Lambda is 0.01. We test this only in the lab, because text models would be tuned for this claim "
+               "alone. For training from scratch with both lambdas, see aux-helps."),
     Claim("aux-helps", "table 2",
           "The balancing loss improves accuracy, more so in larger models, and would help pre-training.",
-          "+0.51 (4B), +1.70 (8B), +2.47 (LLaMA 8B), the best of three sampled runs", "out of reach",
-          "their figures: fine-tuning of 4 to 8B. In their place, from scratch at 30M: agrees: a lower loss beyond 2 "
-          "SD with eq. 9; contradicts: a higher one",
+          "+0.51 (4B), +1.70 (8B), +2.47 (LLaMA 8B). Each is the best of three sampled runs.", "out of reach",
+          "the paper's numbers need fine-tuning of models with 4 to 8B parameters. In their place we train models of "
+          "30M from scratch: agrees: with eq. 9 the loss is lower by more than 2 SD; contradicts: it is higher by "
+          "more than 2 SD",
           None,
-          note="lambda 0.001 and 0.01: agrees where either is better, contradicts where both are worse. The first "
-               "layer of 8 is left out, as 7 of 36 are in the paper.",
+          note="Lambda is 0.001 and 0.01. The verdict is \"agrees\" if either is better, and \"contradicts\" if both "
+               "are worse. The first layer of 8 is left out of the balancing, as 7 of 36 are in the paper.",
           elsewhere={"gpu": Reading({"loss": ("best", "softmax@gpu balanced-0.001@gpu balanced-0.01@gpu")},
                                     balanced_is_better)}),
 ]
