@@ -1,11 +1,11 @@
-"""What an assertion in these tests can mean. There are three kinds, and each has a function.
+"""The three kinds of assertions about numbers in these tests. Each kind has a function.
 
     same(a, b)          equal bit for bit. Only where the code promises it: a resumed run, two runs, the same products.
     close(a, b, ...)    equal up to rounding. The bound follows from the data type, from how many numbers are summed and
                         from how large they are, so it holds for every SIMD width, thread count and torch version.
     below(a, b)         an inequality of the science, which must hold by a factor and not by a percent.
 
-`close` and `below` note which share of its bound a comparison used. `python -m pytest --margins` prints the largest.
+`close` and `below` record each error as a share of its bound. `python -m pytest --margins` prints the largest shares.
 """
 import math
 import sys
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-SEED = 0                                        # of all random inputs; conftest.py sets it from --seed
-shares = []                                     # (share of the bound, line of the test) in the test that is running
+SEED = 0                                        # the seed of all random inputs; conftest.py sets it from --seed
+shares = []                                     # (share of the bound, line of the test) for the running test
 
 
 def dice(stream=0):
@@ -23,13 +23,13 @@ def dice(stream=0):
 
 
 def note(share):
-    """Keep the share of a bound, with the line of the test file that made the comparison, and check it."""
+    """Record the share of a bound and the line of the test that made the comparison. Fail if it is above 1."""
     frame = sys._getframe(2)
     while Path(frame.f_code.co_filename).name in ("bounds.py", "conftest.py"):
         frame = frame.f_back
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     shares.append((share, line))
-    assert share <= 1, f"{line}: {share:.3g} times as far off as the bound allows"      # nan fails too
+    assert share <= 1, f"{line}: the error is {share:.3g} times the bound"      # nan also fails
 
 
 def same(found, expected):
@@ -54,10 +54,10 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
     """Equal up to rounding: tensors, or numbers, or lists and dicts of them where None equals None.
 
     The bound is 4 eps * terms * size + 8 * moved.
-    terms: how many roundings stand behind one number, about the length of all sums on the way to it.
-    size: the largest number that is added on the way. None: the largest expected one. It must be given where terms
-        cancel, for there the result is smaller than what was added.
-    dtype: the data type of the computation. None: the less precise one of the two.
+    terms: how many roundings affect one number: about the total length of the sums that lead to it.
+    size: the largest summand on the way. None: the largest expected number. It must be given if terms cancel, because
+        the result is then smaller than the summands.
+    dtype: the data type of the computation. None: the less precise of the two.
     moved: how far rounding the inputs moves the exact result (see `moved_by_rounding`), for ill-conditioned functions.
     """
     if isinstance(expected, dict):
@@ -95,10 +95,10 @@ def below(value, bound):
 
 
 def moved_by_rounding(function, inputs, dtype):
-    """How far a float64 function moves when its inputs are rounded to a data type: the condition of the problem.
+    """How far the result of a float64 function moves when its inputs are rounded to a data type (its condition).
 
-    Returns the largest change of each output, a list (0 for an output that is None). An error of this size is no error
-    of the code under test: whoever gives it inputs of this type cannot ask for more.
+    Returns a list with the largest change of each output (0 for an output that is None). An error of this size comes
+    from the precision of the inputs, not from the code under test.
     """
     exact, eps = function(*inputs), torch.finfo(dtype).eps
     several = isinstance(exact, (list, tuple))

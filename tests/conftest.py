@@ -1,4 +1,4 @@
-"""What all tests share: a small data set, ways to start the scripts here or as real processes, one trained run."""
+"""Shared by all tests: a small data set, functions that run the scripts in this process or a new one, a trained run."""
 import contextlib
 import http.server
 import json
@@ -32,13 +32,13 @@ from data import tokens  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def own_proxies(monkeypatch):
-    """urllib keeps to the proxies of its first request, so every test starts anew; its own servers need none."""
+    """Reset the proxies for each test, since urllib keeps those of its first request. Test servers need no proxy."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     urllib.request.install_opener(None)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with server.files[name] or a part of it, whatever folder the name is in."""
+    """Answers with server.files[name] or the requested part of it. The folder in the path does not matter."""
 
     def do_GET(self):
         name, part, server = Path(self.path).name, self.headers["Range"], self.server
@@ -50,7 +50,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if part else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        with contextlib.suppress(ConnectionError):                      # the client wanted to know the size only
+        with contextlib.suppress(ConnectionError):                      # the client only wanted the size
             self.wfile.write(body[:len(body) // 2] if not part and name in server.broken else body)
             self.wfile.flush()
         if name == server.silent:
@@ -62,8 +62,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    """A web server. files: {name: bytes} that it has; broken: names of which a whole answer ends in the middle;
-    silent: a name after which the connection stays open; asked: (name, first byte, bytes sent as a part) so far."""
+    """A web server. files: {name: bytes} that it offers. broken: names whose whole files end in the middle. silent: a
+    name after which the connection stays open. asked: the requests, (name, first byte, bytes sent as a part or 0)."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.broken, server.silent, server.asked, server.over = {}, set(), None, [], threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
@@ -78,25 +78,25 @@ def server():
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
-                     help="also what .ci/run adds: every case of every recipe, kernel and choice")
+                     help="run every case of every recipe, kernel and choice, as .ci/run does")
     parser.addoption("--seed", type=int, default=0, help="seed of all random inputs of the tests (default: 0)")
     parser.addoption("--threads", type=int, default=1,
-                     help="threads of each process (default: 1, since the models here are too small for more)")
+                     help="threads of each process (default: 1; the models here are too small for more)")
     parser.addoption("--margins", action="store_true",
-                     help="print the twenty comparisons that came nearest to their bound")
+                     help="print the twenty comparisons that came closest to their bound")
 
 
 def pytest_configure(config):
     bounds.SEED = config.getoption("--seed")
     torch.set_num_threads(config.getoption("--threads"))
-    # of the processes that tests start. set_num_threads also forbids MKL to take fewer threads than asked for; with
-    # another number it splits products in another way, and sums differ in the last bit
+    # Processes that tests start get the same number of threads. In this process, set_num_threads also stops MKL from
+    # using fewer threads than asked for. With fewer, MKL splits products differently, and sums differ in the last bit
     os.environ |= {"OMP_NUM_THREADS": str(config.getoption("--threads")), "MKL_DYNAMIC": "FALSE"}
-    config.addinivalue_line("markers", "exhaustive: one of many cases of which others stand for it; run with --all")
+    config.addinivalue_line("markers", "exhaustive: a case that the default cases represent; run with --all")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --all, leave out what is marked exhaustive."""
+    """Without --all, leave out tests that are marked exhaustive."""
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
@@ -112,11 +112,11 @@ def seeded():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """The block loop takes 16 rows at a time, so that 45 tokens are three blocks, which are computed again."""
+    """The block loop takes 16 rows at a time. 45 rows are three blocks, which the backward pass computes again."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
 
 
-# ------------------------------------------------------------------------------------------- how near the bounds came
+# ------------------------------------------------------------------------------------- how close tests came to bounds
 
 
 @pytest.hookimpl(wrapper=True)
@@ -134,7 +134,7 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     found = [(*share, report.nodeid) for report in reports for name, share in report.user_properties if name == "share"]
-    terminalreporter.section(f"share of its bound: the nearest of {len(found)} tests")
+    terminalreporter.section(f"the largest errors of {len(found)} tests, as shares of their bounds")
     for share, line, test in sorted(found, reverse=True)[:20]:
         terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
 
@@ -146,30 +146,30 @@ needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here"
 
 
 def by_default(chosen, *values):
-    """A parameter's value (or values), which runs only with --all unless it is one of the chosen."""
+    """A test parameter of one or several values. If it is not chosen, it runs only with --all."""
     return pytest.param(*values, marks=() if chosen else pytest.mark.exhaustive)
 
 
-# tests of many cases take these recipes, which have every rule and every axis among them; with --all they take all
+# the default recipes of tests with many cases. They cover every rule and every axis; --all runs all recipes
 FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
        "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
        "elu_norm", "linear", "mlp_norm", "focus", "retnet", "gated_deltanet", "ttt")
 
 
 def some_recipes(*names):
-    """All recipes as parameters of a test; those not named here run with --all only."""
+    """All recipes as test parameters. Those not named here run only with --all."""
     return [by_default(name in names, name) for name in attention.ATTENTIONS]
 
 
 RECIPES = some_recipes(*FEW)
-# one for each kind of cache: for what a whole model does with it
+# one recipe for each kind of cache, for tests of whole models
 CACHES = some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet")
 
 
 # ------------------------------------------------------------------------------------------------------------- the data
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
-WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the same as byte ids
+WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the same 300 times, as byte ids
 
 
 def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
@@ -183,7 +183,7 @@ def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Half a sentence on repeat: 20,000 bytes to train on, 4,000 held out."""
+    """One sentence repeated: 20,000 bytes to train on, 4,000 held out."""
     return write_data(tmp_path_factory.mktemp("data") / "fox", WORDS[:20000], WORDS[20000:24000])
 
 
@@ -201,8 +201,8 @@ SPECIAL = ("<|end|>", "<|im_end|>")             # ids 0 and 1
 
 
 def byte_pairs(sentence=TEXT, first=0, specials=SPECIAL):
-    """A small tokenizer of the package tokenizers: byte pairs of a sentence. first: where its ids for bytes begin, if
-    there are to be no pairs at all."""
+    """A small BPE tokenizer of the package tokenizers, trained on a sentence. With first > 0 it has no merges, and its
+    ids for bytes begin at first."""
     lib = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
     coder = lib.Tokenizer(lib.models.BPE({c: first + i for i, c in enumerate(alphabet)}, []) if first
@@ -216,7 +216,7 @@ def byte_pairs(sentence=TEXT, first=0, specials=SPECIAL):
 
 
 def write_tokenizer(folder, coder=None, **meta):
-    """A folder with a tokenizer.json, and with a meta.json as a run has it if anything is to stand in there."""
+    """A folder with a tokenizer.json. With entries in `meta` it also has a meta.json, as a run does."""
     folder.mkdir(parents=True, exist_ok=True)
     (coder or byte_pairs()).save(str(folder / "tokenizer.json"))
     if meta:
@@ -232,7 +232,7 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory, toy):
-    """A data set in it, of 30 documents."""
+    """A data set of 30 documents in the tokenizer "toy"."""
     out, coder = tmp_path_factory.mktemp("data") / "foxes", tokens.tokenizer(str(toy))
     tokens.write_data_set(out, coder, {"train": [TEXT * 9] * 20, "val": [TEXT * 9] * 10}, dataset="foxes")
     return out
@@ -248,7 +248,7 @@ def toy_run(tmp_path_factory, toy_data):
 
 @torch.no_grad()
 def enliven(gpt):
-    """Weights larger than the initial ones, so that attention matters."""
+    """Make weights larger than their initial values, so that attention matters."""
     for p in gpt.parameters():
         p.mul_(4.0 if p.dim() > 1 else 0.7)
 
@@ -261,8 +261,8 @@ TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_
 
 
 def train_here(*flags):
-    """Train in this process: cheaper than a process of its own where that proves nothing more. A new run is as tiny as
-    can be; a flag given here beats the tiny values."""
+    """Train in this process, which is cheaper than starting a new one. A new run gets the flags of TINY; flags given
+    here override them."""
     import train
     new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
     with pytest.raises(SystemExit) as stop:
@@ -284,7 +284,7 @@ def run(*args, ranks=1, ok=True, **kwargs):
 
 
 def train(out_dir, data, *flags, **kwargs):
-    """Train a tiny model on a data set, as a real process; a flag given here beats the tiny values."""
+    """Train a tiny model on a data set, as a real process. Flags given here override those of TINY."""
     return run("train.py", *TINY, f"--dataset={data}", f"--out_dir={out_dir}", *flags, **kwargs)
 
 
@@ -300,8 +300,7 @@ def evaluate(capsys):
 
 
 def complain(main, capsys, *argv):
-    """Call a script's main in this process with arguments it must refuse: its exit code and the one line it says on
-    stderr."""
+    """Call a script's main with arguments that it must refuse. Returns its exit code and its one line on stderr."""
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in argv])
     err = capsys.readouterr().err
@@ -322,7 +321,7 @@ FILES = ("ckpt.pt", "log.csv", "meta.json")
 
 @pytest.fixture(scope="session")
 def elastic_run(tmp_path_factory, data):
-    """A finished run of 8 steps with --attn=elastic, for tests that only look."""
+    """A finished run of 8 steps with --attn=elastic, for tests that only read it."""
     out = tmp_path_factory.mktemp("elastic_run")
     train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=elastic", "--dropout=0.1")
     return out
@@ -330,7 +329,7 @@ def elastic_run(tmp_path_factory, data):
 
 @pytest.fixture
 def copy(elastic_run, tmp_path):
-    """A copy of the finished elastic run, to change."""
+    """A copy of the finished elastic run, which a test may change."""
     return shutil.copytree(elastic_run, tmp_path / "copy")
 
 
@@ -348,7 +347,7 @@ def weights(out_dir):
 
 
 def assert_same_run(found, expected):
-    """Two runs have the same log, but for the clock, and the same weights, bit for bit."""
+    """Two runs have the same log, except for times, and the same weights, bit for bit."""
     assert log_rows(found) == log_rows(expected)
     bounds.same(weights(found), weights(expected))
 

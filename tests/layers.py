@@ -8,7 +8,7 @@ from evals.instrument import instead
 
 
 def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
-    """One layer in eval mode, its weights moved away from where they start: some start on a kink."""
+    """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks."""
     windowed = {"window": 7} if "window" in mixers.attention.ATTENTIONS[attn] else {}
     config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32, "bias": True} | windowed | choices)
     module = mixers.layer_of(config, 0).to(dtype).eval()
@@ -22,7 +22,7 @@ def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
 
 
 def fresh(attn, dtype=torch.float64, **choices):
-    """One layer in eval mode with the weights that it starts from."""
+    """One layer in eval mode with its initial parameters."""
     config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32} | choices)
     return mixers.layer_of(config, 0).to(dtype).eval()
 
@@ -53,19 +53,19 @@ def in_every_layer(look, gpt, idx):
 
 def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):
     """Random q (of the last R of T rows), k, v and x for module.attend. The queries are twice as long as the keys, so
-    that rows are not nearly even."""
+    that rows are far from uniform."""
     q, k, v = (normal(B, heads, T, width, stream=stream + n) for n, (heads, width) in enumerate(module.shapes.values()))
     x = normal(B, T, module.config.n_embd, stream=stream + 3)
     return [a.to(dtype) for a in (2 * q[:, :, T - (R or T):], k, v, rows_of(module, x, R or T))]
 
 
 def rows_of(module, x, R):
-    """The layer's input as attend wants it for R queries: of those rows, but of all tokens where x changes a state."""
+    """The layer's input as attend expects it for R queries: their rows, or every row if the mixer needs all tokens."""
     return x if module.config.mixer in ("recurrent", "performer", "focus") else x[:, x.shape[1] - R:]
 
 
 def scalars(module):
-    """The parameters that a recipe has besides its projections."""
+    """All parameters of a layer except c_attn and c_proj."""
     return [p for name, p in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))]
 
 

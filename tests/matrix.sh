@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The default tests as other machines would run them: older SIMD instructions, other thread counts, other random inputs.
-#     tests/matrix.sh                 every cell, four to eight minutes each on two quiet cores
+# Runs the default tests as on other machines: older SIMD instructions, other thread counts, other random inputs.
+#     tests/matrix.sh                 every cell; each takes four to eight minutes on two idle cores
 #     tests/matrix.sh oldest newer    these cells alone
-# Prints a row for each cell. A share is the part of its bound that the nearest comparison used: above 0.5 is too near.
+# Prints a row for each cell. The largest share is the largest error divided by its bound. Above 0.5 is too close.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,12 +10,12 @@ declare -A cells=(                              # environment | options of pytes
     [plain]="|"
     [scalar]="ATEN_CPU_CAPABILITY=default|"     # torch's own loops without SIMD
     [avx2]="ATEN_CPU_CAPABILITY=avx2|"
-    [sse41]="ONEDNN_MAX_CPU_ISA=SSE41|"         # oneDNN's products
+    [sse41]="ONEDNN_MAX_CPU_ISA=SSE41|"         # matrix products of oneDNN
     [threads2]="|--threads=2"
     [threads4]="|--threads=4"
     [seed1]="|--seed=1"
     [seed2]="|--seed=2"
-    # two that differ from most machines in everything at once, for .ci/run; MKL computes products in float32 and float64
+    # two cells that change everything at once, for .ci/run. MKL computes matrix products in float32 and float64
     [oldest]="ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2|--threads=2 --seed=1"
     [newer]="ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2|--threads=4 --seed=2"
 )

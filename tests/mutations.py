@@ -1,10 +1,10 @@
-"""Does the suite notice when the product is wrong?  Each row below breaks one line of it; the tests must fail.
+"""Checks that the tests notice wrong code. Each mutation below breaks a line or two; then a test must fail.
 
-    python tests/mutations.py                   all rows, one after another, on a copy of the repository
+    python tests/mutations.py                   all mutations, one after another, each in a copy of the repository
     python tests/mutations.py mask --jobs=2     only those whose name contains "mask", two test processes each
-    python tests/mutations.py --root=DIR        the product and the suite of another checkout
+    python tests/mutations.py --root=DIR        the code and the tests of another checkout
 
-A row names the tests that should notice first. If they do not, the whole default suite runs.
+A mutation names the tests that should fail. If they pass, all default tests run.
 """
 import argparse
 import shutil
@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 class Mutation(NamedTuple):
     name: str
     file: str
-    tests: str                                  # files of tests/ and a -k expression after "-k"
-    changes: list                               # pairs of (a piece of the file that occurs once, what to put there)
+    tests: str                                  # X of tests/test_X.py, and a -k expression after "-k"
+    changes: list                               # pairs of (text that occurs once in the file, its replacement)
 
 
 MUTATIONS = [
-    # who sees whom, rules, axes, cache
+    # masks, rules, axes, cache
     Mutation("a mask that shows one later key", "axes/sight.py", "contract -k later",
              [("    seen = j <= i\n    if sight", "    seen = j <= i + 1\n    if sight")]),
     Mutation("a window one key too wide", "axes/sight.py", "attention -k formula",
@@ -60,7 +60,7 @@ MUTATIONS = [
              [("return p * (g - delta), -g", "return p * (g + delta), -g")]),
     Mutation("softpick's slope ignores negative scores", "attention.py", "kernels -k softpick",
              [("tl.where(s < 0, delta, 0.)", "tl.where(s < 0, 0., 0.)")]),
-    Mutation("a tile of rows out of the window's sight", "kernels.py", "kernels -k float32",
+    Mutation("keys that skip the last rows of their window", "kernels.py", "kernels -k float32",
              [("hi = tl.minimum(inputs.T, j + c.BN - 1 + inputs.window)",
                "hi = tl.minimum(inputs.T, j + inputs.window)")]),
     Mutation("the second view's share has no gradient", "kernels.py", "kernels -k views",
@@ -92,7 +92,7 @@ MUTATIONS = [
 
 
 def copy_of(root, folder):
-    """The tracked and new files of a checkout in a folder of their own."""
+    """Copy the tracked and new files of a checkout into a folder."""
     listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, text=True,
                             capture_output=True, check=True).stdout.splitlines()
     for name in listed:
@@ -107,7 +107,7 @@ def mutate(mutation, folder):
     text = path.read_text()
     for old, new in mutation.changes:
         if text.count(old) != 1:
-            raise ValueError(f"{mutation.file} holds {text.count(old)} times: {old!r}")
+            raise ValueError(f"{mutation.file} must contain this once, not {text.count(old)} times: {old!r}")
         text = text.replace(old, new)
     path.write_text(text)
 
@@ -141,7 +141,7 @@ def main():
             words, started = mutation.tests.split(), time.monotonic()
             try:
                 found = first_failure(folder, args.jobs, f"tests/test_{words[0]}.py", *words[1:])
-            except ValueError:                  # another suite may have no such test
+            except ValueError:                  # another checkout may have no such test
                 found = None
             found = found or first_failure(folder, args.jobs)
             survived += found is None

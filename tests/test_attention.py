@@ -1,5 +1,5 @@
 """attention.py: every rule and recipe against its formula, equalities between recipes, numerical traps, positions,
-windows, importance, dropout and the choice of kernels. What every recipe obeys is in test_contract.py."""
+windows, importance, dropout and the choice of kernels. test_contract.py tests what holds for every recipe."""
 import math
 
 import bounds
@@ -20,13 +20,13 @@ from axes.sight import Sight, visible, visible_count
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
-# the recipes of this layer; those of other mixers are in files of their own
+# the recipes of this mixer; other mixers have test files of their own
 ATTENTIONS = {name: axes for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes}
 
 
 # ----------------------------------------------------------------------------------------------------------- formulas
-# Independent of attention.py, one row and head at a time in float64. First the scores of a query q (D,) and the keys k
-# (., D) that it sees, n of them without an extra key.
+# These formulas share no code with attention.py. They compute one row of one head at a time, in float64. First come the
+# scores of a query q (D,) and the keys k (., D) that it sees. n is the number of these keys, without an extra key.
 
 
 def scores_plain(q, k, n, module, head):
@@ -53,7 +53,7 @@ def scores_cosine(q, k, n, module, head):
 
 
 def scores_lssar(q, k, n, module, head):
-    """Scale log(d) log(n) on cosines."""
+    """Cosines times log(d) log(n)."""
     return math.log(len(q)) * math.log(n) * scores_cosine(q, k, n, module, head)
 
 
@@ -66,12 +66,12 @@ def two_layers(x, module):
 
 
 def featured(feature):
-    """The usual scores of what a feature map makes of q and k."""
+    """The usual scores, of the features of q and k."""
     return lambda q, k, n, module, head: scores_plain(feature(q, module), feature(k, module), n, module, head)
 
 
 def scores_by_axes(q, k, n, module, head):
-    """Of any combination. The norms "head" and "all" change the projections, before a layer is given q and k."""
+    """Scores of any combination of axes. The projections have already applied the norms "head" and "all"."""
     c = module.config
     norm = {"l2": unit, "rms": lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()}.get(c.qk_norm)
     feature = {"elu": elu_plus_one, "mlp": two_layers}.get(c.feature)
@@ -81,7 +81,7 @@ def scores_by_axes(q, k, n, module, head):
     return scores(q, k, n, module, head) * (len(q) ** 0.5 if c.scale == "one" else 1)
 
 
-# Then what becomes of a row of scores. An extra key's score, and its weight, come first.
+# Then the weights of a row from its scores. If there is an extra key, its score and its weight come first.
 
 
 def softmax_row(s, module, head):
@@ -108,14 +108,14 @@ def entmax_row(s, module, head):
 
 
 def lssar_row(s, module, head):
-    """softplus, l1, relu(n a - 1) (but relu(n a) in the first three rows), power 15, l1."""
+    """softplus, l1 norm, relu(n a - 1) (relu(n a) in the first three rows), power 15, l1 norm."""
     phi = torch.logaddexp(s, torch.zeros_like(s))
     x = (len(s) * phi / phi.sum() - (1 if len(s) > 3 else 0)).clamp(min=0) ** module.args["power"]
-    return x / max(x.sum(), 1e-300)             # an even row stays empty
+    return x / max(x.sum(), 1e-300)             # a uniform row has no survivor
 
 
 def softpick_row(s, module, head):
-    # which is added to sums that are shifted by the maximum
+    # the paper adds eps to sums of exp(s - max), so here it is multiplied by exp(max)
     e, eps = s.exp() - 1, 1e-8 * s.max().clamp(min=0).exp()
     return e.clamp(min=0) / (e.abs().sum() + eps)
 
@@ -127,21 +127,21 @@ def tra_row(s, module, head):
 
 
 def sigmoid_row(s, module, head):
-    """Apple's bias is -log of the training length; paper 5 has none."""
+    """Apple's bias is -log of the training length. When Attention Sink Emerges has no bias."""
     return 1 / (1 + (-s).exp() * (module.config.block_size if module.args["length_bias"] else 1))
 
 
 def each(function):
-    """Every score by itself."""
+    """Each weight depends on its own score only."""
     return lambda s, module, head: function(s)
 
 
 def normalized(w, how):
-    """Paper 5, table 6: as they are, over the sum, over max(|sum|, 1). Over the length: Wortsman et al."""
+    """none, sum, max1: When Attention Sink Emerges, table 6. length: Wortsman et al."""
     return w / {"none": 1.0, "sum": w.sum() + 1e-8, "length": len(w), "max1": max(w.sum().abs(), 1.0)}[how]
 
 
-# recipes, how their scores come about, and what becomes of a row of them
+# recipes, the formula of their scores, and the formula of a row of weights
 FORMULAS = {attn: forms for names, *forms in (
     ("softmax softmax1 sink gpt_oss k_bias kv_bias sink_token v_bias", scores_plain, softmax_row),
     ("gated gated_elementwise window streaming diff diff2 dex", scores_plain, softmax_row),
@@ -159,11 +159,11 @@ FORMULAS = {attn: forms for names, *forms in (
     ("identity identity_norm", scores_plain, each(lambda s: s)),
     ("mlp mlp_norm", featured(two_layers), each(lambda s: s)),
 ) for attn in names.split()}
-ROWS = {ATTENTIONS[attn]["rule"]: row for attn, (_, row) in FORMULAS.items()}           # {rule: what becomes of a row}
+ROWS = {ATTENTIONS[attn]["rule"]: row for attn, (_, row) in FORMULAS.items()}           # {rule: formula of a row}
 
 
 def key_head(module, h):
-    """Which key head score head h looks at: with own keys for each view, view h % 2 of a group's pair of key heads."""
+    """The key head of score head h. If each view has its own keys, it is view h % 2 of a pair of key heads."""
     heads, key_heads = module.shapes["q"][0], module.shapes["k"][0]
     if module.config.diff in ("subtract", "v1"):
         return h // 2 * 2 * key_heads // heads // 2 * 2 + h % 2 if heads > key_heads else h
@@ -172,19 +172,19 @@ def key_head(module, h):
 
 @torch.no_grad()
 def views_by_formula(module, q, k, table, scores, row):
-    """Weights (B, score heads, R, T or 1 + T) row by row."""
+    """Weights (B, score heads, R, T or 1 + T), computed row by row."""
     (B, H, R, _), T, views = q.shape, k.shape[2], module.score_heads // module.heads
     table = F.pad(q.new_zeros(H, 0) if table is None else table, (0, T))                # 0 at all other distances
     c, sink = module.config, module.config.sink.replace("token", "none")                # a token is an ordinary key
     w = q.new_zeros(B, H, R, (sink != "none") + T)
     for b, h, r in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(R)).tolist():
-        i = T - R + r                           # its window and first keys by their definition
+        i = T - R + r                           # window and first keys by their definition
         seen = [j for j in range(i + 1) if not c.window or i - j < c.window or j < c.first]
         s = scores(q[b, h, r], k[b, key_head(module, h), seen], len(seen), module, h)
         s = s + table[h, [i - j for j in seen]]
         if sink in ("one", "logit"):            # one more score in the denominator
             s = torch.cat([module.sink_logit[h, None] if sink == "logit" else s.new_zeros(1), s])
-        elif sink != "none":                    # of a learned key, as of any other
+        elif sink != "none":                    # the score of a learned key, as of any other
             own = module.sink_key[key_head(module, h)][None]
             s = torch.cat([scores(q[b, h, r], own, len(seen), module, h), s])
         places = ([] if sink == "none" else [0]) + [j - T for j in seen]
@@ -213,9 +213,9 @@ CASES = [{"attn": attn} for attn in ATTENTIONS] + [{"attn": attn, "attn_args": a
 @pytest.mark.parametrize("choices", CASES, ids=lambda choices: "-".join(map(str, choices.values())))
 @pytest.mark.parametrize("T, R, n_kv_head, W", [(1, 1, 4, 0), (13, 13, 2, 0), (20, 3, 1, 5), (20, 18, 4, 30)])
 def test_weights_and_output_equal_the_formula(choices, T, R, n_kv_head, W):
-    """Each published recipe by a formula of its own; combinations by their axes. W is the width of a distance table."""
+    """Published recipes have their own formulas; combinations use those of their axes. W: width of a distance table."""
     if "v1" in (choices.get("diff"), ATTENTIONS[choices["attn"]].get("diff")):
-        n_kv_head = max(2, n_kv_head)           # which pairs heads
+        n_kv_head = max(2, n_kv_head)           # v1 pairs key heads
     module = layer(**{"n_kv_head": n_kv_head} | choices)
     q, k, v, x = inputs(module, T, R)
     scores, row = (scores_by_axes, ROWS[module.config.rule]) if choices in COMBINED else FORMULAS[choices["attn"]]
@@ -232,14 +232,14 @@ def test_weights_and_output_equal_the_formula(choices, T, R, n_kv_head, W):
     close(module.attend(q, k, v, x, table), output_by_hand(module, expected, v, x), size=T * size, **rounding)
 
 
-# recipe: {parameter: value at the start}, of four heads of width 8 at block_size 1024
+# recipe: {parameter: initial value}, for four heads of width 8 at block_size 1024
 INITIAL = {
     "ssmax": {"sigma": 1024 / math.lgamma(1025)},                       # 1 / mean(log n)
     "sink": {"sink_logit": 0.0}, "elastic": {"tau": 1.0}, "tra": {"beta": 1.0, "out_norm.weight": 1.0},
     "tda": {"beta": 1.0, "lambda_logit": 0.0}, "asentmax": {"scale_beta": [0.1, 0.4, 0.7, 1.0], "scale_gamma": 0.0},
     "dex": {"dex_lambda": 0.0, "dex_proj.weight": 0.0, "progress": 0.0}, "lazy": {"table": 0.0},
     "rela": {"out_norm.weight": 1.0}, "lssar": {"sigma": 8 ** 0.5 * math.log(8)}}
-SPREAD = {                                      # and standard deviations of draws, for heads of width 512
+SPREAD = {                                      # recipe: {parameter: standard deviation}, for heads of width 512
     "kv_bias": {"sink_key": 0.02, "sink_value": 0.02}, "v_bias": {"value_bias": 0.02},
     "rela_gated": {"norm_gate": 0.02},
     "mlp": {"feature.0.weight": (2 / (5 * 512)) ** 0.5, "feature.2.weight": (2 / (5 * 512)) ** 0.5},
@@ -247,14 +247,14 @@ SPREAD = {                                      # and standard deviations of dra
 
 
 @pytest.mark.parametrize("attn", INITIAL)
-def test_initial_values(attn):
+def test_initial_values_of_parameters(attn):
     state = fresh(attn, block_size=1024).float().state_dict()
     for name, value in INITIAL[attn].items():
         close(state[name], torch.as_tensor(value).expand_as(state[name]))
 
 
 @pytest.mark.parametrize("attn", SPREAD)
-def test_the_mean_and_spread_of_draws_are_within_eight_standard_errors(attn):
+def test_initial_draws_have_their_mean_and_spread_within_eight_standard_errors(attn):
     gpt = GPT(tiny_config(attn=attn, n_head=2, n_embd=1024), seed=bounds.SEED)
     for name, std in SPREAD[attn].items():
         drawn = gpt.state_dict()[f"transformer.h.0.attn.{name}"]
@@ -271,7 +271,7 @@ def test_attn_args_decide_whether_a_scalar_learns(choices, name, learns):
     assert (name in dict(module.named_parameters())) == learns and name in module.state_dict()
 
 
-# ----------------------------------------------------------------------------------------------- equal to one another
+# -------------------------------------------------------------------------------------------- equalities, extra keys
 
 EQUAL = {                                       # (recipe, choices), (recipe, choices), the factor between their weights
     "elastic at tau 0 is softmax": (("elastic", {"attn_args": "tau_init=0"}), ("softmax", {}), 1),
@@ -296,7 +296,7 @@ def test_equalities_between_recipes(name):
     close(one.weights_of(q, k, x), factor * other.weights_of(q, k, x))
 
 
-def test_a_sink_far_below_the_scores_leaves_softmax_and_far_above_them_nothing():
+def test_a_very_low_sink_logit_gives_softmax_and_a_very_high_one_gives_zero():
     module, plain = layer("sink"), layer("softmax")
     q, k, v, x = inputs(module, 11)
     module.sink_logit.data.fill_(-1e4)
@@ -305,7 +305,7 @@ def test_a_sink_far_below_the_scores_leaves_softmax_and_far_above_them_nothing()
     assert module.attend(q, k, v, x).abs().max() == 0 and (module.weights_of(q, k, x)[..., 0] == 1).all()
 
 
-def test_a_hidden_first_key_of_softmax_is_as_if_it_were_not_there():
+def test_hiding_the_first_key_of_softmax_equals_removing_it():
     module = layer("softmax")
     q, k, _, x = inputs(module, 9)
     w = module.weights_of(q, k, x, sight=module.sight._replace(hidden=0))
@@ -314,7 +314,7 @@ def test_a_hidden_first_key_of_softmax_is_as_if_it_were_not_there():
 
 
 @pytest.mark.parametrize("attn, option", [("softmax1", "add_zero_attn"), ("kv_bias", "add_bias_kv")])
-def test_extra_keys_equal_torch_nns(attn, option):
+def test_extra_keys_equal_those_of_torch_nn(attn, option):
     """softmax1 and the KV bias against torch.nn.MultiheadAttention."""
     module, T = layer(attn), 12
     theirs = torch.nn.MultiheadAttention(32, 4, bias=False, batch_first=True, **{option: True}).double()
@@ -335,7 +335,7 @@ def test_extra_keys_equal_torch_nns(attn, option):
 @pytest.mark.parametrize("norm, even, expected", [
     (5, 0, [5.0] + [0.0] * 7), (5, 1, [5 / 8 ** 0.5] * 8), (0, 0, [0.0] * 8)])
 def test_a_fixed_value_of_the_extra_key_lies_along_the_first_axis_or_along_all(norm, even, expected):
-    """When Attention Sink Emerges, table 5. At norm 0 it is the K bias."""
+    """When Attention Sink Emerges, table 5. With norm 0 the recipe is the K bias."""
     module = fresh("kv_bias", attn_args=f"value_norm={norm},value_even={even}")
     assert "sink_value" not in dict(module.named_parameters())
     close(module.sink_value, torch.tensor([expected] * 4), dtype=torch.float32)
@@ -344,8 +344,8 @@ def test_a_fixed_value_of_the_extra_key_lies_along_the_first_axis_or_along_all(n
 @pytest.mark.parametrize("attn, names", [("k_bias", ["sink_key"]), ("kv_bias", ["sink_key", "sink_value"]),
                                          ("v_bias", ["value_bias"])])
 @pytest.mark.parametrize("shared, dims", [(1, "all"), (0, 3), (1, 2)])
-def test_biases_shared_by_heads_and_of_few_channels(attn, names, shared, dims):
-    """When Attention Sink Emerges, tables 12 and 13: equal to full ones that hold the same numbers, and zeros."""
+def test_biases_shared_by_heads_or_limited_to_few_channels(attn, names, shared, dims):
+    """When Attention Sink Emerges, tables 12 and 13. A full bias, padded with zeros, gives the same."""
     small = layer(attn, attn_args=f"bias_shared={shared},bias_dims={dims}", n_kv_head=2)
     full = layer(attn, n_kv_head=2)
     full.load_state_dict(small.state_dict() | {name: getattr(full, name) for name in names})
@@ -373,8 +373,8 @@ def importance_of(module, q, k, v, x):
 
 @pytest.mark.parametrize("choices", BALANCED, ids=lambda c: "-".join(map(str, c.values())))
 @pytest.mark.parametrize("T", [21, 45])
-def test_importance_is_what_the_sink_leaves_and_so_is_its_gradient(choices, T):
-    """Against the whole matrix of weights (B, H, T, T), also for blocks that the backward pass computes again."""
+def test_importance_and_its_gradient_equal_their_definition(choices, T):
+    """Importance is the gate's mean, or 1 minus the sink's mean weight. 45 rows are three blocks, computed again."""
     module = layer(**choices, kernel="torch")
     q, k, v, x = (a.requires_grad_() for a in inputs(module, T))
     if module.config.gate != "none":
@@ -390,14 +390,14 @@ def test_importance_is_what_the_sink_leaves_and_so_is_its_gradient(choices, T):
 def test_a_first_key_out_of_sight_has_no_weight_however_large_its_score():
     module = layer("window", window=4, kernel="torch")
     q, k, v, x = inputs(module, 30)
-    k[:, :, 0] = 500 * q[:, :, 29, :]           # the last row would give it all
+    k[:, :, 0] = 500 * q[:, :, 29, :]           # the last row would give it all its weight
     assert importance_of(module, q, k, v, x).isfinite().all()
 
 
 @needs_triton
 @pytest.mark.parametrize("attn", ["softmax", "sink"])
 def test_importance_comes_from_the_kernels_log_sum_exp(attn):
-    """Through Triton (its interpreter, without a GPU), with gradients, at no cost of T x T."""
+    """Importance and its gradients from Triton equal those of the block loop."""
     found = []
     for kernel in ("triton", "torch"):
         module = layer(attn, torch.float32, kernel=kernel).to(DEVICE)
@@ -408,24 +408,24 @@ def test_importance_comes_from_the_kernels_log_sum_exp(attn):
 
 
 @pytest.mark.parametrize("size", [0.3, 3.0, 30.0])
-def test_importance_under_autocast_is_that_of_the_weights_and_in_bounds(size):
-    """Most rows look at the first key and little else. So their log-sum-exp is near its score, of about 7, 70 or 700,
-    and bfloat16 rounds scores to 8 bits."""
+def test_importance_under_autocast_agrees_with_the_weights_and_lies_between_0_and_1(size):
+    """Most rows give nearly all their weight to the first key. So their log-sum-exp is close to its score, which is
+    about 7, 70 or 700, and bfloat16 rounds scores to 8 bits."""
     module = layer(dtype=torch.float32, kernel="torch")
     q, k, v, x = inputs(module, 40, dtype=torch.float32)
     q = size * (q + 8 * k[:, :, :1])
     with torch.autocast("cpu", torch.bfloat16):
         found = importance_of(module, q, k, v, x)
         w = module.weights_of(q, k, x)[..., 0]
-    largest = (q @ k.mT).abs().max().item() * module.sight.scale        # the score whose exponential is taken
+    largest = (q @ k.mT).abs().max().item() * module.sight.scale        # the largest argument of exp
     close(found, 1 - w.mean((0, 2)), terms=4, size=largest)
     assert 0 <= found.min() and found.max() <= 1
 
 
 @pytest.mark.parametrize("large", [0, 255])
 def test_gradients_of_a_long_sequence_add_up_in_float32(large):
-    """Every row looks at the first key only, so its value's gradient is the sum of dy. One of 256 blocks adds 512, the
-    others 0.25 each, which bfloat16 cannot add to 512 one by one, whichever comes first."""
+    """Every row gives its weight to the first key, so the gradient of its value is the sum of dy. One of 256 blocks
+    adds 512, each other block 0.25. In bfloat16 512 + 0.25 is 512. large: the block that adds 512."""
     module, T = layer(dtype=torch.float32, kernel="torch"), 256 * kernels.BLOCK
     q, k, v, x = inputs(module, T, B=1, dtype=torch.float32)
     v.requires_grad_()
@@ -433,22 +433,22 @@ def test_gradients_of_a_long_sequence_add_up_in_float32(large):
     dy[large] = 512 / kernels.BLOCK
     with torch.autocast("cpu", torch.bfloat16):
         k = 9 * (torch.arange(T) == 0)[:, None] + 0 * k
-        y = module.attend(0 * q + 9, k, v.bfloat16(), x)                # as the projections give them
+        y = module.attend(0 * q + 9, k, v.bfloat16(), x)                # the dtype of projections under autocast
     y.backward(dy.view(-1, 1).expand(y.shape).to(y.dtype))
     close(v.grad[:, :, 0], torch.full_like(v.grad[:, :, 0], 512 + 255 / 4), terms=1, dtype=torch.bfloat16)
 
 
-def test_a_sink_is_a_gate():
-    """The Attention Sink as Native MoE, eq. 4: vanilla attention whose first token has the value 0, sink attention over
-    the other tokens, and a gate on softmax over them give the same output, if the gates match."""
+def test_a_sink_equals_a_gate_on_softmax():
+    """Attention Sink as Native MoE, eq. 4. Softmax with a first value of 0, a sink logit over the other tokens, and a
+    gate on softmax over the other tokens give the same output if the gates match."""
     vanilla, sink, plain = layer(), layer("sink"), layer()
     q, k, v, x = inputs(vanilla, 30)
     v[:, :, 0] = 0
     expected = vanilla.attend(q, k, v, x)[:, :, 1:]
-    weight = vanilla.weights_of(q, k, x)[:, :, 1:, :1]                  # of the first token, (B, H, T - 1, 1)
+    weight = vanilla.weights_of(q, k, x)[:, :, 1:, :1]                  # weight of the first token, (B, H, T - 1, 1)
     rest = q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], x[:, 1:]
     close((1 - weight) * plain.attend(*rest), expected)
-    # a sink logit is the same for every row: rows whose score for the first key is that logit
+    # a sink logit is one number for all rows. Set it to one row's score of the first key, and compare that row
     s = plain.sight.scale * (q * k[:, :, :1]).sum(-1)[:, :, 1:]         # (B, H, T - 1)
     for row in (0, 7, 28):
         sink.sink_logit.data = s[0, :, row].clone()
@@ -463,7 +463,7 @@ def assert_finite(found):
 
 
 @pytest.mark.parametrize("attn", ["relu", "rela", "tra", "tda", "diff_rela", "softpick"])
-def test_rows_in_which_nothing_survives_give_nothing_and_no_gradient(attn):
+def test_rows_without_a_surviving_key_have_zero_output_and_gradients(attn):
     module = layer(attn, dtype=torch.float32)
     q, k, v, x = inputs(module, 9, dtype=torch.float32)
     found = attend_and_gradients(module, torch.full_like(q, 10.0), torch.full_like(k, -5.0), v, x)
@@ -471,7 +471,7 @@ def test_rows_in_which_nothing_survives_give_nothing_and_no_gradient(attn):
 
 
 @pytest.mark.parametrize("alpha", ["1.05", "1.2", "1.5", "2", "learned"])
-def test_entmax_sums_to_one_in_long_even_and_tied_rows(alpha):
+def test_entmax_sums_to_one_in_long_uniform_and_tied_rows(alpha):
     module = layer("entmax", dtype=torch.float32, attn_args=f"alpha={alpha}")
     s = normal(1, 4, 5, 3000, dtype=torch.float32)
     s[:, :, 0], s[:, :, 1], s[:, :, 2, :7], s[:, :, 3] = 0.0, 1e4, 9.0, 1e3 * s[:, :, 3]
@@ -495,18 +495,18 @@ def test_a_learned_alpha_stays_between_softmax_and_sparsemax(theta):
 
 
 def test_lssar_stays_finite_beyond_a_thousand_keys():
-    """x^15 of n a - 1 with a = 1 at n = 1500 would be 1500^15, far out of float32."""
+    """With a = 1 and n = 1500, (n a - 1)^15 is about 1500^15, which overflows float32."""
     module = layer("lssar", dtype=torch.float32, block_size=2000)
     q, k, v, x = inputs(module, 1500, 1, dtype=torch.float32)
     k[:, :, 700] = q[:, :, 0]
     assert_finite(attend_and_gradients(module, q, k, v, x))
     w = module.weights_of(q, k, x)
     close(w.sum(-1), torch.ones_like(w[..., 0]), terms=1500)
-    below(100 / 1500, w[..., 700])              # a hundred times the even share
+    below(100 / 1500, w[..., 700])              # a hundred times the uniform weight
 
 
-def test_lssar_rows_are_even_or_not_whatever_the_rounding():
-    """An even row is empty, not what rounding to the 15th power makes of it."""
+def test_lssar_gives_zero_for_uniform_rows_whatever_the_rounding():
+    """Rounding errors must not be raised to the 15th power and normalised. Only the first three rows keep weights."""
     module = layer("lssar", dtype=torch.float32, block_size=2000)
     q, k, v, x = inputs(module, 600, dtype=torch.float32)
     w = module.weights_of(q, torch.ones_like(k), x)
@@ -514,7 +514,7 @@ def test_lssar_rows_are_even_or_not_whatever_the_rounding():
     close(w[:, :, :3].sum(-1), torch.ones(2, 4, 3))
 
 
-def test_lssar_without_unit_vectors_survives_scores_far_below_zero():
+def test_lssar_without_unit_vectors_stays_finite_for_very_negative_scores():
     module = layer("softmax", rule="lssar", dtype=torch.float32)
     q, k, v, x = inputs(module, 9, dtype=torch.float32)
     assert_finite(attend_and_gradients(module, 10 * torch.ones_like(q), -5 * torch.ones_like(k), v, x))
@@ -524,7 +524,7 @@ def test_lssar_without_unit_vectors_survives_scores_far_below_zero():
 
 
 def turned(x, places):
-    """RoPE of vectors (T, D) by complex numbers: pair c is (x_c, x_{c + D/2})."""
+    """RoPE of vectors x (T, D) with complex numbers: pair c is (x_c, x_{c + D/2})."""
     half = x.shape[-1] // 2
     angle = places[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
     pair = torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * angle)
@@ -532,11 +532,11 @@ def turned(x, places):
 
 
 def t5_bucket(apart):
-    """By counting: 16 distances have a bucket each, beyond them bucket 16 + k ends at 16 8^((k + 1)/16)."""
+    """T5's bucket of a distance: itself below 16; from there on, bucket 16 + k ends at 16 * 8^((k + 1) / 16)."""
     return apart if apart < 16 else min(31, 16 + sum(apart >= 16 * 8 ** ((k + 1) / 16) for k in range(16)))
 
 
-# what each position code adds to the score of head h at a distance, by its own formula
+# the term that each position code adds to the score of head h at a distance
 ADDED = {
     "none": lambda module, h, apart: 0.0,
     "alibi": lambda module, h, apart: -(2.0 ** (-2 * (h + 1))) * apart,                 # of 4 heads
@@ -547,9 +547,8 @@ ADDED |= {"rope+bias": ADDED["bias"]} | {name: ADDED["none"] for name in ("rope"
 
 
 @pytest.mark.parametrize("pos", positions.POSITIONS)
-def test_what_each_position_code_adds_to_the_score(pos):
-    """Against each score by itself in float64, through the layer's own forward pass: 150 tokens, so beyond every
-    table."""
+def test_each_position_code_adds_its_term_to_the_scores(pos):
+    """Through the layer's forward pass, against a formula in float64. 150 tokens reach beyond every table."""
     module, T, seen = layer(pos=pos, bias_range=20), 150, []
     module.attend = lambda q, k, v, x, table: seen.append((q, k, table)) or v
     x, places = normal(1, T, 32), torch.arange(T)
@@ -567,7 +566,7 @@ def test_what_each_position_code_adds_to_the_score(pos):
 @pytest.mark.parametrize("R", [9, 1, 4])
 @pytest.mark.parametrize("W", [0, 1, 5, 9, 30])
 @pytest.mark.parametrize("tail, slope", [(True, False), (False, True), (True, True)])
-def test_a_distance_is_a_table_a_tail_and_a_slope(R, W, tail, slope):
+def test_a_distance_bias_is_a_table_with_a_tail_plus_a_slope(R, W, tail, slope):
     T, table, last, steep = 9, normal(4, W), normal(4, stream=1), normal(4, stream=2)
     distance = Distance(table if W else None, last if tail else None, steep if slope else None)
     apart = (torch.arange(T - R, T)[:, None] - torch.arange(T)).clamp(min=0)
@@ -585,7 +584,7 @@ def test_alibi_slopes_of_any_number_of_heads():
     close(slopes(2, attn="diff2"), [2.0 ** -4] * 2 + [2.0 ** -8] * 2, terms=1, dtype=torch.float32)
 
 
-def test_t5_and_alibi_are_those_of_transformers():
+def test_t5_and_alibi_equal_those_of_transformers():
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     apart = torch.arange(300)
@@ -595,36 +594,35 @@ def test_t5_and_alibi_are_those_of_transformers():
         module = layer(pos="alibi", n_head=heads, n_embd=8 * heads, dtype=torch.float32)
         bias = module.distance().bias(1, 20)[:, 0]                      # (H, 20) of the last row
         alibi = bloom.build_alibi_tensor(torch.ones(1, 20), heads, torch.float32).view(heads, 20)
-        # theirs counts from the first key: a constant a row, which softmax does not see
+        # transformers counts from the first key. That differs by a constant per row, which softmax ignores
         close(bias - bias[:, :1], alibi - alibi[:, :1], terms=4)
 
 
 # ------------------------------------------------------------------------------------------------ windows, first keys
 
 
-def test_a_streaming_row_scores_first_keys_from_the_end_of_its_cache():
-    """StreamingLLM: of a row beyond the window, only the first keys and the window are left, side by side, and RoPE
-    counts their places."""
+def test_a_streaming_row_counts_rope_positions_within_its_cache():
+    """StreamingLLM: a late row sees only the first keys and the window. RoPE treats these keys as adjacent."""
     module, plain, x = layer("streaming", pos="rope", first=4), layer("softmax", pos="rope"), normal(1, 30, 32)
     plain.load_state_dict(module.state_dict())
-    kept = torch.cat([x[:, :4], x[:, 30 - 7:]], 1)                      # by a cache of 4 + 7, at the last row
+    kept = torch.cat([x[:, :4], x[:, 30 - 7:]], 1)                      # the cache of 4 + 7 tokens at the last row
     close(module(x)[:, -1], plain(kept)[:, -1], dtype=torch.float32)    # RoPE's angles are float32
 
 
 @pytest.mark.parametrize("attn, most", [("window", 6), ("streaming", 10), ("softmax", 30)])
-def test_the_cache_of_a_window_keeps_its_keys_and_no_more(attn, most):
+def test_the_cache_of_a_window_keeps_only_the_keys_that_are_needed(attn, most):
     module, past = layer(attn), {}
     for part in normal(1, 30, 32).split(3, 1):
         module(part, past)
     assert past["k"].shape[2] == past["v"].shape[2] == most and past["tokens"] == 30
 
 
-def test_every_second_layer_has_the_window():
+def test_every_second_layer_of_gpt_oss_has_a_window():
     config = tiny_config(attn="gpt_oss", n_layer=4, window=5)
     assert [Attention(config, i).sight.window for i in range(4)] == [5, 0, 5, 0]
 
 
-def test_lengths_count_what_a_row_sees():
+def test_visible_count_equals_the_row_sums_of_the_mask():
     sight, i = Sight(window=5, first=2), torch.arange(12)
     same(visible(i[:, None], i, sight).sum(1).float(), visible_count(i, sight))
 
@@ -635,10 +633,10 @@ def test_lengths_count_what_a_row_sees():
 @pytest.mark.parametrize("choices", [{"attn": attn} for attn in ATTENTIONS] + [{"pos": "t5"}, {
     "attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"}], ids=lambda c: "-".join(c.values()))
 def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
-    module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)        # each has a generator of its own
+    module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)        # each device has its own generator
     T = 150 if "pos" in choices else 45                                 # beyond T5's table
     qkvx, found = [a.to(DEVICE) for a in inputs(module, T)], []
-    for compute in (kernels.checkpoint, lambda block, *args, **options: block(*args)):          # which keeps its blocks
+    for compute in (kernels.checkpoint, lambda block, *args, **options: block(*args)):     # the second keeps its blocks
         monkeypatch.setattr(kernels, "checkpoint", compute)
         torch.manual_seed(5)
         found.append(attend_and_gradients(module, *qkvx, table=module.distance()))
@@ -657,13 +655,13 @@ def test_attn_args_keep_the_type_of_their_default():
     assert module.args == {"tau_init": 2.0, "per_length": "block", "learn_tau": False}
 
 
-def test_auto_takes_sdpa_for_plain_softmax_and_the_loop_for_the_rest():
+def test_auto_chooses_sdpa_for_plain_softmax_and_the_block_loop_otherwise():
     assert choose_kernel(tiny_config(attn="softmax"), "cpu") == "sdpa"
     assert choose_kernel(tiny_config(attn="elastic"), "cpu") == "torch"
     assert choose_kernel(tiny_config(attn="softmax", kernel="torch"), "cpu") == "torch"
 
 
-def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
+def test_auto_chooses_triton_on_cuda_unless_there_is_dropout(monkeypatch):
     monkeypatch.setattr(kernels, "AVAILABLE", True)
     assert [choose_kernel(tiny_config(attn=attn), "cuda") for attn in ("softmax", "elastic", "sink")] == ["triton"] * 3
     assert choose_kernel(tiny_config(attn="elastic", dropout=0.1), "cuda") == "torch"
@@ -673,8 +671,8 @@ def test_triton_is_the_choice_on_cuda_only_and_never_with_dropout(monkeypatch):
 
 
 @needs_triton
-def test_two_views_too_wide_for_one_tile_take_two_calls(monkeypatch):
-    """Their difference and all gradients are the same."""
+def test_two_views_too_wide_for_one_tile_are_computed_in_two_calls(monkeypatch):
+    """The output and all gradients are the same as in one call."""
     module, found = layer("tda", dtype=torch.float32, kernel="triton").to(DEVICE), []
     qkvx = [a.to(DEVICE) for a in inputs(module, 20, dtype=torch.float32)]
     for fit in (True, False):

@@ -1,5 +1,5 @@
-"""What every recipe must obey, stated once: each recipe of ATTENTIONS, and 60 random combinations of axes, against each
-property. A new recipe is tested by its row in ATTENTIONS; only its formula is tested in the file of its mixer.
+"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on 60 random combinations of axes. A
+new row in ATTENTIONS is tested without further work. Only its formula needs a test, in the file of its mixer.
 """
 import io
 import random
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def random_combinations(count):
-    """Recipes with one to four axes, and perhaps the heads of keys, changed at random: combinations that are legal,
-    most of which nobody has published."""
+    """Recipes with one to four axes changed at random, half of them with fewer key heads. All are legal. Most are
+    unpublished."""
     pick, found = random.Random(bounds.SEED), []
     while len(found) < count:
         attn = pick.choice(list(ATTENTIONS))
@@ -39,7 +39,7 @@ def random_combinations(count):
         choices |= {"n_kv_head": 2} if pick.random() < 0.5 else {}
         try:
             GPTConfig(n_head=4, n_embd=32, **choices)
-        except ValueError:                      # it means nothing, and says so: tests/test_refusals.py
+        except ValueError:                      # not legal: tests/test_refusals.py tests the messages
             continue
         found += [choices] if choices not in found else []
     return found
@@ -49,16 +49,16 @@ STATES = [attn for attn, axes in ATTENTIONS.items() if axes.get("mixer") == "rec
 PUBLISHED = [{"attn": attn} for attn in ATTENTIONS]
 COMBINED = random_combinations(60)
 FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
-FOCUS = [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]        # its sparse forms, and those with an extra key
+FOCUS = [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]        # sparse; with an extra key; both
 EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
                       marks=() if choices in COMBINED or choices["attn"] in FEW else pytest.mark.exhaustive)
          for choices in PUBLISHED + FOCUS + COMBINED]
 every = pytest.mark.parametrize("choices", EVERY)
 recipes = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
-# an interpreter needs seconds for a kernel: one recipe for each way in which the layer calls it, the rest with --all.
-# Plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
-# a row sum to divide by; features; a state, one that erases, one of a key for all heads; a call for each group. Then a
-# slope that learns, and what follows a table
+# The interpreter needs seconds per kernel, so the default tests have one recipe for each way of calling the kernels.
+# --all adds the rest. In the order of CALLS: plain; with the statistic; twice as wide; half as many heads; a table; a
+# threshold in row sums; two views in one pass; a row sum to divide by; features; a state; a state that erases; a state
+# with one key for all heads; one call for each group. After CALLS: a learned slope; a table with a tail
 CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
          "gated_deltanet", "mamba2", "focus topk=1")
 called = pytest.mark.parametrize("choices", [
@@ -69,11 +69,11 @@ called = pytest.mark.parametrize("choices", [
 
 
 def causal(module):
-    return module if module.causal else pytest.skip("not causal by its own word")
+    return module if module.causal else pytest.skip("declares that it is not causal")
 
 
 def clusters(module):
-    """Does the mixer choose among all tokens, so that another set of tokens gives other weights?"""
+    """Does the mixer cluster all tokens, so that each token can change the weights of the others?"""
     return module.config.mixer == "routing"
 
 
@@ -81,7 +81,7 @@ def clusters(module):
 
 
 @every
-def test_a_row_does_not_depend_on_later_tokens_where_the_recipe_is_causal(choices):
+def test_rows_of_a_causal_recipe_do_not_depend_on_later_tokens(choices):
     module, T, t = causal(layer(**choices)), 45, 37
     x = normal(2, T, 32).requires_grad_()
     later = torch.cat([x[:, :t], 100 * normal(2, T - t, 32, stream=1)], 1)
@@ -93,21 +93,21 @@ def test_a_row_does_not_depend_on_later_tokens_where_the_recipe_is_causal(choice
 
 
 @every
-def test_a_later_key_has_weight_zero_even_under_negative_scalars(choices):
+def test_a_later_key_has_weight_zero_even_with_negative_parameters(choices):
     module, T = causal(layer(**choices)), 21
     for p in scalars(module):
-        p.data = -p.data.abs()                  # a negative threshold must not lift what is masked
+        p.data = -p.data.abs()                  # a negative threshold must not lift masked scores
     q, k, _, x = inputs(module, T)
     assert module.weights_of(q, k, x)[..., -T:].triu(1).abs().max() == 0
 
 
 @every
-def test_a_hidden_key_is_seen_by_its_own_row_alone(choices):
+def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
     module, T, place = layer(**choices), 21, 4
     q, k, v, x = inputs(module, T)
     hidden, here, later = module.sight._replace(hidden=place), torch.arange(T)[:, None] == place, slice(place + 1, None)
     assert module.weights_of(q, k, x, sight=hidden)[:, :, later, place - T].abs().max() == 0
-    if clusters(module):                        # which take another token in its place
+    if clusters(module):                        # a cluster takes another token in its place
         return
     o = module.attend(q, k, v, x, sight=hidden)
     other = module.attend(q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden)
@@ -122,7 +122,7 @@ def test_a_hidden_key_is_seen_by_its_own_row_alone(choices):
 def test_one_call_equals_token_by_token_equals_prefill_then_decode(choices):
     module, x = layer(**choices), normal(2, 45, 32)
     if not module.cached:
-        pytest.skip("cannot be decoded step by step, by its own word")
+        pytest.skip("declares that it cannot be decoded step by step")
     whole = module(x)
     for pieces in ([1] * 45, [30] + [1] * 15, [5, 20, 1, 1, 17, 1]):
         past = {}
@@ -133,11 +133,11 @@ def test_one_call_equals_token_by_token_equals_prefill_then_decode(choices):
 
 
 @every
-def test_with_fewer_queries_than_keys_they_are_the_last(choices):
+def test_fewer_queries_than_keys_are_the_last_rows(choices):
     module, T = layer(**choices), 41
     q, k, v, x = inputs(module, T)
     if clusters(module):
-        pytest.skip("fewer queries make other clusters")
+        pytest.skip("fewer queries form other clusters")
     o, w = module.attend(q, k, v, x), module.weights_of(q, k, x)
     for R in (1, 5, 18):
         last = q[:, :, -R:], k
@@ -149,8 +149,8 @@ def test_with_fewer_queries_than_keys_they_are_the_last(choices):
 
 
 def output_by_hand(module, w, v, x):
-    """What a layer makes of its weights (B, H, T, T or 1 + T): times the values, also an extra key's, then corrections,
-    norms and gates, each by its own formula."""
+    """A layer's output from its weights (B, H, T, T or 1 + T): weights times values, an extra key's included. Then
+    corrections, norms and gates, each by its own formula."""
     c, T = module.config, v.shape[2]
     o = w[..., -T:] @ v.repeat_interleave(w.shape[1] // v.shape[1], 1)
     if c.sink == "key_value":
@@ -189,10 +189,10 @@ def gate_by_hand(module, x, heads, activation):
 
 
 @every
-def test_weights_times_values_equal_the_output_where_they_are_weights(choices):
+def test_weights_times_values_equal_the_output(choices):
     module, T = layer(**choices), 45
     if not module.exact:
-        pytest.skip("not linear in its values: derivatives stand in for weights")
+        pytest.skip("not linear in its values: its weights are derivatives")
     q, k, v, x = inputs(module, T)
     w = module.weights_of(q, k, x)
     assert w.shape == (2, module.heads, T, module.has_extra_key + T)
@@ -205,8 +205,8 @@ def test_weights_times_values_equal_the_output_where_they_are_weights(choices):
 
 @every
 def test_gradients_equal_finite_differences(choices):
-    """Along four random directions through all inputs and scalars at once. A step may cross a kink on one of them, so
-    the second worst decides: a wrong gradient is wrong on all. The backward pass computes the three blocks again."""
+    """Along four random directions of all inputs and parameters. A step in one direction may cross a kink, so the
+    second largest error counts: a wrong gradient is wrong in all. 35 rows are three blocks, which are recomputed."""
     module, step = layer(**choices), 1e-6
     leaves = [a.requires_grad_() for a in inputs(module, 35, B=1)] + scalars(module)
     above = normal(*module.attend(*leaves[:4]).shape, stream=9)
@@ -223,7 +223,7 @@ def test_gradients_equal_finite_differences(choices):
         direction = [normal(*a.shape, stream=20 + stream) for a in leaves]
         parts = [(g * d).flatten() for g, d in zip(gradients, direction, strict=True)]
         ahead, behind = value(step, direction), value(-2 * step, direction)
-        value(step, direction)                  # back to where it was
+        value(step, direction)                  # restore the leaves
         slope, size = torch.cat(parts).sum().item(), torch.cat(parts).norm().item()
         errors.append(abs((ahead - behind) / (2 * step) - slope) / size)
     below(sorted(errors)[2], 1e-4)
@@ -240,27 +240,27 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
     for name, scores in {
             "one key": (q[:, :, :1], k[:, :, :1]), "zero": (0 * q, 0 * k),
             "all equal": (torch.ones_like(q), torch.ones_like(k)),
-            "all negative": (torch.full_like(q, 10.0), -5 - 0.01 * k.abs()),            # near -141, a little apart
+            "all negative": (torch.full_like(q, 10.0), -5 - 0.01 * k.abs()),          # scores near -141, not all equal
             "times 300": (300 * q, k), "all keys but one's own point away": (30 * own, -30 * k)}.items():
         T = scores[1].shape[2]
         for a in attend_and_gradients(module, *scores, v[:, :, :T], x[:, :T]):
             assert a is None or a.isfinite().all(), name
 
 
-# --------------------------------------------------------------------------------------------------- number types, cost
+# -------------------------------------------------------------------------------------------------------- dtypes, cost
 
 
 def without_jumps(choices, T):
-    """Where a cluster of routing holds all T tokens, no rounding changes which tokens it takes."""
+    """Routing gets clusters of all T tokens, so that rounding cannot change their members."""
     return choices | ({"attn_args": f"cluster_size={T}"} if choices["attn"] == "routing" else {})
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_type_comes_back_and_is_accurate(choices, dtype):
+def test_outputs_have_the_dtype_of_the_inputs_and_are_accurate(choices, dtype):
     module = layer(**without_jumps(choices, 40), dtype=torch.float32)
     q, k, v, x = inputs(module, 40, dtype=dtype)
-    o = module.attend(q, k, v, x.float())       # the layer's input has the layer's own type
+    o = module.attend(q, k, v, x.float())       # x has the dtype of the layer
     assert o.dtype == dtype
     exact = [a.double() for a in (q, k, v, x)]
     module = module.double()
@@ -269,7 +269,7 @@ def test_every_number_type_comes_back_and_is_accurate(choices, dtype):
 
 @every
 def test_autocast_is_close_to_float64(choices):
-    """As close as rounding its input to bfloat16 allows."""
+    """The bound is the effect of rounding the input to bfloat16."""
     module, x = layer(**without_jumps(choices, 40), dtype=torch.float32), normal(2, 40, 32, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         low = module(x)
@@ -292,11 +292,11 @@ def test_training_memory_grows_linearly(choices):
     below(peak(1024), 20 * peak(128))
 
 
-# ------------------------------------------------------------------------------------------ a model, its file, its page
+# -------------------------------------------------------------------------------- a model, its checkpoint, its pages
 
 
 @recipes
-def test_recipes_share_the_initial_values_of_what_they_share(choices):
+def test_parameters_that_recipes_share_have_the_same_initial_values(choices):
     one, other = (GPT(tiny_config(**axes)).state_dict() for axes in (choices, {"attn": "softmax", "pos": "learned"}))
     shared = [name for name in one if name in other and one[name].shape == other[name].shape]
     assert len(shared) > 5
@@ -304,16 +304,16 @@ def test_recipes_share_the_initial_values_of_what_they_share(choices):
 
 
 @recipes
-def test_initial_values_follow_the_seed_of_the_model_alone(choices):
-    """The global generator has moved on when the second model is made."""
+def test_initial_values_depend_only_on_the_seed_of_the_model(choices):
+    """The state of the global generator is different for the second model."""
     one, again, other = (GPT(tiny_config(**choices), seed).state_dict() for seed in (5, 5, 6))
     same(again, one)
     assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
 
 
 @every
-def test_a_checkpoint_goes_out_and_in(choices):
-    """Weights and buffers come back from a file that holds tensors alone, and the model computes the same."""
+def test_a_model_is_the_same_after_saving_and_loading(choices):
+    """A file of tensors alone restores all parameters and buffers, and the logits are the same."""
     config, file, idx = tiny_config(n_head=4, n_embd=32, **choices), io.BytesIO(), torch.arange(13)[None]
     written, read = GPT(config, seed=1).eval(), GPT(config, seed=2).eval()
     torch.save(written.state_dict(), file)
@@ -330,7 +330,7 @@ def test_every_parameter_learns(choices):
 
 
 @recipes
-def test_help_show_and_params_have_something_to_say(choices, capsys):
+def test_help_show_and_params_describe_the_recipe(choices, capsys):
     with pytest.raises(SystemExit):
         train.main(["-h"])
     assert choices["attn"] in capsys.readouterr().out.replace(",", " ").replace("}", " ").split()
@@ -348,8 +348,8 @@ def test_help_show_and_params_have_something_to_say(choices, capsys):
 
 @called
 def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
-    """Through Triton's interpreter where there is no GPU, with a learned distance bias and grouped heads. Some keys
-    occur twice, so that scores tie."""
+    """On the GPU or in Triton's interpreter, with a learned distance bias and grouped heads. Some keys occur twice, so
+    that scores tie."""
     has_one = any(case.values[0] == choices for case in EVERY if case.id in CALLS)
     choices = {"n_kv_head": 2, "bias_range": 20, "dtype": torch.float32} | choices
     assert {name for name, rule in RULES.items() if rule.kernel} <= kernels.KERNELS.keys()
@@ -360,13 +360,13 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
         assert not has_one, e
         pytest.skip(str(e))
     loop.load_state_dict(fused.state_dict())
-    T = 140 if choices.get("pos") == "t5" else 45                       # beyond its table
+    T = 140 if choices.get("pos") == "t5" else 45                       # beyond T5's table
     qkvx = [a.to(DEVICE) for a in inputs(fused, T, dtype=torch.float32)]
     qkvx[1][:, :, 30:40] = qkvx[1][:, :, 10:20]
     found, expected = (attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
                        for module in (fused, loop))
-    # the gradient of a state's decay sums over all pairs of tokens before and after it. The terms of a sum have about
-    # size 1, also where they cancel: a norm on the output undoes what a sink's logit does
+    # The gradient of a state's decay sums over all pairs of tokens before and after it. All summands have a size of
+    # about 1, even if they cancel. They cancel for a sink logit before a norm, which undoes it
     terms = T * T if choices["attn"] in STATES else T
     for a, b in zip(found, expected, strict=True):
         close(a, b, terms, size=None if b is None else max(1.0, b.abs().max().item()))

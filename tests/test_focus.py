@@ -1,4 +1,4 @@
-"""mixers/focus.py: routing and which balance looks ahead, gates, the sparse form, decoding, training."""
+"""mixers/focus.py: routing, which balances are causal, gates, the sparse form, decoding, training."""
 import math
 
 import layers
@@ -18,12 +18,12 @@ MACHINE = Machine("cpu", "float32")
 
 
 def layer(**choices):
-    """A layer of 4 heads, which share 2 of keys and values, with shares of groups that are nearly 0 or 1."""
+    """A layer with 4 heads and 2 key heads. Its tokens' group shares are close to 0 or 1."""
     return layers.layer("focus", **{"n_kv_head": 2, "window": 5} | choices)
 
 
 def by_pairs(module, q, k, v, x):
-    """Equation 2 over whole matrices: every pair's score, gate and weight."""
+    """Equation 2 by whole matrices: the score, gate and weight of every pair."""
     T, config, g = q.shape[2], module.config, module.assign(x)
     k, v = (y.repeat_interleave(2, 1) for y in (k, v))
     i, j = torch.arange(T)[:, None], torch.arange(T)
@@ -40,7 +40,7 @@ def by_pairs(module, q, k, v, x):
 
 
 def equals_equation_2(module, T):
-    """In the output and in all gradients."""
+    """Check the output and all gradients. Returns the inputs and the expected output."""
     qkvx = inputs(module, T)
     expected = with_gradients(lambda *leaves: by_pairs(module, *leaves), qkvx, scalars(module))
     close(attend_and_gradients(module, *qkvx), expected, terms=T)
@@ -50,7 +50,7 @@ def equals_equation_2(module, T):
 # ------------------------------------------------------------------------------------------------------------- routing
 
 
-def test_sinkhorn_is_the_papers_loop():
+def test_sinkhorn_equals_the_loop_of_the_paper():
     module = layer(balance="sinkhorn", attn_args="iterations=10,groups=3,temperature=2")
     x = normal(2, 40, 32)
     Q = torch.exp(x @ module.router.weight.T @ module.centroids.T / 2)
@@ -68,7 +68,7 @@ def test_sinkhorn_is_the_papers_loop():
 @pytest.mark.parametrize("topk", [0, 2])
 @pytest.mark.parametrize("balance", BALANCES)
 def test_only_sinkhorn_lets_later_tokens_change_earlier_rows(balance, topk):
-    """The soft form in training, the hard one in evaluation."""
+    """Tests the soft form in training mode, and the hard form in evaluation mode."""
     module, early = layer(balance=balance, topk=topk).train(topk == 0), slice(0, 30)
     q, k, v, x = inputs(module, 41)
     changed = x.clone()
@@ -77,7 +77,7 @@ def test_only_sinkhorn_lets_later_tokens_change_earlier_rows(balance, topk):
     o, other = (module.attend(q, k, v, y)[:, :, early] for y in (x, changed))
     g, other_g = (module.assign(y)[:, early] for y in (x, changed))
     assert module.causal == BALANCES[balance].causal == (balance != "sinkhorn")
-    slope = torch.autograd.grad(g[..., 0].sum(), x, allow_unused=True)[0]       # None where the balance stops it
+    slope = torch.autograd.grad(g[..., 0].sum(), x, allow_unused=True)[0]       # None: the balance stops it
     later = 0.0 if slope is None else slope[:, 30:].abs().max().item()
     if module.causal:
         assert later == 0
@@ -88,10 +88,10 @@ def test_only_sinkhorn_lets_later_tokens_change_earlier_rows(balance, topk):
         below(1e-6, (other_g - g).abs().max())
 
 
-def test_potentials_even_out_groups_and_stay_as_they_are_in_evaluation():
+def test_potentials_balance_groups_and_do_not_change_in_evaluation():
     module, most = layer(attn_args="groups=4,temperature=0.3").train(), []
     for step in range(80):
-        x = normal(2, 200, 32, stream=step) + 1.0                       # a direction that all tokens share
+        x = normal(2, 200, 32, stream=step) + 1.0                       # adds a direction that all tokens share
         most.append(module.assign(x).mean((0, 1)).max().item())
         module.finish_step(MACHINE)
     below(most[-1] - 1 / 4, (most[0] - 1 / 4) / 2)
@@ -102,9 +102,9 @@ def test_potentials_even_out_groups_and_stay_as_they_are_in_evaluation():
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_what_each_balance_of_table_8_does_to_gradients_and_centroids(balance):
+def test_how_each_balance_of_table_8_treats_gradients_and_centroids(balance):
     module, x = layer(balance=balance).train(), normal(2, 60, 32).requires_grad_()
-    own = balance in ("ema", "recluster")       # move the centroids by a rule of their own
+    own = balance in ("ema", "recluster")       # these move centroids without gradients
     g = module.assign(x)
     slope, = torch.autograd.grad(g[..., 0].sum(), x, retain_graph=True, allow_unused=True)
     assert (slope is None) == (balance in ("stop_gradient", "ema"))
@@ -117,7 +117,7 @@ def test_what_each_balance_of_table_8_does_to_gradients_and_centroids(balance):
     assert (module.centroids != before).any() == own
 
 
-def test_the_penalty_is_low_for_tokens_that_are_sure_of_even_groups():
+def test_the_penalty_is_low_for_confident_tokens_in_balanced_groups():
     module = layer(balance="entropy", attn_args="groups=4,penalty=1")
     penalty, eye = module.choices["balance"].penalty, torch.eye(4).double()
     sure, unsure, one = eye.repeat(1, 3, 1), torch.full((1, 12, 4), 0.25).double(), eye[:1].repeat(1, 12, 1)
@@ -127,8 +127,8 @@ def test_the_penalty_is_low_for_tokens_that_are_sure_of_even_groups():
     assert module.penalty == 0.0
 
 
-def test_the_penalty_has_a_slope_where_a_softmax_has_come_to_zero():
-    """In float32 that is 100 below the largest score: a router that has learned to be sure gets there."""
+def test_the_penalty_has_finite_gradients_where_a_softmax_is_zero():
+    """In float32 a score 100 below the largest has softmax 0. A confident router reaches that."""
     module = layer(balance="entropy", attn_args="groups=4")
     s = torch.tensor([[[200.0, 0, 0, 0], [0, 200, 0, 0], [1, 2, 3, 4]]], requires_grad=True)
     g = s.softmax(-1)
@@ -141,11 +141,11 @@ def test_k_means_finds_hidden_clusters():
     middles = torch.tensor([[0.0, 9.0], [9.0, 0.0], [-9.0, -9.0]])
     found = k_means(normal(300, 2, dtype=torch.float32) + middles.repeat(100, 1), 3)
     below(torch.cdist(middles, found).amin(1), 10 / math.sqrt(100))     # ten standard errors
-    assert k_means(torch.zeros(5, 2), 3).isfinite().all()               # fewer points than groups
+    assert k_means(torch.zeros(5, 2), 3).isfinite().all()               # fewer distinct points than groups
 
 
-def test_after_reclustering_tokens_are_in_the_groups_that_k_means_found():
-    """Also where all tokens share a direction, which alone would decide their scores."""
+def test_after_reclustering_tokens_are_in_the_groups_of_k_means():
+    """This holds although all tokens share a direction, which by itself would decide their scores."""
     module = layer(balance="recluster", attn_args="groups=3,every=1,temperature=1").train()
     x = normal(2, 300, 32) + 2.0
     module.assign(x)
@@ -154,8 +154,8 @@ def test_after_reclustering_tokens_are_in_the_groups_that_k_means_found():
     below((shares - 1 / 3).abs(), 2 / 3)        # 2/3: all in one group
 
 
-def test_a_router_can_be_left_out_or_given_another_balance(data, tmp_path):
-    """A run of Focus can be read as plain attention, or with another balance, and trained on from there."""
+def test_a_run_can_be_loaded_without_its_router_or_with_another_balance(data, tmp_path):
+    """A run of Focus can be loaded as plain attention or with another balance, and trained further."""
     train_here(*FOCUS, f"--dataset={data}", f"--out_dir={tmp_path / 'focus'}", "--max_iters=2")
     for flags in (["--attn=softmax", "--window=0"], ["--balance=softmax"]):
         given = dict(flag.removeprefix("--").split("=") for flag in flags)
@@ -169,13 +169,13 @@ def test_a_router_can_be_left_out_or_given_another_balance(data, tmp_path):
 @pytest.mark.parametrize("T", [1, 45])
 @pytest.mark.parametrize("affinity", ["log", "score"])
 def test_soft_gates_equal_equation_2_in_output_and_all_gradients(affinity, T, monkeypatch):
-    monkeypatch.setattr(kernels, "BLOCK", 16)         # 45 rows are three blocks, which are computed again
+    monkeypatch.setattr(kernels, "BLOCK", 16)         # 45 rows are three blocks, computed again
     equals_equation_2(layer(affinity=affinity, attn_args="learn_gate_scale=1,learn_gate_offset=1,temperature=1"), T)
 
 
 @pytest.mark.parametrize("affinity", ["score", "log"])
-def test_a_shut_gate_leaves_weight_as_printed_and_none_by_its_logarithm(affinity):
-    """As printed a shut gate makes a score 0, and exp(0) is no mask: a row still spends a large part on such pairs."""
+def test_a_closed_gate_removes_weight_only_with_affinity_log(affinity):
+    """affinity=score multiplies scores by gates, as the paper does. A closed gate then gives 0, which is no mask."""
     module = layer(affinity=affinity, window=1, attn_args="gate_offset=4")      # the gate is below 1e-13
     q, k, _, x = inputs(module, 64)
     spent = module.weights_of(q, k, x).tril(-1).sum(-1)[..., 32:].mean()
@@ -200,11 +200,11 @@ CHOSEN = ((45, 4, 2, 5), (130, 7, 3, 5), (45, 1, 1, 1), (1, 4, 1, 5), (130, 4, 1
 def test_the_sparse_form_equals_the_masked_matrix_in_output_and_all_gradients(T, K, k, window):
     module = layer(window=window, topk=k, attn_args=f"groups={K}")
     qkvx, expected = equals_equation_2(module, T)
-    with torch.no_grad():                       # by torch's fused kernel, whose sums are in float32
+    with torch.no_grad():                       # torch's fused kernel sums in float32
         close(module.attend(*qkvx), expected, terms=T, dtype=torch.float32)
 
 
-def test_groups_may_hold_nearly_all_tokens_or_none():
+def test_groups_may_have_nearly_all_tokens_or_none():
     module = layer(topk=1, attn_args="groups=40")
     q, k, v, x = inputs(module, 33)
     members = torch.zeros(2, 33, 40, dtype=torch.bool)

@@ -1,6 +1,6 @@
-"""kernels.py against an independent dense form in float64: in Triton's interpreter where there is no GPU, else on it.
+"""kernels.py against an independent dense form in float64, on the GPU or, without one, in Triton's interpreter.
 
-A comparison is measured against what plain PyTorch loses in the same dtype; --margins prints the largest shares.
+The bounds follow from the error of plain PyTorch in the same dtype. --margins prints the errors closest to their bound.
 """
 import math
 import subprocess
@@ -15,14 +15,15 @@ from conftest import DEVICE, ROOT, by_default
 pytest.importorskip("triton")
 import kernels  # noqa: E402
 
-# future keys are scored before they are masked, and a row beyond the input is never saved: numpy, unlike a GPU, tells
+# The interpreter computes with numpy. It warns about scores of future keys before they are masked, and about rows
+# beyond the input, which are never stored
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Every torch.empty is filled with nan: what a kernel forgets to write shows."""
+    """Fill every torch.empty with NaN: an element that a kernel forgets to write stays NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.randn(3).new_empty(3).isnan().all()
     yield
@@ -32,8 +33,7 @@ def poison():
 # -------------------------------------------------------------------------------- the dense form
 
 def entmax(s, seen, p):
-    """Weights relu(s / p - r)^p that sum to 1: r by halving an interval, and its gradient by one more step, at the
-    solution."""
+    """Weights relu(s / p - r)^p that sum to 1. Bisection finds r; a Newton step at the solution gives its gradient."""
     z = s / p
     lo = z.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True) - 1
     hi = lo + 1
@@ -47,7 +47,7 @@ def entmax(s, seen, p):
 
 
 def dense_weights(rule, s, seen, t, p):
-    """The weights by a rule's definition, and its statistic, or None."""
+    """The weights by the rule's definition, and the row statistic (None if the rule has none)."""
     if rule in ("softmax", "elastic"):
         s = s.masked_fill(~seen, -math.inf)
         w = s.softmax(-1)
@@ -56,11 +56,11 @@ def dense_weights(rule, s, seen, t, p):
         return entmax(s, seen, p if t is None else t), None
     if rule == "lssar":
         x = torch.relu(torch.nn.functional.softplus(s) - t) * seen
-        m = x.detach().amax(-1, keepdim=True)                         # x^p would overflow
+        m = x.detach().amax(-1, keepdim=True)                         # so that x^p cannot overflow
         m = torch.where(m > 0, m, 1.)
         b = (x / m) ** p
         total = b.sum(-1, keepdim=True)
-        total = torch.where(total > 0, total, 1.)                     # nothing may survive
+        total = torch.where(total > 0, total, 1.)                     # a row may have no survivor
         return b / total, (p * m.log() + total.log())[..., 0]
     if rule == "softpick":
         m = s.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=0)
@@ -74,7 +74,7 @@ def dense_weights(rule, s, seen, t, p):
 
 
 def difference(rule, mix, q, k, v, t, biases, **options):
-    """Two dense views, one minus mix times the other: heads 0, 2, .. and 1, 3, .."""
+    """Dense differential attention: the view of heads 0, 2, .. minus mix times the view of heads 1, 3, .."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     t = None if t is None else t.expand(q.shape[:3])
     one, two = (dense(rule, q[:, n::2], k[:, n::2], v, None if t is None else t[:, n::2],
@@ -84,8 +84,8 @@ def difference(rule, mix, q, k, v, t, biases, **options):
 
 def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, scale=1.0, window=0, first=0,
           row_sum=False, power=None, mix=None, sets=None):
-    """What attend() should be: the T x T matrix in full, in the dtype of q (statistics at least in float32). bias (H,
-    T, T) is added to the scores, too."""
+    """What attend() should return, by the whole T x T matrix, in the dtype of q (statistics in float32 at least). bias
+    (H, T, T) is another term of the scores."""
     if mix is not None:
         biases = (table, tail, slope, bias)
         return difference(rule, mix, q, k, v, t, biases, scale=scale, window=window, first=first, power=power)
@@ -109,7 +109,7 @@ def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, s
     if sets is not None:
         seen = seen & ((sets[:, :, None] & sets[:, None]) == 0)[:, None]
     t = None if t is None else t.to(wide).expand(q.shape[:3])[..., None]
-    # future scores, which nobody sees, are 0: nothing overflows there
+    # masked scores are set to 0, where no formula overflows
     power = kernels.KERNELS[rule].power if power is None else power
     w, r = dense_weights(rule, s.masked_fill(~seen, 0.), seen, t, power)
     return w.to(v.dtype) @ v, w.sum(-1) if row_sum else r
@@ -119,22 +119,22 @@ def dense(rule, q, k, v, t=None, table=None, tail=None, slope=None, bias=None, s
 
 def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False,
          strided=False, seed=0, mix=None, **options):
-    """Random inputs of attend(), by name, and its options."""
+    """Random inputs of attend(), by name, and its options. mix: the shape of the second view's factor."""
     g = dice(seed)
 
     def normal(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=g).to(DEVICE, dtype)
 
-    def heads(count, width):                                          # strided: as a fused projection leaves it
+    def heads(count, width):                                          # strided: the layout of a fused projection
         if not strided:
             return normal(B, count, T, width, dtype=dtype)
         return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
 
     E = E or D
-    Hv = Hv or (H if mix is None else H // 2)                         # mix: the shape of a factor for every second head
+    Hv = Hv or (H if mix is None else H // 2)                         # with mix, two views share a value head
     x = dict(q=heads(H, D), k=heads(Hk or H, D), v=heads(Hv, E))
     if strided:
-        x["v"] = normal(B, Hv, E, T, dtype=dtype).mT             # the last axis without stride 1, too
+        x["v"] = normal(B, Hv, E, T, dtype=dtype).mT             # the stride of the last axis is not 1 either
     if rule == "elastic":                                             # tau_h / n_i: about half of the weights survive
         x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / torch.arange(1, T + 1, device=DEVICE)
     if rule in ("sigmoid", "tra"):
@@ -149,7 +149,7 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
 
 
 def outputs_and_gradients(attend, rule, x, options, upstream=(), dtype=None):
-    """All that attend() can return, and every gradient for random upstream gradients, the same ones in each call."""
+    """All outputs and gradients of attend(), by name. The random upstream gradients are the same in each call."""
     leaves = {name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()}
     outputs = [part for part in attend(rule, **leaves, **options) if part is not None and part.requires_grad]
     g = dice(7)
@@ -167,8 +167,8 @@ def rms(x):
 
 
 def dense_gradients(rule, x, options, upstream, dtype=None):
-    """Outputs and gradients of the dense form, and those of every term: t and mix spread over all rows, and the
-    scores."""
+    """Outputs and gradients of the dense form. Also the gradients of single terms: of the scores, and of t and mix
+    expanded to all rows."""
     B, H, T, _ = x["q"].shape
     few = {name: x[name] for name in ("t", "mix") if name in x}
     spread = {name: part.expand(B, H // 2 if name == "mix" else H, T) for name, part in few.items()}
@@ -179,8 +179,8 @@ def dense_gradients(rule, x, options, upstream, dtype=None):
 
 
 def roots_of_squares(terms, x):
-    """How large the sums of these terms would be if signs were random, (sum of squares)^1/2, for every input that is
-    one number for many rows or scores. Where terms cancel, this is what still rounds."""
+    """(sum of squares)^1/2 of the gradient's terms, for each input that serves many rows or scores. Their sum would be
+    this large if signs were random. Where the terms cancel, rounding errors still have this size."""
     ds, T, W = terms["ds"].tril(), x["q"].shape[2], x["table"].shape[1] if "table" in x else 0
     distance = torch.arange(T, device=DEVICE)[:, None] - torch.arange(T, device=DEVICE)
     squares = {"d" + name: terms["d" + name].pow(2).sum_to_size(x[name].shape) for name in ("t", "mix") if name in x}
@@ -191,8 +191,8 @@ def roots_of_squares(terms, x):
 
 
 def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
-    """RMS(kernel - float64) <= 4 RMS(eager in the same dtype - float64) + what rounding costs: outputs and gradients.
-    only_o: no gradient arrives at the statistic."""
+    """Check outputs and gradients: RMS(kernel - float64) <= 4 RMS(eager in the same dtype - float64) + rounding errors.
+    only_o: the upstream gradient of the statistic is 0."""
     row_sum = shape.pop("row_sum", False) and rule + "_sum" in kernels.KERNELS
     x, options = draw(rule, dtype=dtype, row_sum=row_sum, **shape)
     x |= inputs or {}
@@ -203,12 +203,12 @@ def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
     eager, eager_terms = dense_gradients(rule, x, options, upstream)
     exact, terms = dense_gradients(rule, x, options, upstream, torch.float64)
     assert kernel.keys() == eager.keys() == exact.keys()
-    # one eager error of a number that sums many terms is a matter of luck. What the terms' errors add up to is not
+    # the eager error of a sum of many terms may be small by luck, so the errors of its terms are added to the bound
     sums = roots_of_squares(terms, x)
     lost = roots_of_squares({name: eager_terms[name] - term for name, term in terms.items()}, x)
-    # what no kernel of this design can keep, as a change of the exact inputs: delta = do . o - dr is taken of an o that
-    # is rounded, and made of rounded weights (where a pass of its own sums it, delta itself is rounded). And lssar's x
-    # is a difference, in which the rounding of t remains
+    # Errors that no kernel of this design can avoid, as a change of the exact inputs. delta = do . o - dr is computed
+    # from a rounded o, the sum of rounded weights. With sum_delta an extra pass sums delta, and only delta is rounded.
+    # lssar's x is a difference, which keeps the rounding error of t
     nudged, up, eps = dict(x), list(upstream), torch.finfo(torch.float32).eps
     if "r" in exact and not row_sum:
         lost_o = eps / 2 * exact["o"] if kernels.KERNELS[rule].sum_delta else eager["o"] - exact["o"]
@@ -216,10 +216,10 @@ def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
     if rule == "lssar":
         nudged["t"] = x["t"].double() * (1 + eps)
     moved, _ = dense_gradients(rule, nudged, options, up, torch.float64)
-    alone = T == 1 or options.get("window") == 1                      # one weight that is always 1 has no gradient
+    alone = T == 1 or options.get("window") == 1                      # a single weight is always 1: its gradient is 0
     for name, true in exact.items():
-        # one rounding to the dtype (also for t and mix, whose gradients meet an o or a g that is rounded to it) and a
-        # float32 sum over the width. lssar's weights are exponentials of a difference of logarithms as large as r
+        # one rounding to the dtype, and a float32 sum over the width. dt and dmix come from an o or g rounded to the
+        # dtype. lssar's weights are exponentials of a difference of logarithms, which are as large as r
         rounded = dtype if name in ("dt", "dmix") else kernel[name].dtype
         length = x["q"].shape[3]**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
         floor = torch.finfo(rounded).eps + eps * length
@@ -234,7 +234,7 @@ def compare(rule, dtype=torch.float32, inputs=None, only_o=False, **shape):
 
 RULES = ["softmax", "elastic", "entmax", "sparsemax", "softplus", "lssar", "softpick", "relu", "tra", "sigmoid", "elu",
          "identity"]
-VIEWED = ("tra", "relu", "sigmoid")             # of those that take two views in one pass, the ones that recipes use
+VIEWED = ("tra", "relu", "sigmoid")             # rules with both views in one pass that recipes use
 EVERYTHING = dict(W=21, tail=True, slope=True)
 CASES = {
     "one token": dict(T=1, D=16, B=2, W=4, row_sum=True),
@@ -261,12 +261,12 @@ exhaustive = pytest.mark.exhaustive
 @pytest.mark.parametrize("case, rule", [
     by_default(case == "everything" or rule == "softmax" and case in SHORT, case, rule)
     for rule in RULES for case in CASES if rule in RULES[:2] or case in TELLING])
-def test_float32(case, rule):
+def test_float32_equals_the_dense_form(case, rule):
     compare(rule, **CASES[case])
 
 
 def random_sets(B, T, every):
-    """Two bits of eight for most tokens, none for every so many."""
+    """Sets as bits, (B, T) int64: one or two random bits for each token, none for tokens 0, every, 2 every, .."""
     draws = dice(3)
     sets = sum(2 ** torch.randint(8, (B, T), generator=draws) for _ in range(2))
     sets[:, ::every] = 0
@@ -277,11 +277,11 @@ def random_sets(B, T, every):
     by_default((rule, number) in (("softmax", 0), ("relu", 1)), rule, options) for rule in RULES
     for number, options in enumerate((dict(T=70), dict(T=45, H=4, Hk=1, Hv=2, window=17, row_sum=True),
                                       dict(T=70, window=9, first=3, **EVERYTHING)))], ids=str)
-def test_tokens_with_a_set_in_common_do_not_see_each_other(rule, options):
+def test_tokens_that_share_a_set_do_not_see_each_other(rule, options):
     compare(rule, B=2, sets=random_sets(2, options["T"], 5), **options)
 
 
-def test_a_row_that_sees_nothing_is_zero():
+def test_a_row_that_sees_no_key_is_zero():
     x, options = draw("softmax", T=40)
     o, r = kernels.attend("softmax", **x, **options, sets=torch.ones(1, 40, dtype=torch.int64, device=DEVICE))
     assert o.count_nonzero() == 0 == r.count_nonzero()
@@ -291,14 +291,14 @@ def test_a_row_that_sees_nothing_is_zero():
 
 @pytest.mark.parametrize("rule, power", [by_default((rule, power) in (("tra", 1.5), ("lssar", 5)), rule, power)
                                          for rule in ("entmax", "lssar", "tra") for power in (1, 1.5, 2, 3, 5)])
-def test_powers(rule, power):
+def test_powers_of_entmax_lssar_and_tra(rule, power):
     compare(rule, T=45, power=power, window=30, **EVERYTHING)
 
 
 @pytest.mark.parametrize("dtype, shape", [by_default((dtype, shape) == (torch.float32, (2, 1)), dtype, shape)
                                           for dtype in DTYPES for shape in ((2, 1), (2, 1, 45))], ids=str)
-def test_a_power_for_every_row(dtype, shape):
-    """entmax with a row input: the power may be learned."""
+def test_entmax_with_a_power_for_every_row(dtype, shape):
+    """With a row input, the power can be learned."""
     t = 1.2 + 3 * torch.rand(shape, generator=dice(4)).to(DEVICE)
     compare("entmax", dtype, inputs={"t": t}, T=45, B=2, window=30, first=2, **EVERYTHING)
 
@@ -306,15 +306,14 @@ def test_a_power_for_every_row(dtype, shape):
 @pytest.mark.parametrize("wide", [False, by_default(False, True)], ids=["", "wide heads"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_low_precision(dtype, rule, wide):
+def test_low_precision_is_close_to_the_dense_form(dtype, rule, wide):
     shape = dict(T=63, D=64, row_sum=True) if wide else dict(T=40, D=40, window=20, first=2, **EVERYTHING)
     compare(rule, dtype, Hk=1, **shape)
 
 
 @pytest.mark.parametrize("survivors", ["one", "two, of which one dominates"])
 def test_lssar_where_one_weight_dominates(survivors):
-    """g - delta cancels to nothing there, and is then divided by a small x: the kernel loses no more than autograd
-    does."""
+    """Here g - delta cancels, and is divided by a small x. The kernel must not lose more precision than autograd."""
     x, options = draw("lssar", T=45, slope=True)
     x |= {"q": 0.02 * x["q"], "slope": 0.02 * x["slope"]}             # scores differ little, so x is small
     exact = {name: part.double() for name, part in x.items()}
@@ -322,7 +321,7 @@ def test_lssar_where_one_weight_dominates(survivors):
     s = exact["q"] @ exact["k"].mT * options["scale"] + exact["slope"][:, None, None] * distance
     phi = torch.nn.functional.softplus(s).masked_fill(distance < 0, 0).topk(2).values
     first, second = phi.unbind(-1)
-    # of two, the first has twice the x: weights 1 and 2^-15
+    # of two survivors, the first has twice the x: its weight is 2^15 times the other
     x["t"] = (first + second if survivors == "one" else 4 * second - 2 * first).clamp(min=0).float() / 2
     compare("lssar", inputs=x, only_o=True, T=45, slope=True)
 
@@ -339,8 +338,8 @@ def test_row_input_of_every_shape(shape):
 
 
 @pytest.mark.parametrize("rule", ["softmax", "sigmoid"])
-def test_the_statistic_alone(rule):
-    """A loss on r only: o gets no gradient at all."""
+def test_a_loss_on_the_statistic_alone(rule):
+    """If o is not used, the gradients are those for an upstream gradient of 0."""
     x, options = draw(rule, T=20, row_sum=rule == "sigmoid")
     upstream = [torch.zeros_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     both = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
@@ -360,8 +359,8 @@ def test_two_runs_agree_bit_for_bit(rule, views):
 # -------------------------------------------------------------------------------- live tiles
 
 def clusters(T, views=1, dtype=torch.float32):
-    """Queries and keys that belong together in stretches of 60, so that whole tiles of weights are 0, other ones in the
-    second view."""
+    """Clustered queries and keys: tokens have high scores only within stretches of 60, so whole tiles of weights are 0.
+    The second view has other such tiles."""
     centre = torch.zeros(4, 16)
     centre[:, :4] = 8 * (torch.eye(4) - 1 / 4)
     member = torch.arange(T) // 60 % 4
@@ -380,8 +379,8 @@ BUSY = dict(window=120, first=5, **EVERYTHING)
     *(by_default(False, rule, dict(T=230, mix=(1, 1), **options)) for rule in ("tra", "relu") for options in ({}, BUSY))
     ], ids=str)
 def test_skipping_dead_tiles_changes_nothing(rule, options):
-    """Where weights are 0, gradients need not be: against float64, and against the same kernels that visit every tile.
-    A tile of two views is visited if either is alive there, and in many neither is."""
+    """Results equal those of kernels that visit every tile and are close to float64. A weight of 0 may have a gradient.
+    With two views, a tile is visited if either view has a weight in it. In many tiles neither view has."""
     inputs, (x, more) = clusters(options["T"], 2 if "mix" in options else 1), draw(rule, **options)
     inputs |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
     # a bias must not lift every score above its threshold
@@ -390,7 +389,7 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
         with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
                               for skip in (True, False))
-    if kernels.INTERPRETED:                     # with tiles of 32 x 16; a GPU's are too large for these clusters
+    if kernels.INTERPRETED:                     # tiles are 32 x 16; those on a GPU are too large for these clusters
         T, alive = options["T"], visits.call_args_list[0].args[0].float()
         past = torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31
         assert 0.1 < alive.sum() / past.sum() < 0.9
@@ -399,15 +398,14 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
 
 
 @exhaustive
-def test_live_tiles_of_low_precision_and_powers():
+def test_skipping_dead_tiles_in_low_precision_and_with_other_powers():
     inputs = clusters(203, dtype=torch.float16)
     compare("tra", torch.float16, inputs=inputs | {"k": inputs["k"] / 8}, T=203, H=1, power=3)
     compare("entmax", inputs=clusters(203) | {"t": torch.full((1, 203), 1.7, device=DEVICE)}, T=203, H=1)
 
 
-def test_maps_of_tiles():
-    """A map at other tile sizes holds every live entry, and the list names live tiles first, each part in ascending
-    order."""
+def test_a_map_of_live_tiles_can_be_resized_and_sorted():
+    """A tile of another size is alive if any part of it is. The list names the live tiles first, in ascending order."""
     T, g = 150, dice(6)
     for a, b in ((32, 16), (16, 64), (16, 16), (64, 16)):
         alive = (torch.rand(2, kernels.count(T, a), generator=g) > 0.6).to(torch.int8)
@@ -423,7 +421,7 @@ def test_maps_of_tiles():
 
 @pytest.mark.parametrize("rule", ["elastic", by_default(False, "entmax"), by_default(False, "softpick")])
 def test_without_gradients_the_output_is_the_same(rule):
-    """Nothing is saved for a backward that will not come."""
+    """The kernel then saves nothing for a backward pass."""
     x, options = draw(rule, T=70)
     learned, _ = kernels.attend(rule, **{name: part.clone().requires_grad_() for name, part in x.items()}, **options)
     plain, _ = kernels.attend(rule, **x, **options)
@@ -447,14 +445,14 @@ DEFAULT_VIEWS = [("tra", "one token"), ("tra", LAST), ("sigmoid", "a key head fo
 @pytest.mark.parametrize("rule, case", [
     by_default((rule, case) in DEFAULT_VIEWS, rule, case)
     for rule in (*VIEWED, "softplus", "elu", "identity") for case in VIEWS if rule in VIEWED or case == LAST])
-def test_two_views(rule, case):
+def test_two_views_equal_the_dense_form(rule, case):
     compare(rule, **VIEWS[case])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("rule, wide", [by_default((rule, wide) == ("tra", False), rule, wide)
                                         for rule in VIEWED for wide in (False, True)])
-def test_two_views_of_low_precision(rule, wide, dtype):
+def test_two_views_in_low_precision(rule, wide, dtype):
     wide_heads = dict(T=63, D=64, H=4, Hk=1, Hv=1, mix=(2, 1))
     compare(rule, dtype, **wide_heads if wide else dict(T=45, D=40, window=20, first=2, mix=(1, 1), **EVERYTHING))
 
@@ -466,14 +464,14 @@ def test_mix_of_every_shape(shape):
 
 # -------------------------------------------------------------------------------- addresses
 
-def test_heads_may_lie_far_apart():
-    """Batches and heads more than 2^31 elements apart, in a buffer of which only a few pages are ever touched."""
-    torch.use_deterministic_algorithms(False)                         # a poisoned buffer would be touched
+def test_heads_may_lie_far_apart_in_memory():
+    """Batches and heads are more than 2^31 elements apart. Only a few pages of the buffer are ever touched."""
+    torch.use_deterministic_algorithms(False)                         # NaN would fill the whole buffer
     x, options = draw("softmax", T=33, B=2, dtype=torch.float16)
     far, step = 2**31 + 8 * 64, 64 * 64
     buffer = torch.empty(far + 8 * step, dtype=torch.float16, device=DEVICE)
     spread = {}
-    for n, (name, part) in enumerate(x.items()):                      # q and v: batches far apart; k: heads
+    for n, (name, part) in enumerate(x.items()):                      # q, v: batches are far apart; k: heads
         strides = (step, far) if name == "k" else (far, step)
         spread[name] = buffer.as_strided(part.shape, (*strides, 16, 1), 2 * n * step).copy_(part)
     upstream = [torch.randn_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
@@ -523,15 +521,15 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("rule, changes, message", MISTAKES)
-def test_mistakes_are_explained(rule, changes, message):
+def test_invalid_inputs_are_refused(rule, changes, message):
     x, _ = draw("softmax", T=8)
     with pytest.raises(ValueError, match=message):
         kernels.attend(rule, **(x | changes))
 
 
-# -------------------------------------------------------------------------------- numbers that break formulas
+# -------------------------------------------------------------------------------- extreme scores
 
-SCORES = {                                                            # (T,) scores of the keys, the same in every row
+SCORES = {                                                            # scores of the keys (T,), the same in every row
     "all below -100": lambda T: -100 - torch.rand(T),
     "nearly uniform": lambda T: 1e-3 * torch.randn(T),
     "ties": lambda T: torch.randint(0, 3, (T,)).float(),
@@ -542,7 +540,7 @@ SCORES = {                                                            # (T,) sco
 
 
 def with_scores(rule, s, **more):
-    """Inputs whose scores are s_j, exactly."""
+    """Inputs whose scores are exactly s_j."""
     T = len(s)
     q = torch.zeros(1, 1, T, 16, device=DEVICE)
     q[..., 0] = 1
@@ -553,8 +551,8 @@ def with_scores(rule, s, **more):
 
 @pytest.mark.parametrize("rule, scores", [by_default(scores in ("all below -100", "10^4 either way"), rule, scores)
                                           for rule in RULES for scores in SCORES])
-def test_extreme_scores(rule, scores):
-    """Outputs and gradients are finite, and rows without a positive score are 0 where weights have to be earned."""
+def test_extreme_scores_give_finite_outputs_close_to_float64(rule, scores):
+    """Gradients are finite as well. Rules that cut off low scores give 0 if all scores are very negative."""
     x = with_scores(rule, SCORES[scores](40))
     x |= {"t": torch.full((), 0.02, device=DEVICE)} if kernels.KERNELS[rule].takes_t else {}
     results = outputs_and_gradients(kernels.attend, rule, x, {})
@@ -568,8 +566,8 @@ def test_extreme_scores(rule, scores):
 @pytest.mark.parametrize("rule, power", [by_default(power == 2, rule, power) for rule, power in (
     ("entmax", 10), ("entmax", 5), ("entmax", 2), ("entmax", 1.25), ("sparsemax", None))])
 def test_weights_of_entmax_sum_to_one(monkeypatch, rule, power):
-    """Values of 1 give outputs of 1, and r solves its equation as well as a float32 can: in rows of up to 4096 keys."""
-    monkeypatch.setattr(kernels, "SMALL", ((512, 1024, 8, 1),) * 5)   # the interpreter is slow by the tile
+    """Values of 1 give outputs of 1, and r solves its equation to float32 precision, in rows of up to 4096 keys."""
+    monkeypatch.setattr(kernels, "SMALL", ((512, 1024, 8, 1),) * 5)   # the interpreter is slow per tile
     long = [(4096, SCORES["nearly uniform"]), (1000, lambda T: torch.rand(T).log())]
     for T, make in [(200, make) for make in SCORES.values()] + long:
         x = with_scores(rule, make(T))
@@ -577,7 +575,7 @@ def test_weights_of_entmax_sum_to_one(monkeypatch, rule, power):
         close(o, torch.ones_like(o), terms=64)                         # sums of up to 4096, whose errors cancel
         p, r = power or 1, r[0, 0, -1].double()
         z = x["k"][0, 0, :, 0].double() / p
-        # how far the sum moves if r moves by as much as neighbouring float32 lie apart
+        # the sums for r moved up and down by the spacing of float32 numbers
         spacing = torch.finfo(torch.float32).eps * z.abs().max()
         near = [(torch.relu(z - r - d) ** p).sum() for d in (spacing, -spacing)]
         assert near[0] - 1e-5 <= 1 <= near[1] + 1e-5
@@ -585,7 +583,7 @@ def test_weights_of_entmax_sum_to_one(monkeypatch, rule, power):
 
 @exhaustive
 def test_lssar_in_long_rows(monkeypatch):
-    """A weight of lssar may be a thousand times the mean: its 15th power overflows a float32."""
+    """A key may have a thousand times the mean of its row. The 15th power of that overflows float32."""
     monkeypatch.setattr(kernels, "SMALL", ((256, 256, 8, 1),) * 5)
     s = torch.full((1100,), -30.0)
     s[7] = 900.0
@@ -597,8 +595,7 @@ def test_lssar_in_long_rows(monkeypatch):
 
 @pytest.mark.parametrize("D", [16, by_default(False, 32), by_default(False, 64)])
 def test_elastic_ties_at_tau_one_pass_no_gradient(D):
-    """The first row sees one key, so p = 1 = t: its output and its gradients are 0, whatever the rounding in any of
-    the kernels."""
+    """The first row sees one key, so p = 1 = t. Its output and gradients are 0, however each kernel rounds."""
     x, options = draw("elastic", B=16, T=2, D=D, W=2)
     x["t"] = 1 / torch.arange(1.0, 3.0, device=DEVICE)
     leaves = {name: part.detach().requires_grad_() for name, part in x.items()}
@@ -624,8 +621,8 @@ def test_a_second_derivative_is_refused():
         dq.sum().backward()
 
 
-def test_without_triton_names_remain():
-    """Everything imports, the rules can be listed, and using them says what is missing."""
+def test_without_triton_modules_can_be_imported_but_attend_is_refused():
+    """The modules can be imported and the rules listed. Calling attend() says that triton is missing."""
     program = """
 import sys
 sys.modules["triton"] = None
@@ -640,8 +637,8 @@ else: raise AssertionError
 
 # -------------------------------------------------------------------------------- with the rest of PyTorch
 
-def test_autocast():
-    """Inputs of several dtypes are cast to one; their gradients come back in their own."""
+def test_autocast_casts_inputs_to_one_dtype():
+    """Each gradient has the original dtype of its input."""
     low = DTYPES[-1]
     x, options = draw("elastic", T=33, **EVERYTHING)
     x["v"] = x["v"].to(low)
@@ -654,7 +651,7 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("reentrant", [False, by_default(False, True)])
-def test_activation_checkpointing(reentrant):
+def test_activation_checkpointing_changes_nothing(reentrant):
     def checkpointed(rule, **inputs):
         return torch.utils.checkpoint.checkpoint(lambda *parts: kernels.attend(rule, *parts), *inputs.values(),
                                                  use_reentrant=reentrant)
@@ -664,8 +661,8 @@ def test_activation_checkpointing(reentrant):
     same(again, plain)
 
 
-def test_compile_traces_through_without_recompiling():
-    """One graph forward and backward, the same numbers, and no new compilation from one step to the next."""
+def test_torch_compile_makes_one_graph_and_does_not_recompile():
+    """The compiled function gives the same outputs and gradients in three steps with different inputs."""
     def attend(rule, **x):
         return kernels.attend(rule, **x)
 
@@ -685,8 +682,8 @@ CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 @pytest.mark.parametrize("rule, options", [("elastic", EVERYTHING), ("tra", dict(H=4, W=4, mix=(1, 2, 20)))],
                          ids=["one view", "two views"])
-def test_operators_say_what_they_return(rule, options):
-    """Shapes, strides and dtypes that tracing is told are those that the kernels deliver."""
+def test_operators_declare_what_they_return(rule, options):
+    """The shapes, strides and dtypes that tracing assumes are those of the kernels' outputs."""
     x, more = draw(rule, T=20, E=24, **options)
     names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix", "sets")
     call = kernels.prepare(rule, *map(({"window": 0, "first": 0} | x | more).get, names))

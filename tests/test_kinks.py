@@ -1,8 +1,8 @@
-"""Which derivative counts exactly at a kink: in PyTorch, whose versions differ about clamp, and in Triton.
+"""The derivative exactly at a kink: in PyTorch, whose versions differ about clamp, and in Triton.
 
-Most kinks belong to the mathematics, as relu's at 0. There the derivative is that of the side on which a key has no
-weight, or a limit does not bind. Where a function is smooth, and only its formula has a kink, the derivative is the
-function's own.
+Most kinks are mathematical, such as relu's at 0. There we take the derivative of the side on which a key has no weight,
+or a limit has no effect. Some functions are smooth, and only their formula has a kink. There we take the function's
+derivative.
 """
 import math
 from types import SimpleNamespace
@@ -20,11 +20,11 @@ from mixers import focus, recurrent, recurrent_kernels
 from model import MLP
 from training.balance import imbalance
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")       # numpy's, of later keys that are then masked
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")       # numpy warns about scores of masked keys
 E = math.e
 
-# A row of scores s that stands on a kink, and the derivative of sum_j g_j w_j in s and in t, for g = 1, 2, 4, 8.
-ROWS = {                        # what is at its kink: rule, s, (t, power), ds, dt
+# Rows of scores s at a kink, and the derivatives of sum_j g_j w_j with respect to s and t, for g = 1, 2, 4, 8.
+ROWS = {                        # {what is at a kink: (rule, s, (t, power), ds, dt)}
     "a first row at tau 1: its output is 0, and relu'(0) = 0": ("elastic", [0.3], (1.0, None), [0.0], 0.0),
     "an even row at tau 1, the same": ("elastic", [0.5] * 4, (0.25, None), [0.0] * 4, 0.0),
     "equal largest scores, of which no maximum takes sides":
@@ -47,7 +47,7 @@ ROWS = {                        # what is at its kink: rule, s, (t, power), ds, 
 
 
 def slopes_in_pytorch(rule, s, t, power):
-    """ds (n,) and dt of a rule of attention.py."""
+    """ds (n,) and dt by the rule's definition in attention.py."""
     s, t = torch.tensor(s, requires_grad=True), torch.tensor([t or 0.0], requires_grad=True)
     options = {} if rule not in ("entmax", "lssar", "tra") else {"power": power}
     w = attention.RULES[rule].weights(s[None], torch.ones(1, len(s), dtype=torch.bool), t, **options)
@@ -55,8 +55,8 @@ def slopes_in_pytorch(rule, s, t, power):
 
 
 def slopes_in_triton(rule, s, t, power):
-    """The same of a rule of kernels.py. Keys and values are unit vectors: so q are the scores, the output the weights,
-    and only the last row's count."""
+    """The same by kernels.py. Keys and values are unit vectors, so q holds the scores and the output holds the weights.
+    Only the last row is used."""
     n = len(s)
     q = torch.zeros(1, 1, n, n, device=DEVICE)
     q[..., -1, :] = torch.tensor(s)
@@ -72,7 +72,7 @@ def slopes_in_triton(rule, s, t, power):
 
 @pytest.mark.parametrize("form", [slopes_in_pytorch, pytest.param(slopes_in_triton, marks=needs_triton)])
 @pytest.mark.parametrize("kink", ROWS)
-def test_a_row_at_a_kink(kink, form):
+def test_gradients_of_a_row_at_a_kink(kink, form):
     rule, s, given, ds, dt = ROWS[kink]
     found, found_dt = form(rule, s, *given)
     close(found, torch.tensor(ds), terms=8, size=8.0)                   # the largest g
@@ -80,15 +80,15 @@ def test_a_row_at_a_kink(kink, form):
 
 
 def spread(place):
-    """The share of its chunk's steps that TTT's second token sees."""
+    """The share of its chunk's steps that TTT's second token sees, as a function of a learned parameter."""
     zeros = torch.zeros(1, 1, 2, dtype=torch.float64)
     layer = SimpleNamespace(memory=zeros, memory_bias=zeros, inner_scale=zeros, inner_bias=zeros, place=place.repeat(2))
     return recurrent.initial_state_ttt(layer, 1)[-1][0, 0, 1]
 
 
 def largest_step(rate):
-    """A step of Titans' memory of one weight and one hidden unit, along which the loss has curvature 1: from 0 to the
-    rate. The value is large, so that nothing is left of the 1e-12 in the curvature."""
+    """A step of Titans' memory with one hidden unit: one weight moves from 0 to the rate. The loss has curvature 1. The
+    value is large, which makes the 1e-12 in the formula of the curvature negligible."""
     one, value = torch.ones(1, 1, 1, 1, dtype=rate.dtype), 2.0 ** 30
     state = (0 * one, 0 * one, 2 * one, 0 * one)
     _, (M, *_) = recurrent.one_chunk_titans(state, one, one, value * one, rate * one, one / value, 0 * one, 0 * one)
@@ -106,7 +106,7 @@ def alpha_power(theta):
     return attention.entmax_row_input(SimpleNamespace(args={"alpha": "learned"}, theta=theta), torch.ones(1))
 
 
-# Formulas of one number x, what x is at the kink, and the derivative there.
+# {name: (function of one number x, x at the kink, derivative there)}
 FORMULAS = {
     "max(|row sum|, 1) at 1: the 1 counts": (lambda x: rows.over_max1(x, None), 1.0, 0.0),
     "the same at -1": (lambda x: rows.over_max1(x, None), -1.0, 0.0),
@@ -128,21 +128,21 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("kink", FORMULAS)
-def test_a_formula_at_a_kink(kink):
+def test_derivative_of_a_formula_at_a_kink(kink):
     f, x, slope = FORMULAS[kink]
     x = torch.tensor([float(x)], dtype=torch.float64, requires_grad=True)
     close(torch.autograd.grad(f(x).sum(), x)[0], torch.tensor([slope], dtype=torch.float64), size=max(1.0, slope))
 
 
 @pytest.mark.parametrize("form", [recurrent.one_chunk, pytest.param(recurrent_kernels.recur, marks=needs_triton)])
-def test_a_state_that_forgets_nothing_still_knows_the_slope_of_forgetting(form):
-    """log forget is 0, its largest value. The second token reads what the first one wrote and its own forget took off
-    nothing of: o_2 = 1 + exp(log forget_2)."""
+def test_forget_has_a_gradient_even_where_nothing_is_forgotten(form):
+    """log forget is 0, its largest value. The second token reads its own write, and the first token's write times its
+    own forget factor: o_2 = 1 + exp(log forget_2)."""
     one = torch.zeros(1, 1, 2, 16, device=DEVICE)
     one[..., 0] = 1
     forget = torch.zeros(1, 1, 2, 1, device=DEVICE, requires_grad=True)
     state = () if form is recurrent_kernels.recur else ((torch.zeros(1, 1, 16, 16, device=DEVICE),),)
     o = form(*state, one, one, one, forget)
-    o = o if torch.is_tensor(o) else o[0]       # a chunk also gives its last state
+    o = o if torch.is_tensor(o) else o[0]       # one_chunk also returns the last state
     found, = torch.autograd.grad(o[0, 0, 1, 0], forget)
     close(found.flatten(), torch.tensor([0.0, 1.0], device=DEVICE), size=1.0)

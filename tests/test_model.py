@@ -21,8 +21,8 @@ positions = pytest.mark.parametrize("pos", attention.AXES["pos"])
 
 
 def model(spread=4.0, **choices):
-    """A GPT of two layers in float64 and eval mode. Its matrices are `spread` times as large as initial ones, so that
-    its logits differ clearly."""
+    """A GPT of two layers in float64 and eval mode. Its matrices are `spread` times their initial values, so that its
+    logits differ clearly."""
     gpt = GPT(tiny_config(**{"n_layer": 2} | choices), bounds.SEED).double().eval()
     with torch.no_grad():
         for p in gpt.parameters():
@@ -71,14 +71,14 @@ def cross_entropy(logits, targets):
 @pytest.mark.parametrize("kernel", ["torch", "sdpa"])
 def test_logits_loss_and_gradients_equal_torch_nn(kernel):
     gpt = model(attn="softmax", pos="learned", bias=True, kernel=kernel)
-    with torch.no_grad():                       # biases and norms must make a difference
+    with torch.no_grad():                       # biases and norms must matter
         for n, p in enumerate(gpt.parameters()):
             p.add_(0.1 * normal(*p.shape, stream=n))
     reference, idx, targets = Reference(gpt.config).copy(gpt), token_ids(2, 16), token_ids(2, 16, stream=1)
     (logits, loss), expected = gpt(idx, targets), reference(idx)
     close(logits, expected)
     expected_loss = cross_entropy(expected, targets)
-    close(loss, expected_loss)                  # gpt takes it in float32
+    close(loss, expected_loss)                  # gpt computes its loss in float32
     loss.backward()
     expected_loss.backward()
     found, expected = zip(*((p.grad, reference.get_parameter(their_name(name)).grad)
@@ -86,8 +86,8 @@ def test_logits_loss_and_gradients_equal_torch_nn(kernel):
     close(found, expected, dtype=torch.float32, size=max(g.abs().max().item() for g in expected))
 
 
-def test_fifty_steps_have_the_losses_of_nanogpts_architecture(data):
-    """In float64, from the logits on: in float32, Adam turns the rounding of tiny gradients into whole steps."""
+def test_losses_of_fifty_steps_equal_those_of_nanogpts_architecture(data):
+    """Both losses are in float64. In float32, Adam turns rounding errors of tiny gradients into whole steps."""
     gpt = GPT(tiny_config(n_layer=2, n_embd=32, block_size=32, vocab_size=257, attn="softmax", pos="learned",
                           norm="layernorm", mlp="gelu", bias=True)).double()
     reference = Reference(gpt.config).copy(gpt)
@@ -115,15 +115,15 @@ def test_targets_of_minus_one_do_not_count():
     close(gpt(idx, targets)[1], gpt(idx[:, :3], targets[:, :3])[1])
 
 
-def test_rope_turns_half_split_pairs():
+def test_rope_rotates_pairs_from_both_halves_of_a_head():
     x = torch.tensor([1.0, 10.0, 0.0, 0.0]).expand(1, 1, 3, 4)
     frequency = rope_frequencies(tiny_config(rope_base=100.0), 4, "cpu")
     turned = rotate(x, frequency, torch.arange(3))[0, 0, 2]
     close(turned, torch.tensor([math.cos(2), 10 * math.cos(2 / 10), math.sin(2), 10 * math.sin(2 / 10)]), terms=8)
 
 
-def test_sinusoids():
-    """sin, then cos, of place / 10000^(2c / C), Vaswani et al. 2017. They end at block_size and are not learned."""
+def test_sinusoidal_positions_equal_their_formula():
+    """sin, then cos, of position / 10000^(2c / C), Vaswani et al. 2017. They end at block_size and are not learned."""
     gpt = model(pos="sinusoidal")
     angle = torch.arange(9.0).double()[:, None] / 10000 ** torch.linspace(0, 1, 9)[:8].double()
     close(gpt.transformer.wpe(torch.arange(9)), torch.cat([angle.sin(), angle.cos()], 1), terms=8, size=8.0)
@@ -132,7 +132,7 @@ def test_sinusoids():
         gpt(token_ids(2, 17))
 
 
-def test_post_norm_norms_the_stream_itself():
+def test_post_norm_normalises_the_residual_stream():
     gpt, seen = model(norm_place="post", norm="rmsnorm", norm_eps=1e-30), []
     for block in gpt.transformer.h:
         block.register_forward_hook(lambda block, inputs, x: seen.append(x / block.ln_2.weight))
@@ -145,7 +145,7 @@ def frequencies(**choices):
 
 
 def test_rope_scaling_by_wavelength():
-    """LLaMA 3.1: waves shorter than original / high stay, those longer than original / low become 8 times longer."""
+    """LLaMA 3.1: wavelengths below original / high stay; those above original / low become 8 times longer."""
     plain, linear, llama3 = (frequencies(rope_scaling=text) for text in ("", "linear:4", "llama3:8,1,4,512"))
     close(linear / plain, torch.full((32,), 0.25), terms=4)
     smooth = ((512 * plain / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
@@ -153,8 +153,8 @@ def test_rope_scaling_by_wavelength():
     close(llama3 / plain, smooth + (1 - smooth) / 8, terms=16)
 
 
-def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest():
-    """A larger base does the same: base r^(D / (D - 2))."""
+def test_ntk_keeps_the_fastest_pair_and_scales_the_slowest():
+    """It equals a larger base: base r^(D / (D - 2))."""
     plain, ntk, larger = (frequencies(**flags) for flags in (
         {}, {"rope_scaling": "ntk:4"}, {"rope_base": 10000.0 * 4 ** (64 / 62)}))
     close(ntk / larger, torch.ones(32), terms=16)
@@ -163,7 +163,7 @@ def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest():
 
 @pytest.mark.parametrize("how", ["head", "all"])
 def test_learned_norms_of_queries_and_keys_come_before_rotation(how):
-    """A head's norm (Qwen3), and one of all heads together (OLMo 2), each by its formula."""
+    """A norm per head (Qwen3), and a norm over all heads (OLMo 2), each by its formula."""
     gpt = GPT(tiny_config(n_head=4, n_kv_head=2, n_embd=32, qk_norm=how)).double()
     layer, seen = gpt.transformer.h[0].attn, []
     for n, norm in enumerate((layer.q_norm, layer.k_norm)):
@@ -191,7 +191,7 @@ SIZES = [
 @pytest.mark.parametrize("name, value", SIZES)
 @pytest.mark.parametrize("attn", some_recipes("softmax", "elastic", "diff_rela"))
 def test_every_size_trains_every_parameter(attn, name, value):
-    """The axes of a mixer are in tests/test_contract.py."""
+    """tests/test_contract.py tests the axes of the mixers."""
     try:
         gpt = GPT(tiny_config(attn=attn, **{name: value}))
     except ValueError as e:
@@ -211,7 +211,7 @@ def test_parameter_counts():
 
 # ----------------------------------------------------------------------------------------- initial weights, optimizer
 
-def test_t5s_buckets_are_one_parameter_of_all_layers():
+def test_all_layers_share_one_parameter_for_t5_buckets():
     gpt = model(pos="t5")
     first, second = (block.attn for block in gpt.transformer.h)
     assert first.t5 is second.t5 and gpt.num_params() == model(pos="none").num_params() + first.t5.numel()
@@ -222,7 +222,7 @@ def test_t5s_buckets_are_one_parameter_of_all_layers():
     assert sum(p is first.t5 for group in optimizer.param_groups for p in group["params"]) == 1
 
 
-def test_initial_values_are_gpt2s():
+def test_initial_values_are_those_of_gpt2():
     """A standard deviation of n draws has a standard error of 1 / sqrt(2 n)."""
     gpt = GPT(tiny_config(n_embd=128, n_layer=2, pos="learned", bias=True), bounds.SEED)
     for name, value in gpt.named_parameters():
@@ -252,7 +252,7 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(at
 
 @pytest.mark.parametrize("attn", CACHES)
 @positions
-def test_a_cache_changes_neither_logits_nor_what_is_generated_past_block_size(attn, pos):
+def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(attn, pos):
     mixer = mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")]
     if pos not in mixer.axes["pos"]:
         pytest.skip(mixer.refused["pos"])
@@ -264,10 +264,10 @@ def test_a_cache_changes_neither_logits_nor_what_is_generated_past_block_size(at
             close(torch.cat(steps, 1), gpt(idx)[0], dtype=torch.float32)                # RoPE's angles are float32
     cached, uncached = (gpt.generate(token_ids(2, 3), 30, seed=bounds.SEED, use_cache=use) for use in (True, False))
     assert cached.shape == (2, 33)
-    same(cached, uncached)                      # ids, drawn from probabilities whose rounding decides nothing
+    same(cached, uncached)                      # ids: rounding is too small to change a draw
 
 
-def test_absolute_positions_read_the_last_block_again_and_others_read_everything():
+def test_absolute_positions_read_the_last_block_and_others_read_everything():
     for pos in attention.AXES["pos"]:
         gpt, idx = model(pos=pos), token_ids(2, 25)
         context = idx[:, -16:] if POSITIONS[pos].embeds else idx
@@ -282,7 +282,7 @@ def test_seed_decides_the_draws_and_leaves_the_global_generator_alone():
 
 
 def draws(temperature=1.0, top_k=None, top_p=None):
-    """The next tokens of one prompt, drawn 4,000 times, and the logits of all ids, likeliest first."""
+    """4,000 draws of the next token after one prompt; and all logits and their ids, likeliest first."""
     gpt, idx = model(spread=8.0), token_ids(1, 6)
     found = gpt.generate(idx.expand(4000, -1), 1, temperature, top_k, top_p, seed=bounds.SEED)[:, -1]
     logits, order = gpt(idx)[0][0, -1].sort(descending=True)
@@ -290,14 +290,14 @@ def draws(temperature=1.0, top_k=None, top_p=None):
 
 
 @pytest.mark.parametrize("choices", [{"temperature": 0}, {"top_p": 1e-6}, {"top_k": 1}])
-def test_temperature_zero_a_tiny_top_p_and_top_k_of_one_take_the_likeliest(choices):
+def test_temperature_zero_a_tiny_top_p_and_top_k_of_one_choose_the_likeliest(choices):
     found, _, order = draws(**choices)
     assert (found == order[0]).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(temperature):
-    """Within ten standard errors of each share."""
+    """Each share is within ten standard errors of its probability."""
     found, logits, order = draws(temperature)
     p = (logits / temperature).softmax(-1)
     share = (found[:, None] == order).double().mean(0)
@@ -316,20 +316,20 @@ def test_top_p_keeps_the_fewest_that_reach_p():
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_row_that_has_met_its_end_repeats_it_and_the_others_go_on(use_cache):
+def test_a_row_repeats_its_stop_token_while_other_rows_continue(use_cache):
     gpt, idx = model(spread=8.0), token_ids(6, 5)
     free = gpt.generate(idx, 30, seed=bounds.SEED, use_cache=use_cache)
-    stop = free[:3, 7].tolist()                 # three rows meet one of these at their third token, if not before
+    stop = free[:3, 7].tolist()                 # three rows draw one of these as their third token, or earlier
     found, cut = gpt.generate(idx, 30, seed=bounds.SEED, use_cache=use_cache, stop=stop), []
     for row, whole in zip(found.tolist(), free.tolist(), strict=True):
         first = next((i for i in range(5, 35) if whole[i] in stop), 34)
         cut.append(whole[:first + 1] + [whole[first]] * (34 - first))
-        assert row == cut[-1][:len(row)]        # a prompt may hold them: only what is drawn counts
+        assert row == cut[-1][:len(row)]        # stop tokens in the prompt do not count
     ends = [max(i for i in range(5, 35) if i == 5 or row[i] != row[i - 1]) for row in cut]
     assert found.shape[1] == (max(ends) + 1 if all(row[-1] in stop for row in cut) else 35)
 
 
-def test_generation_ends_when_every_row_has():
+def test_generation_ends_when_every_row_has_stopped():
     gpt, idx = model(), token_ids(2, 5)
     assert gpt.generate(idx, 30, seed=3, stop=range(31)).shape == (2, 6)
     assert gpt.generate(idx, 30, seed=3, stop=[]).shape == (2, 35)

@@ -1,4 +1,4 @@
-"""mixers/performer.py: what it estimates, how well, and that no number leaves its range."""
+"""mixers/performer.py: its formula, how well it estimates softmax, extreme inputs, and weights of a softmax model."""
 import math
 
 import pytest
@@ -16,13 +16,13 @@ def layer(dtype=torch.float64, **choices):
 
 
 def features(x, W):
-    """The paper's phi, lemma 1, of x / D^(1/4): (.., D) to (.., m)."""
+    """The features phi of the paper's lemma 1, for x / D^(1/4): (.., D) to (.., m)."""
     x = x / x.shape[-1] ** 0.25
     return torch.exp(x @ W.T - x.square().sum(-1, keepdim=True) / 2) / math.sqrt(len(W))
 
 
 def weights_by_formula(module, q, k):
-    """phi(q_i).phi(k_j) over their sum for j <= i, without anything subtracted or added."""
+    """phi(q_i).phi(k_j) divided by its sum over j <= i. Nothing is subtracted or added for stability."""
     W = module.directions
     s = (features(q, W) @ features(k.repeat_interleave(q.shape[1] // k.shape[1], 1), W).mT).tril()
     return s / s.sum(-1, keepdim=True)
@@ -41,7 +41,7 @@ def test_chunks_equal_the_formula_in_values_and_gradients(T, chunk, n_kv_head):
 
 
 @pytest.mark.parametrize("m", [1, 8, 33])
-def test_the_features_are_an_unbiased_estimate_of_softmaxs_exponential(m):
+def test_the_features_are_an_unbiased_estimate_of_the_exponential(m):
     """The mean of phi(q).phi(k) over draws of W is exp(q.k / sqrt(D)), within eight standard errors."""
     q, k, random = 0.3 * normal(6, 8), 0.3 * normal(6, 8, stream=1), dice(2)
     drawn = torch.stack([features(q, W) @ features(k, W).T
@@ -49,11 +49,11 @@ def test_the_features_are_an_unbiased_estimate_of_softmaxs_exponential(m):
     error = drawn.std(0) / math.sqrt(len(drawn))
     off = (drawn.mean(0) - torch.exp(q @ k.T / math.sqrt(8))) / error
     below(off.abs().max(), 8)
-    below(off.square().mean().sqrt(), 4)        # on average they are one standard error off
+    below(off.square().mean().sqrt(), 4)        # on average the error is one standard error
 
 
 def test_orthogonal_directions_vary_less_than_independent_ones():
-    """Of the even part of the estimate, from W and -W. The odd part varies as much either way."""
+    """Compares the even part of the estimates, computed from W and -W. The odd part varies equally in both."""
     q, k, random = 0.2 * normal(20, 8), 0.2 * normal(20, 8, stream=1), dice(2)
     exact = torch.exp(q @ k.T / math.sqrt(8))
 
@@ -65,7 +65,7 @@ def test_orthogonal_directions_vary_less_than_independent_ones():
           squares(lambda: torch.randn(8, 8, generator=random, dtype=torch.float64)))
 
 
-def test_directions_are_orthogonal_in_blocks_and_each_is_normal():
+def test_directions_are_orthogonal_in_blocks_and_normally_distributed():
     random = dice()
     W = torch.cat([orthogonal_normal(20, 8, random) for _ in range(200)]).double()
     block = W[:8] / W[:8].norm(dim=1, keepdim=True)
@@ -75,7 +75,7 @@ def test_directions_are_orthogonal_in_blocks_and_each_is_normal():
         below((W.pow(power).mean() - moment).abs(), 8 * math.sqrt(variance / n))
 
 
-def test_more_features_come_closer_to_softmax():
+def test_more_features_are_closer_to_softmax():
     def error(m):
         module = layer(attn_args=f"features={m}")
         q, k, _, x = inputs(module, 40)
@@ -89,7 +89,7 @@ def test_more_features_come_closer_to_softmax():
     below(many, some)
 
 
-def test_floor_d_log_d_features_by_default_and_every_layer_its_own():
+def test_each_layer_draws_its_own_floor_d_log_d_features_by_default():
     gpt = GPT(tiny_config(attn="performer", n_layer=2, n_head=1, n_embd=64))
     one, other = (block.attn.directions for block in gpt.transformer.h)
     assert one.shape == (266, 64) and not torch.equal(one, other)
@@ -109,13 +109,13 @@ def test_extreme_keys_stay_finite_and_rows_sum_to_one(kind):
     close(module.weights_of(q, k, x).sum(-1), torch.ones(2, 4, 40), terms=40)
 
 
-def test_a_hidden_key_is_as_if_it_were_not_there_even_if_it_outshines_all_others():
+def test_hiding_a_key_equals_removing_it_even_if_its_features_are_the_largest():
     module = layer(torch.float32)
     q, k, v, x = inputs(module, 20, dtype=torch.float32)
     q, k = q / 2, k * torch.tensor([1.0] + [30.0] * 19)[:, None]        # features of long keys are tiny
     hidden = module.attend(q, k, v, x, sight=module.sight._replace(hidden=0))
 
-    def without(q, k, v):                       # in float64, by the same directions
+    def without(q, k, v):                       # in float64, with the same directions
         return layer().attend(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], x[:, 1:])
 
     exact = [a.double() for a in (q, k, v)]
@@ -123,8 +123,8 @@ def test_a_hidden_key_is_as_if_it_were_not_there_even_if_it_outshines_all_others
     close(hidden[:, :, :1], v[:, :, :1])
 
 
-def test_it_replaces_softmax_under_its_weights():
-    """It adds only directions. On short contexts of small scores both models say nearly the same."""
+def test_performer_approximates_softmax_with_the_same_weights():
+    """Only directions are added. With a short context and small scores, both models have nearly the same logits."""
     softmax, performer = (GPT(tiny_config(n_embd=32, **choices)).eval() for choices in (
         {"attn": "softmax"}, {"attn": "performer", "attn_args": "features=2048"}))
     added = performer.beyond(softmax.config)

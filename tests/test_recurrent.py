@@ -21,7 +21,7 @@ learners = pytest.mark.parametrize("attn", LEARNERS)
 
 
 def by_tokens(q, k, v, forget=None, erase=None):
-    """The formula at the top of the mixer once more, in einsum: independent of its code."""
+    """The recurrence at the top of mixers/recurrent.py, written with einsum and independent of its code."""
     q, k = (y.expand(-1, v.shape[1], -1, -1) for y in (q, k))
     S, outputs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for t in range(q.shape[2]):
@@ -46,14 +46,14 @@ def zero_state(k, v):
 
 
 def chunk_inputs(q, k, v, forget, erase):
-    """What `one_chunk` takes after the state."""
+    """The arguments of `one_chunk` after the state."""
     forget = torch.zeros_like(v[..., :1]) if forget is None else forget
     return (q, k, v, forget) if erase is None else (q, k, v, forget, erase)
 
 
 # ------------------------------------------------------------------------------------------------- chunks and tokens
 
-FORMS = {                                       # are q and k shared by all heads, what has a rate, is something erased
+FORMS = {                                       # (do heads share q and k, what has a forget rate, is anything erased)
     "linear": (False, None, False), "one rate a head": (False, "head", False), "delta": (False, None, True),
     "one key for all heads": (True, "head", False), "gated delta": (False, "head", True),
     "a rate a channel": (False, "channel", False), "delta, a rate a channel": (False, "channel", True)}
@@ -61,11 +61,11 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def draw(form, T, H=3, D=8, E=5, B=2, dtype=torch.float64, strength=1.0, device="cpu"):
-    """Inputs of the recurrence and of its kernel, by name. Keys have unit length. forget is a logarithm, `strength`
-    times the usual."""
+    """Inputs of the recurrence and of its kernel, by name. Keys have unit length. forget is a logarithm, multiplied by
+    `strength`."""
     shared, rate, erases = FORMS[form]
 
-    def heads(count, width, stream):            # as a fused projection leaves them: the rows of one head lie apart
+    def heads(count, width, stream):            # a fused projection's layout: a head's rows are not adjacent
         return normal(B, T, count, width, stream=stream).transpose(1, 2)
 
     q, k = (heads(1 if shared else H, D, stream) for stream in (0, 1))
@@ -77,7 +77,7 @@ def draw(form, T, H=3, D=8, E=5, B=2, dtype=torch.float64, strength=1.0, device=
 
 
 def results_of(function, x, dtype=None):
-    """The output for inputs by name, and all gradients."""
+    """A function's output for named inputs, and all gradients."""
     return with_gradients(lambda *leaves: function(**dict(zip(x, leaves, strict=True))),
                           [y.to(dtype or y.dtype) for y in x.values()])
 
@@ -91,15 +91,15 @@ def test_chunks_equal_tokens_with_all_gradients(form, T, size):
 
 
 @forms
-def test_the_recurrence_over_tokens_is_the_formula(form):
+def test_token_by_token_equals_the_formula(form):
     def defined(q, k, v, forget=None, erase=None):
         return token_by_token(zero_state(k, v), *chunk_inputs(q, k, v, forget, erase))[0]
     close(*(results_of(function, draw(form, 37)) for function in (defined, by_tokens)), terms=8 * 37)
 
 
 @forms
-def test_shut_gates_and_repeated_tokens_stay_exact_in_float32(form):
-    """log forget of -50 a token leaves only the token itself: a quotient of exponentials would be 0 / 0."""
+def test_strong_forgetting_and_repeated_tokens_stay_exact_in_float32(form):
+    """With a log forget of -50, only the token itself remains. Quotients of exponentials would be 0 / 0."""
     x = draw(form, 100)
     shut = x | {"forget": torch.full_like(x.get("forget", x["v"][..., :1]), -50.0)}
     repeated = {name: torch.ones_like(y) if name == "erase" else y[:, :, :1].expand_as(y) for name, y in x.items()}
@@ -181,15 +181,15 @@ def test_attend_equals_the_formula(attn, T):
 
 
 @linear_in_values
-def test_a_layer_reads_the_same_token_by_token(attn):
+def test_a_layer_reads_the_same_in_chunks_and_token_by_token(attn):
     module = layer(attn)
     qkvx = inputs(module, 45)
     close(module.read(*qkvx, chunk=token_by_token), module.read(*qkvx), terms=8 * 45)
 
 
 @pytest.mark.parametrize("pos", ["rope", "none"])
-def test_linear_attention_is_a_state_too(pos):
-    """Rows of weights and chunks of a state compute the same function of the same parameters."""
+def test_linear_attention_equals_its_form_with_a_state(pos):
+    """Rows of weights and chunks of a state give the same output with the same parameters."""
     quadratic, chunked = (layer(attn, pos=pos, n_kv_head=2) for attn in ("linear", "linear_state"))
     chunked.load_state_dict(quadratic.state_dict())
     x = normal(2, 150, 32)
@@ -207,11 +207,11 @@ def test_the_convolution_sees_three_tokens_back():
 
 
 def descent_by_autograd(output, loss, memory, largest, q, k, v, rate, share, forget, momentum, averaging, size):
-    """TTT's and Titans' updates (eq. 13 and 14 of the latter) with gradients by autograd, for one head: q, k, v (T, D),
-    the others (T,). A token's gradient is taken at the memory before its chunk; `averaging` scales what a token sees of
-    its own chunk's steps. memory: a tuple of matrices. largest: bound on the rate times the curvature along the
-    gradient, which is the squared norm of the gradient in the memory over that of the gradient in the output. Returns
-    the outputs, and for each token whether its rate was lowered."""
+    """The updates of TTT and Titans (eq. 13 and 14 of Titans) with gradients by autograd, for one head: q, k, v are
+    (T, D), the others (T,). A token's gradient is taken at the memory before its chunk. `averaging` scales the steps of
+    its own chunk that a token sees. memory: a tuple of matrices. largest: bound on rate times curvature. The curvature
+    along the gradient is |gradient with respect to the memory|^2 / |gradient with respect to the output|^2. Returns the
+    outputs, and for each token whether its rate was lowered."""
     error = torch.func.grad(loss)
     gradient = torch.func.grad(lambda memory, k, v: loss(output(memory, k), k, v))
     moving, outputs, slowed = [torch.zeros_like(w) for w in memory], [], []
@@ -270,12 +270,12 @@ def learner_by_formula(attn, module, q, k, v, x):
 
 
 @learners
-def test_learners_take_the_steps_that_autograd_finds(attn):
-    """Values and gradients: more than two whole chunks, and one that has begun."""
+def test_learners_equal_updates_by_autograd(attn):
+    """Outputs and gradients, for two whole chunks and a part of a third."""
     module = layer(attn)
     if attn == "titans":
         with torch.no_grad():
-            module.memory_out.mul_(2)           # so large that some tokens' rates are lowered, not all
+            module.memory_out.mul_(2)           # lowers the rates of some tokens, but not of all
     q, k, v, x = inputs(module, 45)
     leaves = [y.requires_grad_() for y in (q, k, v, x)]
     parameters = [p for name, p in module.named_parameters() if not name.startswith(("c_", "conv", "out_norm", "gate"))]
@@ -292,9 +292,9 @@ def test_learners_take_the_steps_that_autograd_finds(attn):
 @pytest.mark.parametrize("bias", [0.0, 3.0])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
-    """At the largest rate, with little momentum or much, without forgetting, on runs of equal tokens, whose steps all
-    have one direction. A memory of 4 times its initial size has 16 times the curvature: each chunk's steps overshoot,
-    and must not grow from chunk to chunk."""
+    """The rate is the largest, and nothing is forgotten. Ten equal tokens follow each other, so their steps have the
+    same direction. A memory of 4 times its initial size has 16 times the curvature. The steps of each chunk overshoot
+    there, but they must not grow from chunk to chunk."""
     module = layer("titans")
     with torch.no_grad():
         for memory in (module.memory_in, module.memory_out):
@@ -310,9 +310,9 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
 
 
 @learners
-def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
-    """They estimate the mean over channels of every derivative of o_ic with respect to v_jc. One direction of signs
-    estimates a single mean roughly, and all together well. The derivatives along that direction are exact."""
+def test_weights_of_a_learner_estimate_derivatives(attn):
+    """weights_of estimates the mean over channels of the derivatives of o_ic with respect to v_jc. One direction of
+    random signs estimates each mean roughly, but all of them together well. Along that direction it is exact."""
     module, x = layer(attn), normal(1, 20, 32)
     q, k, v = module.projected(x, None)
     w = module.weights_of(q, k, x)[0]
@@ -321,7 +321,7 @@ def test_slopes_stand_in_for_the_weights_of_a_learner(attn):
     exact = torch.einsum("hichjc->hij", jacobian) / 8
     earlier = torch.ones(20, 20).tril(-1).bool()
     below(1 - torch.corrcoef(torch.stack([w[:, earlier].flatten(), exact[:, earlier].flatten()]))[0, 1], 0.2)
-    signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1       # as the layer's
+    signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1    # the layer's signs
     along = torch.einsum("hic,hichjd,hjd->hij", signs.expand(4, 20, 8), jacobian, signs.expand(4, 20, 8)) / 8
     close(w, along)
 
@@ -332,11 +332,11 @@ def test_the_state_does_not_grow_from_token_to_token(attn):
     for piece in x.split([40, 1, 1, 17, 1, 29, 1], 1):
         module(piece, past)
         sizes.append(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
-    rows = sum(y[:, :, :1].numel() for y in past.get("rows", ()))       # of an unfinished chunk: at most 15
+    rows = sum(y[:, :, :1].numel() for y in past.get("rows", ()))       # an unfinished chunk has at most 15 rows
     assert max(sizes) - min(sizes) <= 15 * rows
 
 
-ADDED = {                                       # as in the README's table: C, D, H -> parameters beyond softmax's
+ADDED = {                                       # parameters beyond softmax's, as in the table of docs/variants.md
     "retnet": lambda C, D, H: C * D * H + D, "gla": lambda C, D, H: (C * D + 17 * D) * H + 16 * C + D,
     "mamba2": lambda C, D, H: (C * D + C + 5 * D + 3) * H + 8 * D - 2 * C * D * (H - 1),
     "deltanet": lambda C, D, H: (C + 12 * D) * H + D,
@@ -346,12 +346,12 @@ ADDED = {                                       # as in the README's table: C, D
 
 
 @recipes
-def test_parameters_are_as_many_as_the_table_says(attn):
+def test_parameter_counts_equal_the_table(attn):
     sizes = [sum(p.numel() for p in layer(name, bias=False).parameters()) for name in (attn, "softmax")]
     assert sizes[0] - sizes[1] == ADDED[attn](32, 8, 4)
 
 
-def test_the_cost_of_a_token_does_not_depend_on_the_length():
+def test_the_flops_of_a_token_do_not_depend_on_the_length():
     def flops(attn, T):
         model = GPT(tiny_config(attn=attn, block_size=T))
         return model.flops_per_token() - 6 * model.num_params(embeddings=False)
@@ -364,7 +364,7 @@ def test_the_cost_of_a_token_does_not_depend_on_the_length():
 
 
 def by_fla(attn, module, q, k, v, x):
-    """The same by the reference functions of flash-linear-attention. Most of them take (B, T, H, .) for our
+    """The output by the reference functions of flash-linear-attention. Most of them take (B, T, H, .) where we have
     (B, H, T, .)."""
     def reference(ops, name, *inputs):
         function = getattr(pytest.importorskip(f"fla.ops.{ops}.naive"), name)
@@ -386,15 +386,15 @@ def by_fla(attn, module, q, k, v, x):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attn", ["linear_state", "retnet", "gla", "deltanet", "gated_deltanet"])
-def test_flash_linear_attention_reads_the_same(attn):
-    """Theirs are in float32."""
+def test_outputs_equal_those_of_flash_linear_attention(attn):
+    """Its reference functions compute in float32."""
     module = layer(attn, torch.float32, pos="none")
     qkvx = inputs(module, 70, dtype=torch.float32)
     close(module.read(*qkvx), by_fla(attn, module, *qkvx), terms=8 * 70)
 
 
 @pytest.mark.exhaustive
-def test_mamba2_of_transformers_is_ours_on_the_same_weights():
+def test_mamba2_equals_that_of_transformers_with_the_same_weights():
     """The whole layer, with projections, convolution, norm and gate."""
     pytest.importorskip("transformers")
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer

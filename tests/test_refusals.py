@@ -1,7 +1,7 @@
-"""Refusals: a command line that cannot work ends with one line that names what was given, what is allowed, what to
-type. Nothing on the disk changes.
+"""Refusals: a command line that cannot work ends with one line that says what was given, what is allowed, and what to
+type. No file changes.
 
-A row of REFUSALS is (the rest of a command line, a pattern that the line on stderr contains, what happened before).
+A row of REFUSALS is (the rest of a command line, a pattern of the line on stderr, events before the command).
 """
 import gzip
 import json
@@ -34,20 +34,20 @@ from evals.ledger import experiments
 from model import GPT
 from pretrained import convert
 
-# the table needs some runs and data sets: one worker makes them
+# one worker makes all runs and data sets of the table
 pytestmark = pytest.mark.xdist_group("refusals")
 
-# ----------------------------------------------------------------------------------------------------- what went before
+# ----------------------------------------------------------------------------------------- events before the command
 
 
 class Before(NamedTuple):
-    """Something that happened before the command: a file was damaged, a package is not installed."""
+    """An event before the command, such as damage to a file."""
     what: str
-    do: object                                  # do(monkeypatch), in the folder where the command is called
+    do: object                                  # do(monkeypatch), called in the command's folder
 
 
 def written(path, content):
-    """A file holds this content: bytes, text, or something to be written as JSON."""
+    """A file gets this content: bytes, text, or an object to write as JSON."""
     def do(_):
         if not isinstance(content, bytes | str):
             return files.write_json(path, content)
@@ -57,7 +57,7 @@ def written(path, content):
 
 
 def changed(path, what, change):
-    """A file has become change(its bytes)."""
+    """A file's bytes are replaced by change(bytes)."""
     return Before(f"{path} {what}", lambda _: Path(path).write_bytes(change(Path(path).read_bytes())))
 
 
@@ -70,7 +70,7 @@ def removed(path):
 
 
 def edited(path, /, *inside, **entries):
-    """A JSON file has other entries, in the object under the keys `inside`; ... leaves an entry out."""
+    """A JSON file gets these entries, in the object under the keys `inside`. The value ... removes an entry."""
     def edit(content):
         whole = part = json.loads(content)
         for key in inside:
@@ -87,12 +87,12 @@ def edited_knobs(path, **knobs):
 
 
 def saved(path, what, change):
-    """A checkpoint has become what change(it) returns."""
+    """A checkpoint is replaced by change(checkpoint)."""
     return Before(f"{path} {what}", lambda _: torch.save(change(torch.load(path, weights_only=True)), path))
 
 
 def weights_changed(path, what, change):
-    """change(the model's weights) has altered a checkpoint."""
+    """The weights of a checkpoint are modified in place by change(weights)."""
     def whole(checkpoint):
         change(checkpoint["model"])
         return checkpoint
@@ -100,7 +100,7 @@ def weights_changed(path, what, change):
 
 
 def of_tokens(path, train, val, vocab_size=257):
-    """A data set holds these tokens."""
+    """A data set is replaced by one with these tokens."""
     return Before(f"{path} of {len(train)} and {len(val)} tokens",
                   lambda _: write_data(Path(path), train, val, vocab_size))
 
@@ -110,7 +110,7 @@ def without(package):
 
 
 def on_machine(what, *patches):
-    """Attributes of modules are others: (module, name, value)."""
+    """Attributes of modules are replaced. A patch is (module, name, value)."""
     def do(monkeypatch):
         for patch in patches:
             monkeypatch.setattr(*patch)
@@ -118,7 +118,7 @@ def on_machine(what, *patches):
 
 
 def offline(monkeypatch):
-    """At port 9 nobody listens; tiktoken's cache is empty."""
+    """The proxies are at port 9, where no server listens. tiktoken's cache is empty."""
     for name, value in {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": "",
                         "TIKTOKEN_CACHE_DIR": os.path.abspath("cache")}.items():
         monkeypatch.setenv(name, value)
@@ -134,7 +134,7 @@ def fail_to_save(*args):
 
 
 class Stranger:
-    """Something that a pickle may hold and a checkpoint may not."""
+    """A class that a pickle can contain and a checkpoint must not contain."""
 
 
 def header(*numbers, length=256):
@@ -143,7 +143,7 @@ def header(*numbers, length=256):
 
 
 def as_int8(content):
-    """A .safetensors, one of whose tensors has whole numbers."""
+    """A .safetensors file with model.norm.weight in int8."""
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = safetensors.load(content)
     return safetensors.save(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(torch.int8)})
@@ -154,7 +154,7 @@ def jsonl(*rows):
 
 
 def task_file(name, *rows):
-    """The file of a benchmark's task has these rows."""
+    """The file of a benchmark's task gets these rows."""
     return written(f"questions/{benchmarks.TASKS[name].file}", jsonl(*rows))
 
 
@@ -164,15 +164,15 @@ EMPTY_ZIP = b"PK\5\6" + bytes(18)
 SMALL_PUBLIC = Before("smollm2 is small", lambda monkeypatch: monkeypatch.setitem(
     convert.PUBLIC, "smollm2", convert.PUBLIC["smollm2"]._replace(n_layer=2, n_embd=16)))
 
-# -------------------------------------------------------------------------------------------------- what a row can name
+# -------------------------------------------------------------------------------------- folders that a row can name
 
-# {name} in a command line is a copy of one of these folders; so is {new}, the flags of a small new run on {data}, into
-# the folder of the finished {run}
+# {name} in a command line stands for a copy of one of these folders. {new} stands for the flags of a small new run on
+# {data} with --out_dir={run}, the folder of a finished run
 SHORT = {"{new}": " ".join([*TINY, "--dataset={data}", "--out_dir={run}"])}
 
 FIXTURES = {"run": "elastic_run", "copy": "elastic_run", "data": "data", "symbols": "backcopy", "toy": "toy",
             "toy_data": "toy_data", "toy_run": "toy_run"}
-RUNS = {                                        # finished runs of one step, by the flags that make them
+RUNS = {                                        # finished runs of one step: {name: flags}
     "softmax": "--attn=softmax", "learned": "--pos=learned --bias=1", "focus": "--attn=focus --window=4 --n_layer=2",
     "short_focus": "--attn=focus --window=4",
     "symbols_run": "--dataset={symbols}", "llama_run": "--n_layer=2 --n_head=4 --n_kv_head=2 --norm=rmsnorm "
@@ -180,7 +180,7 @@ RUNS = {                                        # finished runs of one step, by 
 
 
 def make_pair(folder, place):
-    """A run and a LoRA adapter on it, which finds it beside itself."""
+    """A run and a LoRA adapter on it. The adapter finds the run in the same parent folder."""
     train_here(f"--dataset={place('data')}", f"--out_dir={folder}/base", "--n_layer=2", "--max_iters=1")
     train_here(f"--init_from={folder}/base", f"--out_dir={folder}/lora", "--train_only=lora", "--lora_rank=2",
                "--max_iters=1", "--eval_iters=1", "--batch_size=2", "--device=cpu")
@@ -188,13 +188,13 @@ def make_pair(folder, place):
 
 
 def make_llama(folder, place, run="llama_run"):
-    """A Llama in Hugging Face's layout."""
+    """A run exported in Hugging Face's layout, by default a Llama."""
     pytest.importorskip("safetensors")
     weights_script.main(["export", str(place(run)), str(folder)])
 
 
 def make_gguf(folder, place):
-    """The same as small.gguf."""
+    """The same Llama as small.gguf."""
     safetensors = pytest.importorskip("safetensors.torch")
     from test_weights import write_gguf
     llama, config = place("llama"), files.read_json(place("llama") / "config.json")
@@ -204,7 +204,7 @@ def make_gguf(folder, place):
 
 
 def make_questions(folder, place):
-    """A file of every benchmark of bench."""
+    """A file for each benchmark of eval.py bench."""
     from test_benchmarks import PUBLIC, WIKI, write_rows
     for name, row in PUBLIC.items():
         write_rows(folder, name, row)
@@ -212,14 +212,14 @@ def make_questions(folder, place):
 
 
 def make_scrolls(folder, place):
-    """A file of every task of scrolls."""
+    """A file for each task of eval.py scrolls."""
     from test_scrolls import ROWS, write_rows
     for name, rows in ROWS.items():
         write_rows(folder / name / "validation.jsonl", rows)
 
 
 def make_pages(folder, place):
-    """A source of documents, and the data set that fineweb_edu.py has made of it."""
+    """A file of documents, and the data set that fineweb_edu.py makes from it."""
     folder.mkdir()
     (folder / "some.jsonl").write_text(jsonl(*({"text": f"page {n} " * 30} for n in range(40))))
     run("data/fineweb_edu.py", f"--source={folder}/some.jsonl", f"--out_dir={folder}/made", "--tokenizer=bytes",
@@ -229,12 +229,12 @@ def make_pages(folder, place):
 MAKE = {
     "pair": make_pair, "llama": make_llama, "gpt2": partial(make_llama, run="learned"), "gguf": make_gguf,
     "questions": make_questions, "scrolls": make_scrolls, "pages": make_pages,
-    "no_separator": lambda folder, place: write_tokenizer(folder)}      # a tokenizer.json alone names no separator
+    "no_separator": lambda folder, place: write_tokenizer(folder)}      # without a config, no separator is named
 
 
 @pytest.fixture(scope="session")
 def place(request, tmp_path_factory):
-    """place(name): the folder of this name, made at its first use."""
+    """place(name) returns the folder of this name and makes it at its first use."""
     home, found = tmp_path_factory.mktemp("places"), {}
 
     def find(name):
@@ -257,18 +257,18 @@ def names_in(line):
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-FLAGS, INPUT = 2, 1                             # exit codes: the flags alone are wrong; a run, data or this machine is
+FLAGS, INPUT = 2, 1                             # exit codes: a flag is wrong; a run, data or the machine does not fit
 
 
 def whole(*lines):
-    """Rows of lines whose last flag must be whole numbers."""
+    """Rows for command lines whose last flag must be a list of whole numbers."""
     flags = [line.rsplit("--", 1)[1].split("=") for line in lines]
     return [(line, f"--{flag}='{value}' must be whole numbers separated by commas")
             for line, (flag, value) in zip(lines, flags, strict=True)]
 
 
 def must(be, *flags):
-    """Rows of flags whose message says what a number must be."""
+    """Rows for flags whose message says which numbers are allowed."""
     return [(f"--{flag}", rf"{flag}(\.0)? must {be}") for flag in flags]
 
 
@@ -329,7 +329,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         *((f"--rope_scaling={text}", "write linear:FACTOR or ntk:RATIO or llama3:FACTOR,LOW,HIGH,ORIGINAL")
           for text in ("ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192")),
         ("--rope_scaling=linear:2 --pos=learned", "--rope_scaling=linear:2 needs rotary positions.*--pos=rope"),
-        # what means nothing together
+        # choices that cannot be combined
         ("--attn=elastic --sink=one", "--sink=one needs --rule=softmax"),
         ("--attn=elastic --sink=key", "merges exactly by log-sum-exp"),
         ("--attn=softmax --normalize=sum", "rules without a normaliser of their own"),
@@ -446,7 +446,7 @@ REFUSALS = [                                    # (how a command line begins, ex
             (header(20240801, 1, 1) + b"abcd", "wrong header"), (header(20240801, 7, 1) + b"ab", "damaged"),
             (header(20240801, 7, 0), "no tokens"), (header(20240801, 7, length=2), "wrong header"),
             (header(20240520, 1, -1), "damaged"), (header(20240520, 1, 5, length=3), "damaged")))]),
-    # ------------------------------------------------------------------------------ train.py: going on with another run
+    # ------------------------------------------------------------------------------- train.py: continuing another run
     ("train.py --init_from=resume --out_dir={run}", FLAGS, [
         (f"--{knob}={value}", f"{knob}=.*cannot resume with {knob}=.*leave out the flag.*--out_dir")
         for knob, value in (
@@ -555,7 +555,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir={toy_run} --dataset={data}", "no data set in the tokenizer of toy_run .*--tokenizer=toy_run"),
         ("--out_dir={run} --dataset={toy_data}", "no data set in the tokenizer of run .*--tokenizer=bytes"),
         ("--out_dir={run} --length=99999", "too few for one window of 99999: .*--length"),
-        *((f"--out_dir={{learned}} --length={length}",     # before the data is looked for
+        *((f"--out_dir={{learned}} --length={length}",     # before the data is read
            f"--length={length}, but --pos=learned knows only its block_size=16 positions",
            edited_knobs("learned/meta.json", dataset="nowhere")) for length in (17, 65)),
         ("--out_dir={symbols_run} --length=65", "--length=65, but the sequences of .* have 64 tokens")]),
@@ -684,7 +684,7 @@ REFUSALS = [                                    # (how a command line begins, ex
             ("openbookqa", {"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}, "answerKey": "Q"},
              "not in list")))]),
     ("eval.py bench --out_dir={run}", FLAGS, must("be a number of at least 0", "limit=-1")),
-    ("eval.py compare --out_dir={run},{copy}", INPUT, [     # before the first run is looked at
+    ("eval.py compare --out_dir={run},{copy}", INPUT, [     # before the first run is read
         *(("", f"{says}; give --anyway", edited_knobs("copy/meta.json", **knobs), removed("run/ckpt.pt"))
           for knobs, says in (
               ({"batch_size": 2}, "tokens trained on: 512 and 256"), ({"n_embd": 32}, "n_embd: 16 and 32"),
@@ -738,7 +738,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--tokenizer={no_separator}", "tokenizer.json.*between two texts.*eos_token"),
         ("--tokenizer={no_separator}", "tokenizer.json.*between two texts.*eos_token",
          written("no_separator/tokenizer_config.json", {})),
-        ("--tokenizer={no_separator}", "tokenizer.json.*between two texts.*eos_token",    # which it does not have
+        ("--tokenizer={no_separator}", "tokenizer.json.*between two texts.*eos_token",    # it has no <s>
          written("no_separator/tokenizer_config.json", {"eos_token": None, "bos_token": "<s>"})),
     )]),
     ("data/text.py --tokenizer=bytes --source=a.txt --name=stdlib", INPUT, [
@@ -848,7 +848,7 @@ MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weight
 
 
 def call(script, argv):
-    """A script as a process would run it, with its own main where it can be called."""
+    """Run a script in this process: its main, or the whole file."""
     if script in MAIN:
         MAIN[script](argv)
     else:
@@ -856,7 +856,7 @@ def call(script, argv):
 
 
 def contents():
-    """{path: bytes} of all files below the current folder."""
+    """{path: bytes} of all files in the current folder and its subfolders."""
     return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
@@ -875,7 +875,7 @@ def test_a_command_line_that_cannot_work_is_refused_in_one_line(
     monkeypatch.setattr(sys, "argv", [script, *argv])
     monkeypatch.setattr(sys, "path", list(sys.path))
     found = contents()
-    capsys.readouterr()                         # what the folders' makers said
+    capsys.readouterr()                         # discard what was printed while the folders were made
     exit_code, said = complain(lambda argv: call(script, argv), capsys, *argv)
     assert_says(says, said)
     assert exit_code == code
@@ -886,7 +886,7 @@ def test_a_command_line_that_cannot_work_is_refused_in_one_line(
 @pytest.mark.parametrize("line, code", [
     ("train.py {new} --n_embd=17", FLAGS), ("eval.py loss --out_dir=nowhere", INPUT),
     ("data/text.py --source=nowhere --tokenizer=bytes", INPUT)])
-def test_real_processes_refuse_alike(line, code, elastic_run):
+def test_a_real_process_refuses_with_the_same_exit_code_in_one_line(line, code, elastic_run):
     script, *argv = shlex.split(line.replace("{new}", " ".join([*TINY, f"--out_dir={elastic_run}"])))
     done = run(script, *argv, ok=False)
     assert done.returncode == code and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
@@ -897,7 +897,7 @@ def test_real_processes_refuse_alike(line, code, elastic_run):
 
 
 def attend(attn, rows=9, table=None, **choices):
-    """One layer on 9 queries and keys, and so many rows of its input."""
+    """Call a layer with 9 queries and keys, and with `rows` rows of its input x."""
     layer = mixers.layer_of(tiny_config(attn=attn, **choices), 0)
     q, k, v = (torch.zeros(1, *layer.shapes[name][:1], 9, layer.shapes[name][1]) for name in "qkv")
     return layer.attend(q, k, v, torch.zeros(1, rows, 16), table)
@@ -913,7 +913,7 @@ def generate(*ids):
 
 
 def go_on(first, then):
-    """Read five tokens with one recipe, and the next ones with another; the first can still go on."""
+    """Read tokens with one recipe, then with another and the same cache. The cache still works with the first."""
     begun, other = (GPT(tiny_config(attn=attn)).eval() for attn in (first, then))
     idx, cache = torch.arange(5)[None], begun.new_cache()
     begun(idx, cache=cache)
@@ -924,7 +924,7 @@ def go_on(first, then):
 
 
 def go_on_in_a_layer(first, then):
-    """The same in one layer, where the second has one head."""
+    """The same with single layers. The second has one head."""
     past, begun = {}, mixers.layer_of(tiny_config(attn=first), 0)
     other = mixers.layer_of(tiny_config(attn=then, n_head=1), 0)
     begun(torch.zeros(1, 9, 16), past)
@@ -937,7 +937,7 @@ def write_tokens(*ids):
 
 NOWHERE = SimpleNamespace(place=Path("nowhere"))
 
-CALLS = [                                       # (what a program calls, a pattern that the error contains)
+CALLS = [                                       # (a call, a pattern of its error message)
     (lambda: attend("focus", window=4, table=torch.zeros(2, 9)), "adds nothing to scores by distance"),
     (lambda: attend("focus", window=4, rows=3), "x has 3 rows for 9 keys"),
     (lambda: attend("retnet", table=torch.zeros(2, 9)), "relative positions"),

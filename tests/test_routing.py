@@ -14,8 +14,8 @@ def layer(args="clusters=3"):
 
 
 def weights_by_formula(module, q, k, size):
-    """Row by row: each cluster's softmax over the earlier keys that it has taken; the mean over the clusters that have
-    taken the query and an earlier key."""
+    """Row by row: each cluster that holds the query takes softmax over those of its keys that are not later. The
+    weights are the mean over these clusters, without clusters that have no such key."""
     (B, H, R, D), T, K = q.shape, k.shape[2], module.means.shape[1]
     w = torch.zeros(B, H, R, T, dtype=torch.float64)
     for b, h in torch.cartesian_prod(torch.arange(B), torch.arange(H)).tolist():
@@ -28,7 +28,7 @@ def weights_by_formula(module, q, k, size):
                 seen = [j for j in near_k if j <= i + T - R]
                 if seen:
                     w[b, h, i, seen] += torch.softmax(keys[seen] @ queries[i] / D ** 0.5, 0)
-    return w / w.sum(-1, keepdim=True).clamp(min=1)                     # each cluster has put out a sum of 1
+    return w / w.sum(-1, keepdim=True).clamp(min=1)                     # each cluster adds a sum of 1
 
 
 @pytest.mark.parametrize("args, T, R, size", [
@@ -49,8 +49,8 @@ def test_one_cluster_of_everything_is_softmax():
     close(routing(x), softmax(x))
 
 
-def test_weights_look_back_but_who_is_taken_does_not():
-    """No weight is on a later key. But a changed last token changes what earlier rows read."""
+def test_weights_are_causal_but_clusters_depend_on_later_tokens():
+    """Later keys have no weight. But changing the last token changes the weights of earlier rows."""
     module = layer()
     assert not module.causal and not module.cached
     q, k, _, x = inputs(module, 30)
@@ -61,7 +61,7 @@ def test_weights_look_back_but_who_is_taken_does_not():
     below(0.1, (module.weights_of(q, nearer, x) - w)[:, :, :-1].abs().max())
 
 
-def test_a_query_in_no_cluster_gets_nothing():
+def test_a_query_in_no_cluster_has_zero_output():
     module = layer("clusters=1,cluster_size=3")
     q, k, v, x = inputs(module, 30)
     empty = module.weights_of(q, k, x).sum(-1) == 0
@@ -77,7 +77,7 @@ def test_a_hidden_key_is_seen_by_its_own_row():
 
 
 class Ranks:
-    """In place of a machine: `mean` is what a rank gets as the mean over all ranks."""
+    """Replaces a Machine. mean(x) returns the mean of x over all ranks."""
     def __init__(self, mean):
         self.mean = mean
 
@@ -85,12 +85,12 @@ class Ranks:
 ALONE = Ranks(lambda x: x)
 
 
-def test_centroids_move_to_what_is_near_them():
-    """At first to the mean direction of the queries and keys nearest to each, which is one round of k-means; the n-th
-    time by a share of 1 / n, at least 0.001. One to which nothing is near stays."""
+def test_centroids_move_to_the_vectors_nearest_to_them():
+    """The first step moves each centroid to the mean direction of its nearest queries and keys, as a round of k-means
+    does. The n-th step moves it by a share of 1 / n, at least 0.001. A centroid without such vectors stays."""
     module = layer("clusters=3").train()
     far = -F.normalize(sum(F.normalize(y, dim=-1).sum((0, 1, 2)) for y in inputs(module, 20)[:2]), dim=0)
-    module.means[:, 2] = 1e-3 * far             # nothing is near to a centroid so short
+    module.means[:, 2] = 1e-3 * far             # nothing is nearest to so short a centroid
     before = module.means.clone()
     q, k, v, x = inputs(module, 20)
     module.attend(q, k, v, x)
@@ -112,14 +112,14 @@ def test_centroids_move_to_what_is_near_them():
     assert module.sums == 0
 
 
-def test_nothing_moves_in_evaluation():
+def test_centroids_do_not_move_in_evaluation():
     module = layer()
     module.attend(*inputs(module, 20))
     assert module.sums == 0
 
 
-def test_two_ranks_are_one():
-    """Sums over ranks decide: each with half of the batch ends where one with all of it does."""
+def test_two_ranks_move_centroids_like_one():
+    """Centroids move by the mean over ranks. Two ranks with half of the batch each equal one rank with all of it."""
     whole, one, other = (layer().train() for _ in range(3))
     q, k, v, x = inputs(whole, 20)
     whole.attend(q, k, v, x)
