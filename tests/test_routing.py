@@ -73,7 +73,7 @@ def test_a_hidden_key_is_seen_by_its_own_row():
     module = layer("clusters=2,cluster_size=20")
     q, k, _, x = inputs(module, 20)
     hidden = module.weights_of(q, k, x, sight=module.sight._replace(hidden=0))
-    assert (hidden[:, :, 0, 0] == 1).all()
+    assert (hidden[:, :, 0, 0] == 1).all() and (hidden[:, :, 1:, 0] == 0).all()
 
 
 class Ranks:
