@@ -1,4 +1,4 @@
-"""What is taken out of a model's attention, and what the loss gains by it."""
+"""evals/ablate.py removes parts of a model's attention and measures how much the loss rises."""
 import math
 from functools import partial
 
@@ -31,7 +31,7 @@ MACHINE = Machine("cpu", "float32")
 
 
 def lively(**choices):
-    """A model whose attention matters: 2 layers of 2 heads, weights larger than the initial ones."""
+    """A model whose attention affects the loss: 2 layers of 2 heads, with weights larger than the initial ones."""
     gpt = GPT(tiny_config(**{"n_layer": 2} | choices), bounds.SEED).eval()
     with torch.no_grad():
         for p in gpt.parameters():
@@ -45,12 +45,12 @@ def rows():
 
 
 def one_head(head, heads=2):
-    """One head of the first of two layers."""
+    """A mask that selects one head of the first of two layers."""
     return (torch.arange(2 * heads) == head).view(2, heads)
 
 
 def inputs_of(gpt, rows):
-    """What the first layer's attention is given: q, k, v, x, table."""
+    """The attention of the first layer and its inputs: q, k, v, x, table."""
     seen = []
 
     def look(attend, layer, module, *inputs):
@@ -67,7 +67,7 @@ def changed_output(change, module, inputs):
         return change(module.attend, 0, module, *inputs)
 
 
-# also grouped heads, and both ways to have two views
+# including grouped heads and both kinds of two views
 SHARED = {"n_head": 4, "n_kv_head": 2}
 KINDS = [{"attn": "softmax"}, {"attn": "softmax", **SHARED}, {"attn": "elastic", **SHARED}, {"attn": "diff", **SHARED},
          {"attn": "diff2", **SHARED}, {"attn": "diff_rela", "out_norm": "none", **SHARED}, {"attn": "sink_token"},
@@ -76,7 +76,7 @@ KINDS = [{"attn": "softmax"}, {"attn": "softmax", **SHARED}, {"attn": "elastic",
 
 @pytest.mark.parametrize("choices", KINDS, ids=lambda c: "-".join(map(str, c.values())))
 def test_a_value_is_zeroed_for_the_chosen_head_alone(choices, rows):
-    """Its output equals the weights times the values without that token; the others' stay."""
+    """The head's output equals the weights times the values without that token's. Other heads do not change."""
     module, inputs = inputs_of(lively(**choices), rows)
     q, k, v, x, table = inputs
     head, row = module.heads - 1, module.ahead + 3
@@ -84,8 +84,8 @@ def test_a_value_is_zeroed_for_the_chosen_head_alone(choices, rows):
     after = changed_output(value_zeroed(one_head(head, module.heads), 3), module, inputs)
     size = before.abs().max().item()
     close(after[:, :head], before[:, :head], terms=16, size=size)
-    close(after[:, :, :row], before[:, :, :row], terms=16, size=size)   # nobody saw it yet
-    if choices["attn"] == "diff":               # an RMSNorm comes after
+    close(after[:, :, :row], before[:, :, :row], terms=16, size=size)   # these rows do not see the token
+    if choices["attn"] == "diff":               # an RMSNorm follows: check only that it changes
         assert not torch.allclose(after[:, head], before[:, head])
         return
     with torch.no_grad():
@@ -94,25 +94,25 @@ def test_a_value_is_zeroed_for_the_chosen_head_alone(choices, rows):
 
 
 @pytest.mark.parametrize("attn", some_recipes("softmax", "sink_token", "diff2", "streaming"))
-def test_a_value_zeroed_for_later_rows_leaves_the_tokens_own_row(attn, rows):
+def test_a_value_zeroed_for_later_rows_does_not_change_the_tokens_own_row(attn, rows):
     module, inputs = inputs_of(lively(attn=attn, **({} if attn.startswith("diff") else SHARED)), rows)
     chosen, own = one_head(0, module.heads), module.ahead + 3
     changes = (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, to_itself=False))
     before, to_all, to_later = (changed_output(change, module, inputs) for change in changes)
     close(to_later[:, :, own], before[:, :, own], terms=16)
     same(to_later[:, :, own + 1:], to_all[:, :, own + 1:])
-    if attn != "routing":                       # where clusters decide, a token need not see itself
+    if attn != "routing":                       # with clusters, a token may not see itself
         assert not torch.equal(to_later, to_all)
 
 
-def test_no_heads_cost_nothing(rows):
+def test_removing_no_heads_costs_nothing(rows):
     gpt, nobody = lively(attn="softmax", **SHARED), torch.zeros(2, 4, dtype=torch.bool)
     for change in (value_zeroed(nobody), output_zeroed(nobody)):
         same(losses_with(change, gpt, rows, MACHINE), losses_with(unchanged, gpt, rows, MACHINE))
 
 
-def test_the_value_of_a_token_without_weight_costs_nothing(rows):
-    """In a window of one, nobody else sees the first token."""
+def test_zeroing_the_value_of_a_token_without_weight_costs_nothing(rows):
+    """With a window of one key, no other token sees the first token."""
     gpt = lively(attn="window", window=1)
     close(*(losses_with(change, gpt, rows, MACHINE)[:, 1:] for change in (value_zeroed(every_head(gpt)), unchanged)),
           terms=16)
@@ -123,7 +123,7 @@ def test_zeroing_every_value_or_output_leaves_no_attention(rows):
     everybody = every_head(gpt)
 
     def all_values(attend, layer, module, *inputs):
-        for place in range(16):                 # each change calls the one before
+        for place in range(16):                 # each change calls the previous one
             attend = partial(value_zeroed(everybody, place), attend, layer, module)
         return attend(*inputs)
 
@@ -143,7 +143,7 @@ def test_an_output_is_zeroed_after_gate_and_norm(rows):
 
 
 @pytest.mark.parametrize("attn", ["softmax", "elastic", "sink_token"])
-def test_a_hidden_key_is_as_if_it_had_no_weight(attn, rows):
+def test_a_hidden_key_has_no_weight(attn, rows):
     module, (q, k, v, x, table) = inputs_of(lively(attn=attn), rows)
     with torch.no_grad():
         w = module.weights_of(q, k, x, table, sight=module.sight._replace(hidden=module.ahead))
@@ -151,7 +151,7 @@ def test_a_hidden_key_is_as_if_it_had_no_weight(attn, rows):
     close(changed_output(key_hidden, module, (q, k, v, x, table)), w @ v, terms=16)
 
 
-def test_the_most_the_least_and_as_many_by_chance():
+def test_heads_are_picked_by_most_sink_least_sink_and_at_random():
     alpha = torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]])
     found = picked(alpha, 2, draws=5, seed=1)
     assert found["most sink"][0].tolist() == [[False, True, False], [True, False, False]]
@@ -163,8 +163,8 @@ def test_the_most_the_least_and_as_many_by_chance():
     assert not torch.stack(other).equal(torch.stack(again))
 
 
-def test_the_most_and_the_least_of_each_layer():
-    """Three of six: one of each layer, and one more, where the second has the most (or the least)."""
+def test_heads_of_each_layer_are_picked_by_most_and_least_sink():
+    """Of six heads it picks three: one of each layer, then the better of the second heads of both layers."""
     alpha = torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]])
     found = picked_in_layers(alpha, 3)
     assert found["most sink of each layer"][0].tolist() == [[False, True, False], [True, False, True]]
@@ -173,12 +173,12 @@ def test_the_most_and_the_least_of_each_layer():
     assert not picked_in_layers(alpha, 0)["most sink of each layer"][0].any()
 
 
-def test_without_a_dormant_head_nothing_is_zeroed_in_them():
+def test_without_dormant_heads_there_is_no_ablation_of_them():
     found = ablations(torch.tensor([[0.1, 0.4]]), 0.5, [50], other=4, draws=2, seed=0)
     assert [a.where for a in found if a.what == "first value zero"] == ["all heads"] and len(found) == 4 + 5
 
 
-def test_what_is_taken_away_is_counted_in_heads():
+def test_each_ablation_counts_its_heads_and_changes():
     found = ablations(torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]]), 0.5, [0, 50, 100], other=4, draws=2, seed=0)
     counted = {(a.what, a.where): (a.heads, len(a.changes)) for a in found}
     assert counted[("first value zero", "all heads")] == (6, 1) == counted[("value at 4 zero", "all heads")]
@@ -192,14 +192,14 @@ def test_the_error_is_that_of_paired_differences():
     added = torch.tensor([[1.0, 2, 3, 6], [3, 2, 5, 2]], dtype=torch.float64)               # two draws, four windows
     found = mean_and_errors(added)
     close([found["loss_change"], found["over_draws"]], [3, 0], size=6)
-    # the draws' means are 2, 2, 4, 4: squares about 3 sum to 4, over 3, root, over the root of 4 windows
+    # means over the draws are 2, 2, 4, 4: squared deviations from 3 sum to 4, so the variance over windows is 4 / 3
     close(found["standard_error"], math.sqrt(4 / 3) / 2)
     assert mean_and_errors(added[:1, :1]) == {"loss_change": 1, "standard_error": None, "over_draws": None}
 
 
 @pytest.mark.parametrize("attn", some_recipes("softmax", "gpt_oss", "sink_token", "diff2", "elastic", "linear"))
 def test_costs_of_a_model(attn, rows):
-    """No heads cost nothing, all of them the same however they are chosen, in batches of any size."""
+    """Removing no heads costs nothing. Removing all of them costs the same for every choice and every batch size."""
     gpt = lively(attn=attn)
     heads = gpt.transformer.h[0].attn.heads
     things = ablations(torch.rand(2, heads), 0.5, [0, 100], other=8, draws=2, seed=0)

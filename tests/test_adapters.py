@@ -1,4 +1,4 @@
-"""--train_only: what is frozen stays as it is, an adapter is small and needs its base, LoRA merges into the weights."""
+"""--train_only: frozen weights do not change, an adapter is small and needs its base, LoRA merges into the weights."""
 import math
 import shutil
 
@@ -24,12 +24,12 @@ SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters
          "--warmup_iters=2", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
 LORA = ("--train_only=lora", "--lora_rank=2")
 FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
-TAU = ("--train_only=focus", "--attn=elastic")          # for all that a mixer may add: see the fixture `adds_tau`
+TAU = ("--train_only=focus", "--attn=elastic")          # stands for any mixer with added parameters: see `adds_tau`
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory, data):
-    """A run to put adapters on."""
+    """A run that adapters are trained on."""
     out = tmp_path_factory.mktemp("adapters") / "base"
     train_here(f"--dataset={data}", f"--out_dir={out}", "--n_layer=2")
     return out
@@ -42,19 +42,19 @@ def adapt(base, out, *flags):
 
 @pytest.fixture(scope="session")
 def lora(base):
-    """An adapter on it, in the folder beside it."""
+    """A LoRA adapter of the base, in a folder next to it."""
     return adapt(base, base.parent / "lora", *LORA)
 
 
 @pytest.fixture
 def adds_tau(monkeypatch):
-    """Elastic attention as a mixer that adds tau."""
+    """Let attention declare tau as an added parameter, as a mixer does."""
     monkeypatch.setattr(attention.Attention, "added", ("tau",))
 
 
 @pytest.fixture
 def pair(base, lora, tmp_path):
-    """Copies of the two, to change; the adapter still names the first base."""
+    """Copies of base and adapter, which a test may change. The adapter still names the original base."""
     for folder in (base, lora):
         shutil.copytree(folder, tmp_path / folder.name)
     return tmp_path / "base", tmp_path / "lora"
@@ -66,7 +66,7 @@ def loss(evaluate):
 
 
 def cut_short(step, base, out, *flags):
-    """Train, but end like a process that is killed when it logs this step."""
+    """Train, but stop when this step is logged, like a process that is killed there."""
     def log(self, **row):
         if row["step"] == step:
             raise KeyboardInterrupt
@@ -82,7 +82,7 @@ def cut_short(step, base, out, *flags):
 
 
 def lora_model(**choices):
-    """A model with LoRA whose B is far from 0."""
+    """A model with LoRA, whose matrices B are far from 0."""
     gpt = GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval()
     add_lora(gpt, ("c_attn", "c_proj"), 3, bounds.SEED)
     for n, (name, p) in enumerate(gpt.named_parameters()):
@@ -98,7 +98,7 @@ def logits(gpt):
 
 @pytest.mark.parametrize("choices", [
     {}, {"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "diff2"}, {"attn": "gated_deltanet"}])
-def test_merged_weights_give_the_logits_of_w_and_b_a(choices):
+def test_merged_weights_give_the_logits_of_w_plus_b_a(choices):
     gpt, plain = lora_model(**choices), GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval()
     before = logits(plain)
     plain.load_state_dict(merged(gpt.state_dict(), "here"))
@@ -106,8 +106,8 @@ def test_merged_weights_give_the_logits_of_w_and_b_a(choices):
     below(0.01, (logits(plain) - before).abs().max())
 
 
-def test_lora_begins_as_the_model_that_it_stands_on():
-    """B is 0, so it adds exactly nothing; A is drawn as other weights are."""
+def test_lora_starts_with_the_logits_of_its_base():
+    """B is 0, so LoRA adds exactly nothing. A is initialised like other weights."""
     plain, one, other = (GPT(tiny_config(n_layer=2)).eval() for _ in range(3))
     for model in (one, other):
         add_lora(model, ("c_attn",), 16, seed=bounds.SEED)
@@ -119,7 +119,7 @@ def test_lora_begins_as_the_model_that_it_stands_on():
     assert not hasattr(one.transformer.h[0].attn.c_proj, "lora_a")
 
 
-def test_only_lora_learns_and_its_matrices_decay():
+def test_only_lora_is_trained_and_its_matrices_decay():
     gpt = lora_model(attn="elastic")
     freeze_all_but(gpt, "lora")
     decay, = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
@@ -128,7 +128,7 @@ def test_only_lora_learns_and_its_matrices_decay():
     assert frozen(gpt) == {name for name, _ in gpt.named_parameters(remove_duplicate=False) if ".lora_" not in name}
 
 
-# ------------------------------------------------------------------------------------------------------- what is saved
+# ---------------------------------------------------------------------------------------- the checkpoint of an adapter
 
 
 def test_an_adapter_holds_what_was_trained_and_names_its_base(base, lora):
@@ -144,7 +144,7 @@ def test_an_adapter_holds_what_was_trained_and_names_its_base(base, lora):
 
 
 def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, loss):
-    """With the weights W + B A, and all others bit for bit the base's."""
+    """Adapted weights are W + B A. All others equal the base's bit for bit."""
     own, below_it, together = weights(lora), weights(base), read_weights(lora)
     assert together.keys() == below_it.keys()
     for name, value in together.items():
@@ -161,8 +161,8 @@ def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, loss):
 
 
 @pytest.mark.parametrize("flags", [LORA, TAU, FOCUS], ids=["lora", "tau", "focus"])
-def test_what_is_frozen_stays_bit_for_bit(flags, base, adds_tau, tmp_path, monkeypatch):
-    """In the model that was trained, after its last step, and in the base's folder."""
+def test_frozen_weights_do_not_change(flags, base, adds_tau, tmp_path, monkeypatch):
+    """They are unchanged in the trained model after its last step and in the base's folder."""
     trained, before = [], contents(base)
     monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model))
     out = adapt(base, tmp_path / "out", *flags)
@@ -174,8 +174,8 @@ def test_what_is_frozen_stays_bit_for_bit(flags, base, adds_tau, tmp_path, monke
     assert contents(base) == before
 
 
-def test_focus_saves_what_it_adds(base, tmp_path, loss):
-    """Parameters that learned, and what was counted on the way."""
+def test_focus_saves_the_parameters_and_buffers_it_adds(base, tmp_path, loss):
+    """It saves trained parameters and the buffers that training counts."""
     out = adapt(base, tmp_path / "out", *FOCUS)
     model = load_run(out, "cpu")[0]
     added = {f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in model.transformer.h[layer].attn.added}
@@ -185,15 +185,15 @@ def test_focus_saves_what_it_adds(base, tmp_path, loss):
     assert loss(out, "--topk=2") > 0
 
 
-def test_buffers_that_training_carries_are_saved(data, tmp_path):
-    """Dex's progress, which the loop sets. Meanwhile its correction learns."""
+def test_buffers_that_training_sets_are_saved(data, tmp_path):
+    """The training loop sets Dex's buffer `progress`. Dex's own parameters were trained in the base."""
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=10")
     out, first = adapt(tmp_path / "base", tmp_path / "lora", *LORA), weights(tmp_path / "base")
     name, *learned = (f"transformer.h.0.attn.{part}" for part in ("progress", "dex_lambda", "dex_proj.weight"))
     assert all(first[part].abs().max() > 0 for part in learned)
     cut_short(6, tmp_path / "base", tmp_path / "half", *LORA)
     assert (first[name], read_weights(out)[name], weights(out)[name]) == (1, 1, 1)
-    assert read_weights(tmp_path / "half")[name] == 0.5                 # the adapter's own counts, not the base's
+    assert read_weights(tmp_path / "half")[name] == 0.5                 # the adapter's own value, not the base's
 
 
 def test_an_exported_adapter_is_merged(data, tmp_path):
@@ -208,13 +208,13 @@ def test_an_exported_adapter_is_merged(data, tmp_path):
     assert not torch.equal(theirs["model.layers.0.self_attn.o_proj.weight"], weights(tmp_path / "base")[name])
 
 
-# ------------------------------------------------------------------------------------------ killed, shared, going on
+# --------------------------------------------------------------------------------- resuming, ranks, further training
 
 
 @pytest.mark.parametrize("step, flags", [
     by_default(False, 2, LORA), (6, LORA), (2, TAU), by_default(False, 6, TAU), (6, FOCUS)])
 def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path):
-    """Before the first checkpoint, and after it."""
+    """The run is killed before or after its first checkpoint."""
     whole, killed = adapt(base, tmp_path / "whole", *flags), cut_short(step, base, tmp_path / "killed", *flags)
     assert (killed / "ckpt.pt").exists() == (step > 4)
     train_here(f"--out_dir={killed}", "--init_from=resume")
@@ -225,15 +225,15 @@ def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tm
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("only", [LORA, FOCUS], ids=["lora", "focus"])
 def test_two_ranks_equal_one(only, base, tmp_path):
-    """In losses, and in what was trained and counted."""
+    """Losses, trained parameters and counted buffers agree."""
     flags = (f"--init_from={base}", *SHORT, *only, "--learning_rate=1e-2", "--gradient_accumulation_steps=3")
     run("train.py", *flags, f"--out_dir={tmp_path / '2'}", ranks=2)
     train_here(*flags, f"--out_dir={tmp_path / '1'}")
     assert_close_runs(tmp_path / "2", tmp_path / "1")
 
 
-def test_all_weights_are_trained_after_it(base, lora, tmp_path, loss):
-    """The second phase: a full run, which needs no base. A step of Adam is at most as long as the learning rate."""
+def test_all_weights_can_be_trained_after_an_adapter(base, lora, tmp_path, loss):
+    """The second phase is a full run and needs no base. A step of Adam moves a weight by at most the learning rate."""
     out = adapt(lora, tmp_path / "all", "--max_iters=2", "--learning_rate=1e-9", "--weight_decay=0")
     together = read_weights(lora)
     assert weights(out).keys() == together.keys() and "base" not in meta(out)
@@ -242,8 +242,8 @@ def test_all_weights_are_trained_after_it(base, lora, tmp_path, loss):
     close(loss(out), loss(lora), dtype=torch.float32)
 
 
-def test_an_adapter_may_stand_on_an_adapter(lora, base, adds_tau, tmp_path, loss):
-    """Of another kind, or of the same: its base is the other one, with that one's base."""
+def test_an_adapter_can_have_an_adapter_as_its_base(lora, base, adds_tau, tmp_path, loss):
+    """The two may be of different kinds or of the same kind. The first adapter with its own base is the base."""
     taus, twice = adapt(lora, tmp_path / "taus", *TAU), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
     assert sorted(weights(taus)) == [f"transformer.h.{layer}.attn.tau" for layer in (0, 1)]
     assert meta(taus)["base"]["path"] == str(lora)
@@ -255,10 +255,10 @@ def test_an_adapter_may_stand_on_an_adapter(lora, base, adds_tau, tmp_path, loss
     assert all(".lora_" in name for name in weights(adapt(taus, tmp_path / "third", *LORA)))            # and no tau
 
 
-# ------------------------------------------------------------------------------------------------- where the base lies
+# --------------------------------------------------------------------------------------------- where the base is found
 
 
-def test_the_base_is_where_it_was_or_beside_the_adapter(pair, tmp_path, monkeypatch, capsys, loss):
+def test_the_base_is_found_at_its_path_or_next_to_the_adapter(pair, tmp_path, monkeypatch, capsys, loss):
     base, lora = pair
     about = meta(lora)
     expected = loss(lora)
@@ -266,9 +266,9 @@ def test_the_base_is_where_it_was_or_beside_the_adapter(pair, tmp_path, monkeypa
     def named(path):
         files.write_json(lora / "meta.json", about | {"base": about["base"] | {"path": path}})
 
-    named("elsewhere/base")                     # nothing is there: beside the adapter
+    named("elsewhere/base")                     # no such folder: the base is next to the adapter
     assert loss(lora) == expected
-    named("out/before")                         # a path from here
+    named("out/before")                         # relative to the current folder
     (tmp_path / "here" / "out").mkdir(parents=True)
     base.rename(tmp_path / "here" / "out" / "before")
     monkeypatch.chdir(tmp_path / "here")

@@ -1,4 +1,4 @@
-"""The sink lab's data: sequences follow their own tables, a seed decides."""
+"""data/backcopy.py, the sink lab's data: sequences follow the stored tables, and the seed determines them."""
 import numpy as np
 import pytest
 import torch
@@ -9,7 +9,7 @@ from data import tokens
 
 
 def make(folder, *flags):
-    """A small data set of the task in this folder."""
+    """Make a small data set of the task in this folder."""
     run("data/backcopy.py", f"--out_dir={folder}", "--sequences=3000", "--val_sequences=300", *flags)
     return folder
 
@@ -42,20 +42,20 @@ def test_triggers_copy_and_all_other_tokens_follow_the_table(task):
     np.add.at(counts, (x[:, 0], x[:, 1]), 1)
     np.add.at(counts, (x[:, 1:-1][~copies], x[:, 2:][~copies]), 1)
     expected = table * counts.sum(1, keepdims=True)
-    large = expected > 20                       # there the counts are nearly normal: ten standard errors for thousands
+    large = expected > 20                       # nearly normal counts: allow ten standard errors
     spread = np.sqrt(expected * (1 - table))
     assert large.sum() > 500
     below(*(torch.from_numpy(a[large]) for a in (np.abs(counts - expected), 10 * spread)))
 
 
-def test_the_seed_decides(tmp_path):
+def test_the_seed_determines_the_sequences(tmp_path):
     a, b, c = (make(tmp_path / name, f"--seed={seed}", "--sequences=20", "--val_sequences=20")
                for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert meta(a)["shards"] == meta(b)["shards"]
     assert (sequences(a) != sequences(c)).any() and (sequences(a) != sequences(a, "val")).any()
 
 
-def test_other_lengths_no_bos_and_a_fixed_token(tmp_path):
+def test_sequences_of_another_length_without_bos_and_with_a_fixed_token(tmp_path):
     folder = make(tmp_path / "x", "--length=20", "--no_bos", "--fixed_at=4", "--sequences=50")
     x = sequences(folder)
     assert x.shape == (50, 21) and (x[:, 4] == 65).all() and np.delete(x, 4, 1).max() < 64 and len(set(x[:, 0])) > 10

@@ -1,5 +1,5 @@
-"""The bench instrument: requests, a model's answers in any batch, scores of known answers, and lm-evaluation-harness as
-an oracle."""
+"""eval.py bench: requests, a model's answers in batches of any size, scores of known answers, and the scores of
+lm-evaluation-harness as an oracle."""
 import json
 import math
 
@@ -33,11 +33,11 @@ def test_a_row_becomes_a_request_for_each_choice():
     first, second = likelihood.row_requests(row, BYTES, 99, bos=True)
     assert first == Request([256, *b"ab x"], 2)
     empty, = likelihood.row_requests(benchmarks.Row([""], ["x"], 0), BYTES, 99, bos=False)
-    assert empty == Request([256, *b" x"], 2)   # something must stand before what is predicted
+    assert empty == Request([256, *b" x"], 2)   # a prediction needs a token before it
 
 
 def test_context_and_choice_are_encoded_together(toy):
-    """A byte pair that would span the cut is cut where the context alone ends; what the context was stays."""
+    """The context has the tokens of its text alone. The choice has the remaining tokens of the whole text."""
     coder = tokens.tokenizer(str(toy))
     before, after = likelihood.pair(coder, "the quick", " brown")
     assert before == coder.encode("the quick").tolist() and before + after == coder.encode("the quick brown").tolist()
@@ -48,7 +48,7 @@ def test_context_and_choice_are_encoded_together(toy):
 
 
 def test_long_requests_are_cut_at_the_beginning():
-    assert likelihood.request([1, 2, 3], [4, 5], 4) == Request([1, 2, 3, 4, 5], 2, cut=False)        # 4 are read
+    assert likelihood.request([1, 2, 3], [4, 5], 4) == Request([1, 2, 3, 4, 5], 2, cut=False)        # 4 inputs
     assert likelihood.request([1, 2, 3], [4, 5], 3) == Request([2, 3, 4, 5], 2, cut=True)
     assert likelihood.request([1, 2, 3], [4, 5], 2) == Request([3, 4, 5], 2, cut=True)
     with pytest.raises(ValueError, match="a choice has 2 tokens where the model can predict 1 to 1"):
@@ -71,12 +71,12 @@ def test_a_limit_is_spread_over_the_file(count, limit, chosen):
     assert list(bench.evenly(count, limit)) == chosen
 
 
-# -------------------------------------------------------------------------------------------- what the model says to it
+# --------------------------------------------------------------------------------------------- from requests to answers
 
 
 def test_a_shared_beginning_is_read_once():
     shared = [Request([1, 2, 3, 4, 5], 1), Request([1, 2, 3, 9], 1), Request([1, 2, 3, 4, 7, 8], 3)]
-    assert likelihood.in_common(shared) == 2    # the 3 predicts the first token that counts of the second and third
+    assert likelihood.in_common(shared) == 2    # token 3 predicts the first scored token of the other two
     assert likelihood.in_common(shared[:1]) == 0 and likelihood.in_common([Request([1, 2], 1), Request([1, 3], 1)]) == 0
     groups = [shared, [Request([1, 2], 1), Request([3, 4], 1)]]
     apart = [Unit([groups[1][0]], 0, 3), Unit([groups[1][1]], 0, 4)]
@@ -84,7 +84,7 @@ def test_a_shared_beginning_is_read_once():
     assert [unit.shared for unit in likelihood.units_of(groups, cached=False)] == [0] * 5
 
 
-def test_batches_are_of_one_kind_and_not_too_large():
+def test_batches_hold_requests_of_one_kind_up_to_a_size():
     sizes = [(0, 5), (3, 4), (3, 9), (0, 7), (3, 4)]
     units = [Unit([Request([0] * (shared + n + 1), 1)] * 2, shared, 0) for shared, n in sizes]
     def shapes(size):
@@ -95,7 +95,7 @@ def test_batches_are_of_one_kind_and_not_too_large():
 
 
 def some_groups():
-    """Requests of one to three tokens: five groups that share a beginning, two that do not."""
+    """Requests with one to three scored tokens: five groups share a beginning, two do not."""
     dice = np.random.default_rng(bounds.SEED)
     groups = []
     for shared in (0, 1, 4, 4, 9, 4, 0):
@@ -110,7 +110,7 @@ def said(model, groups, batch_size=10 ** 6):
 
 
 def one_by_one(model, groups):
-    """The same from the whole model's logits, in float64, a request at a time."""
+    """The same answers from the full logits in float64, one request at a time."""
     for request in (request for group in groups for request in group):
         with torch.no_grad():
             logits = model(torch.tensor([request.ids[:-1]]))[0][0, -request.count:].double()
@@ -121,11 +121,11 @@ def one_by_one(model, groups):
 
 @pytest.mark.parametrize("recipe", CACHES)
 def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
-    """In float64: rounding must not decide between two likely tokens."""
+    """The model is float64, so that rounding does not decide between two likely tokens."""
     window = {"window": 4} if "window" in ATTENTIONS[recipe] else {}
     model = GPT(tiny_config(attn=recipe, n_layer=2, **window)).double().eval()
     with torch.no_grad():
-        for p in model.parameters():            # not as flat as it is at first
+        for p in model.parameters():            # less flat logits than at initialisation
             p.add_(0.2 * torch.randn_like(p))
     groups = some_groups()
     greedy, logliks = zip(*((answer.greedy, answer.loglik) for answer in one_by_one(model, groups)), strict=True)
@@ -135,7 +135,7 @@ def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
         close([answer.loglik for answer in found], logliks, dtype=torch.float32)
 
 
-def test_a_model_that_sees_later_tokens_pads_and_shares_nothing(monkeypatch):
+def test_requests_to_a_model_that_sees_later_tokens_are_neither_padded_nor_shared(monkeypatch):
     model = GPT(tiny_config()).eval()
     seen = []
     forward = model.forward
@@ -148,7 +148,7 @@ def test_a_model_that_sees_later_tokens_pads_and_shares_nothing(monkeypatch):
     assert seen == [((1, n), None) for n in lengths]
 
 
-def test_the_head_comes_back_and_infinite_scores_are_refused():
+def test_lm_head_is_restored_and_scores_that_are_not_finite_are_refused():
     model = GPT(tiny_config()).eval()
     head = model.lm_head
     said(model, some_groups())
@@ -165,11 +165,11 @@ def answers(*logliks):
     return [[Answer(value, False) for value in choices] for choices in logliks]
 
 
-def test_accuracy_counts_characters_and_the_first_of_equals():
+def test_accuracy_takes_the_first_of_equal_choices_and_acc_norm_counts_characters():
     rows = [benchmarks.Row(["c"] * 2, choices, gold) for choices, gold in
             ((["aa", "aaaaaaaa"], 1), (["a", "b"], 0), (["a", "b"], 1), (["é", "ab"], 0))]
     found = bench.judge("piqa", rows, answers((-3, -4), (-1, -1), (-1, -1), (-2, -3)), 0.5)
-    # the first is right per character only; of equals the first wins; a character counts once, however many bytes
+    # row 1 is right only per character; the first of equal choices wins; a character of two bytes counts once
     assert found["acc"]["value"] == 0.5 and found["acc_norm"]["value"] == 0.5
     deviation = math.sqrt(sum((x - 0.5) ** 2 for x in (0, 1, 0, 1)) / 3)
     close(found["acc"]["stderr"], deviation / math.sqrt(4))
@@ -187,7 +187,7 @@ def test_lambada_is_scored_per_word():
     assert found["acc"]["than_guessing"] is None
     assert "adjusted" not in found["perplexity"] and found["perplexity"]["rows"] == "1 2 6"
     other = bench.judge("lambada", rows, [[Answer(-2.0, True)], [Answer(-3.0, False)], [Answer(-7.0, False)]], 0.0)
-    assert bench.difference(other["perplexity"], found["perplexity"]) == (1.0, 0.0)         # nats: a factor of e
+    assert bench.difference(other["perplexity"], found["perplexity"]) == (1.0, 0.0)         # 1 nat is a factor of e
     assert bench.beside(other["perplexity"], found["perplexity"])[2] == "higher"
 
 
@@ -203,18 +203,18 @@ def test_wikitext_is_scored_per_word_and_per_byte():
 @pytest.mark.parametrize("value, guess, n, says", [
     (0.5, 0.5, 10, "no better"), (0.64, 0.5, 50, "no better"), (0.65, 0.5, 50, "better"), (0.35, 0.5, 50, "worse"),
     (1.0, 0.5, 3, "no better"), (0.02, 0.0, 50, None)])
-def test_a_sampling_error_is_no_knowledge(value, guess, n, says):
+def test_a_score_within_the_sampling_error_of_guessing_is_no_better(value, guess, n, says):
     assert bench.than_guessing(value, guess, n) == says
 
 
-def test_chance_is_that_of_the_best_guess():
+def test_chance_is_the_accuracy_of_the_best_guess():
     two, three = (benchmarks.Row(["c"] * n, ["a"] * n, n - 1) for n in (2, 3))
     close(bench.chance("arc_easy", [two, three]), (1 / 2 + 1 / 3) / 2)
     assert bench.chance("boolq", [two._replace(gold=0)] * 3 + [two]) == 0.75
     assert bench.chance("lambada", []) == 0 and bench.chance("wikitext", []) is None
 
 
-def test_averages_count_each_task_alike():
+def test_averages_weigh_all_tasks_equally():
     def task(value, error):
         score = {"value": value, "stderr": error, "adjusted": value - 0.1}
         return {"acc": score, "acc_norm": score}
@@ -233,8 +233,8 @@ def task_of(*hits):
         *((0, -1) if hit else (-1, 0) for hit in hits)), 0.5) | {"cut": 0}}, "averages": {}}
 
 
-def test_runs_are_set_beside_the_first_row_by_row():
-    """The error is that of the rows' differences: 1 in 8 rows differs, so the mean is 1/8 and so is its error."""
+def test_runs_are_compared_with_the_first_run_row_by_row():
+    """The error is that of the rows' differences. One of 8 rows differs, so the mean and its error are both 1/8."""
     first, other = task_of(1, 1, 1, 1, 0, 0, 0, 0), task_of(1, 1, 1, 1, 1, 0, 0, 0)
     one, two = (numbers["tasks"]["piqa"]["acc"] for numbers in (first, other))
     assert one["rows"] == "1 1 1 1 0 0 0 0"
@@ -248,12 +248,12 @@ def test_runs_are_set_beside_the_first_row_by_row():
     assert text.count("standard error of that difference") == 1
 
 
-# -------------------------------------------------------------------------------------------------- for people to read
+# ------------------------------------------------------------------------------------------- the command and its table
 
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory):
-    """A folder with a file of every task, of rows in the public form."""
+    """A folder with one file for each task. The rows have the form of the public files."""
     folder = tmp_path_factory.mktemp("benchmarks")
     for name, row in PUBLIC.items():
         write_rows(folder, name, row, *varied(name, row))
@@ -262,7 +262,7 @@ def questions(tmp_path_factory):
 
 
 def varied(name, row):
-    """The same row with another right answer, and with a longer question."""
+    """Two variants of a row: one with another right answer, one with a longer question."""
     key = {"arc_easy": "answerKey", "arc_challenge": "answerKey", "openbookqa": "answerKey", "winogrande": "answer"}
     first = {"arc_easy": "B", "arc_challenge": "1", "openbookqa": "A", "siqa": "1", "winogrande": "1", "boolq": False}
     long = {"hellaswag": "ctx_a", "piqa": "goal", "siqa": "context", "boolq": "passage", "lambada": "text",
@@ -278,17 +278,17 @@ def scored(elastic_run, questions, evaluate):
     return lambda *flags: evaluate("bench", f"--out_dir={elastic_run}", f"--source={questions}", *flags)
 
 
-def test_every_task_on_a_run(scored):
+def test_a_run_is_scored_on_every_task(scored):
     found = scored("--length=200")
     assert list(found["tasks"]) == list(benchmarks.TASKS) and found["length"] == 200 and not found["bos"]
     for name, task in found["tasks"].items():
         assert set(bench.MEASURES[name]) < set(task) and task["cut"] == 0
     assert set(found["averages"]) == {"average", "average of eight"} and found["averages"]["average"]["tasks"] == 9
-    # of an untrained model of bytes: about 8 bits each
+    # an untrained model needs about 8 bits a byte
     assert 6 < found["tasks"]["wikitext"]["bits_per_byte"]["value"] < 9
     again = scored("--length=200", "--bos", "--batch_size=1", "--tasks=piqa,wikitext")
     assert list(again["tasks"]) == ["piqa", "wikitext"]
-    for measure in bench.MEASURES["wikitext"]:  # which begins with the separator anyhow
+    for measure in bench.MEASURES["wikitext"]:  # pages begin with the separator even without --bos
         one, two = (numbers["tasks"]["wikitext"][measure] for numbers in (again, found))
         close([one["value"], one["stderr"]], [two["value"], two["stderr"]], dtype=torch.float32)
 
@@ -311,7 +311,7 @@ def test_one_and_several_runs_are_drawn(scored, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_find_what_one_process_finds(scored, elastic_run, questions):
+def test_two_ranks_give_the_scores_of_one_process(scored, elastic_run, questions):
     flags = ("--length=200", "--tasks=piqa,lambada")
     done = run("eval.py", "bench", f"--out_dir={elastic_run}", "--device=cpu", f"--source={questions}", "--json",
                *flags, ranks=2)
@@ -320,9 +320,9 @@ def test_two_ranks_find_what_one_process_finds(scored, elastic_run, questions):
     close(ranks, alone, dtype=torch.float32)
 
 
-# ----------------------------------------------------------------------------------------------------------- the oracle
+# ----------------------------------------------------------------------------------- lm-evaluation-harness as an oracle
 
-ORACLE = {                                      # our task: the file of its own, and the split that it scores
+ORACLE = {                                      # {our task: (the oracle's file, the split that it scores)}
     "hellaswag": ("hellaswag/hellaswag", "validation"), "arc_easy": ("arc/arc_easy", "test"),
     "arc_challenge": ("arc/arc_challenge", "test"), "piqa": ("piqa/piqa", "validation"),
     "winogrande": ("winogrande/default", "validation"), "openbookqa": ("openbookqa/openbookqa", "test"),
@@ -331,7 +331,7 @@ ORACLE = {                                      # our task: the file of its own,
 
 
 def oracle_rows(name, folder):
-    """The rows as lm-evaluation-harness's own data sets spell them."""
+    """The rows in the format that lm-evaluation-harness reads."""
     if name == "wikitext":
         before, first, second = WIKI.replace(" = Oak", "# = Oak").replace(" = Ash", "# = Ash").split("#")
         return [{"page": first[:-1]}, {"page": second}]
@@ -344,13 +344,13 @@ def oracle_rows(name, folder):
 
 
 def oracle_task(lm_eval, name, questions, folder):
-    """The path of a task of lm-evaluation-harness as it is, but on our rows."""
+    """The path of a task of lm-evaluation-harness that is unchanged except that it reads our rows."""
     file, split = ORACLE[name]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in oracle_rows(name, questions)))
     config = {"include": f"{next(iter(lm_eval.__path__))}/tasks/{file}.yaml", "task": f"our_{name}",
               "dataset_path": "json", "dataset_name": None, "training_split": None, "validation_split": None,
               "test_split": None, "dataset_kwargs": {"data_files": {split: str(folder / f"{name}.jsonl")}}}
-    (folder / f"{name}.yaml").write_text(json.dumps(config | {f"{split}_split": split}))       # JSON is YAML, too
+    (folder / f"{name}.yaml").write_text(json.dumps(config | {f"{split}_split": split}))       # JSON is valid YAML
     return str(folder / f"{name}.yaml")
 
 
@@ -358,7 +358,7 @@ def oracle_task(lm_eval, name, questions, folder):
 @pytest.mark.xdist_group("weights")
 @pytest.mark.parametrize("length, bos", [(24, False), (64, True)])
 def test_scores_equal_those_of_lm_evaluation_harness(length, bos, questions, tmp_path, monkeypatch, evaluate):
-    """All of it on both sides, from the files to the scores, for one small random Llama; short inputs are cut."""
+    """Both sides run from the files to the scores, with one small random Llama. Long inputs are cut."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -368,7 +368,7 @@ def test_scores_equal_those_of_lm_evaluation_harness(length, bos, questions, tmp
     theirs = small_llama(transformers, tmp_path / "theirs")
     judge = models.HFLM(pretrained=theirs, tokenizer=str(tmp_path / "theirs"), device="cpu", dtype="float32",
                         batch_size=3, max_length=length, add_bos_token=bos)
-    names = [name for name in ORACLE if not bos or name != "wikitext"]  # which has two of them there, and predicts one
+    names = [name for name in ORACLE if not bos or name != "wikitext"]  # with --bos, theirs has two and predicts one
     tasks = [oracle_task(lm_eval, name, questions, tmp_path) for name in names]
     expected = lm_eval.simple_evaluate(model=judge, tasks=tasks, bootstrap_iters=2)["results"]
 
@@ -384,7 +384,7 @@ def test_scores_equal_those_of_lm_evaluation_harness(length, bos, questions, tmp
 
 
 def small_llama(transformers, folder):
-    """A random Llama that is sure of something, with a tokenizer of byte pairs beside it."""
+    """A random Llama whose predictions are not uniform, saved with a byte-pair tokenizer."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)).eval()
@@ -402,7 +402,7 @@ def small_llama(transformers, folder):
 
 
 def test_a_run_is_scored_with_its_own_tokenizer(toy_run, questions, evaluate):
-    """And with the separator that it names."""
+    """Each page begins with the separator of this tokenizer."""
     found = evaluate("bench", f"--out_dir={toy_run}", f"--source={questions}", "--length=100",
                      "--tasks=lambada,wikitext")["tasks"]
     model, _ = load_run(toy_run, "cpu")

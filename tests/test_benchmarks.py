@@ -66,7 +66,7 @@ def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
 
 @pytest.mark.parametrize("name", FLAT)
 def test_a_flat_row_becomes_the_same_question(name, tmp_path):
-    """Of files that others have converted."""
+    """Converted copies of the public files have flat rows."""
     row, = benchmarks.read(name, write_rows(tmp_path, name, FLAT[name]))
     assert row.choices == QUESTIONS[name][1] and row.gold == QUESTIONS[name][2]
     assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
@@ -74,12 +74,12 @@ def test_a_flat_row_becomes_the_same_question(name, tmp_path):
 
 @pytest.mark.parametrize("text, clean", [
     (" one [title] two ", "one. two"), ("a [header] b", "a b"), ("a   b", "a  b"), ("[step] do [it] now", " do now")])
-def test_cleaning_takes_one_pass(text, clean):
+def test_text_is_cleaned_in_one_pass(text, clean):
     assert benchmarks.cleaned(text) == clean
 
 
 def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
-    """Words and bytes are counted before anything is joined."""
+    """Words and bytes are counted in the raw text, before punctuation is joined."""
     first, second = benchmarks.pages(WIKI)
     assert first.text == (" = Ash-trees =\n\nThe tree's leaves (green) fall, \"slowly\".\n== Uses ==\n\n"
                           "1,000 1 tools ")
@@ -88,17 +88,17 @@ def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
     assert second.text == " = Oak =\n\nIt stands.\n" and second.words == 6 + 2
 
 
-def test_packed_files_are_read(tmp_path):
+def test_gzipped_files_are_read(tmp_path):
     with gzip.open(tmp_path / "piqa_valid.jsonl.gz", "wt") as f:
         f.write(json.dumps(PUBLIC["piqa"]) + "\n")
     assert len(benchmarks.read("piqa", tmp_path)) == 1
 
 
-def test_all_means_every_task():
+def test_the_name_all_means_every_task():
     assert benchmarks.task_names("all") == list(benchmarks.TASKS)
 
 
-# ------------------------------------------------------------------------------------------------- to data/benchmarks
+# ----------------------------------------------------------------------------------------- copying and fetching files
 
 
 def test_files_of_a_folder_are_copied_and_counted(tmp_path, capsys):
@@ -109,7 +109,7 @@ def test_files_of_a_folder_are_copied_and_counted(tmp_path, capsys):
     assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", said)
     assert (tmp_path / "out" / "piqa_valid.jsonl").read_bytes() == (source / "piqa_valid.jsonl").read_bytes()
     benchmarks.main([f"--source={source}", f"--out_dir={tmp_path / 'out'}"])
-    assert capsys.readouterr().out == said      # the tasks whose files exist
+    assert capsys.readouterr().out == said      # the default: the tasks whose files exist
 
 
 def zipped(**members):
@@ -147,7 +147,7 @@ def test_a_plain_file_is_fetched_and_compared(server, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["lambada_openai_test.jsonl"]
 
 
-def test_half_a_split_is_not_the_public_file(server, tmp_path, monkeypatch):
+def test_a_file_with_missing_rows_or_a_missing_file_is_refused(server, tmp_path, monkeypatch):
     server.files["it.zip"] = zipped(**{"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"]) + "\n"})
     monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/it.zip"))
     with pytest.raises(ValueError, match="boolq: what came has 1 rows, the public file 3,270"):

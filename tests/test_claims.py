@@ -1,5 +1,5 @@
-"""The ledger of claims: verdicts on invented numbers either side of each threshold, what its rows name, exact checks
-against what can be known by hand, and the command."""
+"""eval.py claims: verdicts on invented numbers on either side of each threshold, the runs that claims name, checks with
+answers known by hand, and the command."""
 import json
 import math
 from pathlib import Path
@@ -42,17 +42,17 @@ from evals.sweeps import SWEEPS, cases
 from model import GPTConfig
 
 A, C, M, N = AGREES, CONTRADICTS, MIXED, UNTESTABLE
-SPREAD = np.array([-0.01, 0.0, 0.01])           # over seeds, of invented losses
+SPREAD = np.array([-0.01, 0.0, 0.01])           # of invented losses over three seeds
 
 
 def seeds(value):
-    """A number or a list as three seeds have it; an array of seeds as it is."""
+    """A number or a list, repeated for three seeds. An array already has one value a seed."""
     return value if isinstance(value, np.ndarray) else np.array([value] * 3, float)
 
 
 def verdict(name, where="", **columns):
-    """What a claim's rule says of {column: {run: value}}; a bare value is that of its only run. _ in the name of a
-    column stands for a space."""
+    """The verdict of a claim on {column: {run: value}}. A bare value is that of every run. An underscore in the name of
+    a column is a space."""
     reading = readings(CLAIMS[name])[where][0]
     named = {column.replace("_", " "): value for column, value in columns.items()}
     reads = {column.replace("_", " "): runs.split() for column, (_, runs) in reading.reads.items()}
@@ -67,13 +67,13 @@ def verdict(name, where="", **columns):
 
 
 def ramp(layers, *values):
-    """(seeds, layers, heads): a number a layer, two heads alike."""
+    """An array (seeds, layers, heads) with one number a layer, the same for both heads."""
     return np.broadcast_to(np.array(values, float)[None, :, None], (3, layers, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------ verdicts
 
-# {claim: [(verdict, columns), (verdict, what it changes of the first columns), ...]}, on either side of each threshold
+# {claim: [(verdict, columns), (verdict, changes to the first columns), ...]}, on either side of each threshold
 
 LAZY = {
     "elastic-removed-mass": [(A, {"mass": 0.59}), (M, {"mass": 0.61}), (M, {"mass": 0.19}), (A, {"mass": 0.21}),
@@ -242,7 +242,7 @@ NATIVE_MOE = {
     "dormant-prunable": [(A, {"most sink": .33, "random": 1}), (M, {"most sink": .34}), (C, {"most sink": 1})],
 }
 
-WITHOUT = ("sigmoid", "softpick", "elastic", "gated")                   # a sum of 1
+WITHOUT = ("sigmoid", "softpick", "elastic", "gated")                   # recipes whose rows do not sum to 1
 
 EMERGES = {
     "postnorm": [(A, {"x uniform": 3.1}), (M, {"x uniform": 2.9}), (C, {"x uniform": 1.4})],
@@ -277,12 +277,12 @@ EMERGES = {
 
 
 def fixed_token(places, *won):
-    """Weight on the fixed token, which beats the first one where it has won."""
+    """Weights on the fixed and on the first token. The fixed token has more at the places in `won`."""
     return {f"fixed at {p}": float(p in won) for p in places} | {f"first at {p}": 0.5 for p in places}
 
 
 def sink_variance(v0, h, normed):
-    def pairs(ratio):                           # (1, layers, first and others); the first layer does not count
+    def pairs(ratio):                           # (1, layers, (first, others)); the first layer is not counted
         return np.array([[[9.0, 1.0]] + [[ratio, 1.0]] * 3])
     return {"|v0|": pairs(v0), "var of h": pairs(h), "after the norm": pairs(normed)}
 
@@ -292,7 +292,7 @@ def biases_by_depth(*slopes):
 
 
 def inhibition(count):
-    """So many of ten heads favour the token just before and inhibit those behind it."""
+    """`count` of ten heads favour the previous token and inhibit the tokens before it."""
     shaped = np.concatenate([[0, 1], -np.ones(28), np.zeros(170)])
     return {"bias": np.stack([np.zeros((10, 200)), (np.arange(10) < count)[:, None] * shaped])[None]}
 
@@ -323,12 +323,12 @@ def sinks_with_the_sum(*exceptions):
 
 def gains(lead):
     return {f"gain at {T}": {"tda": 1 + lead, "softmax": 1.0} for T in (512, 1024, 2048)} | {
-        f"error at {T}": {"tda": .03, "softmax": .065} for T in (512, 1024, 2048)}      # together 0.0716
+        f"error at {T}": {"tda": .03, "softmax": .065} for T in (512, 1024, 2048)}      # combined: 0.0716
 
 
-ALL, LAB = (4, 8, 16, 32, 64), (4, 32)          # the lab has 64 tokens: one that wins at 32 does not contradict
+ALL, LAB = (4, 8, 16, 32, 64), (4, 32)          # the lab has 64 tokens: a win at 32 does not contradict
 
-SHAPES = {                                      # claim@where, if not where the claim is asked first
+SHAPES = {                                      # claim@where: other readings than the claim's first
     "fixed-token-16": [
         (expected, fixed_token(ALL, *won)) for expected, *won in (
             (A, 4, 8), (A, 4, 8, 16), (M, 4), (M, 4, 8, 32), (C, *ALL), (C, 64), (C,))],
@@ -362,7 +362,7 @@ INVENTED = LAZY | THRESHOLD | FOCUS | NATIVE_MOE | EMERGES | SHAPES
 
 
 def changed(columns, changes):
-    """The first columns of a claim with some of their values, or of the values of their runs, replaced."""
+    """The first columns of a claim, with some columns or some runs of a column replaced."""
     def both(name):
         old, new = columns.get(name), changes[name]
         return old | new if isinstance(old, dict) and isinstance(new, dict) else new
@@ -377,7 +377,7 @@ def test_a_verdict_on_invented_numbers(name, expected, columns):
 
 
 @pytest.mark.parametrize("softmax, expected", [([4.1, 4.0], A), ([4.1, 3.9], N)])
-def test_without_a_sink_there_is_nothing_to_ask(softmax, expected):
+def test_without_a_sink_a_claim_about_it_is_untestable(softmax, expected):
     reading = readings(CLAIMS["dormant-prunable"])[""][0]
     numbers = {"most sink": {"softmax@gpu": [0.1, 0.1]}, "random": {"softmax@gpu": [1, 1]},
                GATE: {"softmax@gpu": softmax}}
@@ -389,7 +389,7 @@ def test_without_a_sink_there_is_nothing_to_ask(softmax, expected):
 
 
 @pytest.mark.parametrize("second, expected", [(.81, A), (.7, M), (.3, M)])
-def test_a_collapse_must_come_with_every_seed(second, expected):
+def test_a_collapse_must_occur_with_every_seed(second, expected):
     shares = {"focus-softmax": np.array([[.2, .9], [second, .2]]), "focus-sinkhorn": np.full((2, 2), .2)}
     assert CLAIMS["focus-collapse"].reading.verdict({"largest group": shares}) == expected
 
@@ -402,7 +402,7 @@ def test_a_verdict_says_what_decided_it():
     assert view.decided_by(decide(True, False, by={"a": np.array([0.5, 1]), "b": "none"})) == ["a: 0.5, 1", "b: none"]
 
 
-def test_every_rule_has_been_asked():
+def test_every_claim_with_a_reading_has_invented_numbers():
     assert {name for name in INVENTED if "@" not in name} == {claim.id for claim in CLAIMS.values() if claim.reading}
 
 
@@ -416,14 +416,14 @@ def test_what_counts_as_lower():
 def test_ranks_and_thirds():
     found = [rank_correlation(*pair) for pair in (([1, 2, 2, 4], [1, 3, 3, 9]), ([1, 1], [1, 2]),
                                                   ([1, 2, 3, 3], [1, 2, 4, 3]))]
-    close(found, [1, 0, 3 / 10 ** 0.5])         # as scipy.stats.spearmanr has it
+    close(found, [1, 0, 3 / 10 ** 0.5])         # as in scipy.stats.spearmanr
     assert thirds([1, 2, 3, 4, 5, 6]) == [1.5, 3.5, 5.5] and math.isnan(thirds([1, 2])[2])
 
 
 # ------------------------------------------------------------------------------------------------------------ the rows
 
 
-def test_the_rows_are_those_of_the_sheet():
+def test_the_number_of_claims_of_each_paper_and_cost():
     assert [len(rows) for rows in PAPERS.values()] == [15, 16, 15, 13, 11] and len(CLAIMS) == 70
     count = {cost: sum(claim.cost == cost for claim in CLAIMS.values()) for cost in COSTS}
     assert count == {"lab": 35, "cpu-minutes": 2, "public-weights": 2, "gpu-minutes": 28, "out of reach": 3}
@@ -431,7 +431,7 @@ def test_the_rows_are_those_of_the_sheet():
 
 
 def everything():
-    """Every job that a reading asks for, of one seed."""
+    """Every job that the readings need, for one seed."""
     return [job for claim in CLAIMS.values() for reading, _ in readings(claim).values()
             for group in jobs_of(reading, [2], Place()).values() for job in all_jobs(group)]
 
@@ -450,16 +450,16 @@ def test_every_training_command_makes_a_model(jobs):
     trained = [job.words[1:] for job in jobs if job.words[0] == "train.py"]
     assert len(trained) > 100
     for words in trained:
-        fresh = [word for word in words if not word.startswith("--init_from")]          # there is no such run yet
-        for small in ([], SMALL.split()):       # these are what a GPU's rows are tried out with
+        fresh = [word for word in words if not word.startswith("--init_from")]          # that run does not exist
+        for small in ([], SMALL.split()):       # SMALL is for trying out the rows of a GPU
             knobs = train_script.settle_knobs(parser.parse_args(fresh + small))[0]
             config = GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
-            assert config.attn != "lazy" or config.pos == "rope+bias", "a set-up's positions in place of lazy's own"
+            assert config.attn != "lazy" or config.pos == "rope+bias", "the set-up's positions replace lazy's own"
             heads = train_script.Train(**fields_of(train_script.Train, knobs) | {"train_only": "all"})
             train_script.check_balance(heads, config)
 
 
-def test_every_other_command_parses_and_every_look_exists(jobs):
+def test_every_evaluation_command_parses_and_every_recipe_and_look_is_used(jobs):
     for words in {job.words for job in jobs if job.words[0] == "eval.py"}:
         command, parser = eval_script.COMMANDS[words[1]], Parser(prog="eval.py")
         of_a_run = (Common, Overrides) if words[1] in eval_script.OF_A_RUN else ()
@@ -468,20 +468,20 @@ def test_every_other_command_parses_and_every_look_exists(jobs):
     runs = {run for claim in CLAIMS.values() for reading, _ in readings(claim).values()
             for _, named in reading.reads.values() for run in named.split()}
     used = {run.split("@")[0] for run in runs} | {run for name in SWEEPS for run in cases(name).values()}
-    assert used >= set(RECIPES) - {"heads", "blind"}, "a recipe that nobody reads"
+    assert used >= set(RECIPES) - {"heads", "blind"}, "no claim reads one of the recipes"
     assert {path.split("/")[0] for claim in CLAIMS.values() for reading, _ in readings(claim).values()
-            for path, _ in reading.reads.values()} >= {*COMMANDS, *LOOKS}, "a look that nobody takes"
+            for path, _ in reading.reads.values()} >= {*COMMANDS, *LOOKS}, "no claim uses one of the looks"
     assert {run.partition("@")[2] for run in runs} | {"lab", "books"} == set(SETUPS) | {""}
     with pytest.raises(ValueError, match="unknown --attn=nonsense"):
         flags_of("nonsense", "lab")
 
 
-def test_the_lab_is_small_enough(jobs):
+def test_the_claims_train_at_most_85_models_of_the_lab(jobs):
     trained = [job for job in jobs if job.words[:2] == ("train.py", "--preset=lab")]
     assert len(trained) <= 85
 
 
-def test_a_claim_takes_no_gpu_unless_it_is_asked_for():
+def test_readings_on_a_gpu_run_only_when_asked_for():
     asked = claims.wanted(claims.ClaimsFlags(run="pe-all-sink"))
     assert [name for _, name, _ in asked] == ["", "heads8"]
     everything = claims.wanted(claims.ClaimsFlags(run="gpu-minutes", train_args=TOY))
@@ -493,7 +493,7 @@ def test_a_claim_takes_no_gpu_unless_it_is_asked_for():
 # --------------------------------------------------------------------------------------------------------- exact checks
 
 
-def test_the_evener_the_scores_the_more_is_removed():
+def test_more_weight_is_removed_from_more_even_scores():
     found = checks.random_scores(bounds.SEED, T=64)
     bounds.below(1 - found["sd 0.02"]["removed"], 0.02)
     bounds.below(1 - found["sd 0.5"]["removed"], 1 - found["sd 2"]["removed"])
@@ -506,7 +506,7 @@ def test_differential_softmax_sums_to_one_minus_lambda():
     bounds.below(0.01, found["diff2"]["spread"])
 
 
-def test_survivors_of_a_threshold_are_as_many_as_chance_says():
+def test_the_number_of_survivors_of_a_threshold_is_that_of_chance():
     """The cosine u of two random directions in 64 dimensions has a density proportional to (1 - u^2)^(61 / 2). Two
     pairs of directions are independent, so 64 x 20,000 of them give the standard error."""
     row = checks.chance_of(64, 1, 64, 20_000, 4, bounds.dice())
@@ -533,7 +533,7 @@ def test_without_its_extra_key_attention_is_softmax_over_the_tokens(attn):
     close(found, plain.attend(q, k, v, x), terms=45, size=v.abs().max().item())
 
 
-def test_focus_by_hand():
+def test_checks_of_focus_equal_values_known_by_hand():
     leak, gate = routing.focus_leak(bounds.SEED), routing.focus_gate(bounds.SEED)
     assert leak["potential"] == gate["log"] == 0
     bounds.below(0.01, leak["sinkhorn"])
@@ -549,7 +549,7 @@ def test_focus_by_hand():
         bounds.below(share - 1 / int(name[2]), 0.12)
 
 
-def test_groups_that_are_classes_say_everything():
+def test_mutual_information_of_groups_and_classes_is_1_if_equal_and_0_for_one_group():
     kinds = routing.classes_of("The cat, of 12.")
     assert [routing.CLASSES[k] for k in kinds] == [
         *["article"] * 3, "space", *["other"] * 3, "punctuation", "space", *["preposition"] * 2, "space", "digit",
@@ -557,8 +557,8 @@ def test_groups_that_are_classes_say_everything():
     close([routing.mutual_information(groups, kinds) for groups in (kinds, np.zeros_like(kinds))], [1, 0], size=1.0)
 
 
-def test_the_ranks_of_their_table():
-    by_scipy = -0.734927                        # scipy.stats.spearmanr of the same 16 rows, in six digits
+def test_the_rank_correlation_of_the_focus_table_is_that_of_scipy():
+    by_scipy = -0.734927                        # scipy.stats.spearmanr of the same 16 rows, to six digits
     close(routing.focus_table(0)["correlation"], by_scipy, terms=8, dtype=torch.float32)
 
 
@@ -574,12 +574,12 @@ def run_claims(capsys, *flags):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Flags of a toy ledger. Training stays in this process, as processes of their own would take most of the time."""
+    """Flags of a toy ledger. Training runs in this process, because starting processes would take most of the time."""
     monkeypatch.setattr(experiments, "output_of", output_here)
     return f"--out_dir={tmp_path / 'claims'}", f"--train_args={TOY}", "--workers=1"
 
 
-def test_the_ledger_counts_what_its_table_has(capsys):
+def test_the_counts_of_each_paper_add_up_to_its_claims(capsys):
     said = run_claims(capsys).out
     for title, rows in PAPERS.items():
         line = next(line for line in said.splitlines() if line.startswith(f"{title}: "))
@@ -587,7 +587,7 @@ def test_the_ledger_counts_what_its_table_has(capsys):
     assert all(f" {name}\n" in said for name in CLAIMS) and "all 70 claims: " in said
 
 
-def test_a_row_is_measured_once_and_twice_the_same(here, tmp_path, capsys):
+def test_a_claim_is_measured_once_and_then_read_from_disk(here, tmp_path, capsys):
     flags = (*here, "--run=postnorm,gate-identity", "--seeds=3")
     run_claims(capsys, *flags)
     first = json.loads((tmp_path / "claims/claims.json").read_text())["claims"]
@@ -602,7 +602,7 @@ def test_a_row_is_measured_once_and_twice_the_same(here, tmp_path, capsys):
     assert "python train.py --preset=lab --seed=3" in said and "seed 3" in said and "rule" in said
 
 
-def test_what_stands_on_a_missing_run_is_measured_again(monkeypatch):
+def test_jobs_that_depend_on_a_missing_run_are_done_again(monkeypatch):
     run, other = Job(("train.py",), Path("run")), Job(("eval.py",), Path("other"))
     look, done = Job(("eval.py",), Path("look"), (run,)), []
     monkeypatch.setattr(claims, "result_of", lambda job: None if job == run else {})
@@ -612,12 +612,12 @@ def test_what_stands_on_a_missing_run_is_measured_again(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_an_interrupted_run_goes_on_in_real_processes_and_gives_the_same(tmp_path, capsys):
+def test_an_interrupted_claim_continues_in_real_processes_with_the_same_numbers(tmp_path, capsys):
     flags = (f"--out_dir={tmp_path / 'claims'}", f"--train_args={TOY}", "--run=entmax-keeps-sink", "--seeds=2",
              "--results", tmp_path / "x.json")
     run_claims(capsys, *flags)
     first = json.loads((tmp_path / "x.json").read_text())
-    (tmp_path / "claims/entmax-2/meta.json").unlink()               # as if it had been cut short
+    (tmp_path / "claims/entmax-2/meta.json").unlink()               # as if it had been interrupted
     kept = (tmp_path / "claims/sparsemax-2/ckpt.pt").stat().st_mtime
     run_claims(capsys, *flags)
     assert (tmp_path / "claims/sparsemax-2/ckpt.pt").stat().st_mtime == kept
@@ -625,7 +625,7 @@ def test_an_interrupted_run_goes_on_in_real_processes_and_gives_the_same(tmp_pat
     assert again["claims"]["entmax-keeps-sink"][""]["numbers"] == first["claims"]["entmax-keeps-sink"][""]["numbers"]
 
 
-def test_other_seeds_are_added(here, tmp_path, capsys):
+def test_further_seeds_are_added_to_earlier_ones(here, tmp_path, capsys):
     place = tmp_path / "claims/claims.json"
     for seeds in ("2,3", "9", "3"):
         said = run_claims(capsys, *here, "--run=gate-identity", f"--seeds={seeds}").out
@@ -634,10 +634,10 @@ def test_other_seeds_are_added(here, tmp_path, capsys):
     for column, group in found["numbers"].items():
         path = readings(CLAIMS["gate-identity"])[""][0].reads[column][0]
         close(group["gate_identity"], [checks.gate_identity(s)[path] for s in (2, 3, 9)], dtype=torch.float32)
-    assert "gate-identity" in said and "postnorm" not in said           # what was asked for, and no more
+    assert "gate-identity" in said and "postnorm" not in said           # only the claim that was asked for
 
 
-def test_what_fails_is_named_and_the_rest_is_measured(here, tmp_path, capsys, monkeypatch):
+def test_a_failing_job_is_named_and_the_other_claims_are_measured(here, tmp_path, capsys, monkeypatch):
     def fails(script, *flags, **how):
         raise ValueError(f"{script} {' '.join(flags)} failed: no luck today")
     monkeypatch.setattr(experiments, "output_of", fails)
@@ -646,7 +646,7 @@ def test_what_fails_is_named_and_the_rest_is_measured(here, tmp_path, capsys, mo
     assert set(json.loads((tmp_path / "claims/claims.json").read_text())["claims"]) == {"gate-identity"}
 
 
-def test_a_claim_says_what_changes_it():
+def test_a_claim_lists_the_set_ups_that_change_its_verdict():
     assert view.changed_by({"": A, "nobias": C, "tied": A, "lr3e-3": M}) == (
         "nobias (contradicts); lr3e-3 (mixed); not tied")
     assert "no other set-up was tried" in view.changed_by({"": A})
@@ -667,7 +667,7 @@ def committed():
     return json.loads((ROOT / "results" / "claims.json").read_text())["claims"]
 
 
-def test_the_committed_numbers_are_those_that_the_rows_read(committed):
+def test_the_committed_numbers_fit_the_readings_of_their_claims(committed):
     for name, found in committed.items():
         for where, kept in found.items():
             reading = readings(CLAIMS[name])[where][0]

@@ -1,4 +1,4 @@
-"""compare: seeds become one row, losses are ranked, and --anyway compares what differs."""
+"""eval.py compare: seeds share a row, losses are ranked, and --anyway compares runs of different budgets."""
 import json
 import math
 
@@ -18,7 +18,7 @@ READ = {"dataset": "books", "split": "val", "windows": 4, "length": 16, "uniform
 
 
 def numbers(attn="softmax", seed=0, loss=2.0, **other):
-    """What the command finds in a run; other: its knobs."""
+    """The figures that the command reads from a run. other: its knobs."""
     found = dict.fromkeys(COLUMNS, 0.5) | READ | {"loss": loss, "perplexity": math.exp(loss), "parameters": 1000.0,
                                                   "has_weights": attn != "ttt"}
     return found | {"attn": attn, "seed": seed, "knobs": {"attn": attn, **other}}
@@ -38,7 +38,7 @@ def test_a_recipe_is_named_with_the_flags_that_changed_it():
     assert list(groups_of(found)) == ["lazy --gate=head", "tra --attn_args=kappa=2"]
 
 
-def test_rows_say_where_derivatives_stand_in_for_weights():
+def test_rows_mark_recipes_whose_weights_are_derivatives():
     found = {"a": numbers("ttt"), "b": numbers("deltanet")}
     assert list(groups_of(found)) == ["ttt (derivatives)", "deltanet"]
     run = {"excess_copy": 1.0} | dict.fromkeys(lab.COLUMNS.values(), 0.5) | {"parameters": 10, "seconds": 1}
@@ -72,12 +72,12 @@ def test_markdown_escapes_bars():
 @pytest.mark.parametrize("losses, says", [
     ([(2.0, 2.02), (2.01, 2.03)], "closer than two standard deviations"), ([(2.0, 2.001), (2.3, 2.301)], None),
     ([(2.0,), (2.3,)], "one seed says little")])
-def test_it_says_whether_the_seeds_tell_recipes_apart(losses, says):
+def test_the_text_says_whether_the_seeds_separate_the_recipes(losses, says):
     text = tell(Compare(), {(attn, seed): numbers(attn, seed, loss) for attn, group in zip(
         ("elastic", "softmax"), losses, strict=True) for seed, loss in enumerate(group)})
     for sentence in ("closer than two standard deviations", "one seed says little"):
         assert (sentence in text) == (sentence == says)
-    assert text.index("elastic") < text.index("softmax")                # the best first
+    assert text.index("elastic") < text.index("softmax")                # the best is first
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -125,7 +125,7 @@ def test_its_numbers_equal_those_of_loss_and_probe(runs, capsys):
 
 
 @pytest.mark.parametrize("flags", [["--max_iters=4"], ["--n_embd=32"], ["--block_size=8", "--batch_size=8"]])
-def test_another_budget_is_compared_anyway(flags, runs, data, tmp_path, capsys):
+def test_runs_of_different_budgets_are_compared_with_anyway(flags, runs, data, tmp_path, capsys):
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'other'}", "--attn=softmax", "--seed=0", *flags)
     capsys.readouterr()
     call(f"--out_dir={runs}/softmax-0,{tmp_path / 'other'}", "--anyway")

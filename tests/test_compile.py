@@ -1,4 +1,4 @@
-"""eval.py compile: no kernel spills, whatever the rule, the width and the data type; and its flags."""
+"""eval.py compile: kernels of every rule, head dimension and data type compile without spills. Flags are checked."""
 import json
 import os
 import subprocess
@@ -11,14 +11,14 @@ triton = pytest.importorskip("triton")
 import eval as eval_script  # noqa: E402
 
 exhaustive = pytest.mark.exhaustive
-# attention.py first, before a script of data/ puts the repository at the head of the path
+# import attention.py first, because a script of data/ moves the repository to the front of the path
 PROGRAM = ("import sys; sys.path[:0] = sys.argv[1:3]; import attention, eval; "
            "eval.main(['compile', '--json', *sys.argv[3:]])")
 
 
 def compiled(*flags, folder="", **environment):
-    """What the command finds, in a process of its own: in this one the kernels may be interpreted. folder: where
-    modules are looked for first."""
+    """What the command finds in a separate process, because this one may interpret the kernels. folder: the first
+    place where modules are looked for."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     argv = [sys.executable, "-c", PROGRAM, folder, str(ROOT), *flags]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
@@ -26,9 +26,9 @@ def compiled(*flags, folder="", **environment):
     return json.loads(done.stdout)
 
 
-# by the whole table, those with the fewest registers to spare, and of either kind of kernel
+# the calls with the fewest spare registers in the whole table, for both kinds of kernels
 TIGHT = ("--sm=90", "--width=128", "--dtype=bfloat16", "--calls=elastic+busy,gated_deltanet")
-# the fullest of each group. The command prints the rest of the table
+# the call of each group that needs the most registers. The command itself prints the whole table
 FULLEST = "--calls=softmax+sets,elastic+busy,lssar+busy,tra+mix+busy,gated_deltanet,delta+channels"
 WIDEST = "--calls=elastic+busy,lssar+busy,gla"
 TABLE = [(f"--dtype={dtype}", f"--sm={sm}") for dtype in ("float32", "bfloat16") for sm in (80, 90)]
@@ -36,9 +36,9 @@ TABLE = [(f"--dtype={dtype}", f"--sm={sm}") for dtype in ("float32", "bfloat16")
 
 @pytest.mark.parametrize("flags", [TIGHT, *(pytest.param((*row, f"--width={width}", FULLEST), marks=exhaustive)
                                             for row in TABLE for width in (64, 128))])
-def test_kernels_compile_well(flags):
-    """No spills, shared memory that exists on every GPU that takes these tiles, tensor cores, and as many exponentials
-    as the design counts. The tiles were chosen with Triton 3.9: older compilers may spill a little."""
+def test_kernels_compile_without_problems(flags):
+    """Kernels do not spill, fit into the shared memory of every GPU that uses these tiles, use tensor cores, and
+    compute as many exponentials as designed. The tiles were chosen with Triton 3.9; older versions may spill some."""
     few = 72 if triton.__version__ < "3.9" else 0
     bad = [row for row in compiled(*flags)["kernels"] if row["stack"] > few or {*row["problems"]} - {"spills"}]
     assert not bad, "\n".join(map(str, bad))
@@ -46,16 +46,16 @@ def test_kernels_compile_well(flags):
 
 @exhaustive
 @pytest.mark.parametrize("flags", TABLE)
-def test_heads_of_width_256_fit_and_spill_hardly(flags):
-    """The widest heads that a tile holds. Some kernels may spill a few registers, and that is all."""
+def test_heads_of_width_256_fit_and_spill_little(flags):
+    """These are the widest heads that a tile holds. Some kernels may spill a few registers, but nothing else."""
     rows = compiled(*flags, "--width=256", WIDEST)["kernels"]
     bad = [row for row in rows if {*row["problems"]} - {"spills"} or row["stack"] > 32]
     assert rows and not bad, "\n".join(map(str, bad))
 
 
 @exhaustive
-def test_the_largest_clean_tile_is_chosen():
-    """softmax at width 64 has room for more than its usual tile of rows; the last that is tried is clean."""
+def test_the_largest_tile_without_problems_is_chosen():
+    """At width 64, softmax has room for more rows than its usual tile. The last tile that is tried has no problem."""
     found = compiled("--choose=forward", "--sm=90", "--width=64", "--dtype=bfloat16", "--calls=softmax")
     *others, last = found["tried"]
     assert all(row["problems"] for row in others) and not last["problems"] and last["tile"][0] >= 128
@@ -63,8 +63,7 @@ def test_the_largest_clean_tile_is_chosen():
 
 @exhaustive
 def test_an_edited_rule_is_compiled_anew(tmp_path):
-    """Triton keeps what it compiled on disk. Without Kernel.cache_key it would not look into the rule and run the old
-    kernel."""
+    """Triton caches compiled kernels on disk. Without Kernel.cache_key, it would run the old kernel after an edit."""
     source = (ROOT / "attention.py").read_text(encoding="utf-8")
     line = "    w = tl.exp2(s - r)\n"
     assert source.count(line) == 1

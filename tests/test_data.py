@@ -1,5 +1,5 @@
-"""The data scripts as real processes on real files. What needs public files (Tiny Shakespeare, books, the GPT-2
-tokenizer) looks for them in the folder that NANO_DATA names, or in ../shared/data, and is skipped without them."""
+"""The data scripts, run as real processes on real files. Tests of public files (Tiny Shakespeare, books, the GPT-2
+tokenizer) look for them in the folder NANO_DATA or in ../shared/data. They are skipped if the files are missing."""
 import gzip
 import hashlib
 import json
@@ -23,7 +23,7 @@ from data import coders, tokens, weights
 from model import GPT
 
 PUBLIC = Path(os.environ.get("NANO_DATA", ROOT.parent / "shared" / "data"))
-# a port where nobody listens
+# no server listens on this port
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": ""}
 DOCUMENTS = [f"Document {i}: " + f"word{i % 7} é " * (i * 37 % 90) for i in range(300)]
 
@@ -46,7 +46,7 @@ def prepare(source, out, *flags):
 
 
 def fails(name, *flags, **env):
-    """The one line that a script's failure prints."""
+    """Run a script that must fail. Returns the one line that it prints."""
     done = script(name, *flags, ok=False, **env)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -58,7 +58,7 @@ def ids(folder, split):
 
 
 def meta(folder):
-    """meta.json, checked against the files: each shard's hash, and nothing else in the folder."""
+    """meta.json, after a check that each shard has its hash and that the folder holds no other file."""
     found = tokens.read_meta(folder)
     assert {p.name for p in folder.iterdir()} == {"meta.json", *found["shards"]}
     return found
@@ -77,7 +77,7 @@ def byte_ids(texts):
 
 
 def write(path, content):
-    """A file from text, bytes, or a list of documents (.jsonl); packed if its name says so."""
+    """Write text, bytes or a list of documents (.jsonl) to a file, gzipped if its name ends in .gz."""
     if isinstance(content, list):
         content = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(content))
     content = content.encode() if isinstance(content, str) else content
@@ -116,13 +116,13 @@ def test_stdlib_is_self_consistent_and_large_enough(stdlib):
 
 
 @pytest.mark.xdist_group("stdlib")
-def test_stdlib_holds_whole_files_out_and_leaves_tests_alone(stdlib):
+def test_stdlib_holds_out_whole_files_and_skips_tests(stdlib):
     train, val = set(documents(stdlib, "train")), set(documents(stdlib, "val"))
     for module in (json.decoder, unittest.case):
         text = Path(module.__file__).read_bytes()
         assert (text in train) + (text in val) == 1
-    assert not {text for text in train & val if len(text) > 200}        # near-empty files may be alike
-    tests = Path(sysconfig.get_paths()["stdlib"]) / "test"              # some systems leave them out
+    assert not {text for text in train & val if len(text) > 200}        # near-empty files may be equal
+    tests = Path(sysconfig.get_paths()["stdlib"]) / "test"              # some systems do not install them
     for path in tests.glob("test_[a-e]*.py"):
         assert path.read_bytes() not in train | val
 
@@ -188,13 +188,13 @@ def test_whole_documents_are_held_out(tmp_path):
 
 @pytest.mark.parametrize("texts, expected", [
     (["x" * 100 + "tail"], "ail"), (["long document", "brief", "another long one"], "brief")])
-def test_of_one_document_the_end_is_held_out_and_of_few_the_shortest(tmp_path, texts, expected):
-    """The shortest, where none fits into the share."""
+def test_the_end_of_a_single_document_or_the_shortest_of_a_few_is_held_out(tmp_path, texts, expected):
+    """The shortest document is held out if none fits into the share."""
     prepare(write(tmp_path / "few.jsonl", texts), tmp_path / "out", "--val_share=0.02")
     assert ids(tmp_path / "out", "val").tolist() == byte_ids([expected]).tolist()
 
 
-def test_a_fixed_token_at_one_place_of_every_sequence(library, tmp_path):
+def test_fixed_at_puts_one_token_into_every_sequence(library, tmp_path):
     """The other tokens stay the same. Windows begin where sequences do."""
     flags = ("text", "--source", library, "--tokenizer=bytes", "--val", "a", "sub/b.md", "--out_dir")
     script(*flags, tmp_path / "plain")
@@ -207,7 +207,7 @@ def test_a_fixed_token_at_one_place_of_every_sequence(library, tmp_path):
     assert meta(tmp_path / "fixed")["stride"] == 7 and "stride" not in meta(tmp_path / "plain")
 
 
-def test_an_earlier_data_set_survives_a_mistake_and_leaves_nothing_behind(library, tmp_path):
+def test_a_data_set_survives_a_failed_command_and_is_replaced_as_a_whole(library, tmp_path):
     out = tmp_path / "out"
     fineweb(write(tmp_path / "many.jsonl", DOCUMENTS), out, "--shard_tokens=20000")
     first = hashes(out)
@@ -253,7 +253,7 @@ def test_a_full_last_shard_is_written(tmp_path):
 
 
 def test_a_run_killed_twice_restarts_and_writes_the_same_files(tmp_path):
-    """By kill -9 in the middle. Finished shards are not touched again."""
+    """Each kill -9 comes in the middle. Finished shards are not written again."""
     for i in range(4):
         write(tmp_path / "pages" / f"{i}.jsonl.gz", DOCUMENTS * 5)
     whole, out, flags = tmp_path / "whole", tmp_path / "out", ("--shard_tokens=25013",)
@@ -279,7 +279,7 @@ def test_a_run_killed_twice_restarts_and_writes_the_same_files(tmp_path):
     assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items())
 
 
-def test_stopping_after_any_shard_and_going_on_writes_the_same_files(pages, tmp_path):
+def test_stopping_after_any_shard_and_continuing_writes_the_same_files(pages, tmp_path):
     fineweb(pages, tmp_path / "whole", "--shard_tokens=30011")
     for count in range(1, len(hashes(tmp_path / "whole"))):
         fineweb(pages, tmp_path / "out", "--shard_tokens=30011", f"--train_shards={count}")
@@ -311,8 +311,8 @@ def test_parquet_files_are_read(tmp_path):
 
 # ------------------------------------------------------------------------------------- the tokenizer of a public model
 
-def test_a_data_set_in_a_public_models_tokenizer_holds_it(toy, tmp_path):
-    """It needs only its own folder. Made again in bytes, it has no tokenizer.json."""
+def test_a_data_set_stores_the_public_models_tokenizer_that_it_uses(toy, tmp_path):
+    """The data set needs only its own folder. Made again with bytes, it has no tokenizer.json."""
     source, out = write(tmp_path / "many.jsonl", DOCUMENTS), tmp_path / "out"
     model = shutil.copytree(toy, tmp_path / "model")
     flags = ("text", "--source", source, "--val_share=0.2", "--out_dir", out)
@@ -325,11 +325,11 @@ def test_a_data_set_in_a_public_models_tokenizer_holds_it(toy, tmp_path):
     assert sorted(texts) == sorted(DOCUMENTS) and text_bytes(found) == sum(len(text.encode()) for text in DOCUMENTS)
     assert tokens.bytes_per_token(found, "val") > 1.0
     script(*flags, "--tokenizer=bytes")
-    assert meta(out)["tokenizer"] == "bytes"    # and there is no other file
+    assert meta(out)["tokenizer"] == "bytes"    # this also checks for other files
 
 
-def test_ids_beyond_65535_come_back(tmp_path):
-    """Also where a data set is cut into many shards."""
+def test_ids_beyond_65535_are_stored_and_read_back(tmp_path):
+    """This also holds for a data set of many shards."""
     model = write_tokenizer(tmp_path / "wide", byte_pairs(first=70_000), separator=70_000)
     pages = write(tmp_path / "pages" / "a.jsonl", DOCUMENTS).parent
     for flags in (("text",), ("fineweb_edu", "--shard_tokens=9001")):
@@ -361,7 +361,7 @@ def test_a_data_set_has_a_folder_for_each_tokenizer(dataset, tokenizer, folder, 
 
 @needs_public
 @pytest.mark.exhaustive
-def test_a_book_is_encoded_as_its_package_does(toy):
+def test_a_book_is_encoded_as_by_the_package_tokenizers(toy):
     text = gzip.open(PUBLIC / "books" / "les-miserables.txt.gz", "rt", encoding="utf-8-sig", newline="").read()
     coder = tokens.tokenizer(str(toy))
     assert coder.encode(text).tolist() == coder.coder.encode(text, add_special_tokens=False).ids
@@ -372,22 +372,22 @@ def test_a_book_is_encoded_as_its_package_does(toy):
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """A copy: tiktoken deletes what it does not know."""
+    """A copy of tiktoken's cache, because tiktoken deletes files that it does not recognise."""
     folder = tmp_path_factory.mktemp("bpe") / "cache"
     return {"TIKTOKEN_CACHE_DIR": str(shutil.copytree(PUBLIC / "tokenizer" / "tiktoken_cache", folder))}
 
 
 @needs_public
 @pytest.mark.parametrize("tokenizer, counts", [("bytes", (1003854, 111540)), ("gpt2", (301966, 36059))])
-def test_shakespeare_has_as_many_tokens_as_nanogpts(tmp_path, cache, tokenizer, counts):
-    """By bytes, as its characters, and by GPT-2's tokenizer."""
+def test_shakespeare_has_as_many_tokens_as_in_nanogpt(tmp_path, cache, tokenizer, counts):
+    """Our bytes are as many as nanoGPT's characters. The GPT-2 tokens are as many as there."""
     script("shakespeare", "--source", PUBLIC / "text", "--tokenizer", tokenizer, "--out_dir", tmp_path / "out", **cache)
     assert (len(ids(tmp_path / "out", "train")), len(ids(tmp_path / "out", "val"))) == counts
     assert text_bytes(meta(tmp_path / "out")) == 1115394
 
 
 @needs_public
-def test_a_long_book_is_encoded_in_parts_as_in_one_piece(tmp_path, cache):
+def test_a_long_book_encoded_in_parts_has_the_ids_of_one_piece(tmp_path, cache):
     import tiktoken
     out, folder = tmp_path / "out", tmp_path / "books"
     folder.mkdir()
@@ -401,8 +401,8 @@ def test_a_long_book_is_encoded_in_parts_as_in_one_piece(tmp_path, cache):
 
 
 @needs_public
-def test_tokenizer_files(tmp_path):
-    """A folder with OpenAI's two files serves once, and from then on tiktoken's cache has them."""
+def test_tokenizer_files_are_needed_only_once(tmp_path):
+    """The first call reads OpenAI's two files from a folder. Later calls find them in tiktoken's cache."""
     source = write(tmp_path / "t.jsonl", ["Hello world", "Hello"])
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")} | NO_NETWORK
     flags = ("--source", source, "--out_dir", tmp_path / "out")
@@ -413,8 +413,8 @@ def test_tokenizer_files(tmp_path):
 
 @needs_public
 def test_gpt2s_tokenizer_is_exported_and_read_back(tmp_path, cache, monkeypatch, capsys):
-    """Its tokenizer as Hugging Face's file gives the same ids as tiktoken; read again it is GPT-2's, without network
-    and with an empty cache. Without the file it must be in the cache."""
+    """The exported file gives the same ids in tokenizers as in tiktoken. It is recognised as GPT-2's tokenizer without
+    network and with an empty cache. Without the file, the tokenizer must be in the cache."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", cache["TIKTOKEN_CACHE_DIR"])
     model = GPT(tiny_config(vocab_size=50257, n_embd=2, n_head=1, pos="learned", bias=True))
     run, back, again = tmp_path / "run", tmp_path / "back", tmp_path / "again"
@@ -434,7 +434,7 @@ def test_gpt2s_tokenizer_is_exported_and_read_back(tmp_path, cache, monkeypatch,
     assert [found[key] for key in ("tokenizer", "separator", "ends")] == ["gpt2", 50256, [50256]]
     assert not (again / "tokenizer.json").exists()
     (back / "tokenizer.json").unlink()
-    weights.main([str(back), f"--out={again}"])                         # now the cache has it
+    weights.main([str(back), f"--out={again}"])                         # the tokenizer is in the cache now
 
 
 @needs_public

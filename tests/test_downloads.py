@@ -1,4 +1,4 @@
-"""data/downloads.py: a download resumes where it broke off, and only the public file gets its name."""
+"""data/downloads.py: a download resumes where it broke off, and only a file with the known hash is kept."""
 import hashlib
 
 import pytest
@@ -10,7 +10,7 @@ CONTENT = bytes(range(256)) * 4096
 
 @pytest.fixture
 def server(server):
-    """/half breaks off in the middle, /stuck then keeps the connection open, /other is something else."""
+    """/half breaks off in the middle. /stuck does so but keeps the connection open. /other has different content."""
     server.files = dict.fromkeys(("whole", "half", "stuck"), CONTENT) | {"other": b"x" * len(CONTENT)}
     server.broken, server.silent = {"half", "stuck"}, "stuck"
     return server
@@ -30,14 +30,14 @@ def test_a_download_resumes_where_it_broke_off(server, tmp_path):
     assert [first for _, first, _ in server.asked] == [0, len(CONTENT) // 2]
 
 
-def test_a_silent_server_is_not_waited_for(server, tmp_path, monkeypatch):
+def test_a_silent_server_times_out(server, tmp_path, monkeypatch):
     monkeypatch.setattr(downloads, "TIMEOUT", 0.5)
     with pytest.raises(ValueError, match="could not be fetched .*timed out.*do without"):
         get(server.url + "/stuck", tmp_path / "file")
     assert not (tmp_path / "file").exists()
 
 
-def test_another_file_than_the_public_one_is_refused(server, tmp_path):
+def test_a_file_with_another_hash_is_refused(server, tmp_path):
     with pytest.raises(ValueError, match="sha256 differs"):
         get(server.url + "/other", tmp_path / "file")
     assert list(tmp_path.iterdir()) == []

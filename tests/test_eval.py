@@ -1,4 +1,4 @@
-"""eval.py: it names its commands and flags, and prints for people."""
+"""eval.py: the help lists all commands and flags, and commands print readable text."""
 import pytest
 from conftest import run
 
@@ -27,14 +27,14 @@ COMMANDS = {"loss": (["--windows=2"], ["bits per byte", "val"]),
 
 @pytest.mark.parametrize("command", ["loss", *(pytest.param(name, marks=pytest.mark.exhaustive)
                                                for name in ("probe", "sample"))])
-def test_a_real_process_prints_for_people(command, elastic_run):
+def test_a_real_process_prints_readable_text(command, elastic_run):
     flags, words = COMMANDS[command]
     done = run("eval.py", command, f"--out_dir={elastic_run}", "--device=cpu", *flags)
     assert all(word in done.stdout for word in words) and done.stderr == ""
 
 
 @pytest.mark.parametrize("command", ["probe", "sample"])
-def test_a_command_prints_for_people(command, elastic_run, capsys):
+def test_a_command_prints_readable_text(command, elastic_run, capsys):
     flags, words = COMMANDS[command]
     eval_script.main([command, f"--out_dir={elastic_run}", "--device=cpu", *flags])
     done = capsys.readouterr()

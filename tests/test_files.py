@@ -1,4 +1,4 @@
-"""common/files.py: a file gets its name when it is complete, and a mistake ends a command in one line."""
+"""common/files.py: a file gets its name only when it is complete, and an error ends a command with one line."""
 import os
 import re
 

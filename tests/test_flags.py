@@ -1,4 +1,4 @@
-"""common/flags.py: flag beats recipe beats preset beats default."""
+"""common/flags.py: a flag overrides the recipe, the recipe the preset, and the preset the default."""
 import attention
 import mixers
 import train as train_script
@@ -25,11 +25,11 @@ def test_precedence_is_flag_then_recipe_then_preset_then_default(monkeypatch):
 
 
 def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
-    """A stored run looked at, or gone on with, under another --attn: the model is the one that --attn alone makes."""
+    """A stored run that is opened or continued with another --attn has the axes that this --attn alone gives."""
     alone = {name: vars(GPTConfig(attn=name, n_layer=1)) for name in attention.ATTENTIONS}
     for before in alone:
         for after in alone:
             found = vars(model_config(alone[before], {"attn": after}))
             assert all(found[axis] == alone[after][axis] for axis in mixers.DEFAULTS), (before, after)
     kept = model_config(vars(GPTConfig(attn="softmax", gate="head")), {"attn": "elastic"})
-    assert kept.gate == "head"                  # a flag's choice stays
+    assert kept.gate == "head"                  # a value from a flag is kept

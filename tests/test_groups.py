@@ -1,4 +1,4 @@
-"""eval.py groups: measures of groups known beforehand, agreement of labellings, what is said and drawn."""
+"""eval.py groups: measures of known groups, agreement of labellings, printed text and pictures."""
 import json
 import shutil
 
@@ -32,11 +32,11 @@ def look(focus_run, capsys):
 
 
 class Module:
-    """What a Layer wants of Focus."""
+    """The attributes of Focus that a Layer reads."""
     groups, local, memberships = 3, 2, Focus.memberships
 
 
-def test_measures_of_shares_known_beforehand():
+def test_measures_of_known_shares():
     g = torch.tensor([[[0.8, 0.1, 0.1], [0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.5, 0.1, 0.4]]])
     layer = Layer(Module)
     layer.see(g, torch.tensor([[5, 6, 5, 5]]))
@@ -44,12 +44,12 @@ def test_measures_of_shares_known_beforehand():
     assert found["shares"] == [0.75, 0.25, 0] and found["dominance"] == 0.75
     close(found["confidence"], (0.8 + 0.7 + 0.6 + 0.5) / 4, dtype=torch.float32)
     close(found["evenness"], -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(3))
-    # distant are (2, 0), (3, 0), (3, 1): by the largest group only the last two share one. With two groups a token,
-    # {0, 1}, {0, 1}, {1, 2}, {0, 2}, all do
+    # distant pairs are (2, 0), (3, 0), (3, 1). With one group a token (0, 0, 1, 0), the last two pairs share a group.
+    # With two groups a token ({0, 1}, {0, 1}, {1, 2}, {0, 2}), all pairs do
     close(list(found["kept"].values()), [2 / 3, 1, 1])
 
 
-def test_one_group_and_a_window_without_distant_pairs():
+def test_measures_of_one_group_without_distant_pairs():
     layer = Layer(type("One", (Module,), {"groups": 1, "local": 9}))
     layer.see(torch.ones(1, 4, 1), torch.zeros(1, 4, dtype=torch.long))
     assert layer.result() == {"dominance": 1, "evenness": 1, "confidence": 1, "kept": {"1": None}, "shares": [1]}
@@ -61,19 +61,19 @@ def test_names_of_groups_do_not_matter_to_agreement(K):
     one = dice.integers(K, size=(3, 500))
     assert agreement(one, dice.permutation(K)[one], K) == 1
     other = one.copy()
-    other[:, :100] = (other[:, :100] + 1) % K   # a fifth has moved
+    other[:, :100] = (other[:, :100] + 1) % K   # a fifth of the tokens changes
     close(agreement(one, other, K), 0.8 if K > 1 else 1)
 
 
-def test_the_best_names_are_not_always_those_of_the_largest_agreement():
-    """Taking the largest first gives 4 + 0 + 2."""
+def test_agreement_uses_the_best_matching_where_a_greedy_one_is_worse():
+    """Matching the largest overlap first gives 4 + 0 + 2."""
     both = [[4, 3, 0], [3, 0, 0], [0, 0, 2]]
     one, other = (np.array([[pair[side] for pair in np.ndindex(3, 3) for _ in range(both[pair[0]][pair[1]])]])
                   for side in (0, 1))
     close(agreement(one, other, 3), (3 + 3 + 2) / 12)
 
 
-def test_pairs_are_far_apart_of_one_group_and_each_word_is_in_one():
+def test_longest_pairs_join_distant_words_of_one_group_and_use_each_word_once():
     texts = [" Ahab", " the", " whale", ",", " Ahab", " ship", " Whale", " captain"]
     g = torch.eye(2)[[0, 1, 0, 0, 0, 1, 0, 0]] * 0.9 + 0.05
     found = longest_pairs(texts, g, 2, 5)
@@ -81,10 +81,10 @@ def test_pairs_are_far_apart_of_one_group_and_each_word_is_in_one():
         (" Ahab", 0, " captain", 7, 0), (" the", 1, " ship", 5, 1)]
     assert found[0]["distance"] == 7
     close(found[0]["affinity"], 0.95 ** 2 + 0.05 ** 2, dtype=torch.float32)
-    assert [p["distance"] for p in longest_pairs(list("abcabc"), torch.ones(6, 1), 3, 9)] == [5]   # no words: any token
+    assert [p["distance"] for p in longest_pairs(list("abcabc"), torch.ones(6, 1), 3, 9)] == [5]   # no words
 
 
-def test_the_numbers_are_those_of_the_layers_shares(look, focus_run, data):
+def test_the_numbers_equal_those_from_each_layers_shares(look, focus_run, data):
     found = json.loads(look("--json", "--batch_size=2"))
     run = OpenedRun(Common(str(focus_run), device="cpu"), {})
     split, layers = run.split("val"), run.model.transformer.h
@@ -109,7 +109,7 @@ def test_the_numbers_are_those_of_the_layers_shares(look, focus_run, data):
     assert len(shown["passage"]) == 16
 
 
-def test_a_run_against_itself_is_stable_and_the_table_says_so(look, focus_run, tmp_path):
+def test_a_run_compared_with_itself_has_stability_1(look, focus_run, tmp_path):
     text = look(f"--against={focus_run}", f"--png={tmp_path / 'groups.png'}", "--layer=1")
     header, *rows = [line.split() for line in text.split("\n\n")[1].splitlines()]
     assert [row[header.index("stability")] for row in rows] == ["1.0000"] * 3
@@ -117,7 +117,7 @@ def test_a_run_against_itself_is_stable_and_the_table_says_so(look, focus_run, t
     assert (tmp_path / "groups.png").stat().st_size > 10_000
 
 
-def test_several_runs_are_a_line_each(focus_run, capsys, tmp_path):
+def test_several_runs_have_a_line_each(focus_run, capsys, tmp_path):
     other = shutil.copytree(focus_run, tmp_path / "other")
     eval_script.main(["groups", f"--out_dir={focus_run},{other}", "--windows=2", "--device=cpu"])
     lines = capsys.readouterr().out.splitlines()
@@ -125,5 +125,5 @@ def test_several_runs_are_a_line_each(focus_run, capsys, tmp_path):
     assert lines[1].split()[1:] == lines[2].split()[1:]
 
 
-def test_the_hard_form_can_be_looked_at_too(look):
+def test_topk_selects_the_hard_form(look):
     assert json.loads(look("--json", "--topk=2"))["topk"] == 2

@@ -1,4 +1,4 @@
-"""heads: its measures of weights with known answers and of every recipe's own weights, and what it prints."""
+"""eval.py heads: measures of hand-made weights and of every recipe's weights, ablations, and the printed text."""
 import json
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def hand_made(w, block=None, local=2, **traits):
 
 
 def close_measures(found, **expected):
-    """Of rows that sum to at most 1, in float32."""
+    """Compare measures of rows that sum to at most 1, in float32."""
     close({name: found[name] for name in expected}, expected, terms=1, size=1.0, dtype=torch.float32)
 
 
@@ -46,7 +46,7 @@ def test_measures_of_even_rows(block):
 
 @pytest.mark.parametrize("block", [None, 4])
 def test_measures_of_rows_with_all_weight_on_the_first_token_or_on_themselves(block):
-    # one key of n has it all: (1 - 1/n)^2 + (n - 1)/n^2, over n
+    # one of n keys has all the weight: ((1 - 1/n)^2 + (n - 1)/n^2) / n
     spread = sum(((1 - 1 / n) ** 2 + (n - 1) / n ** 2) / n for n in range(1, 11)) / 10
     dormant, local = hand_made(torch.eye(10)[:1].repeat(10, 1), block), hand_made(torch.eye(10), block)
     close_measures(dormant, alpha_sink=1, alpha_local=1 / 9, sigma2=spread, importance=0)
@@ -57,7 +57,7 @@ def test_only_sigma2_divides_weights_by_their_sum():
     whole, tenth = hand_made(even_rows(9)), hand_made(-0.1 * even_rows(9))
     close_measures(tenth, alpha_sink=-0.1 * whole["alpha_sink"], alpha_local=-0.1 * whole["alpha_local"],
                    importance=0.1 * whole["importance"], sigma2=0)
-    empty = hand_made(torch.zeros(9, 9))        # all of 1/n is missing, from each of n keys
+    empty = hand_made(torch.zeros(9, 9))        # each of n keys lacks 1/n
     close_measures(empty, sigma2=sum(1 / n ** 2 for n in range(1, 10)) / 9)
     assert empty["importance"] == empty["alpha_sink"] == 0
 
@@ -67,7 +67,7 @@ def test_an_extra_key_is_the_sink():
     found = hand_made(w, has_extra_key=True)
     close_measures(found, alpha_sink=0.25, importance=0.75, sigma2=0,
                    alpha_local=0.75 * sum(2 / n for n in range(2, 9)) / 7)
-    # a sink token also has a row, which does not count
+    # the row of a sink token itself is not counted
     close_measures(hand_made(torch.cat([torch.eye(9)[:1], w]), 4, ahead=1), **found)
 
 
@@ -78,7 +78,7 @@ def test_sigma2_compares_with_an_even_spread_over_the_window():
 
 
 def double_measures(module, w, local):
-    """The same from whole weights (B, H, T, T or 1 + T), in float64 and by other means: a loop over rows."""
+    """The same measures of whole weights (B, H, T, T or 1 + T), computed in float64 by a loop over rows."""
     w, found = w.double(), {name: 0.0 for name in ("alpha_sink", "alpha_local", "sigma2", "importance")}
     w = w[:, :, module.ahead:]
     T = w.shape[2]
@@ -118,7 +118,7 @@ def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn):
                   dtype=torch.float32)
 
 
-def test_the_summary_of_the_maps():
+def test_the_summary_of_the_measures():
     alpha = torch.tensor([[0.1, 0.2], [0.6, 0.4], [0.9, 0.8]], dtype=torch.float64)
     maps = {"alpha_sink": alpha, "alpha_local": alpha, "sigma2": alpha, "importance": 1 - alpha}
     found = summary(maps, Heads())
@@ -145,12 +145,12 @@ def test_alpha_sink_of_two_data_sets_is_compared():
     close(compared(a, -a, "other")["correlation"], -1)
 
 
-# ------------------------------------------------------------------------------------------------- at the door
+# ------------------------------------------------------------------------------------------------- the command
 
 FEW = ("--device=cpu", "--windows=2")
 
 
-def test_a_run_against_another_data_set_with_costs(elastic_run, tmp_path, capsys):
+def test_a_run_is_compared_on_another_data_set_and_its_heads_are_ablated(elastic_run, tmp_path, capsys):
     fox = write_data(tmp_path / "dogs", WORDS[7:3000], WORDS[3000:3400])
     eval_script.main(["heads", f"--out_dir={elastic_run}", *FEW, f"--against={fox}", "--cost", "--prune=0,50",
                       "--draws=2", "--json", f"--png={tmp_path}/x.png"])
@@ -161,7 +161,7 @@ def test_a_run_against_another_data_set_with_costs(elastic_run, tmp_path, capsys
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_tells_of_one_run_and_of_several(elastic_run, toy_run, capsys, tmp_path):
+def test_the_text_for_one_run_and_for_several(elastic_run, toy_run, capsys, tmp_path):
     eval_script.main(["heads", f"--out_dir={elastic_run}", *FEW])
     one = capsys.readouterr().out
     assert all(word in one for word in ("alpha_sink", "0 of 2", "last 8 keys", "rank correlation", "eq. 7"))

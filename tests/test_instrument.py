@@ -1,4 +1,4 @@
-"""What every instrument is given: an opened run and its overrides, a way into the attention, lists and tables."""
+"""evals/instrument.py: opening runs with overrides, watching and changing attention, lists and tables."""
 import json
 import os
 import shutil
@@ -32,7 +32,7 @@ from model import GPT
 
 @pytest.fixture
 def loss(elastic_run, capsys):
-    """The loss of a run (the finished one, or another) on 4 windows, as `eval.py loss` prints it with these flags."""
+    """The loss that `eval.py loss` prints for 4 windows of a run (the finished run, unless named) with these flags."""
     def call(*flags, out_dir=elastic_run):
         eval_script.main(["loss", f"--out_dir={out_dir}", "--json", "--device=cpu", "--windows=4", *flags])
         return json.loads(capsys.readouterr().out)["loss"]
@@ -48,7 +48,7 @@ def plain_run(tmp_path_factory, data):
 
 
 def same_loss(found, expected):
-    """The same function, computed in another order: a mean of float32 losses."""
+    """Compare means of float32 losses that were computed in different orders."""
     close(found, expected, terms=4, dtype=torch.float32)
 
 
@@ -59,7 +59,7 @@ def test_a_run_is_named_by_its_folder_or_its_checkpoint(loss, elastic_run):
     same(loss(out_dir=elastic_run / "ckpt.pt"), loss())
 
 
-def test_axes_may_be_overridden_where_the_parameters_allow(loss):
+def test_axes_may_be_overridden_if_the_parameters_fit(loss):
     as_it_is = loss()
     assert loss("--pos=none") != as_it_is
     same_loss(loss("--kernel=torch"), as_it_is)
@@ -68,8 +68,8 @@ def test_axes_may_be_overridden_where_the_parameters_allow(loss):
 
 
 def test_streaming_on_a_softmax_checkpoint(plain_run, loss, capsys):
-    """A model trained on all keys, read with a window and first keys: no parameter differs, and text goes on past the
-    window."""
+    """A model trained on all keys also runs with a window and first keys. The parameters are the same, and text
+    continues past the window."""
     streaming, wide = ("--attn=streaming", "--window=4", "--first=1"), ("--attn=window", "--window=16")
     for flags in ((), streaming, wide):
         eval_script.main(["sample", f"--out_dir={plain_run}", "--json", "--device=cpu", "--tokens=40",
@@ -80,10 +80,10 @@ def test_streaming_on_a_softmax_checkpoint(plain_run, loss, capsys):
     assert with_less != as_it_is
 
 
-def test_a_recipe_swapped_under_a_run_adds_what_it_learns(plain_run, tmp_path, data, loss, capsys):
-    """At once, or to train on from: what it adds is at its initial values and named in one line."""
+def test_overriding_the_recipe_of_a_run_adds_its_parameters(plain_run, tmp_path, data, loss, capsys):
+    """The added parameters have their initial values and are named in one line, in eval.py and in further training."""
     base, tuned = shutil.copytree(plain_run, tmp_path / "base"), tmp_path / "tuned"
-    capsys.readouterr()                         # what training printed
+    capsys.readouterr()                         # drop what training printed
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
     assert added != as_it_is
     same_loss(loss("--attn=elastic", "--attn_args=tau_init=0", out_dir=base), as_it_is)
@@ -96,40 +96,40 @@ def test_a_recipe_swapped_under_a_run_adds_what_it_learns(plain_run, tmp_path, d
     assert json.loads((tuned / "meta.json").read_text())["ends"] == [7]
 
 
-def test_the_data_is_in_the_tokenizer_of_the_run(toy_run, elastic_run, tmp_path, loss, capsys):
+def test_a_run_is_evaluated_on_data_in_its_tokenizer(toy_run, elastic_run, tmp_path, loss, capsys):
     assert loss(out_dir=toy_run) > 0
-    older = shutil.copytree(elastic_run, tmp_path / "older")            # it does not say what it was trained in
+    older = shutil.copytree(elastic_run, tmp_path / "older")            # its meta.json names no tokenizer
     files.write_json(older / "meta.json", {name: value for name, value in meta(older).items() if name != "tokenizer"})
     same(loss(out_dir=older), loss())
     eval_script.main(["sample", f"--out_dir={older}", "--device=cpu", "--tokens=3", "--prompt=the"])
     assert capsys.readouterr().out.startswith("the")
 
 
-def test_a_window_is_as_long_as_asked(loss):
-    """By default block_size, which changes nothing; beyond it where positions are relative."""
+def test_a_window_has_the_length_asked_for(loss):
+    """The default length is block_size. Relative positions allow longer windows."""
     same(loss("--length=16"), loss())
     assert loss("--length=8") != loss() and loss("--length=48") > 0
 
 
 def opened(**choices):
-    """A run of such a model, of which nobody needs the weights."""
+    """An opened run of a model with these choices, without its weights."""
     found = OpenedRun.__new__(OpenedRun)
     found.data, found.machine = ("", {}), SimpleNamespace(main=True)
     found.model = SimpleNamespace(config=tiny_config(**choices))
     return found
 
 
-def test_a_real_models_context_is_not_its_window():
+def test_the_default_window_of_a_long_context_is_1024_tokens():
     for block_size, asked, length in ((64, 0, 64), (1024, 0, 1024), (8192, 0, 1024), (8192, 8192, 8192),
                                       (64, 256, 256)):
         assert opened(block_size=block_size).window(asked) == length
 
 
-def test_positions_run_out_beyond_block_size_or_never():
+def test_windows_beyond_block_size_need_relative_positions():
     assert opened(pos="learned").window(16) == 16 and opened().window(17) == 17
 
 
-def test_a_window_that_hides_nothing_is_mentioned(capsys):
+def test_a_window_that_hides_no_key_is_reported(capsys):
     for choices, asked, hides in (({"attn": "window"}, 128, False), ({"attn": "window"}, 129, True), ({}, 8, True),
                                   ({"window": 16}, 0, False), ({"window": 15}, 0, True)):
         opened(**choices).window(asked)
@@ -137,7 +137,7 @@ def test_a_window_that_hides_nothing_is_mentioned(capsys):
         assert found.out == "" and found.err.count("\n") == (not hides) and ("hides none" in found.err) != hides
 
 
-# ----------------------------------------------------------------------------------------------------- looking inside
+# ------------------------------------------------------------------------------------------------- watching attention
 
 
 def test_watching_leaves_the_model_as_it_was():
@@ -158,7 +158,7 @@ def test_every_layer_is_watched_in_its_order_and_can_be_changed():
     before = gpt(idx)[0]
     with pytest.raises(KeyError), instead(gpt, double):
         assert not torch.equal(gpt(idx)[0], before)
-        raise KeyError                          # whatever happens inside, the model is as it was
+        raise KeyError                          # an error also restores the model
     assert seen == [(layer, True, (2, 2, 5, 8)) for layer in range(3)]
     same(gpt(idx)[0], before)
 
@@ -173,7 +173,7 @@ def test_windows_come_in_batches_that_ranks_can_share(data):
     same(torch.cat(list(window_batches(gpt, split, machine, 16, 5, 2, share=True))), expected[1::2])
 
 
-def test_a_watched_model_attends_as_always():
+def test_a_watched_model_gives_the_same_logits():
     gpt, idx, seen = GPT(tiny_config(n_layer=2)), torch.zeros(2, 5, dtype=torch.long), []
     machine = Machine("cpu", "float32")
     watch(gpt, lambda layer, module, q, k, v, x, table: seen.append((layer, x)), idx, machine)
@@ -183,7 +183,7 @@ def test_a_watched_model_attends_as_always():
         same(gpt(idx)[0], before)
 
 
-def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_of_other_flags(copy, elastic_run, monkeypatch):
+def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(copy, elastic_run, monkeypatch):
     asked, flags = [], meta(copy)["flags"]
     monkeypatch.setattr(subprocess, "run", lambda argv, **how: asked.append(argv[2:]) or SimpleNamespace(returncode=0))
     assert train_if_missing(copy, flags)["flags"] == flags and not asked
@@ -191,7 +191,7 @@ def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_of_other_flags
     assert asked.pop() == [*flags, "--seed=3"]
     again = [*flags, f"--init_from={elastic_run}"]
     files.write_json(copy / "meta.json", meta(copy) | {"flags": again})
-    os.utime(copy / "ckpt.pt", (2e9, 2e9))      # younger than its base
+    os.utime(copy / "ckpt.pt", (2e9, 2e9))      # newer than its base
     train_if_missing(copy, again)
     assert not asked
     os.utime(copy / "ckpt.pt", (1e9, 1e9))
@@ -214,8 +214,8 @@ def test_tables_align_to_the_right():
         "  a  -10.2500     x")
 
 
-def test_the_large_matrices_are_kept_as_the_products_are(elastic_run):
-    """They are stored in bfloat16, which changes nothing: otherwise autocast converts them at every pass."""
+def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run):
+    """They are stored in bfloat16 with the same logits. Otherwise autocast would convert them at every pass."""
     half, whole = (load_run(elastic_run, "cpu", dtype=dtype)[0] for dtype in ("bfloat16", "float32"))
     kinds = {p.dtype for name, p in half.named_parameters() if p.dim() > 1 and ".h." in name}
     assert kinds == {torch.bfloat16} and half.transformer.wte.weight.dtype == torch.float32
@@ -225,7 +225,7 @@ def test_the_large_matrices_are_kept_as_the_products_are(elastic_run):
     assert half.num_params() == whole.num_params()
 
 
-def test_several_runs_one_after_another(elastic_run, toy_run, tmp_path, capsys, monkeypatch):
+def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, capsys, monkeypatch):
     both = [str(elastic_run), str(toy_run)]
     assert runs_named(",".join([*both, both[0]])) == both
     (tmp_path / "runs").mkdir()
@@ -241,7 +241,7 @@ def test_several_runs_one_after_another(elastic_run, toy_run, tmp_path, capsys, 
     eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2"])
     said = capsys.readouterr().out
     assert said.index("run-0\n") < said.index("bits per byte") < said.index("run-1\n")
-    looked = []                                 # one without this axis's parameters is refused before any work
+    looked = []                                 # a run without parameters of this axis is refused early
     monkeypatch.setattr(eval_script, "OpenedRun", lambda *args: looked.append(args))
     for flags, says in (("--attn=diff2", "projections"), ("--pos=learned", "wpe")):
         assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={pattern}", "--device=cpu", flags)[1]

@@ -1,4 +1,4 @@
-"""The sink lab: the exact loss, every figure on a model whose attention is known, and the command."""
+"""eval.py lab: the exact loss, every figure of a model with known attention, and the command."""
 import contextlib
 import io
 import json
@@ -42,7 +42,7 @@ def task(tmp_path_factory):
 
 
 class HandMade:
-    """Stands in for an attention layer: its weights are given, and it hands the values on."""
+    """A substitute for an attention layer with given weights. It outputs the values."""
     ahead, heads, sight = 0, 1, Sight()
 
     def __init__(self, weights):
@@ -56,7 +56,7 @@ class HandMade:
 
 
 class TrueProcess(torch.nn.Module):
-    """A "model" that predicts as the process does. Its one layer attends by given weights: all figures are known."""
+    """A "model" that predicts the true process. Its one layer has given weights, so all figures are known."""
 
     def __init__(self, about, weights, values=None):
         super().__init__()
@@ -81,12 +81,12 @@ def figures(folder, weights, **values):
 
 
 def close_figures(found, size=1.0, **expected):
-    """Means of float32 numbers."""
+    """Compare means of float32 numbers."""
     close({name: found[name] for name in expected}, expected, terms=2, size=size, dtype=torch.float32)
 
 
 def on_first(T, mass=1.0):
-    """The same weight of every row on the first token."""
+    """Weights that put `mass` on the first token in every row."""
     return mass * F.one_hot(torch.tensor(0), T).float().expand(256, 1, T, T)
 
 
@@ -96,7 +96,7 @@ def test_the_true_process_has_no_excess_loss(task):
 
 
 @pytest.mark.parametrize("flags", [("--no_bos",), ("--fixed_at=7",), ("--no_bos", "--fixed_at=0"), ("--length=30",)])
-def test_its_loss_is_exact_in_every_form_of_the_task(flags, tmp_path):
+def test_the_exact_loss_in_every_form_of_the_task(flags, tmp_path):
     folder = make(tmp_path / "x", "--sequences=200", *flags)
     about, rows = meta(folder), torch.from_numpy(sequences(folder))[:20]
     loss, trigger = true_process(rows, about)
@@ -131,7 +131,7 @@ def test_figures_of_known_weights(weights, expected, task):
     close_figures(figures(task, weights), **expected)
 
 
-def test_a_sink_has_many_times_the_weight_of_an_even_spread(task):
+def test_a_sink_has_more_than_ten_times_the_weight_of_an_even_spread(task):
     below(10, figures(task, on_first)["times_uniform_idle"])
 
 
@@ -157,7 +157,7 @@ def test_copy_and_idle_rows_are_told_apart_and_begin_at_position_8(task):
 
 
 def test_zero_and_hide_cost_what_the_first_value_and_key_are_worth(task):
-    """A trained model: attention recomputed by hand, with the first value zeroed and with the first key hidden."""
+    """Attention of a random model is recomputed by hand with the first value zeroed and with the first key hidden."""
     about, split = meta(task), tokens.Tokens(task, "val")
     gpt = GPT(tiny_config(block_size=64, vocab_size=66, attn="sink", pos="learned")).eval()
     with torch.no_grad():
@@ -192,7 +192,7 @@ SHORT = "--max_iters=3 --eval_interval=3 --batch_size=4 --eval_iters=1 --device=
 
 
 def train_here(argv):
-    """train.py with these arguments in this process. Returns what it prints."""
+    """Run train.py with these arguments in this process. Returns what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
         with pytest.raises(SystemExit) as stop:
             train_script.main(argv)
@@ -204,7 +204,7 @@ RUN = subprocess.run
 
 
 def process_here(argv, **how):
-    """Stands in for subprocess.run where a process of train.py would only take time."""
+    """A substitute for subprocess.run that runs train.py in this process, to save time."""
     if Path(argv[1]).name != "train.py":
         return RUN(argv, **how)
     train_here(argv[2:])
@@ -212,7 +212,7 @@ def process_here(argv, **how):
 
 
 def output_here(script, *flags, **variables):
-    """Stands in for common.runs.output_of where a process of its own would only take time."""
+    """A substitute for common.runs.output_of that runs train.py in this process, to save time."""
     assert script == "train.py"
     return train_here(flags)
 
@@ -228,7 +228,7 @@ def test_a_run_prints_every_figure_on_a_line(tmp_path, task):
 
 
 def test_the_lab_its_sweeps_and_the_ledger_share_runs():
-    """The same model has the same folder and flags, so whoever comes second finds it trained."""
+    """The same model has the same folder and flags, so the second command finds it trained."""
     job = experiments.train_job("postnorm", 3, experiments.Place())
     run = sweeps.cases("norm_place")["post"]
     assert job.place == folder_of(run, 3, lab.Lab().out_dir)
@@ -254,7 +254,7 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, c
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task, capfd):
+def test_training_runs_in_its_own_process_and_shows_its_error(tmp_path, task, capfd):
     args = lab.Lab(out_dir=str(tmp_path), train_args=f"{SHORT} --dataset={task}")
     one, = lab.train_all({"": "softmax"}, [3], args)[""]
     assert one["report"].keys() >= {"excess_copy", "hide_cost"}
@@ -265,7 +265,7 @@ def test_it_trains_in_a_process_of_its_own_and_shows_its_error(tmp_path, task, c
     assert "n_head" in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_recipes_get_the_flags_without_which_they_mean_nothing():
+def test_recipes_get_the_flags_that_they_need():
     for name, *more in (["softmax"], ["streaming", "--window=16"], ["diff", "--n_head=2"],
                         ["tra", "--attn_args=beta_init=0.1"]):
         assert flags_of(name).split() == [f"--attn={name}", *more]
@@ -285,7 +285,7 @@ def test_every_row_of_a_sweep_is_a_model(name):
         GPT(GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66}))
 
 
-def test_a_sweep_stands_beside_the_papers_table(tmp_path, task, capsys, monkeypatch):
+def test_a_sweep_is_shown_next_to_the_papers_table(tmp_path, task, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "run", process_here)
     eval_script.main(["lab", "--sweep=norm_place", "--seeds=0", f"--out_dir={tmp_path}",
                       f"--train_args={SHORT} --dataset={task}"])
@@ -313,9 +313,9 @@ def test_the_committed_table_shows_the_committed_figures(runs):
     assert (ROOT / "results" / "lab.md").read_text() == markdown(*lab.mean_rows(runs)) + "\n"
 
 
-def test_in_the_committed_results_every_recipe_learns_what_no_bigram_table_can(runs):
-    """On copy rows each loses less than the same model without attention, with every seed. But for routing: a trigger
-    and what it copies are seldom in one of its clusters."""
+def test_the_committed_results_beat_the_model_without_attention_on_copy_rows(runs):
+    """On copy rows, every recipe with every seed has a lower loss than the model without attention. The exception is
+    routing, whose clusters seldom hold both a trigger and the token that it copies."""
     blind = min(run["excess_copy"] for run in runs["blind"])
     assert blind > 1 and {name: run["excess_copy"] for name, group in runs.items() for run in group
                           if name not in ("blind", "routing") and not run["excess_copy"] < blind - 0.5} == {}

@@ -1,4 +1,4 @@
-"""lengths: the same tokens at every length, errors over spans, places in bins, fine-tuning first."""
+"""eval.py lengths: the same tokens at every length, errors over spans, losses by position, fine-tuning."""
 import numpy as np
 import pytest
 import torch
@@ -21,13 +21,13 @@ def look(elastic_run, evaluate):
 
 
 def close_losses(found, expected):
-    """Of a float32 model and one in float64: the loss of a token sums over layers of 16 channels."""
+    """Compare losses of a float32 and a float64 model. The loss of a token is computed from layers of 16 channels."""
     close(found, expected, terms=8, size=6.0, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def by_hand(elastic_run, data):
-    """{length: losses (5 spans, 64)} by windows read one by one, in float64."""
+    """{length: losses (5 spans, 64)}, from windows read one by one in float64."""
     gpt = load_run(elastic_run, "cpu")[0].double()
     split = tokens.Tokens(data, "val")
     starts = tokens.fixed_windows(split, 64, 5)
@@ -43,7 +43,7 @@ def by_hand(elastic_run, data):
     return found
 
 
-def test_losses_perplexities_and_errors_are_those_by_hand(look, by_hand):
+def test_losses_perplexities_and_errors_equal_those_by_hand(look, by_hand):
     found = look()
     assert found["spans"] == 5 and found["base"] == found["training_length"] == 16
     assert [row["length"] for row in found["lengths"]] == [16, 32, 64]
@@ -62,7 +62,7 @@ def test_places_are_counted_from_the_beginning_of_the_window(look, by_hand):
         assert all(a["last"] + 1 == b["first"] for a, b in zip(bins, bins[1:], strict=False))
         places = by_hand[length].reshape(5, -1, length).mean((0, 1))
         close_losses([b["loss"] for b in bins], [places[b["first"] - 1:b["last"]].mean() for b in bins])
-        # all bins together are all tokens
+        # the bins together hold all tokens
         sizes = [b["last"] - b["first"] + 1 for b in bins]
         close(np.average([b["loss"] for b in bins], weights=sizes), row["loss"])
 
@@ -92,7 +92,7 @@ def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(elastic_run):
     (plain,), (scaled,) = (numbers["lengths"] for numbers in found)
     assert found[1]["rope_scaling"] == "linear:4"
     below(1e-4, abs(plain["loss"] - scaled["loss"]))
-    # the first token sees itself alone, whatever its angles
+    # the first token sees only itself, so its angles do not matter
     close_losses(plain["by_position"][0]["loss"], scaled["by_position"][0]["loss"])
 
 
@@ -119,31 +119,31 @@ def test_several_runs_are_one_table_and_one_picture(elastic_run, learned_run, tm
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_finetuning_goes_on_from_the_run_at_the_longer_length(copy, look):
+def test_finetuning_continues_the_run_at_the_longer_length(copy, look):
     finetune = ("--finetune=2", "--lengths=16,32", "--train_args=--eval_iters=1 --batch_size=2")
     found = look(*finetune, out_dir=copy)
     tuned = copy.with_name("copy-32")
     knobs = meta(tuned)["knobs"]
     assert knobs["block_size"] == 32 and knobs["max_iters"] == 2 and knobs["attn"] == "elastic"
     close(knobs["learning_rate"], meta(copy)["knobs"]["learning_rate"] / 10, terms=1)
-    assert knobs["init_from"].endswith("copy/ckpt.pt") and knobs["batch_size"] == 2         # the flag that comes last
+    assert knobs["init_from"].endswith("copy/ckpt.pt") and knobs["batch_size"] == 2         # the last flag counts
     short, long = found["lengths"]
     plain = look("--lengths=16,32", out_dir=copy)["lengths"]
-    same(short["loss"], plain[0]["loss"])       # a finetuned model only reads what is longer
+    same(short["loss"], plain[0]["loss"])       # the finetuned model reads only longer windows
     assert long["loss"] != plain[1]["loss"]
     close_losses(look("--lengths=16,32", out_dir=tuned)["lengths"][1]["loss"], long["loss"])
-    # the same again is not trained again
+    # the same command does not train again
     before = (tuned / "ckpt.pt").stat().st_mtime_ns
     same(look(*finetune, out_dir=copy), found)
     assert (tuned / "ckpt.pt").stat().st_mtime_ns == before
-    # but it is if the run itself has been trained since
+    # it does train again if the base run is newer
     (copy / "ckpt.pt").touch()
     look(*finetune, out_dir=copy)
     assert (tuned / "ckpt.pt").stat().st_mtime_ns > before
 
 
 @pytest.mark.exhaustive
-def test_a_training_that_fails_is_one_line(copy, capfd):
+def test_failed_training_is_reported_in_one_line(copy, capfd):
     with pytest.raises(SystemExit) as stop:
         eval_script.main(["lengths", f"--out_dir={copy}", *FLAGS, "--finetune=2", "--train_args=--nonsense=1"])
     err = capfd.readouterr().err
@@ -154,5 +154,5 @@ def test_finetuning_repeats_the_overrides_of_the_evaluation(elastic_run):
     run = OpenedRun(Common(out_dir=elastic_run, device="cpu"), {"rope_scaling": "linear:2", "window": 8})
     flags = lengths.finetune_flags(run, 32, 500)
     assert {"--rope_scaling=linear:2", "--window=8", "--max_iters=500", "--warmup_iters=50"} <= set(flags)
-    assert "--batch_size=2" in flags            # 4 sequences of 16 were as many tokens
+    assert "--batch_size=2" in flags            # as many tokens as 4 sequences of 16
     assert not any(flag.startswith(("--attn", "--gate", "--kernel")) for flag in flags)

@@ -1,4 +1,4 @@
-"""speed --live: which tiles of a trained run hold any weight, and what skipping the others gains."""
+"""eval.py speed --live: the tiles of a trained run that hold any weight, and the speed gained by skipping others."""
 import json
 
 import pytest
@@ -33,7 +33,7 @@ def test_the_table_names_run_tiles_and_pairs(elastic_run, capsys):
 
 
 def test_live_tiles_are_those_that_hold_a_weight():
-    """Only keys 0..63 have weights: one tile of three, or of two, in each block of rows."""
+    """Only keys 0..63 have weights. Each block of rows has two or three tiles, and one of them is live."""
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
     q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)
     k[:, :, :64] = 1
@@ -41,8 +41,8 @@ def test_live_tiles_are_those_that_hold_a_weight():
     assert found == {"tiles": 5, "live_tiles": 2, "pairs": 150 * 151 // 2, "live_pairs": 64 * 65 // 2 + 86 * 64}
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs the kernels, if only in Triton's interpreter")
-def test_what_skipping_gains_is_timed_where_a_kernel_runs():
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs the kernels, at least in Triton's interpreter")
+def test_the_gain_of_skipping_is_timed_only_with_a_kernel():
     machine = Machine("cuda" if torch.cuda.is_available() else "cpu", "float32")
     for kernel, timed in (("triton", True), ("torch", False)):
         module = Attention(tiny_config(attn="relu", n_head=1, n_embd=16, kernel=kernel), 0).to(machine.device)

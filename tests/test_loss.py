@@ -1,4 +1,4 @@
-"""The loss instrument: the mean over fixed windows, in nats and bits, of one process or of several ranks."""
+"""eval.py loss: the mean over fixed windows, in nats and bits, from one process or several ranks."""
 import json
 import math
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_bits_per_byte_need_a_count_of_bytes():
     assert bits_per_byte(1.0, {"shards": {"val.bin": row}}, "val") is None
 
 
-def test_two_ranks_find_what_one_process_finds(loss, elastic_run):
+def test_two_ranks_give_the_loss_of_one_process(loss, elastic_run):
     alone = loss("--windows=7", "--batch_size=2")
     flags = (f"--out_dir={elastic_run}", "--json", "--windows=7", "--batch_size=2", "--device=cpu")
     both = json.loads(run("eval.py", "loss", *flags, ranks=2).stdout)
@@ -60,9 +60,9 @@ def test_two_ranks_find_what_one_process_finds(loss, elastic_run):
           dtype=torch.float32)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed as Linux lists them")
-def test_no_thread_of_the_ranks_outlives_the_instrument(elastic_run, tmp_path):
-    """One of gloo's that is left aborts the process now and then when Python ends."""
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the list of threads that Linux has")
+def test_no_thread_of_the_ranks_outlives_the_command(elastic_run, tmp_path):
+    """A leftover thread of gloo sometimes aborts the process when Python exits."""
     script = tmp_path / "threads.py"
     script.write_text(f"""
 import os, sys
@@ -72,7 +72,7 @@ eval.main(sys.argv[1:])
 for thread in os.listdir("/proc/self/task"):
     try:
         name = open(f"/proc/self/task/{{thread}}/comm").read()
-    except OSError:                             # it ended meanwhile
+    except OSError:                             # the thread has ended
         continue
     assert "gloo" not in name, name
 """)

@@ -12,7 +12,7 @@ def test_peaks_are_known_by_name_and_only_for_16_bits(monkeypatch):
     assert machine.peak_flops() == 756e12
 
 
-def test_live_memory_counts_a_storage_once_and_forgets_the_dead():
+def test_live_memory_counts_a_storage_once_and_drops_freed_ones():
     with LiveMemory() as memory:
         kept = torch.zeros(1000)                # 4,000 bytes
         assert memory.now == 4000 and kept.view(10, 100).t().shape == (100, 10) and memory.now == 4000

@@ -1,4 +1,4 @@
-"""maps: the attention weights of a sentence, and labels that can be read."""
+"""eval.py maps: the attention weights of a sentence, with readable labels."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,12 +18,12 @@ from model import GPT
 
 @pytest.fixture
 def show(elastic_run, evaluate):
-    """What `eval.py maps --json` finds in a run (the finished elastic one, or another)."""
+    """The output of `eval.py maps --json` for a run (the finished elastic run, unless named)."""
     return lambda *flags, out_dir=elastic_run: evaluate("maps", f"--out_dir={out_dir}", *flags)
 
 
 def opened(gpt):
-    """A run that was never written."""
+    """An opened run of a model that was never saved."""
     return SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), tokenizer=coders.Bytes())
 
 
@@ -43,7 +43,7 @@ def test_byte_pairs_have_labels(toy):
 
 
 def test_a_tokenizer_that_adds_a_space_and_symbols_have_labels():
-    """Where the bytes do not add up, each token is decoded by itself; long ones are cut short."""
+    """If the tokens have another number of bytes than the text, each is decoded alone. Long labels are shortened."""
     words = ["", " When", "supercalifragilistic"]
     coder = SimpleNamespace(decode=lambda ids: words[ids[0]], lengths=np.array([0, 6, 20]))
     assert labels_of([1, 2], "Whensupercalifragilistic", coder) == ["␣When", "supercalifrag…"]
@@ -55,12 +55,12 @@ def test_a_tokenizer_that_adds_a_space_and_symbols_have_labels():
 
 def test_four_layers_and_the_two_most_different_heads_are_shown():
     assert spread(1) == [0] and spread(3) == [0, 1, 2] and spread(30) == [0, 10, 19, 29]
-    w = torch.zeros(3, 4, 5)                    # three heads; column 0 is an extra key's, column 1 the first token's
+    w = torch.zeros(3, 4, 5)                    # three heads; column 0 is an extra key, column 1 the first token
     w[:, :, 0], w[0, :, 1], w[1, :, 1], w[2, :, 1] = 1, 0.2, -0.9, 0.1
     assert extremes(w, 1) == [1, 2] and extremes(w[:1], 1) == [0]
 
 
-def test_maps_of_a_layer_stand_below_each_other():
+def test_maps_of_one_layer_form_a_column():
     a, b, c = ({"layer": layer, "head": head} for layer, head in ((2, 0), (2, 1), (0, 1)))
     assert grid_of([a, b, c]) == [[a, c], [b, None]]
 
@@ -75,7 +75,7 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     found, said = maps.command(Maps(text=text, layers="1", heads="0", views=differential), opened(gpt))
     whole = in_every_layer(lambda module, q, k, v, x, table: module.weights_of(q, k, x, table)[0, 0], gpt,
                            torch.tensor([list(text.encode())]))
-    *_, shown = found["maps"]                   # the difference, if there are views
+    *_, shown = found["maps"]                   # the last is the difference, if there are views
     assert [m["kind"] for m in found["maps"]] == (["view a", "view b", "difference"] if differential else ["weights"])
     close(torch.tensor(shown["weights"]), whole[1])              # six digits are shown
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
@@ -83,7 +83,7 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     assert found["keys"] == ["(extra key)"] * extra + found["queries"] and found["first"] == extra + ahead
     assert np.shape(shown["weights"]) == (len(found["queries"]), len(found["keys"]))
     assert "mean on f" in said and ("mean on (extra key)" in said) == extra
-    if attn in ("kv_bias", "diff_rela"):        # a picture with an extra key, and one of signed views
+    if attn in ("kv_bias", "diff_rela"):        # pictures with an extra key and with signed views
         maps.draw(tmp_path / "x.png", {"run": found})
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -98,7 +98,7 @@ def test_the_difference_is_view_a_minus_lambda_view_b():
 
 
 def test_a_small_weight_is_not_rounded_to_zero():
-    """Zeros have their own colour."""
+    """The picture draws exact zeros in their own colour."""
     assert maps.rounded(torch.tensor([[1e-9, 0.0, 1 / 3]])) == [[1e-9, 0.0, 0.333333]]
 
 
@@ -108,7 +108,7 @@ def test_text_names_the_key_with_the_most_weight():
                "maps": [{"layer": 3, "head": 1, "kind": "weights", "weights": w}]}
     lines = [line.split() for line in maps.in_words(numbers).splitlines()]
     assert lines[1:] == [["3.1"], ["a", "a", "1.00"], ["b", "b", "-0.75"], ["mean", "on", "a", "0.625"]]
-    numbers["maps"][0]["weights"] = [[1.0, 0.0], [0.0, 0.0]]            # a row that looks nowhere
+    numbers["maps"][0]["weights"] = [[1.0, 0.0], [0.0, 0.0]]            # an empty row
     assert maps.in_words(numbers).splitlines()[3].split() == ["b", "-"]
 
 
@@ -130,8 +130,8 @@ def test_symbols_are_shown_as_numbers(show, backcopy, tmp_path, capsys):
     assert show("--text=3 1 2", out_dir=tmp_path)["queries"] == ["3", "1", "2"]
 
 
-def test_a_picture_of_several_runs(elastic_run, toy_run, tmp_path, capsys):
-    """Below each other, and side by side where each is one map."""
+def test_several_runs_are_drawn_in_one_picture(elastic_run, toy_run, tmp_path, capsys):
+    """Runs are drawn below each other, or side by side if each has only one map."""
     pytest.importorskip("tokenizers")
     for flags in ([], ["--heads=0"]):
         eval_script.main(["maps", f"--out_dir={elastic_run},{toy_run}", "--device=cpu", "--text=the $fox$ jumps",

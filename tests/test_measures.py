@@ -1,4 +1,4 @@
-"""The measures of attention weights: of matrices whose answers are known, and of every recipe against its whole
+"""evals/measures.py: measures of known weight matrices, and streamed measures of every recipe against its whole weight
 matrix."""
 import math
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def measure(*sequences, **choices):
 
 
 def assert_measures(found, **expected):
-    """Weights are float32, and sums over rows float64. No number that is added is above 1 or the measure itself."""
+    """Weights are float32, sums over rows are float64. No summand is larger than 1 or than the measure itself."""
     for name, value in expected.items():
         if math.isnan(value):
             same(found[name], value)
@@ -53,7 +53,7 @@ def on_first(T):
     return torch.eye(T)[:1].repeat(T, 1)
 
 
-MEAN_OF_20 = sum(1 / n for n in range(1, 21)) / 20      # of 1 / n over 20 rows
+MEAN_OF_20 = sum(1 / n for n in range(1, 21)) / 20      # the mean of 1 / n over 20 rows
 
 # ----------------------------------------------------------------------------------------------------- known matrices
 
@@ -71,7 +71,7 @@ def test_all_weight_on_the_first_token():
     assert measure(on_first(20))["dispersion"] == 0
 
 
-def test_all_weight_on_oneself():
+def test_all_weight_on_the_token_itself():
     assert_measures(measure(torch.eye(10)), sink=0.1, share=0.1, density=0.9, row_mass=1, sparsity=45 / 55, sink_eps=0,
                     dispersion=0)
 
@@ -97,12 +97,12 @@ def test_a_head_is_dead_if_all_of_its_rows_are_empty_in_all_sequences():
     assert measure(torch.zeros(5, 5), 1e-20 * torch.eye(5))["dead_heads"] == 0
 
 
-def test_rows_that_spend_little_are_measured_as_they_are():
+def test_rows_of_small_sums_are_not_rescaled():
     assert_measures(measure(0.1 * on_first(8)), sink=0.1, share=1, density=0, row_mass=0.1, sink_eps=1, peak=0.1)
     assert_measures(measure(1e-6 * even_rows(8)), dispersion=1, entropy=math.log(math.factorial(8)) / 8)
 
 
-def test_a_window_bounds_the_keys_that_rows_could_spread_over():
+def test_dispersion_and_sparsity_count_only_keys_inside_the_window():
     seen = visible(torch.arange(30)[:, None], torch.arange(30), Sight(window=4)).float()
     assert_measures(measure(seen / seen.sum(1, keepdim=True), sight=Sight(window=4)), dispersion=1, sparsity=0,
                     entropy=(math.log(2) + math.log(3) + 27 * math.log(4)) / 30)
@@ -112,7 +112,7 @@ def test_rows_that_see_themselves_alone_have_no_dispersion():
     assert_measures(measure(torch.eye(6), sight=Sight(window=1)), dispersion=math.nan, entropy=0, peak=0)
 
 
-def test_only_rows_that_count_do():
+def test_only_counted_rows_are_measured():
     w = torch.cat([on_first(10)[:5], torch.eye(10)[5:]])
     counted = (torch.arange(10) >= 5).float()[None]
     assert_measures(measure(w, counted=counted), sink=0, dispersion=0, peak=1, sparsity=1 - 5 / 40)
@@ -133,22 +133,22 @@ def test_sink_eps_counts_sequences_and_looks_at_the_first_64_queries_only():
 
 @pytest.mark.parametrize("eps, is_sink", [(0.1, 1), (0.26, 1), (0.27, 0), (0.9, 0)])
 def test_eps_is_the_share_that_makes_a_sink(eps, is_sink):
-    w = 0.75 * torch.eye(64) + 0.25 * on_first(64)      # the first row has all of it there: a mean of 0.2617
+    w = 0.75 * torch.eye(64) + 0.25 * on_first(64)      # the first row has all its weight there: a mean of 0.2617
     assert measure(w, eps=eps)["sink_eps"] == is_sink
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 60, 64])
-def test_token_k_is_measured_over_those_of_the_queries_that_see_it(k):
+def test_token_k_is_measured_over_the_queries_that_see_it(k):
     w = torch.zeros(80, 80)
     w[k - 1:64, k - 1] = 1
     assert measure(w, eps=0.99, k=k, block=9)["sink_eps"] == 1
-    w[k - 1:64:2] = 0                                   # every second of them, and the first, looks elsewhere
+    w[k - 1:64:2] = 0                                   # every second query from the first on looks elsewhere
     assert measure(w, eps=0.3, k=k)["sink_eps"] == (k < 64)
     assert measure(w, eps=0.51, k=k)["sink_eps"] == 0
     assert measure(on_first(80), eps=0.01, k=k)["sink_eps"] == (k == 1)
 
 
-def test_a_key_outside_the_sequence_has_a_column_of_its_own():
+def test_an_extra_key_has_measures_of_its_own():
     inside = 0.25 * even_rows(30)
     w = torch.cat([torch.full((30, 1), 0.75), inside], 1)
     assert_measures(measure(w, outside=True, block=8), extra=0.75, extra_eps=1, sink_eps=0, row_mass=0.25, dispersion=1,
@@ -160,8 +160,8 @@ def test_a_key_outside_the_sequence_has_a_column_of_its_own():
 # ----------------------------------------------------------------------------------------------------------- two views
 
 
-def test_what_both_views_share_cancels():
-    """Both have their peak on the first token, of which the difference has little."""
+def test_weights_that_both_views_share_cancel():
+    """Both views have their peak on the first token, where their difference is small."""
     first, second = 0.8 * on_first(12), 0.7 * on_first(12) - 0.05 * torch.eye(12)
     found = measure(first - second, views=torch.stack([first, second]), block=5)
     assert_measures(found, peak_a=0.8, peak_b=0.7, peak=0.1, sparsity_a=66 / 78, sparsity_b=55 / 78, negative=0)
@@ -176,7 +176,7 @@ def test_peaks_are_the_largest_of_all_sequences_and_blocks():
 
 
 def dense(w, seen):
-    """The measures of whole weights (B, H, T, T) in float64, written down once more."""
+    """The measures of whole weights (B, H, T, T) in float64, written a second time."""
     a, n = w.abs().double(), seen.sum(-1).double()
     p = a / a.sum(-1, keepdim=True).clamp(min=1e-30)
     H = -(p * p.clamp(min=1e-300).log()).sum(-1)                        # (B, H, T)
@@ -188,8 +188,8 @@ def dense(w, seen):
 
 
 @pytest.mark.parametrize("attn", ATTENTIONS)
-def test_streamed_equals_dense(attn):
-    """Of a model with large random weights, in blocks of 128 rows of 150."""
+def test_streamed_measures_equal_those_of_the_whole_matrix(attn):
+    """The model has large random weights. A block has 128 of 150 rows."""
     gpt = GPT(tiny_config(attn=attn, block_size=150), bounds.SEED).eval()
     enliven(gpt)
     probe, whole, i = Probe(), {}, torch.arange(150)

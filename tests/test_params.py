@@ -1,4 +1,4 @@
-"""params: parameters with known values are read back, of every recipe, beside what they were at the start."""
+"""eval.py params: shows known parameter values of every recipe, next to their initial values."""
 import json
 import math
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from model import GPT
 
 
 def opened(data, gpt, **knobs):
-    """A run that was never written: this model, on this data."""
+    """An opened run of this model on this data, which was never saved."""
     return SimpleNamespace(
         model=gpt, machine=Machine("cpu", "float32"), meta={"knobs": knobs}, stride=1,
         split=lambda name: tokens.Tokens(data, name), window=lambda length: length or gpt.config.block_size)
@@ -52,7 +52,7 @@ def test_a_vector_is_shown_by_its_norm(attn, name):
     close(figures(module)[f"|{name}|"], [5, math.sqrt(8)], terms=4)
 
 
-def test_a_fixed_value_counts_and_one_number_a_layer_is_one_head():
+def test_fixed_values_and_parameters_of_a_whole_layer_are_shown():
     module = layer(attn="kv_bias", attn_args="value_norm=7")
     close(figures(module)["|sink_value|"], [7, 7], terms=4)
     module = layer(attn="dex")
@@ -78,7 +78,7 @@ def test_temperatures_at_the_length_of_the_context():
     close(figures(module)["sharpness"], [1.5, 1 + 1 / math.log(17)], terms=4)
 
 
-def test_lambda_is_what_is_subtracted():
+def test_lambda_is_the_factor_of_the_subtracted_view():
     module = layer(attn="tda")                                          # sigmoid of a logit for each head
     fill(module.lambda_logit, [0.0, 2.0])
     close(figures(module)["lambda"], [0.5, 1 / (1 + math.exp(-2))], terms=4)
@@ -90,8 +90,8 @@ def test_lambda_is_what_is_subtracted():
 
 
 @pytest.mark.parametrize("gate", ["head", "element"])
-def test_a_gate_is_its_mean_opening(gate, data):
-    """On the data, against the linear layer written out; and half open for an input of zeros."""
+def test_a_gate_is_shown_by_its_mean_opening(gate, data):
+    """On data, it equals the linear layer written out. For an input of zeros, the gate is half open."""
     gpt = GPT(tiny_config(gate=gate, vocab_size=257, n_layer=2)).eval()
     with torch.no_grad():
         for p in gpt.parameters():
@@ -108,8 +108,8 @@ def test_a_gate_is_its_mean_opening(gate, data):
     assert numbers["figures"]["gate"]["start"] == [[0.5, 0.5]] * 2 and "gate  the gate on" in text
 
 
-def test_what_a_state_keeps_and_what_is_written():
-    """Of an input of zeros, where the numbers are those of the biases alone; RetNet's are fixed."""
+def test_the_shares_that_a_state_keeps_and_writes():
+    """For an input of zeros, the biases alone give the numbers. RetNet's numbers are fixed."""
     found = figures(layer(attn="retnet"))
     close(found["kept"], [1 - 1 / 32, 1 - 1 / 64], terms=4)
     assert "written" not in found
@@ -128,8 +128,8 @@ def test_what_a_state_keeps_and_what_is_written():
 
 
 def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
-    """The curvature grows with the square of the memory: far above the bound in one head, far below it in the other,
-    where after a chunk of 16 tokens nothing has grown yet."""
+    """The curvature grows with the square of the memory. It is far above the bound in one head and far below it in the
+    other. One chunk of 16 tokens is too short for the memory to grow."""
     module, x = layer(attn="titans"), torch.randn(2, 16, 16, generator=dice())
     with torch.no_grad():
         for memory in (module.memory_in, module.memory_out):
@@ -137,8 +137,8 @@ def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
     assert figures(module, x)["slowed"].tolist() == [1, 0]
 
 
-def test_the_distance_bias_is_what_is_added():
-    """The table, beyond it 0, and no farther than the context; against the scores themselves."""
+def test_the_distance_bias_is_what_is_added_to_the_scores():
+    """The curve is the table, then 0, and ends with the context. It equals the bias added to the scores."""
     module = layer(attn="lazy", bias_range=4)
     values = torch.tensor([[1.0, 2, 3, 4], [-1.0, 0, 0.5, 0]])
     fill(module.table, values)
@@ -151,17 +151,17 @@ def test_the_distance_bias_is_what_is_added():
         same(added[:, i, :i + 1], curve[:, :i + 1].flip(-1))
 
 
-def test_means_over_ranges_of_distances():
-    """b = minus the distance: the means are minus the middles of the ranges."""
+def test_the_bias_table_shows_means_over_ranges_of_distances():
+    """The bias is minus the distance, so each mean is minus the middle of its range."""
     curve = [-float(d) for d in range(400)]
     cells = bias_table([[curve, curve]], [[[0.0] * 400] * 2]).splitlines()[-1].split()
     near, far = -4.5, -(101 + 399) / 2
     close([float(cell) for cell in cells], [0, 0, -1, -6, -55.5, -250, near - far, 0], dtype=torch.float32)
     short = bias_table([[curve[:8]]], [[[0.0] * 8]]).splitlines()[-1].split()
-    assert short[4:6] == ["-", "-"]                                     # it does not go beyond 10
+    assert short[4:6] == ["-", "-"]                                     # no distance above 10
 
 
-def test_a_table_has_every_head_and_what_they_began_with():
+def test_a_table_has_every_head_and_the_initial_values():
     rows = figure_table("tau", [[1.0, 3.0], [2.0, 2.0]], [[1.0, 1.0]] * 2).splitlines()
     assert rows[0] == "tau" and rows[1].split() == "layer head 0 head 1 mean deviation at first".split()
     assert [float(cell) for cell in rows[2].split()] == [0, 1, 3, 2, 1, 1]
@@ -172,7 +172,7 @@ def test_a_table_has_every_head_and_what_they_began_with():
 
 
 @pytest.mark.parametrize("attn", RECIPES)
-def test_every_recipe_before_its_first_step_is_where_it_started(attn, data):
+def test_a_model_before_its_first_step_shows_its_initial_values(attn, data):
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, n_layer=2), seed=5)
     numbers, text = params.command(Params(windows=1), opened(data, gpt, seed=5))
     own = {name for name in gpt.transformer.h[0].attn.state_dict() if not name.startswith("c_")}
@@ -184,7 +184,7 @@ def test_every_recipe_before_its_first_step_is_where_it_started(attn, data):
     for name, figure in numbers["figures"].items():
         assert len(figure["now"]) == 2
         for now, start in zip(figure["now"], figure["start"], strict=True):
-            # a gate that has learned nothing opens a little further or less for a text than for an input of zeros
+            # an untrained gate opens a little more or less for text than for an input of zeros
             of_text = name in ("gate", "lambda", "kept", "written", "momentum")
             if of_text:
                 below((torch.tensor(now) - torch.tensor(start)).abs(), 0.2)
@@ -192,7 +192,7 @@ def test_every_recipe_before_its_first_step_is_where_it_started(attn, data):
                 same(now, start)
 
 
-def test_a_run_that_learns_nothing_there_says_so(tmp_path, data, capsys):
+def test_a_recipe_without_parameters_of_its_own_is_reported(tmp_path, data, capsys):
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=softmax", "--max_iters=1")
     capsys.readouterr()
     eval_script.main(["params", f"--out_dir={tmp_path}", "--device=cpu"])
@@ -200,8 +200,8 @@ def test_a_run_that_learns_nothing_there_says_so(tmp_path, data, capsys):
     assert said.count("\n") == 1 and "--attn=softmax learns nothing" in said
 
 
-def test_a_run_as_text_json_and_picture(tmp_path, data, capsys):
-    """A run of every kind of panel; tau has moved since the start, which stands beside it."""
+def test_a_run_is_shown_as_text_json_and_picture(tmp_path, data, capsys):
+    """The run has every kind of panel. tau has changed, and its initial value is shown next to it."""
     out = tmp_path / "run"
     train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=lazy", "--gate=head", "--learning_rate=0.1", "--seed=3")
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""passkey: prompts byte for byte, reading on from a cache, scores with known answers."""
+"""eval.py passkey: prompts byte for byte, reading on from a KV cache, scores with known answers."""
 import re
 
 import numpy as np
@@ -22,7 +22,7 @@ BYTES = tokens.tokenizer("bytes")
 
 
 def test_a_prompt_is_that_of_the_paper_byte_for_byte():
-    """As appendix C prints the five blocks; 100 characters of garbage, 40 of them before the key."""
+    """Appendix C prints the five blocks. Of 100 characters of garbage, 40 come before the key."""
     assert prompt_text(12345, 100, 0.4) == (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
         "about the important information there.\n"
@@ -41,7 +41,7 @@ def test_garbage_is_one_long_repeated_string():
 
 
 @pytest.mark.parametrize("name", ["bytes", "toy"])
-def test_a_prompt_is_as_long_as_leaves_room_for_the_answer(name, toy):
+def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, toy):
     coder = tokens.tokenizer(str(toy) if name == "toy" else name)
     for number in range(3):
         trial = make_trial(coder, 700, number)
@@ -55,7 +55,7 @@ def test_a_prompt_is_as_long_as_leaves_room_for_the_answer(name, toy):
         assert re.fullmatch(r" \d+", wrong) and len(trial.wrong) == len(trial.right)
 
 
-def test_trials_differ_by_number_length_and_seed_and_by_nothing_else():
+def test_trials_depend_only_on_number_length_and_seed():
     first = make_trial(BYTES, 400, 0)
     assert first == make_trial(BYTES, 400, 0)
     others = [make_trial(BYTES, 400, 1), make_trial(BYTES, 401, 0), make_trial(BYTES, 400, 0, seed=1)]
@@ -73,7 +73,7 @@ def test_keys_and_depths_are_spread_evenly():
     below(torch.tensor(np.histogram(depths, 5, (0, 1))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
 
 
-def test_batches_hold_what_is_of_equal_size_the_longest_first():
+def test_batches_hold_trials_of_equal_size_and_the_longest_come_first():
     trials = [make_trial(BYTES, length, number) for length in (300, 320) for number in range(20)]
     found = batches(trials, 4)
     assert sorted(t for batch in found for t in batch) == sorted(trials) and all(len(batch) <= 4 for batch in found)
@@ -94,11 +94,11 @@ def test_an_answer_is_right_as_text_or_as_a_number(text, right):
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
-def test_reading_on_equals_reading_at_once(name, cached, monkeypatch):
+def test_reading_in_parts_equals_reading_at_once(name, cached, monkeypatch):
     config = tiny_config(attn=name, block_size=64, **({"window": 8} if name in ("streaming", "gpt_oss") else {}))
     gpt = GPT(config).eval()
     if not gpt.transformer.h[0].attn.causal:
-        pytest.skip("what it reads first depends on what comes after")
+        pytest.skip("its outputs depend on later tokens")
     if not cached:
         for block in gpt.transformer.h:
             monkeypatch.setattr(block.attn, "cached", False)
@@ -108,10 +108,10 @@ def test_reading_on_equals_reading_at_once(name, cached, monkeypatch):
     close(reader.read(idx[:, :25]), whole[:, 24:25], terms=8)
     fork = reader.fork()
     close(fork.read(idx[:, 25:], 15), whole[:, 25:], terms=8)
-    # the fork has left the reader where it was
+    # reading with the fork does not move the reader
     logits = torch.cat([reader.read(idx[:, 25:26]), reader.read(idx[:, 26:30], 4)], 1)
     close(logits, whole[:, 25:30], terms=8)
-    # what it goes on with is the likeliest, up to rounding
+    # it continues with the likeliest token, up to rounding
     reader = Reader(gpt)
     said = reader.go_on(reader.read(idx), 5)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_reading_on_equals_reading_at_once(name, cached, monkeypatch):
     close(logits.gather(2, said[..., None])[..., 0], logits.amax(-1), terms=8)
 
 
-def test_going_on_ends_with_the_token_that_ends_an_answer():
+def test_generation_ends_with_the_token_that_ends_an_answer():
     reader = Reader(GPT(tiny_config()).eval())
     first = reader.read(token_ids(1, 3))
     said = reader.fork().go_on(first, 8)[0].tolist()
@@ -150,8 +150,8 @@ def test_scores_are_those_of_the_whole_text_in_float64(elastic_run):
 
 
 class Finder(torch.nn.Module):
-    """Stands in for a model: it says the key after each "key is" that has one before it, if that is not too far back;
-    else a full stop."""
+    """A substitute for a model. After "key is" it says the key if this is among the last `sight` characters. Otherwise
+    it says a full stop."""
 
     def __init__(self, sight):
         super().__init__()
@@ -173,7 +173,7 @@ class Finder(torch.nn.Module):
         return ord(whole[len(said)] if whole.startswith(said) and len(said) < len(whole) else ".")
 
 
-def test_a_model_that_finds_the_key_scores_full_marks_and_a_blind_one_none():
+def test_a_model_that_finds_the_key_is_always_right_and_a_blind_one_never():
     trials = [make_trial(BYTES, 500, number) for number in range(20)]
     machine = Machine("cpu", "float32")
     for sight, low, high in ((1000, 1.0, 1.0), (60, 0.0, 0.0), (200, 0.1, 0.9)):
@@ -187,7 +187,7 @@ def test_a_model_that_finds_the_key_scores_full_marks_and_a_blind_one_none():
             assert found["rank"] == found["likeliest"] == 1 and found["correct_error"] == 0
             below(-found["log_likelihood"], 1e-4)
             below(7, found["gain"])
-        if sight == 200:                        # what is near the end is found
+        if sight == 200:                        # only keys near the end are found
             assert deepest["correct"] == 1 and first["correct"] == 0
             below(7, deepest["gain"])
             close(found["correct_error"], np.std([scores[t]["correct"] for t in trials], ddof=1) / 20 ** 0.5)

@@ -1,4 +1,4 @@
-"""The probe: its measures of every recipe's model, its inputs and lengths, what it prints and draws."""
+"""eval.py probe: measures of every recipe's model, inputs and lengths, printed text and pictures."""
 import numpy as np
 import pytest
 import torch
@@ -25,24 +25,24 @@ def fox(data):
 
 @pytest.fixture
 def probed(elastic_run, evaluate):
-    """What `eval.py probe --json` finds in the elastic run with these flags."""
+    """The output of `eval.py probe --json` for the elastic run with these flags."""
     return lambda *flags: evaluate("probe", f"--out_dir={elastic_run}", *flags)
 
 
 @pytest.fixture
 def printed(elastic_run, capsys):
-    """What it prints without --json."""
+    """The text that it prints without --json."""
     def call(*flags):
         eval_script.main(["probe", f"--out_dir={elastic_run}", "--device=cpu", *flags])
         return capsys.readouterr().out
     return call
 
 
-# ----------------------------------------------------------------------------------------------------------- of models
+# -------------------------------------------------------------------------------------------------- measures of models
 
 
 @pytest.mark.parametrize("attn", RECIPES)
-def test_probe_of_a_model_equals_its_weights(attn, fox):
+def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn, fox):
     """The streamed means of two layers and heads equal those of the whole weight matrices."""
     gpt = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257, block_size=200)).eval()
     enliven(gpt)
@@ -58,13 +58,13 @@ def test_probe_of_a_model_equals_its_weights(attn, fox):
         size = max(1.0, w.double().abs().sum(-1).mean((0, 2)).max().item())
         for name, expected in (("sink", w.double()[..., 0]), ("row_mass", mass)):
             close(torch.tensor(layer[name]), expected.mean((0, 2)), terms=8, size=size)
-        # a weight that is nothing but rounding may be 0 in one of the two
+        # a weight that is only rounding error may be 0 in one of the two
         pairs, doubtful = 3 * seen.sum(), 1 + ((w != 0) & (w.abs() < 1e-7)).sum((0, 2, 3)).max()
         close(torch.tensor(layer["sparsity"]), ((w == 0) & seen).sum((0, 2, 3)) / pairs, terms=8, size=1.0,
               moved=(doubtful / pairs).item())
     close(found["mean"]["sink"], np.mean([layer["sink"] for layer in found["layers"]]), terms=4, size=1.0,
           dtype=torch.float32)
-    # what has no meaning for a recipe is None
+    # a measure that a recipe does not have is None
     assert (found["layers"][0]["peak_a"][0] is not None) == (module.score_heads > module.heads)
     assert (found["mean"]["extra_eps"] is not None) == (module.has_extra_key or module.ahead > 0)
 
@@ -72,10 +72,10 @@ def test_probe_of_a_model_equals_its_weights(attn, fox):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attn", ATTENTIONS)
 def test_every_recipe_in_low_precision_and_with_grouped_heads(attn, fox):
-    """Its numbers in bfloat16 are near those in float32."""
+    """The measures in bfloat16 are close to those in float32."""
     config = tiny_config(attn=attn, n_layer=2, n_head=4, n_kv_head=2, vocab_size=257, block_size=150)
     if not GPT(config).transformer.h[0].attn.exact:
-        pytest.skip("derivatives that stand in for its weights are far apart where the memory has just begun")
+        pytest.skip("the derivatives that replace its weights differ too much while the memory is new")
     found = {dtype: probe(GPT(config).eval(), fox, Machine("cpu", dtype), 2) for dtype in ("float32", "bfloat16")}
     exact, low = ({name: found[dtype]["mean"][name] for name in ("sink", "row_mass", "dispersion")} for dtype in found)
     close(low, exact, terms=4, size=max(1.0, exact["row_mass"]), dtype=torch.bfloat16)
@@ -113,7 +113,7 @@ def test_memory_is_linear_in_length(attn, fox):
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_as_json_it_holds_every_layer_and_head(probed):
+def test_the_json_holds_every_layer_and_head(probed):
     found = probed("--windows=3")
     assert found["windows"] == 3 and found["length"] == 16 and len(found["layers"]) == 1
     assert found["mean"].keys() == found["layers"][0].keys() == MEASURES.keys() and len(found["layers"][0]["sink"]) == 2
@@ -123,7 +123,7 @@ def test_as_json_it_holds_every_layer_and_head(probed):
 @pytest.mark.parametrize("flags, count", [
     ((), 100), (["--length=256"], 100), (["--length=1024"], 25), (["--length=30000"], 1), (["--windows=3"], 3),
     (["--windows=0"], 0)])
-def test_by_default_long_windows_are_fewer(flags, count, elastic_run, monkeypatch):
+def test_the_default_number_of_windows_falls_with_their_length(flags, count, elastic_run, monkeypatch):
     asked = []
     monkeypatch.setattr(eval_script.probe, "probe", lambda *args, **kwargs: asked.append(args[3]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -131,7 +131,7 @@ def test_by_default_long_windows_are_fewer(flags, count, elastic_run, monkeypatc
     assert asked == [count]
 
 
-def test_several_lengths_are_a_line_each(probed, printed):
+def test_several_lengths_have_a_line_each(probed, printed):
     found = probed("--lengths=16,4,8", "--windows=5")
     assert [line["length"] for line in found["lengths"]] == [4, 8, 16] and found["length"] == 16
     for line in found["lengths"]:
@@ -143,20 +143,20 @@ def test_several_lengths_are_a_line_each(probed, printed):
     assert_says(r"\n +4 +0\.\d+(.*\n)  +16 +0\.\d+", said)
 
 
-def test_k_and_eps_are_those_of_the_sink(probed, printed):
+def test_k_and_eps_are_those_of_sink_eps(probed, printed):
     found = probed("--windows=4", "--k=2", "--eps=0")
     assert found["mean"]["sink_eps"] == 1 and found["k"] == 2
     assert probed("--windows=4", "--eps=1")["mean"]["sink_eps"] == 0
     assert "Sink_2^0.05" in printed("--windows=2", "--k=2", "--eps=0.05")
 
 
-def test_each_input_is_what_the_model_reads(elastic_run, probed, monkeypatch):
+def test_the_model_reads_the_chosen_input(elastic_run, probed, monkeypatch):
     read = []
     forward = GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda gpt, idx: read.append(idx) or forward(gpt, idx))
     for kind in ("data", "repeat", "random", "bos", "random"):
         assert probed("--windows=6", f"--input={kind}")["input"] == kind
-    batches = [torch.cat(read[i:i + 2]) for i in range(0, 10, 2)]       # of 4 and 2 windows
+    batches = [torch.cat(read[i:i + 2]) for i in range(0, 10, 2)]       # each in 4 and 2 windows
     data, repeated, random, after, again = batches
     assert (repeated == data[:, :1]).all() and len(set(data[:, 0].tolist())) > 1
     assert (after[:, 0] == 256).all() and torch.equal(after[:, 1:], data[:, :-1])
@@ -164,7 +164,7 @@ def test_each_input_is_what_the_model_reads(elastic_run, probed, monkeypatch):
     assert not torch.equal(random[:2], random[4:])
 
 
-def test_symbols_may_be_random(backcopy, tmp_path):
+def test_random_input_of_symbols(backcopy, tmp_path):
     train_here("--preset=lab", f"--dataset={backcopy}", f"--out_dir={tmp_path}", "--max_iters=2")
     eval_script.main(["probe", f"--out_dir={tmp_path}", "--device=cpu", "--windows=2", "--input=random"])
 

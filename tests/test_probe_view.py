@@ -1,4 +1,4 @@
-"""probe's tables."""
+"""The tables that eval.py probe prints."""
 from types import SimpleNamespace
 
 from conftest import assert_says
@@ -8,7 +8,7 @@ from evals.probe_view import number, tables, tell
 
 
 def place(**more):
-    """What a Stream says after the last layer."""
+    """The result of a Stream after the last layer."""
     positions = {"hidden_norm": [8.0, 2.0], "hidden_var": [9.0, 0.0]}
     return {"massive": 4.0, "largest": 5.0, "spread": 3.0, "at": 0, "at_share": 0.75, "median": 0.5,
             "channels": [[7, -1234.5, 2469.0], [2, 1.5, 3.0]], "hidden_norm": [8.0, 2.0], "hidden_var": [9.0, 0.0],
@@ -16,7 +16,7 @@ def place(**more):
 
 
 def found(**more):
-    """Two layers with three heads, whose sinks are known and all else is 0 or has no meaning."""
+    """Two layers of three heads with known sinks. All other measures are 0 or None."""
     layer = dict.fromkeys(MEASURES, [0.0] * 3) | {"peak_a": [None] * 3}
     layers = [layer | {"sink": [0.1, 0.7, 0.4], "peak": [0.2, 0.9, 0.1]}, layer | {"sink": [0.0, 0.0, 0.3]}]
     mean = dict.fromkeys(MEASURES, 0.0) | {"sink": 0.25, "peak": 0.2, "peak_a": None}
@@ -28,7 +28,7 @@ def parts(*args, heads=False, layer=-1, **more):
     return [text for _, text, _ in tables(found(**more), heads, layer)]
 
 
-def test_a_line_for_each_layer_with_its_strongest_head():
+def test_each_layer_has_a_line_with_its_strongest_head():
     about, weights, stream = parts()
     assert_says(r"4 windows of 256 tokens of books \(val\), --input=data\nan even spread puts 0.0000", about)
     assert_says(r"sink_eps is Sink_1\^0.3", about)
@@ -39,7 +39,7 @@ def test_a_line_for_each_layer_with_its_strongest_head():
     assert mean.split() == ["mean", "0.2500", "-", "0.0000", "0.0000", "0.2000"]
 
 
-def test_what_is_zero_everywhere_is_named_and_what_has_no_meaning_is_not():
+def test_measures_that_are_zero_everywhere_are_listed_and_missing_ones_are_not():
     weights = parts()[1]
     assert_says("0 everywhere: times_uniform, .*sparsity", weights)
     assert "peak_a" not in weights and "uniform," not in weights.replace("times_uniform,", "")
@@ -56,7 +56,7 @@ def test_several_runs_share_one_legend():
     assert "out/a" not in tell(SimpleNamespace(heads=False, layer=-1), {"out/a": found()})
 
 
-def test_a_line_for_each_head():
+def test_each_head_has_a_line():
     lines = parts(heads=True)[1].splitlines()
     assert lines[0].split() == ["layer.head", "sink", "share", "row_mass", "peak"]
     assert [line.split()[:2] for line in lines[1:8]] == [
@@ -64,21 +64,21 @@ def test_a_line_for_each_head():
         ["1.2", "0.3000"], ["mean", "0.2500"]]
 
 
-def test_the_stream_has_a_line_more_than_layers_and_dashes_where_there_is_none():
+def test_the_stream_has_a_line_more_than_layers_and_dashes_for_missing_values():
     lines = parts()[2].splitlines()
     assert lines[1].split()[:8] == ["0", "8.00", "/", "2.00", "4.00", "5.00", "0", "(0.75)"]
     assert "7:-1234 2:1.50" in lines[1] and "2469" in lines[1] and lines[2].split()[-3:] == ["0.50", "-0.25", "3.00"]
-    assert lines[3].split()[0] == "end" and lines[3].split()[-8:] == ["-"] * 7 + ["3.00"]       # the rest vary by 0
+    assert lines[3].split()[0] == "end" and lines[3].split()[-8:] == ["-"] * 7 + ["3.00"]       # rest: variance 0
 
 
-def test_layer_shows_its_positions():
+def test_the_positions_of_one_layer_are_shown():
     text = parts(layer=1)[3]
     assert_says("layer 1 by position", text)
     assert [line.split() for line in text.splitlines()[1:]] == [
         ["position", "hidden_norm", "hidden_var"], ["0", "8", "9"], ["1", "2", "0"], ["rest", "2", "0"]]
 
 
-def test_lengths_are_a_line_each():
+def test_each_length_has_a_line():
     lengths = [{"length": T, "windows": 3, "massive": 7.5, **found()["mean"]} for T in (64, 256)]
     about, table = parts(lengths=lengths)
     assert [line.split()[0] for line in table.splitlines()[:3]] == ["length", "64", "256"]

@@ -1,4 +1,4 @@
-"""What train.py prints at the end: figures by name, that its meta.json keeps too."""
+"""The report that train.py prints at the end. meta.json stores the same figures."""
 import math
 
 from bounds import below
@@ -10,16 +10,16 @@ from evals.report import report
 from model import GPT
 
 LOSSES = ("train", "val")
-OF_SOME = ("extra_eps", "peak_a", "peak_b", "sparsity_a", "sparsity_b")         # what these recipes do not have
+OF_SOME = ("extra_eps", "peak_a", "peak_b", "sparsity_a", "sparsity_b")         # only other recipes have them
 FIGURES = [*LOSSES, *(name for name in MEASURES if name not in OF_SOME)]
 
 
-def test_it_prints_losses_a_first_look_and_a_sample(data, capsys):
+def test_the_report_prints_losses_measures_and_a_sample(data, capsys):
     found = report(GPT(tiny_config(vocab_size=257)).eval(), Machine("cpu", "float32"), str(data), 4, 4)
     said = capsys.readouterr().out
     assert list(found) == FIGURES
     below(abs(found["val"] - math.log(257)), 0.5)                       # nothing is learned yet
-    assert f"{found['val']:.4f}" in said and f"{found['val'] / math.log(2):.4f}" in said        # a byte a token
+    assert f"{found['val']:.4f}" in said and f"{found['val'] / math.log(2):.4f}" in said        # 1 byte a token
     assert f"sink ratio {found['sink']:.4f}" in said and f"density {found['density']:.4f}" in said
     assert len(said.split("sparsity")[1]) > 200
 
@@ -31,6 +31,6 @@ def test_ranks_other_than_the_main_one_print_nothing(data, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_finished_run_keeps_its_figures(elastic_run):
+def test_a_finished_run_stores_its_figures(elastic_run):
     assert list(meta(elastic_run)["report"]) == FIGURES
     assert all(map(math.isfinite, meta(elastic_run)["report"].values()))

@@ -1,4 +1,4 @@
-"""eval.py routers: every form of a run of Focus beside full attention, and routers with other knobs."""
+"""eval.py routers: every form of a Focus run compared with full attention, and sweeps over its knobs."""
 import json
 import math
 import subprocess
@@ -25,7 +25,7 @@ def base(tmp_path_factory, data):
 
 @pytest.fixture(scope="module")
 def focus_run(base, data):
-    """A router on top of it."""
+    """A Focus router trained on the base."""
     out = base.with_name("focus")
     train_here(f"--dataset={data}", f"--out_dir={out}", f"--init_from={base}", "--attn=focus", "--train_only=focus",
                "--window=4", "--max_iters=3", "--eval_interval=3", "--eval_iters=1", "--batch_size=2", "--device=cpu")
@@ -37,7 +37,7 @@ def call(capsys, *flags):
     return capsys.readouterr().out
 
 
-def test_full_attention_is_the_base_and_so_are_all_groups_of_each_token(focus_run, base):
+def test_full_attention_and_topk_of_all_groups_equal_the_base(focus_run, base):
     adapted, plain = (OpenedRun(Common(str(place), device="cpu"), {}).model for place in (focus_run, base))
     idx = torch.randint(257, (2, 16), generator=dice())
     with torch.no_grad():
@@ -66,8 +66,8 @@ def test_every_form_at_every_length(focus_run, capsys, tmp_path):
     assert "perplexity" in text and "k=2" in text
 
 
-def test_a_sweep_trains_what_is_not_there_on_top_of_the_base(base, capsys, monkeypatch, tmp_path):
-    """Each router a process of train.py in truth; here in this one."""
+def test_a_sweep_trains_missing_routers_on_the_base(base, capsys, monkeypatch, tmp_path):
+    """The command starts a process of train.py for each router. Here they run in this process."""
     process, trained = subprocess.run, []
 
     def run_here(argv, **how):
@@ -81,25 +81,25 @@ def test_a_sweep_trains_what_is_not_there_on_top_of_the_base(base, capsys, monke
     flags = (f"--out_dir={base}", "--sweep=groups", "--values=3,8", "--steps=2",
              "--train_args=--batch_size=2 --eval_iters=1")
     printed = call(capsys, *flags, "--json", f"--png={tmp_path / 'sweep.png'}")
-    found = json.loads(printed[printed.rindex("\n{\n"):])              # below what training printed
+    found = json.loads(printed[printed.rindex("\n{\n"):])              # after what training printed
     three, eight = found["sweep"]["groups"]
     assert (three["value"], eight["value"]) == ("3", "8") and len(trained) == 2
     assert eight["parameters"] - three["parameters"] == 5 * 16          # five centroids more
-    same(three["full"], eight["full"])          # nothing else has been trained
+    same(three["full"], eight["full"])          # the base is not trained
     assert 0 < three["dominance"] <= 1
     made = meta(base.with_name("base-focus-groups-3"))
     assert made["knobs"]["window"] == 2 and made["knobs"]["balance"] == "sinkhorn" and made["trained"] > 0
-    text = call(capsys, *flags)                 # both are there
+    text = call(capsys, *flags)                 # both routers exist
     assert len(trained) == 2 and "groups      3" in text
     assert (tmp_path / "sweep.png").stat().st_size > 5_000
 
 
-def test_a_router_that_was_not_finished_says_so(base, capsys, monkeypatch):
+def test_an_unfinished_router_is_reported(base, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda argv, **how: subprocess.CompletedProcess(argv, 1))
     with pytest.raises(SystemExit):
         call(capsys, f"--out_dir={base}", "--sweep=window", "--values=1/4")
     assert_says("focus-window-1-4 was not finished", capsys.readouterr().err.splitlines()[-1])
 
 
-def test_parts_of_a_size():
+def test_a_size_is_a_number_or_a_part_of_another():
     assert [part_of(text, 576) for text in ("16", "1/8", "1/1", "1/1000")] == [16, 72, 576, 1]

@@ -8,10 +8,10 @@ from conftest import FILES, TEXT, assert_same_run, assert_says, log_rows, meta, 
 from common.runs import USUAL
 from evals.instrument import load_run
 
-# --------------------------------------------------------------------------------------------------------- broken runs
+# ------------------------------------------------------------------------------------------------- recipes in refusals
 
 
-def test_every_recipe_that_a_refusal_of_other_projections_names_does_fit(data, tmp_path):
+def test_every_recipe_named_in_the_refusal_of_other_projections_fits(data, tmp_path):
     base = tmp_path / "base"
     train_here(f"--dataset={data}", f"--out_dir={base}", "--attn=softmax", "--max_iters=1")
     for attn in USUAL:
@@ -20,7 +20,7 @@ def test_every_recipe_that_a_refusal_of_other_projections_names_does_fit(data, t
 
 # -------------------------------------------------------------------------------------------------------- earlier runs
 
-def test_other_runs_in_the_same_folder_lose_nothing(copy, elastic_run, data, capsys):
+def test_new_runs_in_the_same_folder_keep_the_earlier_ones(copy, elastic_run, data, capsys):
     old, kept = copy / "old" / "1", {(copy / "ckpt.pt").read_bytes()}
     for seed in (1, 2):
         train_here(f"--out_dir={copy}", f"--dataset={data}", "--max_iters=1", f"--seed={seed}")
@@ -34,8 +34,8 @@ def test_other_runs_in_the_same_folder_lose_nothing(copy, elastic_run, data, cap
 # --------------------------------------------------------------------------------------------------------- a full disk
 
 def small_disk(limit=20000):
-    """No file of this process may grow beyond so many bytes. 20 kB fit a log, but no checkpoint; 500 bytes not even a
-    log."""
+    """Limit every file of this process to `limit` bytes. 20 kB are enough for a log but not for a checkpoint. 500 bytes
+    are too few for a log."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
@@ -47,7 +47,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_can_go_on(limit, says
     assert done.returncode not in (0, None) and "Traceback" not in done.stderr
     assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes()
     assert sorted(p.name for p in copy.iterdir()) == sorted(FILES)
-    line = done.stderr.rstrip("\n").splitlines()[-1]                    # those before are the progress bar
+    line = done.stderr.rstrip("\n").splitlines()[-1]                    # the lines before are the progress bar
     assert_says(says, line)
     assert_says("space|resume", line)                                   # what to do
     train_here(*flags)

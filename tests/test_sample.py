@@ -1,4 +1,4 @@
-"""The sample instrument: text that follows its seed and its prompt."""
+"""eval.py sample: text that depends on the seed and the prompt."""
 import shutil
 
 import pytest
@@ -16,7 +16,7 @@ def sample(evaluate):
     return lambda folder, *flags: evaluate("sample", f"--out_dir={folder}", *flags)["samples"]
 
 
-def test_a_sample_follows_its_seed_and_prompt(sample, elastic_run):
+def test_a_sample_depends_on_its_seed_and_prompt(sample, elastic_run):
     texts = [sample(elastic_run, "--samples=2", "--tokens=12", "--prompt=the quick", f"--seed={seed}")
              for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 2
@@ -61,13 +61,13 @@ def test_a_conversation_is_written_as_the_template_says_and_marks_in_a_prompt_ar
     found = conversation(coder, system, prompt).tolist()
     plain = coder.encode(f"user\n{prompt}").tolist()
     assert not {0, 1, 2} & set(plain)
-    coder.coder.encode_special_tokens = False   # now the marks in a text are read as such
+    coder.coder.encode_special_tokens = False   # now marks in a text are special tokens
     before, after = template.split("user\nPROMPT")
     assert found == [*coder.encode(before).tolist(), *plain, *coder.encode(after).tolist()]
 
 
-def test_the_answer_is_shown_alone_and_ends_where_the_model_ends(chatty, sample):
-    """Greedy: what the model says is known, and one of its tokens is made the end of a text."""
+def test_the_answer_is_shown_alone_and_stops_at_an_end_token(chatty, sample):
+    """With greedy decoding the model's text is known. One of its tokens is then declared an end of text."""
     def said(idx):
         ids = load_run(chatty, "cpu")[0].generate(torch.tensor(idx)[None].long(), 9, temperature=0)
         return ids[0, len(idx):].tolist()

@@ -1,4 +1,4 @@
-"""scrolls: files as the public zips unpack, prompts, cutting, and scores with known answers. All rows are invented."""
+"""eval.py scrolls: unpacked files, prompts, cutting, and scores with known answers. All rows are invented."""
 import json
 
 import numpy as np
@@ -35,7 +35,7 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def source(tmp_path):
-    """The benchmark as it unpacks, but for one task as a file of its own."""
+    """The unpacked benchmark, in which one task is a file instead of a folder."""
     folder = tmp_path / "scrolls"
     for name, rows in ROWS.items():
         write_rows(folder / ("qasper.jsonl" if name == "qasper" else f"{name}/validation.jsonl"), rows)
@@ -46,7 +46,7 @@ def source(tmp_path):
 # ---------------------------------------------------------------------------------------------------- files and prompts
 
 
-def test_files_are_found_as_they_unpack(source):
+def test_unpacked_files_are_found(source):
     found = scrolls.find(source, "all", "validation")
     assert list(found) == list(ROWS) and found["qasper"].name == "qasper.jsonl"
     assert found["quality"] == source / "quality" / "validation.jsonl"
@@ -73,7 +73,7 @@ def test_the_question_comes_after_the_document(name, prompt):
     assert len(found.choices) == {"quality": 4, "contract_nli": 3}.get(name, 0)
 
 
-def test_a_limit_takes_rows_from_everywhere():
+def test_a_limit_spreads_over_all_rows():
     assert scrolls.spread(list(range(100)), 3) == [0, 49, 99]
     assert scrolls.spread([1, 2], 5) == [1, 2] == scrolls.spread([1, 2], 0)
 
@@ -93,7 +93,7 @@ def test_the_best_answer_counts():
 
 
 def test_rouge_counts_words_pairs_and_common_subsequences():
-    """On the example of Lin 2004: police killed the gunman."""
+    """The example of Lin 2004: police killed the gunman."""
     pytest.importorskip("rouge_score")
     answer = "police killed the gunman"
     for found, *expected in ((scrolls.rouge("police kill the gunman", answer), 3 / 4, 1 / 3, 3 / 4),
@@ -123,7 +123,7 @@ def opened(elastic_run):
 
 
 def reply(run, question, length=100, **flags):
-    """The run's reply, which may have `tokens` tokens."""
+    """The run's reply, of at most `tokens` tokens."""
     return scrolls.reply(run, run.tokenizer, question, Scrolls(source="x", **flags), length)
 
 
@@ -141,7 +141,7 @@ def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(open
     assert seen[1][0].tolist() == [256, *prompt[-29:].encode()] and seen[2].shape == (1, 76)
 
 
-def test_what_is_generated_is_the_likeliest_continuation(opened):
+def test_a_reply_is_the_likeliest_continuation(opened):
     prompt = "the quick brown fox jumps over"
     reader = scrolls.Reader(opened.model)
     ids = reader.go_on(reader.read(torch.tensor([list(prompt.encode())])), 6)[0]
@@ -188,5 +188,5 @@ def test_all_seven_tasks_have_a_mean(elastic_run, source, evaluate, capsys):
     assert "ROUGE-L" in said and "mean" in said
 
 
-def test_tokenizers_of_one_byte_know_where_a_line_ends():
+def test_the_byte_tokenizer_decodes_a_newline():
     assert "\n" in tokens.tokenizer("bytes").decode([10])

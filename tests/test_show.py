@@ -1,4 +1,4 @@
-"""eval.py show: every page is the code itself, at the places that it names."""
+"""eval.py show: every page holds the code itself and names its place in the files."""
 import inspect
 import json
 import re
@@ -22,7 +22,7 @@ def shown(capsys, *argv):
 
 
 @pytest.mark.parametrize("attn", attention.ATTENTIONS)
-def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
+def test_a_page_holds_the_rule_in_pytorch_and_triton_with_its_places(attn, capsys):
     page, found = shown(capsys, attn), json.loads(shown(capsys, attn, "--json"))
     mixer, rule = (attention.ATTENTIONS[attn].get(axis) for axis in ("mixer", "rule"))
     does = getattr(mixers.AXES["rule"][rule], "chunk", None) or getattr(attention, rule)
@@ -30,7 +30,7 @@ def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
     if not mixer:
         weigh = kernels.KERNELS[rule].weigh
         assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in page
-    # a place is the line at which the function begins: at its def, or at the decorator just above
+    # a place is the line where the function begins: its def or the decorator above
     for name, place in (found["pytorch"] | found["triton"]).items():
         file, line = place.split(":")
         lines = (ROOT / file).read_text().splitlines()
@@ -42,7 +42,7 @@ def test_a_page_holds_the_rule_on_both_sides_with_its_places(attn, capsys):
 
 
 @pytest.mark.parametrize("attn", attention.ATTENTIONS)
-def test_a_page_names_every_choice_and_all_that_is_learned(attn):
+def test_a_page_names_every_choice_and_every_parameter(attn):
     page = page_of(attn)
     text = str(page)
     for axis, value in attention.ATTENTIONS[attn].items():
@@ -52,7 +52,7 @@ def test_a_page_names_every_choice_and_all_that_is_learned(attn):
             assert re.search(rf"^{re.escape(name)} +{re.escape(str(tuple(p.shape)))}", text, re.M)
 
 
-def test_a_state_shows_its_chunk_and_its_own_kernels():
+def test_pages_of_recurrent_recipes_show_their_chunk_and_their_kernels():
     numbers = {attn: page_of(attn).numbers() for attn in ("retnet", "deltanet", "ttt")}
     assert list(numbers["retnet"]["triton"]) == ["scan", "read"] and not numbers["ttt"]["triton"]
     assert list(numbers["deltanet"]["triton"]) == ["invert", "scan", "read"]
@@ -62,10 +62,10 @@ def test_a_state_shows_its_chunk_and_its_own_kernels():
 
 
 def test_a_page_shows_what_comes_before_and_after_the_rule():
-    """TDA: unit vectors, the threshold, the rule, lambda, the norm."""
+    """For TDA: unit vectors, the threshold, the rule, lambda, the norm."""
     found = list(page_of("tda").numbers()["pytorch"])
     assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "attend", "head_norm"]
-    # its threshold counts in another rule's row sums
+    # its threshold is computed from another rule's row sums
     assert "softplus_weigh" in page_of("lssar").numbers()["triton"]
     assert "visible" in page_of("streaming").numbers()["pytorch"]
 
@@ -81,7 +81,7 @@ def test_diff_marks_the_lines_of_each_recipe(capsys):
     lines = shown(capsys, "elastic", "--diff=softmax").splitlines()
     assert any(line.startswith("+ def elastic(") for line in lines)
     assert any(line.startswith("- def softmax(") for line in lines)
-    assert any(line.startswith("  def softmax_settle(") for line in lines)                # they share the statistic
+    assert any(line.startswith("  def softmax_settle(") for line in lines)                # both rules share it
     mine = [line[2:] for line in lines if not line.startswith("-")]
     assert mine == shown(capsys, "elastic").splitlines()
 
@@ -106,18 +106,18 @@ def test_a_converted_runs_page_says_where_its_weights_came_from(copy, capsys):
 
 
 def test_a_recipe_named_with_a_run_has_the_sizes_of_the_run(elastic_run, capsys):
-    """Both sides of --diff do."""
+    """Both sides of --diff have these sizes."""
     out_dir = f"--out_dir={elastic_run}"
     assert re.search(r"^sink_key +\(2, 8\) ", shown(capsys, "k_bias", out_dir), re.M)
     lines = shown(capsys, "k_bias", out_dir, "--diff=sink").splitlines()
     assert any(re.match(r"- sink_logit +\(2,\) ", line) for line in lines)
     assert any(re.match(r"  n_embd +16 ", line) for line in lines)
-    marked = shown(capsys, out_dir, "--diff=elastic").splitlines()      # the run's own choices beside it: no difference
+    marked = shown(capsys, out_dir, "--diff=elastic").splitlines()      # the run against its own recipe: no difference
     assert all(line.startswith("  ") or not line for line in marked)
 
 
-def test_a_reader_that_stops_reading_is_no_error():
-    """python eval.py show elastic | head -1"""
+def test_a_closed_pipe_is_no_error():
+    """`python eval.py show elastic | head -1` prints no error."""
     done = subprocess.run(f"{sys.executable} {ROOT / 'eval.py'} show elastic | head -1", shell=True,
                           capture_output=True, text=True)
     assert done.stdout.startswith("elastic") and done.stderr == ""

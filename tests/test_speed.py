@@ -1,4 +1,4 @@
-"""The speed instrument: training steps, memory, and the fused kernels alone."""
+"""eval.py speed: training steps, memory, and the fused kernels alone."""
 import json
 
 import pytest
@@ -19,7 +19,7 @@ def speed(evaluate):
 @pytest.mark.parametrize("model", [
     ("--n_layer=1", "--n_embd=16", "--tokens=32", "--lengths=16,32"),
     pytest.param(("--tokens=64", "--lengths=32,64"), marks=pytest.mark.exhaustive)])
-def test_it_times_every_recipe_and_saves_what_it_prints(model, speed, tmp_path):
+def test_every_recipe_is_timed_and_the_output_is_saved(model, speed, tmp_path):
     found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", *model)
     assert all(set(rows) == SOFTMAXES | set(ATTENTIONS) - {"softmax"} for rows in found["lengths"].values())
     assert all(row[name] > 0 for rows in found["lengths"].values() for row in rows.values()
@@ -28,7 +28,7 @@ def test_it_times_every_recipe_and_saves_what_it_prints(model, speed, tmp_path):
     assert json.loads((tmp_path / "speed.json").read_text()) == found
 
 
-def test_its_tables_are_for_people(capsys):
+def test_the_tables_are_readable(capsys):
     eval_script.main(["speed", "--attn=elastic", "--device=cpu", "--repeats=1", "--tokens=32", "--n_layer=1",
                       "--n_embd=16", "--lengths=16", "--memory=32,64"])
     said = capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_its_tables_are_for_people(capsys):
     assert said.count("elastic") == said.count("softmax (sdpa)") == 2
 
 
-def test_it_measures_memory_which_grows_linearly_with_the_length(speed):
+def test_measured_memory_grows_linearly_with_the_length(speed):
     """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
     flags = ("--n_layer=1", "--n_embd=16", "--tokens=16", "--lengths=16", "--memory=256,2048")
     found = speed("--attn=elastic", *flags)["memory_mb"]
@@ -55,7 +55,7 @@ def check_kernels(found):
     assert found["triton"] is None or set(kernel_speed.PRODUCTS) <= set(rows)
 
 
-def test_the_kernels_are_timed_and_what_is_missing_is_said(speed, monkeypatch):
+def test_the_kernels_are_timed_and_missing_ones_are_reported(speed, monkeypatch):
     few = {name: kernel_speed.PRODUCTS[name] for name in ("softmax", "elastic", "tda")}
     monkeypatch.setattr(kernel_speed, "PRODUCTS", few)
     check_kernels(speed("--kernels", "--widths=16", "--n_embd=32", "--lengths=17", "--tokens=17"))
@@ -66,6 +66,6 @@ def test_every_kernel_is_timed(speed):
     check_kernels(speed("--kernels", "--widths=16", "--n_embd=32", "--lengths=17", "--tokens=34"))
 
 
-def test_every_rule_has_its_count_of_products():
+def test_every_rule_has_a_number_of_products():
     rules = {axes["rule"] for axes in ATTENTIONS.values() if "mixer" not in axes}
     assert set(kernel_speed.PRODUCTS) == {*rules, "tda"}

@@ -1,4 +1,4 @@
-"""The residual stream: hidden states with known answers, and a model's against plain hooks in float64."""
+"""evals/stream.py, the residual stream: known hidden states, and those of models against plain hooks in float64."""
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +21,12 @@ def seen(*hidden, ahead=0):
 
 
 def close_means(found, **expected):
-    """Means of float32 numbers, of which seven digits are kept."""
+    """Compare means of float32 numbers, which have seven digits."""
     close({name: found[name] for name in expected}, expected, terms=4, dtype=torch.float32)
 
 
 def plain_layer():
-    """Stands in for an attention layer whose queries and keys enter the score as they are."""
+    """A substitute for an attention layer that does not change queries and keys."""
     return SimpleNamespace(ahead=0, width=4, featured=lambda x: x, for_score_heads=lambda x, axis: x)
 
 
@@ -46,14 +46,14 @@ def test_one_channel_of_the_first_token_is_massive():
 
 def test_another_token_may_be_the_largest():
     h = torch.ones(4, 6, 10)
-    h[:3, 2], h[3, 5] = 5, 4                            # against a norm of 1 of the first and the others
+    h[:3, 2], h[3, 5] = 5, 4                            # all other tokens have entries of 1
     found = seen(h[:2], h[2:])
     close_means(found, at=2, at_share=0.75, largest=(3 * 5 + 4) / 4)
     close(found["channels"][0][1], (3 * 5 + 4) / 4, terms=4, dtype=torch.float32)
     assert found["massive"] < 1
 
 
-def test_a_token_ahead_may_be_the_largest_but_is_not_the_first():
+def test_a_sink_token_may_be_the_largest_but_is_not_the_first_token():
     h = torch.ones(1, 5, 10)
     h[:, 0], h[:, 1] = 9, 3
     found = seen(h, ahead=1)
@@ -61,12 +61,12 @@ def test_a_token_ahead_may_be_the_largest_but_is_not_the_first():
     assert len(found["positions"]["hidden_norm"]) == 4
 
 
-def test_states_that_are_all_the_same_have_no_spread():
+def test_equal_states_have_no_spread():
     assert seen(torch.ones(2, 7, 3))["spread"] == 0
     close_means(seen([[[3.0, 0], [3, 0], [0, 3]]]), spread=2 ** 0.5)
 
 
-def test_no_more_than_the_first_positions_are_listed():
+def test_only_the_first_positions_are_listed():
     h = torch.arange(1.0, 41)[None, :, None].repeat(3, 1, 4) / 2        # norms 1, 2, ...
     found = seen(h)
     close_means(found["positions"], hidden_norm=list(range(1, FIRST + 1)))
@@ -77,7 +77,7 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
     first = torch.tensor([1.0, 0, 0, 0])
     q, k = 2 * first.repeat(1, 2, 6, 1), -3 * first.repeat(1, 2, 6, 1)
     k[:, :, 0] = 0.5 * first
-    q[:, :, 0] = 7                                      # the first query is none of the later ones
+    q[:, :, 0] = 7                                      # the first query is not one of the later queries
     stream = Stream()
     stream.see_hidden(torch.ones(1, 6, 8), 0)
     stream.see(plain_layer(), q, k, torch.ones(1, 2, 6, 4), torch.ones(1, 6, 8))
@@ -89,7 +89,7 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
 
 
 def of_model(gpt, idx):
-    """What the streams of a model say, for each layer and after the last."""
+    """The results of a model's streams, for each layer and after the last."""
     streams = [Stream() for _ in range(len(gpt.transformer.h) + 1)]
 
     def look(attend, layer, module, q, k, v, x, table):
@@ -123,7 +123,7 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
     assert "cos_qk" not in found[-1] and list(found[-1]["positions"]) == ["hidden_norm", "hidden_var"]
 
 
-def test_repeated_tokens_are_told_apart_by_absolute_positions_only():
+def test_only_absolute_positions_tell_repeated_tokens_apart():
     repeated = token_ids(3, 1).expand(-1, 16)
     spread = {pos: of_model(GPT(tiny_config(pos=pos, n_layer=2)).eval(), repeated)[-1]["spread"]
               for pos in ("learned", "rope", "rope+bias", "none")}
@@ -142,7 +142,7 @@ def test_every_recipe_has_a_stream(attn):
 
 
 def test_the_cosines_of_streaming_are_those_of_plain_keys():
-    """Its queries and keys are twice as wide: a row that lies beyond the window sees the first keys elsewhere."""
+    """Streaming's queries and keys are twice as wide. Recent keys use the first half, first keys the second half."""
     gpt, idx = GPT(tiny_config(attn="streaming", window=6, first=2)).eval(), token_ids(3, 16)
     (q, k), = in_every_layer(lambda module, q, k, *_: (q, k), gpt, idx)
     assert q.shape[-1] == 16                            # twice the width of 8

@@ -20,7 +20,7 @@ def test_every_script_that_makes_a_data_set_is_known():
     assert tokens.data_sets() == ["backcopy", "fineweb_edu", "shakespeare", "stdlib", "text"]
 
 
-def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):
+def test_a_shard_is_read_back_and_its_header_is_that_of_llm_c(tmp_path):
     ids = np.array([0, 1, 256, 65535], np.uint16)
     row = tokens.write_shard(tmp_path / "train.bin", ids)
     raw = (tmp_path / "train.bin").read_bytes()
@@ -30,7 +30,7 @@ def test_a_shard_comes_back_and_its_header_is_that_of_llm_c(tmp_path):
     assert row == {"tokens": 4, "sha256": hashlib.sha256(raw).hexdigest()}
 
 
-def test_a_large_vocabulary_has_wider_shards_whichever_ids_occur(tmp_path):
+def test_a_large_vocabulary_has_wider_shards_for_any_ids(tmp_path):
     narrow, wide = ("<u2", [20240520, 1]), ("<u4", [20240801, 7])
     for vocab_size, ids, (kind, marks) in ((65536, [0, 65535], narrow), (65537, [5, 6], wide),
                                            (128256, [0, 128255], wide)):
@@ -43,7 +43,7 @@ def test_a_large_vocabulary_has_wider_shards_whichever_ids_occur(tmp_path):
         assert rows.dtype == np.int64 and rows.tolist() == [ids]
 
 
-def test_shards_of_two_sizes_are_no_data_set(tmp_path):
+def test_shards_of_two_sizes_are_refused(tmp_path):
     tokens.write_shard(tmp_path / "train_000000.bin", np.array([1, 2]))
     tokens.write_shard(tmp_path / "train_000001.bin", np.array([1, 2]),
                        SimpleNamespace(vocab_size=70000, lengths=np.ones(3, int)))
@@ -63,7 +63,7 @@ def test_windows_run_over_the_borders_of_shards(tmp_path):
     assert (split.window(0, 1000) == ids).all()
 
 
-def test_ids_outside_the_vocabulary_say_where(tmp_path):
+def test_an_id_outside_the_vocabulary_is_reported_with_its_file(tmp_path):
     tokens.write_shard(tmp_path / "val.bin", np.array([1, 2, 3, 99, 4, 5]))
     split = tokens.Tokens(tmp_path, "val")
     assert split.windows([0], 3, 50).tolist() == [[1, 2, 3]]
@@ -106,13 +106,13 @@ ODD = ["", " ", "the lazy dog", "<|end|> and<|im_end|>", "12345 6.78", "it's DON
        "naïve  café\n\n\t  x", "漢字 😀\U0001f469\u200d\U0001f467 \0 end", "a   b    c\r\n"]
 
 
-def test_its_ids_are_those_of_its_package_and_special_tokens_are_text(toy):
-    """Of odd characters and of Python's own library: English, code and some other alphabets."""
+def test_ids_equal_those_of_the_package_tokenizers_and_special_tokens_are_text(toy):
+    """The texts are odd characters and Python's own library: English, code and some other alphabets."""
     coder, described = tokens.tokenizer(str(toy)), json.loads((toy / "tokenizer.json").read_text())
     assert (coder.name, coder.vocab_size, coder.separator) == ("toy", 300, 0)
     assert coder.lengths.shape == (300,) and coder.lengths[:2].tolist() == [0, 0]
     theirs = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(described))
-    bare = theirs.from_str(json.dumps(described | {"added_tokens": []}))                # knows no special tokens
+    bare = theirs.from_str(json.dumps(described | {"added_tokens": []}))                # without special tokens
     library = [path.read_text("utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:10]]
     for text in [*ODD, TEXT, *library]:
         ids = coder.encode(text)
@@ -127,8 +127,8 @@ def test_special_tokens_and_the_separator_are_not_shown(toy):
     assert coder.decode([0, *coder.encode("fox"), 1, 0, *coder.encode(" dog"), 299 + 7]) == "fox dog"
 
 
-def test_sentencepiece_spelling_is_decoded(tmp_path):
-    """As in Llama 2: spaces as low lines, bytes by their numbers, a special token before each text."""
+def test_the_spelling_of_sentencepiece_is_decoded(tmp_path):
+    """As in Llama 2, spaces are low lines, bytes are written as numbers, and a special token precedes each text."""
     lib = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abé"]
     coder = lib.Tokenizer(lib.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>",
@@ -151,7 +151,7 @@ def test_a_long_text_is_cut_where_it_makes_no_difference(toy):
     assert coder.lengths[coder.encode(text)].sum() == len(text.encode())
 
 
-def test_a_files_own_cutting_and_padding_do_not_count(tmp_path):
+def test_truncation_and_padding_in_a_tokenizer_file_are_ignored(tmp_path):
     coder = byte_pairs()
     coder.enable_truncation(3)
     coder.enable_padding(length=99)
@@ -166,32 +166,32 @@ def test_how_the_separator_is_found(tmp_path):
         files.write_json(folder / "tokenizer_config.json", config)
         assert tokens.tokenizer(str(folder)).separator == expected
     files.write_json(folder / "config.json", {"bos_token_id": 5, "eos_token_id": [6, 7]})
-    assert tokens.tokenizer(str(folder)).separator == 5                 # the model's own word comes before a spelling
-    files.write_json(folder / "meta.json", {"separator": 7})            # and that of a run before all
+    assert tokens.tokenizer(str(folder)).separator == 5                 # config.json overrides a spelling
+    files.write_json(folder / "meta.json", {"separator": 7})            # meta.json of a run overrides both
     assert tokens.tokenizer(str(folder)).separator == 7
 
 
-def test_endoftext_separates_whatever_else_there_is(tmp_path):
+def test_endoftext_is_the_separator_if_it_exists(tmp_path):
     folder = write_tokenizer(tmp_path / "model", byte_pairs(specials=("<s>", "<|endoftext|>")))
     files.write_json(folder / "config.json", {"bos_token_id": 0, "eos_token_id": 0})
     assert tokens.tokenizer(str(folder)).separator == 1
 
 
-def test_the_names_of_a_tokenizer(toy, toy_data, tmp_path, monkeypatch):
+def test_a_tokenizer_is_found_by_several_names(toy, toy_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toy, tmp_path / "out" / "smol")
     shutil.copy(toy / "tokenizer.json", tmp_path / "my.json")
     for name in ("smol", "out/smol", "out/smol/tokenizer.json", str(toy), str(toy_data)):
         assert tokens.tokenizer(name).name == "toy" and tokens.tokenizer(name).encode("fox").size
     files.write_json(tmp_path / "out" / "small" / "meta.json", {"tokenizer": "bytes"})
-    assert tokens.tokenizer("small").name == "bytes"                    # of a run that needs no file
+    assert tokens.tokenizer("small").name == "bytes"                    # a run that needs no file
     files.write_json(tmp_path / "meta.json", {"separator": 0})
     (tmp_path / "tokenizer.json").write_bytes((tmp_path / "my.json").read_bytes())
-    assert tokens.tokenizer("tokenizer.json").name == tmp_path.name     # of the folder, where nothing says more
+    assert tokens.tokenizer("tokenizer.json").name == tmp_path.name     # the folder, if nothing else names it
 
 
-def test_a_file_that_was_left_behind_belongs_to_nobody(toy, tmp_path):
-    """Where meta.json names a tokenizer without a separator, it is one that needs no file."""
+def test_a_leftover_tokenizer_file_is_ignored(toy, tmp_path):
+    """If meta.json names a tokenizer without a separator, this tokenizer needs no file."""
     folder = shutil.copytree(toy, tmp_path / "run")
     assert tokens.content_of(folder) == tokens.content_of(toy) and tokens.content_of(toy)
     files.write_json(folder / "meta.json", {"tokenizer": "bytes"})
@@ -210,7 +210,6 @@ def shelf(tmp_path, monkeypatch):
     (tmp_path / "data" / "stdlib.py").write_text(f"""
 import sys
 from pathlib import Path
-from pathlib import Path
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
 tokens.HERE = Path(__file__).parent
@@ -222,13 +221,13 @@ tokens.write_data_set(args.out_dir, coder, dict(train=["one"], val=["two"]), dat
     return tmp_path / "data"
 
 
-def test_stdlib_makes_itself_in_the_tokenizer_of_a_run(toy, shelf, capfd):
+def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
     assert tokens.data_for(None, "stdlib", MACHINE)[0] == shelf / "stdlib"
     folder, meta = tokens.data_for(toy, "stdlib", MACHINE)
     out, err = capfd.readouterr()
     assert out == "" and f"making {folder}: python data/stdlib.py --tokenizer={toy}" in err
     assert folder == shelf / "stdlib-toy" and (meta["tokenizer"], meta["separator"]) == ("toy", 0)
-    assert tokens.tokenizer_name(shelf / "stdlib") == "bytes"           # which stays as it is
+    assert tokens.tokenizer_name(shelf / "stdlib") == "bytes"           # this one does not change
     assert tokens.data_for(toy, "stdlib", MACHINE)[1] == meta and capfd.readouterr() == ("", "")
     (shelf / "stdlib.py").write_text("raise SystemExit(1)")
     shutil.rmtree(folder)
@@ -239,7 +238,7 @@ def test_stdlib_makes_itself_in_the_tokenizer_of_a_run(toy, shelf, capfd):
 def test_a_data_set_in_another_tokenizer_is_refused_with_the_command(toy, toy_data, shelf, tmp_path, data):
     books = write_data(shelf / "books", WORDS[:99], WORDS[:99])
     older = tmp_path / "older"
-    files.write_json(older / "meta.json", {"knobs": {}})                # does not say what it was trained in
+    files.write_json(older / "meta.json", {"knobs": {}})                # names no tokenizer
     of_bytes = tmp_path / "of_bytes"
     files.write_json(of_bytes / "meta.json", {"tokenizer": "bytes"})
     for run, dataset in ((None, "books"), (older, "books"), (of_bytes, "books"), (of_bytes, str(data)),
@@ -254,12 +253,12 @@ def test_a_data_set_in_another_tokenizer_is_refused_with_the_command(toy, toy_da
     shutil.copytree(toy_data, shelf / "books-toy")
     assert tokens.data_for(toy, "books", MACHINE)[0] == shelf / "books-toy" != books
     other = write_tokenizer(tmp_path / "other", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
-    with pytest.raises(ValueError, match=f"books-toy is no data set .*--tokenizer={other}"):        # of one name
+    with pytest.raises(ValueError, match=f"books-toy is no data set .*--tokenizer={other}"):        # same name
         tokens.data_for(other, "books", MACHINE)
 
 
-def test_one_tokenizer_under_two_names_is_one(toy, toy_data, shelf, tmp_path):
-    """Saved again by another program, too; what goes around the ids of a text makes no difference, a separator does."""
+def test_the_same_tokenizer_under_two_names_is_recognised(toy, toy_data, shelf, tmp_path):
+    """It may have been saved again by another program. Truncation makes no difference, but another separator does."""
     books = shutil.copytree(toy_data, shelf / "books-toy")
     files.write_json(books / "meta.json", files.read_json(books / "meta.json") | {"dataset": "books"})
     described = json.loads((toy / "tokenizer.json").read_text())
@@ -276,7 +275,7 @@ def test_one_tokenizer_under_two_names_is_one(toy, toy_data, shelf, tmp_path):
     assert tokens.data_folder("books", tmp_path / "twin") == shelf / "books-twin" != french
 
 
-def test_bytes_in_a_file_are_bytes(tmp_path):
+def test_a_file_with_the_byte_tokenizer_is_recognised(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(coders.Bytes().exported())
@@ -287,7 +286,7 @@ def test_bytes_in_a_file_are_bytes(tmp_path):
         assert theirs.decode(theirs.encode(text).ids) == text
 
 
-def test_symbols_are_in_no_other_tokenizer(tmp_path, shelf, backcopy, data):
+def test_a_run_on_symbols_accepts_only_data_of_symbols(tmp_path, shelf, backcopy, data):
     run = tmp_path / "lab"
     files.write_json(run / "meta.json", {"tokenizer": "numbers"})
     assert tokens.data_for(run, str(backcopy), MACHINE)[1]["vocab_size"] == 66

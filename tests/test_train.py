@@ -1,4 +1,4 @@
-"""train.py: what a run leaves, killed and resumed runs, batches split over ranks and micro-steps, presets."""
+"""train.py: the files of a run, killed and resumed runs, batches split over ranks and micro-steps, presets."""
 import random
 import shutil
 import signal
@@ -26,7 +26,7 @@ LONG = ("--attn=elastic", "--max_iters=300", "--eval_interval=30", "--log_interv
         "--n_embd=32")
 
 
-# -------------------------------------------------------------------------------------------------- what a run leaves
+# ------------------------------------------------------------------------------------------------- the files of a run
 
 def test_log_has_its_columns_and_a_row_for_every_interval(elastic_run):
     """The learning rate warms up, then falls to a tenth."""
@@ -60,7 +60,7 @@ def test_a_run_leaves_three_files_and_plain_tensors_under_plain_names(elastic_ru
 
 
 def test_the_same_command_gives_the_same_run(elastic_run, tmp_path, data):
-    """Also in another process, so all other tests may train in this one."""
+    """The command runs in another process here. All other tests may therefore train in this process."""
     train(tmp_path, data, "--attn=elastic", "--dropout=0.1")
     assert_same_run(tmp_path, elastic_run)
 
@@ -74,7 +74,7 @@ def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path
 @pytest.mark.parametrize("dtype", ["float32", by_default(False, "bfloat16")])
 @pytest.mark.parametrize("attn", RECIPES)
 def test_every_recipe_learns(attn, dtype, tmp_path, data):
-    """It starts at the loss of a guess, within what the initial logits' spread of 0.1 adds, and falls by far."""
+    """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and falls far below it."""
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", f"--dtype={dtype}", *LEARN,
                *(["--window=4"] if attn == "focus" else []))            # its router needs pairs beyond the window
     first = losses(tmp_path)[0]
@@ -117,7 +117,7 @@ def start(out_dir, data, *flags):
 
 
 def stop_at_random(out_dir, sign, process, signal_number):
-    """Let a run get as far as the file `sign`, then a little further, and send it a signal. Returns what it printed."""
+    """Wait until a run has written the file `sign`, then a little longer. Send it a signal. Returns what it printed."""
     deadline = time.monotonic() + 120
     while not (out_dir / sign).exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -131,7 +131,7 @@ def stop_at_random(out_dir, sign, process, signal_number):
 
 @pytest.fixture(scope="session", params=[by_default(False, 0.0), 0.2], ids=["plain", "dropout"])
 def uninterrupted(request, tmp_path_factory, data):
-    """A run that nobody stops, and the flags that made it."""
+    """A run that is not stopped, and the flags that made it."""
     out, flags = tmp_path_factory.mktemp("uninterrupted"), (*LONG, f"--dropout={request.param}")
     train_here(f"--dataset={data}", f"--out_dir={out}", *flags)
     return out, flags
@@ -148,7 +148,7 @@ def test_killed_twice_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, 
     expected, flags = uninterrupted
     stop_at_random(tmp_path, "ckpt.pt", start(tmp_path, data, *flags), signal.SIGKILL)
     again = start(tmp_path, data, *flags, "--init_from=resume")
-    time.sleep(random.uniform(0, 4))            # anywhere: importing, loading, training, saving, finished
+    time.sleep(random.uniform(0, 4))            # it imports, loads, trains, saves or has finished
     again.kill()
     again.communicate()
     assert_resumes_to(expected, tmp_path)
@@ -195,7 +195,7 @@ def test_a_finished_run_can_be_made_longer_also_with_its_flags_repeated(repeated
     assert log_rows(copy)[:9] == log_rows(elastic_run)
 
 
-def test_resuming_a_preset_goes_on_with_its_own_run(backcopy, tmp_path, monkeypatch):
+def test_resuming_a_preset_continues_its_own_run(backcopy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ("--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--batch_size=2", "--device=cpu")
     with pytest.raises(SystemExit) as stop:
@@ -215,8 +215,9 @@ def test_init_from_a_path_starts_with_its_weights_and_model(elastic_run, tmp_pat
         below((w.double() - base[name]).abs().max(), 1e-11)
 
 
-def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
-    """From the data set into the run's folder, then into a run that starts from it. It is moved aside with the run."""
+def test_the_tokenizer_is_stored_with_the_run(toy_run, toy, data, tmp_path, capsys):
+    """It is copied from the data set into a run, and from this run into one that starts from it. When a run moves to
+    old/, its tokenizer moves with it."""
     assert (meta(toy_run)["tokenizer"], meta(toy_run)["separator"]) == ("toy", 0)
     tuned = tmp_path / "tuned"
     train_here(f"--init_from={toy_run}", f"--out_dir={tuned}", "--max_iters=2", "--device=cpu", "--eval_iters=1",
@@ -230,8 +231,8 @@ def test_the_tokenizer_goes_with_the_run(toy_run, toy, data, tmp_path, capsys):
     assert tokens.content_of(tuned / "old" / "1") == tokens.content_of(toy)
 
 
-def test_public_weights_are_trained_on_in_small_steps(elastic_run, tmp_path):
-    """Their own context would not fit. A named preset and flags override this."""
+def test_public_weights_are_trained_with_the_preset_tune(elastic_run, tmp_path):
+    """The default is the preset tune, because their own context would not fit. A named preset and flags override it."""
     public = shutil.copytree(elastic_run, tmp_path / "public")
     about = meta(public)
     files.write_json(public / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}})
@@ -248,7 +249,7 @@ def test_public_weights_are_trained_on_in_small_steps(elastic_run, tmp_path):
 
 @pytest.mark.parametrize("eval_interval, step", [(5, 10), (1, 9)])
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(eval_interval, step, copy, elastic_run, capsys):
-    """Step 9 throws the weights far away: its own loss is still finite, the validation loss after it and the loss of
+    """Step 9 moves the weights far away. Its own loss is still finite. The validation loss after it and the loss of
     step 10 are not."""
     stored = meta(copy)
     stored["knobs"] |= {"learning_rate": 1e35, "min_lr": 1e35}
@@ -312,23 +313,23 @@ def test_gradient_accumulation_equals_one_big_batch(total, how, tmp_path, data):
 
 @pytest.mark.parametrize("attn", ["elastic", by_default(False, "gated_deltanet"), by_default(False, "titans")])
 def test_two_ranks_equal_one_process(attn, tmp_path, data):
-    """12 sequences a step: micro-batches of 4 4 4, or of 4 2 on each rank."""
+    """A step has 12 sequences: micro-batches of 4, 4, 4 in one process, or of 4, 2 on each of two ranks."""
     flags = (f"--attn={attn}", "--gradient_accumulation_steps=3", "--eval_iters=3")
     train(tmp_path / "2", data, *flags, ranks=2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *flags)
     assert_close_runs(tmp_path / "2", tmp_path / "1")
     two, one = (torch.tensor([[float(x or 0) for x in row] for row in log_rows(tmp_path / name)[1:]]) for name in "21")
-    close(list(two.T), list(one.T))             # each column has a size of its own
+    close(list(two.T), list(one.T))             # each column has its own scale
 
 
 # ------------------------------------------------------------------------------------------------- balancing heads
 
 
-def test_eq_9_leaves_the_first_layers_and_the_most_used_heads_alone():
+def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
     importance = torch.tensor([[0.9, 0.8, 0.9, 0.7], [0.1, 0.5, 0.9, 0.3], [0.2, 0.8, 0.4, 0.6]])
     rest = balance.routed(importance, skip=1, shared=0.2)          # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
     same(rest, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
-    assert len(balance.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, and not a rounding more
+    assert len(balance.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, whatever the rounding
     same(balance.routed(importance, 0, 0.0), importance.flatten().sort().values)
 
 
@@ -345,11 +346,11 @@ def test_imbalance_is_n_times_the_squared_coefficient_of_variation():
 
 @pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-12, 1e-30, 0.0])
 def test_imbalance_of_heads_that_are_hardly_used_is_finite(size):
-    """Where all heads park everything on the sink, their mean importance is near 0, and may be rounded to it."""
+    """If all heads put all weight on the sink, their mean importance is near 0 and may be rounded to 0."""
     importance = (size * torch.tensor([[1.0, 2.0], [3.0, 6.0]])).requires_grad_()
     value = balance.imbalance(importance)
     gradient, = torch.autograd.grad(value, importance)
-    assert 0 <= value <= 12 and gradient.isfinite().all()               # 12 is n^2 - n, where one head does it all
+    assert 0 <= value <= 12 and gradient.isfinite().all()               # 12 is n^2 - n, the value for one used head
     if size >= 1e-6:
         assert value.item() == pytest.approx(4 * 3.5 / 9, rel=1e-5)     # n times the variance over the squared mean
 
@@ -364,7 +365,7 @@ def test_the_log_shows_the_balancing_loss(tmp_path, data):
 
 
 def test_heads_are_balanced_over_all_ranks(tmp_path, data):
-    """Two ranks of 4 sequences are one process of 8: same losses, so the same gradient."""
+    """Two ranks of 4 sequences have the losses of one process of 8, so the gradient is the same."""
     flags = ("--attn=softmax", "--n_head=4", "--n_layer=2", "--head_balance=1", "--balance_skip=1")
     train(tmp_path / "2", data, *flags, "--batch_size=4", "--gradient_accumulation_steps=2", ranks=2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *flags, "--batch_size=8", "--eval_iters=1")
@@ -373,7 +374,7 @@ def test_heads_are_balanced_over_all_ranks(tmp_path, data):
 
 @pytest.mark.exhaustive
 def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
-    """Several nodes by torchrun's own flags."""
+    """The flags of torchrun set up two nodes."""
     flags = (*TINY, f"--dataset={data}", f"--out_dir={tmp_path / 'nodes'}", "--attn=elastic")
     agents = [subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}",
                                 "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={29511}",
@@ -391,8 +392,8 @@ def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
                     reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, monkeypatch):
-    """One layer that is as simple as can be, for the C++ compiler takes a second for each of its kernels."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)    # without processes of their own
+    """The layer is as simple as possible, because the C++ compiler takes a second for each kernel."""
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)    # compile in this process
     for name, flags in (("compiled", ["--compile"]), ("eager", [])):
         train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", "--attn=elastic", "--pos=none", "--mlp=relu",
                    "--norm=rmsnorm", "--max_iters=4", *flags)
@@ -405,7 +406,7 @@ def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, mon
 @pytest.mark.parametrize("name, millions, counted, step_tokens", [
     ("gpt2", 124.48, "all", 524_288), ("paper1", 359.84, "all", 524_288), ("paper2", 162.32, "all", 524_288),
     ("paper5", 59.00, "blocks", 262_144)])
-def test_presets_have_the_size_they_say(name, millions, counted, step_tokens, monkeypatch):
+def test_presets_have_the_size_that_they_state(name, millions, counted, step_tokens, monkeypatch):
     monkeypatch.setattr(GPT, "init_weights", lambda self, seed: None)
     preset = train_script.PRESETS[name]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""data/weights.py and pretrained/: public weights give the same logits here and in transformers, there and back."""
+"""data/weights.py and pretrained/: public weights give the same logits here and in transformers, also after export."""
 import hashlib
 import os
 import zipfile
@@ -50,7 +50,7 @@ def make(folder, name="llama", dtype=torch.float32, **kwargs):
     kind, choices = MODELS[name]
     config = transformers.AutoConfig.for_model(kind, **choices)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():                       # no tensor is like another, none is 0 or 1
+    with torch.no_grad():                       # all tensors differ, none is all 0 or all 1
         for p in model.parameters():
             p.copy_(0.3 * torch.randn(p.shape) + float(p.dim() == 1))
     model.to(dtype).save_pretrained(folder, **kwargs)
@@ -66,7 +66,7 @@ def llama(tmp_path):
 
 
 def converted(source, out):
-    """The run made of a source, and its model."""
+    """Convert a source into a run. Returns the run's model."""
     tool.main([str(source), f"--out={out}"])
     return load_run(out, "cpu")[0]
 
@@ -77,7 +77,7 @@ def some_tokens(T=24):
 
 @torch.no_grad()
 def assert_same_logits(ours, theirs, T=24):
-    """In one call, and one token at a time after the first three."""
+    """Compare logits in one call, and one token at a time after the first three."""
     idx, cache = some_tokens(T), ours.new_cache()
     expected = theirs(idx).logits
     below(0.02, expected.std())                 # there is something to compare
@@ -86,8 +86,8 @@ def assert_same_logits(ours, theirs, T=24):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_logits_equal_those_of_transformers_there_and_back(name, tmp_path):
-    """Converted, exported, read by transformers, and converted again: then all weights are the same bit for bit."""
+def test_logits_equal_those_of_transformers_before_and_after_export(name, tmp_path):
+    """A model is converted, exported, read by transformers and converted again. All weights return bit for bit."""
     theirs = make(tmp_path / "theirs", name)
     assert_same_logits(converted(tmp_path / "theirs", tmp_path / "run"), theirs)
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
@@ -112,7 +112,7 @@ def test_a_config_in_the_spelling_of_earlier_transformers_is_read(tmp_path):
 
 
 def test_weights_in_several_files_and_half_precision_keep_their_type(tmp_path):
-    """So a checkpoint is as large as its source."""
+    """A checkpoint is therefore as large as its source."""
     theirs = make(tmp_path / "theirs", "llama tied", torch.bfloat16, max_shard_size="10KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     ours = converted(tmp_path / "theirs", tmp_path / "run")
@@ -124,8 +124,8 @@ def test_weights_in_several_files_and_half_precision_keep_their_type(tmp_path):
     assert len(meta(tmp_path / "run")["source"]["sha256"]) > 2
 
 
-def test_gpt2_converts_from_its_first_files(tmp_path):
-    """They lack the outermost name and hold buffers."""
+def test_gpt2_converts_from_files_in_their_first_form(tmp_path):
+    """The first published files lack the prefix `transformer.` and hold buffers."""
     safetensors = pytest.importorskip("safetensors.torch")
     theirs = make(tmp_path / "gpt2", "gpt2")
     path = tmp_path / "gpt2" / "model.safetensors"
@@ -134,7 +134,7 @@ def test_gpt2_converts_from_its_first_files(tmp_path):
     assert_same_logits(converted(tmp_path / "gpt2", tmp_path / "run"), theirs)
 
 
-def test_the_run_says_where_it_comes_from(llama, tmp_path):
+def test_a_converted_run_names_its_source(llama, tmp_path):
     (llama / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
     (llama / "chat_template.jinja").write_text("{{ messages }}")
     converted(llama, tmp_path / "run")
@@ -148,7 +148,7 @@ def test_the_run_says_where_it_comes_from(llama, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt.pt", "meta.json", "tokenizer.json"]
 
 
-def test_what_a_config_leaves_out_is_what_transformers_assumes():
+def test_missing_config_entries_have_the_defaults_of_transformers():
     transformers = pytest.importorskip("transformers")
     for kind, family in families.FAMILIES.items():
         theirs = transformers.AutoConfig.for_model(kind)
@@ -158,7 +158,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes():
     assert families.FAMILIES["qwen3"].optional["head_dim"]
 
 
-ID_HINTS = {                                    # ids in the files; separator and ends, for a vocabulary of 61
+ID_HINTS = {                                    # config.json, generation_config.json, separator and ends, for 61 ids
     "both": ({"bos_token_id": 1, "eos_token_id": 2}, {}, 1, [2]),
     "no beginning": ({"bos_token_id": None, "eos_token_id": [7, 8]}, {}, 7, [7, 8]),
     "more ends for generation": ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [3, 2]}, 1, [2, 3]),
@@ -173,7 +173,7 @@ def test_files_say_which_ids_begin_and_end_a_text(case, llama, tmp_path):
     files.write_json(llama / "generation_config.json", generation)
     converted(llama, tmp_path / "run")
     assert (meta(tmp_path / "run")["separator"], meta(tmp_path / "run")["ends"]) == (separator, ends)
-    assert lookup.tokenizer(str(llama)).separator == separator          # a data set's: the same rule
+    assert lookup.tokenizer(str(llama)).separator == separator          # a data set uses the same rule
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     assert files.read_json(tmp_path / "back" / "config.json").items() >= config.items()
 
@@ -186,7 +186,7 @@ def with_special_tokens(folder, *spellings):
 
 
 def test_special_tokens_of_the_tokenizer_separate_and_end_texts(llama, tmp_path):
-    """<|endoftext|> separates texts, whatever else the files say, and <|im_end|> ends one."""
+    """<|endoftext|> separates texts even if the files name another id. <|im_end|> ends a text."""
     with_special_tokens(llama, "<|endoftext|>", "<|im_end|>")
     converted(llama, tmp_path / "run")
     vocab = lookup.tokenizer(str(tmp_path / "run")).coder.get_vocab()
@@ -197,7 +197,7 @@ def test_special_tokens_of_the_tokenizer_separate_and_end_texts(llama, tmp_path)
 @pytest.mark.parametrize("special, tuned, chat", [
     (["<|im_start|>", "<|im_end|>"], True, True), (["<|im_start|>", "<|im_end|>"], False, False),
     (["[INST]"], True, False)])
-def test_a_chat_is_suggested_where_the_model_can_hold_one(special, tuned, chat, llama, tmp_path, capsys):
+def test_a_chat_is_suggested_only_for_a_model_that_supports_it(special, tuned, chat, llama, tmp_path, capsys):
     with_special_tokens(llama, *special)
     if tuned:
         (llama / "chat_template.jinja").write_text("{{ messages }}")
@@ -209,14 +209,14 @@ def test_a_chat_is_suggested_where_the_model_can_hold_one(special, tuned, chat, 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 def refused(capsys, out, *argv):
-    """The line that says why there is no run."""
+    """The line that refuses a conversion. No run may be written."""
     line = refusal(capsys, *argv, f"--out={out}")
     assert not out.exists()
     return line
 
 
 def refusal(capsys, *argv):
-    capsys.readouterr()                         # what transformers and train.py said before
+    capsys.readouterr()                         # drop what transformers and train.py printed before
     return complain(tool.main, capsys, *argv)[1]
 
 
@@ -243,7 +243,7 @@ def test_help_names_every_form(capsys):
     "--pos=learned --bias=1 --mlp=gelu_tanh", "--pos=learned --bias=1 --mlp=gelu --tied=0 --n_inner=24",
     "--norm=rmsnorm --mlp=swiglu --n_kv_head=1", "--norm=rmsnorm --mlp=swiglu --window=5 --rope_scaling=linear:2",
     "--norm=rmsnorm --mlp=swiglu --qk_norm=head --head_dim=4"])
-def test_what_was_trained_here_computes_the_same_in_transformers(flags, data, tmp_path):
+def test_a_model_trained_here_has_the_same_logits_in_transformers(flags, data, tmp_path):
     transformers = pytest.importorskip("transformers")
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *flags.split())
     tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
@@ -260,7 +260,7 @@ def test_bytes_are_exported_as_a_tokenizer_without_pairs(data, tmp_path, capsys)
     assert coder.encode(text).ids == list(text.encode()) and coder.decode(coder.encode(text).ids) == text
     assert coder.token_to_id("<|endoftext|>") == 256
     assert files.read_json(tmp_path / "back" / "config.json")["eos_token_id"] == 256
-    converted(tmp_path / "back", tmp_path / "again")                    # and are bytes again
+    converted(tmp_path / "back", tmp_path / "again")                    # read back as bytes
     assert meta(tmp_path / "again")["tokenizer"] == "bytes" and not (tmp_path / "again" / "tokenizer.json").exists()
 
 
@@ -279,19 +279,19 @@ TEXTS = ["", "hello  world 12 345 ", "tabs\t\tand\n\n\nlines  ", "it's I'LL we'v
 
 
 def interleaved(rows, heads):
-    """As llama.cpp's conversion orders the rows of q and k."""
+    """The rows of q or k in the order of llama.cpp's conversion."""
     return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def byte_alphabet():
-    """GPT-2's printable stand-ins, {byte: character}."""
+    """GPT-2's printable character for each byte, {byte: character}."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
 
 
 def write_gguf(path, theirs, quantized=False):
-    """A Llama of transformers in GGUF's layout, with a tokenizer of two control tokens, bytes and one merge."""
+    """Write a Llama of transformers in GGUF's layout, with a tokenizer of two control tokens, bytes and one merge."""
     gguf = pytest.importorskip("gguf")
     c, state = theirs.config, {name: value.numpy() for name, value in theirs.state_dict().items()}
     writer = gguf.GGUFWriter(path, "llama")
@@ -329,7 +329,7 @@ def write_gguf(path, theirs, quantized=False):
 MODELS["llama of gguf"] = ("llama", LLAMA | {"vocab_size": 259, "intermediate_size": 64})
 
 
-def test_gguf_equals_the_llama_that_it_was_made_of(tmp_path):
+def test_a_gguf_has_the_logits_of_its_llama(tmp_path):
     theirs = make(tmp_path / "theirs", "llama of gguf")
     write_gguf(tmp_path / "small.gguf", theirs)
     assert_same_logits(converted(tmp_path / "small.gguf", tmp_path / "run"), theirs)
@@ -351,12 +351,12 @@ def test_a_quantized_gguf_in_a_wheel_is_dequantized_exactly(tmp_path):
     assert meta(tmp_path / "run")["source"]["precision"] == "Q8_0, F32"
 
 
-def test_a_public_gpt2_may_lie_elsewhere(tmp_path, monkeypatch):
+def test_a_public_gpt2_is_read_from_a_local_folder(tmp_path, monkeypatch):
     make(tmp_path / "theirs", "gpt2")
     monkeypatch.setitem(convert.PUBLIC, "gpt2", convert.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
     tool.main(["gpt2", f"--source={tmp_path / 'theirs'}", f"--out={tmp_path / 'run'}"])
     assert meta(tmp_path / "run")["source"]["licence"] == "MIT"
-    assert lookup.tokenizer(str(tmp_path / "run")).vocab_size == 61     # with the tokenizer that lies there
+    assert lookup.tokenizer(str(tmp_path / "run")).vocab_size == 61     # with the tokenizer of that folder
 
 
 # ---------------------------------------------------------------------------------------------------------- the network
@@ -364,7 +364,7 @@ def test_a_public_gpt2_may_lie_elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(server, tmp_path, monkeypatch):
-    """A server with a small GPT-2 that stands in for huggingface.co. It never sends its weights whole."""
+    """A server with a small GPT-2, in place of huggingface.co. It never sends the weights in one piece."""
     server.model = make(tmp_path / "hub", "gpt2")
     server.files, server.broken = contents(tmp_path / "hub"), {"model.safetensors"}
     monkeypatch.setitem(convert.PUBLIC, "gpt2", convert.PUBLIC["gpt2"]._replace(n_layer=2, n_embd=32))
@@ -373,7 +373,7 @@ def hub(server, tmp_path, monkeypatch):
     return server
 
 
-def test_an_interrupted_download_goes_on(hub, tmp_path, capsys):
+def test_an_interrupted_download_resumes(hub, tmp_path, capsys):
     out = tmp_path / "out" / "gpt2"
     assert_says("model.safetensors: the download broke off at .* run this again", refused(capsys, out, "gpt2"))
     tool.main(["gpt2", f"--out={out}"])
@@ -382,18 +382,18 @@ def test_an_interrupted_download_goes_on(hub, tmp_path, capsys):
     digest = hashlib.sha256(hub.files["model.safetensors"]).hexdigest()
     assert meta(out)["source"]["sha256"] == {"model.safetensors": digest}
     asked = len(hub.asked)
-    tool.main(["gpt2", f"--out={out}"])         # what is here is not fetched again
+    tool.main(["gpt2", f"--out={out}"])         # existing files are not fetched again
     assert len(hub.asked) == asked
 
 
-def test_no_network(hub, tmp_path, capsys):
+def test_a_missing_network_is_reported_in_one_line(hub, tmp_path, capsys):
     hub.shutdown()
     hub.server_close()
     line = refused(capsys, tmp_path / "out" / "gpt2", "gpt2")
     assert_says("gpt2's config.json could not be fetched .* name a folder with config.json .* by --source", line)
 
 
-def test_a_pip_that_finds_nothing(tmp_path, capsys, monkeypatch):
+def test_a_package_that_pip_does_not_find_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     pytest.importorskip("pip")
     pytest.importorskip("gguf")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -420,7 +420,7 @@ def smollm2(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_smollm2_is_what_its_file_says(smollm2):
+def test_smollm2_has_the_weights_of_its_file(smollm2):
     gguf = pytest.importorskip("gguf")
     run, path = smollm2
     state, found = weights(run), meta(run)
@@ -447,8 +447,8 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
 
 
 @pytest.mark.exhaustive
-def test_smollm2_in_transformers(smollm2, tmp_path):
-    """Exported, with its tokenizer: the same logits prove the order of rotary pairs on real weights."""
+def test_smollm2_has_the_same_logits_in_transformers(smollm2, tmp_path):
+    """The model is exported with its tokenizer. Equal logits prove the order of rotary pairs on real weights."""
     transformers = pytest.importorskip("transformers")
     tool.main(["export", str(smollm2[0]), str(tmp_path / "back")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
@@ -460,11 +460,11 @@ def test_smollm2_in_transformers(smollm2, tmp_path):
 
 @pytest.mark.exhaustive
 def test_token_ids_of_smollm2_equal_those_of_tokenizers_and_tiktoken(smollm2):
-    """Of half a megabyte of Python's own library and of odd characters, in one piece and where a long text is cut. For
-    tiktoken, ranks are ids, and digits stand by themselves, so a run of spaces before one stays whole."""
+    """The texts are half a megabyte of Python's own library and odd characters. The longest text is cut into parts. In
+    tiktoken, ranks are ids. Each digit is a piece of its own, so a run of spaces before it is not divided."""
     lib, tiktoken = pytest.importorskip("tokenizers"), pytest.importorskip("tiktoken")
     coder, theirs = lookup.tokenizer(str(smollm2[0])), lib.Tokenizer.from_file(str(smollm2[0] / "tokenizer.json"))
-    theirs.encode_special_tokens = True         # in a text they are text
+    theirs.encode_special_tokens = True         # special tokens in a text are text
     vocab, bytes_of = theirs.get_vocab(), {character: b for b, character in byte_alphabet().items()}
     ranks = {bytes(bytes_of[c] for c in token): i for token, i in vocab.items() if i >= 17}
     pattern = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
