@@ -153,7 +153,7 @@ def test_a_file_with_missing_rows_or_a_missing_file_is_refused(server, tmp_path,
     with pytest.raises(ValueError, match="boolq: what came has 1 rows, the public file 3,270"):
         benchmarks.fetch("boolq", tmp_path)
     monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/gone.zip"))
-    with pytest.raises(ValueError, match="boolq could not be fetched.*404|Not Found.*--source"):
+    with pytest.raises(ValueError, match="boolq could not be fetched.*(404|Not Found).*--source"):
         benchmarks.fetch("boolq", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -39,7 +39,7 @@ TABLE = [(f"--dtype={dtype}", f"--sm={sm}") for dtype in ("float32", "bfloat16")
 def test_kernels_compile_without_problems(flags):
     """Kernels do not spill, fit into the shared memory of every GPU that uses these tiles, use tensor cores, and
     compute as many exponentials as designed. The tiles were chosen with Triton 3.9; older versions may spill some."""
-    few = 72 if triton.__version__ < "3.9" else 0
+    few = 72 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 0
     bad = [row for row in compiled(*flags)["kernels"] if row["stack"] > few or {*row["problems"]} - {"spills"}]
     assert not bad, "\n".join(map(str, bad))
 

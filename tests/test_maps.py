@@ -47,7 +47,7 @@ def test_a_tokenizer_that_adds_a_space_and_symbols_have_labels():
     words = ["", " When", "supercalifragilistic"]
     coder = SimpleNamespace(decode=lambda ids: words[ids[0]], lengths=np.array([0, 6, 20]))
     assert labels_of([1, 2], "Whensupercalifragilistic", coder) == ["␣When", "supercalifrag…"]
-    assert labels_of([3, 64], None or "", coders.Numbers()) == ["3", "64"]
+    assert labels_of([3, 64], "", coders.Numbers()) == ["3", "64"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice

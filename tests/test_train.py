@@ -2,6 +2,7 @@
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -375,9 +376,12 @@ def test_heads_are_balanced_over_all_ranks(tmp_path, data):
 @pytest.mark.exhaustive
 def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
     """The flags of torchrun set up two nodes."""
+    with socket.socket() as free:               # the system names a port that nobody uses
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     flags = (*TINY, f"--dataset={data}", f"--out_dir={tmp_path / 'nodes'}", "--attn=elastic")
     agents = [subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}",
-                                "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={29511}",
+                                "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}",
                                 str(ROOT / "train.py"), *flags],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in (0, 1)]
     said = [agent.communicate(timeout=300)[0] for agent in agents]
