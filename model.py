@@ -115,8 +115,8 @@ class GPTConfig:
     # around the attention
     dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
-    qkv_bias: bool = knob(False, "biases of queries, keys and values, also without --bias")
-    norm: str = knob("layernorm", "kind of the norms of each block and before the head", ("layernorm", "rmsnorm"))
+    qkv_bias: bool = knob(False, "biases of queries, keys and values, even without --bias")
+    norm: str = knob("layernorm", "kind of norm, in each block and before the output layer", ("layernorm", "rmsnorm"))
     norm_place: str = knob(
         "pre", "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
         "(post, which needs a learning-rate warm-up)", ("pre", "out", "post"))
@@ -128,7 +128,7 @@ class GPTConfig:
     rope_scaling: str = knob(
         "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
         "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
-    bias_range: int = knob(512, "number of distances that a learned distance bias covers; beyond them it is 0")
+    bias_range: int = knob(512, "number of distances that a learned distance bias covers; it is 0 beyond them")
     # the attention: a recipe, its constants, the code that computes it
     attn: str = knob(
         next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless their flags are given",
@@ -223,7 +223,7 @@ class GPT(nn.Module):
         sqrt(2 n_layer).
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
-        lists in init_std what else is drawn. Each tensor has its own generator, seeded with (seed, its name): two
+        lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
         recipes share the initial values of the tensors that they share.
         """
         std = {}                                                        # {name of a parameter: its standard deviation}
@@ -294,7 +294,7 @@ class GPT(nn.Module):
         return any(block.attn.penalized for block in self.transformer.h)
 
     def penalty(self):
-        """What the layers add to the loss of the last training batch, in sum."""
+        """The sum of the layers' penalties for the last training batch."""
         return sum(block.attn.penalty for block in self.transformer.h)
 
     def num_params(self, embeddings=True):
@@ -309,7 +309,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """Floating-point operations of training on one token, forward and backward, as in PaLM's appendix B: 6 N, plus
-        what each attention layer needs, such as 12 C T."""
+        the operations of each attention layer, such as 12 C T."""
         return 6 * self.num_params(embeddings=False) + sum(block.attn.flops_per_token() for block in self.transformer.h)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):

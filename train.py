@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=8 train.py --attn=elastic    on eight GPUs, or as eight CPU processes
     python train.py --attn=elastic --init_from=resume      continue a stopped or killed run from its last checkpoint
 
-A value comes from the first of these that gives one: flag, recipe (--attn), preset (--preset), default.
+Each knob has the value of the first of these that sets it: flag, recipe (--attn), preset (--preset), default.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
-and log.csv. With --train_only=PART the run is an adapter: ckpt.pt holds only what was trained, and meta.json names
-the run that it belongs to.
--h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some of them:
+and log.csv. With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json
+names its base, the run of --init_from.
+-h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some defaults:
 see the presets at the end.
 """
 import math
@@ -46,19 +46,19 @@ from training.weights import resume, take_weights
 @dataclass
 class Train:
     """Flags of training"""
-    # what to train, and where it goes
+    # model, data, and the run's folder
     preset: str = knob(
         "tiny", "a named set of values for the other knobs", tuple(PRESETS))
     dataset: str = knob(
-        "stdlib", "a name in data/, or the path of a folder that a data script wrote. With --init_from=RUN its tokens "
-                  "must be those of that run's tokenizer")
+        "stdlib", "a name in data/, or the path of a folder that a data script wrote. With --init_from=RUN it "
+                  "must use that run's tokenizer")
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
     init_from: str = knob(
         "scratch", "scratch; resume: continue from out_dir's checkpoint; the folder of a run: start from its weights")
     train_only: str = knob(
-        "all", f"all: all weights; {', '.join(mixers.RETROFITS)}: only what this mixer adds to plain attention; lora: "
-        "only LoRA on attention's projections. Then all other weights stay as in --init_from, and the run saves an "
-        "adapter, which holds only what was trained",
+        "all", f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds to plain attention; "
+        "lora: only LoRA on attention's projections. All others stay as in --init_from, and such a run saves an "
+        "adapter, which holds only the trained weights",
         ("all", *mixers.RETROFITS, "lora"))
     lora_rank: int = knob(4, "rank of the matrices that --train_only=lora adds to each projection")
     lora_on: str = knob("both", "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
@@ -82,13 +82,13 @@ class Train:
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
     head_balance: float = knob(0.0, "weight of the head-balancing loss (lambda of eq. 9), which is 0 if all heads are "
                                     "equally important")
-    balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all but those that the next two flags "
-                                       "exclude (eq. 9)", ("routed", "all"))
-    balance_skip: int = knob(0, "number of first layers that it excludes")
-    balance_shared: float = knob(0.2, "fraction of the remaining heads, the most important ones, that it excludes")
+    balance_form: str = knob("routed", "heads that the loss balances: all (eq. 8), or all but those that the next "
+                                       "two flags exclude (eq. 9)", ("routed", "all"))
+    balance_skip: int = knob(0, "number of first layers that the loss excludes")
+    balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes")
     # evaluations and checkpoints
     eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint")
-    eval_iters: int = knob(20, "fixed windows of an evaluation, as a multiple of batch_size")
+    eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones")
     log_interval: int = knob(10, "steps between rows of log.csv")
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
@@ -128,7 +128,7 @@ class Batches:
         self.thread = ThreadPoolExecutor(1)
         self.ahead = {}                         # {the next step: the Future of its batches}
         self.waited = 0.0                       # seconds that the loop has waited for batches
-        self.choices = (len(split) - config.block_size - 1) // stride + 1               # possible starts of a window
+        self.choices = (len(split) - config.block_size - 1) // stride + 1               # number of possible starts
         if self.choices < 1:
             raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
                              f"block_size={config.block_size}: lower --block_size or add data")
@@ -140,7 +140,7 @@ class Batches:
 
     def read(self, step):
         """This rank's micro-batches of a step: pairs of inputs and targets, each (at most batch_size, T)."""
-        # every rank draws the windows of all ranks, and takes its own
+        # every rank draws the windows of all ranks and takes its own part
         starts = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total) * self.stride
         own = starts.reshape(self.machine.world, -1)[self.machine.rank]
         micro_batches = []
@@ -390,7 +390,7 @@ def resume_knobs(given):
     meta, _ = read_run(out_dir)
     stored = meta["knobs"]
     for name, value in given.items():
-        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0: "decide for me", and the run has
+        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0: "decide for me", as the run did
         if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
             raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
                              f"{name}={value}: leave out the flag, or start a new run with another --out_dir")

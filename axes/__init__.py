@@ -1,1 +1,1 @@
-"""What stands around a rule: positions, queries and keys, rows, outputs. One table an axis, one row a value."""
+"""The axes around a rule: positions, queries and keys, rows, outputs. Each axis is a table, each value a row."""

@@ -16,28 +16,28 @@ from torch.nn import functional as F
 
 
 class Constant(NamedTuple):
-    """A constant that --attn_args may set. The type of its default decides: a switch, a whole number, a number."""
+    """A constant that --attn_args may set. The type of its default decides: a switch, a whole number or any number."""
     default: Any
     low: float = -math.inf
     high: float = math.inf
-    word: str | None = None                     # one word that is allowed besides
+    word: str | None = None                     # one word that is allowed in place of a number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of an axis. Each axis adds a field with a name of its own for what its values compute."""
+    """One value of an axis. Each axis adds fields of its own for the functions of its values."""
     learns: Callable | None = None              # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
 
 
 def unchanged(layer, x, *_):
-    """What the value `none` of an axis computes."""
+    """The function of the value `none` of an axis."""
     return x
 
 
 def only(values, *names):
-    """These rows of a table."""
+    """The rows of a table with these names."""
     return {name: values[name] for name in names}
 
 
@@ -74,11 +74,11 @@ def split_heads(x, heads, width):
 
 
 def whole_bias(bias, heads, width):
-    """A learned key or value bias for every head, (heads, width): it may be shared by heads, or learn few channels."""
+    """Expand a learned key or value bias to (heads, width): repeat a shared one, fill missing channels with 0."""
     return F.pad(bias, (0, width - bias.shape[-1])).repeat_interleave(heads // len(bias), 0)
 
 
-BIAS_SIZES = {                                  # of learned key and value biases; When Attention Sink Emerges
+BIAS_SIZES = {                                  # shapes of learned key and value biases; When Attention Sink Emerges
     "bias_shared": Constant(False),             # one for all heads (table 12)
     "bias_dims": Constant("all", 1, word="all")}        # only the first channels learn, the others stay 0 (table 13)
 

@@ -1,4 +1,4 @@
-"""What attention and every other mixer of a block have in common: projections, learned choices, cache, and face."""
+"""The base class of attention and all other mixers: projections, learned choices, cache and interface."""
 import torch
 import torch.nn as nn
 
@@ -11,19 +11,19 @@ from axes.sight import Sight
 class Layer(nn.Module):
     """A layer built from the axes of a model.GPTConfig: module(x) takes (B, R, C) to (B, R, C).
 
-    Between the projections stands module.attend(q, k, v, x), whose inputs have the shapes that module.shapes gives as
-    {"q": (heads, width), ...}. module.weight_blocks(q, k, x) yields the attention weights, a block of rows at a time.
-    Each mixer defines both.
+    module.attend(q, k, v, x) computes everything between the projections. module.shapes holds the sizes of q, k and v
+    as {"q": (heads, width), ...}. module.weight_blocks(q, k, x) yields the attention weights, a block of rows at a
+    time. Each mixer defines both methods.
     """
     axes, numbers = {}, {}                      # the tables of its axes: axes/options.py
     heads_by = "diff"                           # the axis that decides how many heads q, k and v have
-    refused = {}                                # axis: why the mixer does not know its other values
+    refused = {}                                # {axis: why the mixer does not accept its other values}
     added = ()                                  # names of parameters and buffers that it adds to plain attention
-    retrofit = False                            # can they be trained alone, on top of a run (--train_only)?
+    retrofit = False                            # can `added` be trained alone, on top of a run (--train_only)?
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
-    penalized, penalty = False, 0.0             # does the layer add to the training loss, and what
-    fused_by = ()                               # Triton functions of a mixer that has its own, in their order
+    penalized, penalty = False, 0.0             # does the layer add a penalty to the loss, and its value
+    fused_by = ()                               # a mixer's own Triton functions, in the order of their calls
 
     def __init__(self, config, layer):
         super().__init__()
@@ -41,21 +41,21 @@ class Layer(nn.Module):
                                 bias=config.bias or config.qkv_bias)
         self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        # who sees whom, and the constant factor on scores
+        # which keys a row sees, and the constant factor on scores
         windowed = layer % config.window_every == 0
         scale = 1.0 if self.choices["scale"].bare else self.width ** -0.5
         self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
         self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
         # what the choices learn
-        self.init_std = {}                      # {parameter: std} of those that GPT.init_weights draws
+        self.init_std = {}                      # {parameter that GPT.init_weights draws: std}
         for choice in self.choices.values():
             for name, start in (choice.learns(self) if choice.learns else {}).items():
                 self.add(name, start)
 
     def add(self, name, start):
-        """Add what a choice learns or keeps. start: a module, a tensor of initial values (learn_<name>=0 among
-        --attn_args keeps it fixed), a Normal, a Redrawn weight of the module before it, or a Fixed. A layer used alone
-        is initialised here; GPT.init_weights redraws it from the model's seed."""
+        """Add a module, parameter or buffer of a choice. start: a module, a tensor of initial values
+        (learn_<name>=0 among --attn_args keeps it fixed), a Normal, a Redrawn weight of the module before it, or a
+        Fixed. A layer used alone is initialised here; GPT.init_weights redraws it from the model's seed."""
         if isinstance(start, (Normal, Redrawn)):
             self.init_std[name] = start.std
         if isinstance(start, Redrawn):
@@ -74,20 +74,20 @@ class Layer(nn.Module):
     # ------------------------------------------------------------------ from x to q, k, v, and from y back to x
 
     def heads_of(self, y):
-        """Projections y (B, R, sum of widths) to q, k and v (B, heads, R, width), with learned norms of q and k."""
+        """Split projections y (B, R, sum of widths) into q, k, v (B, heads, R, width). Apply learned norms to q, k."""
         parts = y.split([heads * width for heads, width in self.shapes.values()], -1)
         q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
         projected = self.choices["qk_norm"].projected
         return (projected(self, self.q_norm, q), projected(self, self.k_norm, k), v) if projected else (q, k, v)
 
     def featured(self, x):
-        """Queries or keys (.., D) through the norm without weights and the feature map."""
+        """Apply the norm without weights, then the feature map, to queries or keys (.., D)."""
         x = self.choices["qk_norm"].normed(self, x)
         return self.choices["feature"].mapped(self, x)
 
     def for_score_heads(self, x, axis):
-        """A tensor with one entry a key head along `axis`, repeated for the score heads that share the key head. Where
-        each view has its own of a pair of key heads, pairs are repeated."""
+        """Repeat a tensor with one entry per key head along `axis` for the score heads that share each key head. If the
+        two views of a head have separate key heads, repeat these in pairs."""
         shared = self.score_heads // x.shape[axis]
         if shared == 1:
             return x
@@ -96,7 +96,7 @@ class Layer(nn.Module):
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
     def output(self, y):
-        """The outputs of all heads y (B, heads, R, E) to (B, R, C)."""
+        """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
     # ------------------------------------------------------------------ cache and rotation
@@ -104,30 +104,30 @@ class Layer(nn.Module):
     def recall(self, past, k, v):
         """Append new keys and values to the cache `past`. Returns those of all cached tokens, and how many tokens have
         left the cache. Keys are cached before rotation: when some are dropped, the positions of the others change."""
-        tokens = past.get("tokens", 0) + k.shape[2]                     # with those that have left
+        tokens = past.get("tokens", 0) + k.shape[2]                     # including those that have left
         k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
         past.update(k=self.still_seen(k), v=self.still_seen(v), tokens=tokens)
         return k, v, tokens - k.shape[2]
 
     def still_seen(self, x):
-        """The cached keys or values (B, H, T, .) that the next token sees: the first ones, and a window less itself."""
+        """The cached keys or values (B, H, T, .) that the next token sees: first keys and the latest ones."""
         first, recent = self.sight.first, self.sight.window - 1
         if not self.sight.window or x.shape[2] <= first + recent:
             return x
-        if first and self.choices["pos"].bias is not no_bias:           # a distance bias would notice the gap between
+        if first and self.choices["pos"].bias is not no_bias:           # a bias needs the true distances
             return x
         return torch.cat([x[:, :, :first], x[:, :, x.shape[2] - recent:]], 2)
 
     def rotated(self, q, k):
-        """RoPE for the last R of T rows, and for all keys."""
+        """Apply RoPE to the queries of the last R of T rows and to all keys."""
         frequency, j = rope_frequencies(self.config, self.width, k.device), torch.arange(k.shape[2], device=k.device)
         return rotate(q, frequency, j[k.shape[2] - q.shape[2]:]), rotate(k, frequency, j)
 
-    # ------------------------------------------------------------------ the face to model, training and instruments
+    # ------------------------------------------------------------------ for model, training and instruments
 
     @property
     def exact(self):
-        """Is attend's output, before norms and gates, weights_of times the values? Else derivatives stand in."""
+        """Is attend's output, before norms and gates, weights_of times the values? If not, these are derivatives."""
         return self.rule.linear
 
     @property
@@ -150,18 +150,18 @@ class Layer(nn.Module):
         return w[:, 0::2], w[:, 1::2]
 
     def view_blocks(self, q, k, table=None, sight=None):
-        """The weights of every score head, a block of rows at a time: of attention alone."""
+        """The weights of every score head, a block of rows at a time. Only attention has them."""
         raise ValueError(f"--attn={self.config.attn} has no views of its weights and no tiles")
 
     @staticmethod
     def obstacles(config, device):
-        """Triples (kernel, condition under which it cannot run on this device, reason). Here PyTorch alone can."""
+        """Triples (kernel, condition under which it cannot run on this device, reason). By default only PyTorch can."""
         yield "triton", True, f"mixer {config.mixer} has no kernel"
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
     def finish_step(self, machine):
-        """The training loop calls this after every step. Some mixers settle what they counted of its tokens."""
+        """The training loop calls this after every step. Some mixers update themselves from its tokens."""
 
     @staticmethod
     def cannot_learn(config):
-        """Why training with this config would teach a mixer nothing, or None."""
+        """The reason why a mixer would learn nothing with this config, or None."""

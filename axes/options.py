@@ -1,4 +1,4 @@
-"""The choices of one layer: the value of each axis, the constants that --attn_args sets, what cannot be combined."""
+"""The choices of one layer: the value of each axis, the constants of --attn_args, and which choices exclude others."""
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,8 +30,8 @@ def needs_window_and_places(config, args, choices):
     if not config.window:
         return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
     if choices["pos"].rotates and config.feature == "elu":
-        return (f"--first with --pos={config.pos} scores the first keys from places of their own, which --feature=elu "
-                "would mix up: use another --feature or --pos")
+        return (f"--first with --pos={config.pos} gives the first keys places of their own, and --feature=elu would "
+                "mix them with the others: use another --feature or --pos")
 
 
 class Number(NamedTuple):
@@ -48,7 +48,7 @@ NUMBERS = {                                     # axes/sight.py says what they d
 
 
 def chosen(config, axes):
-    """{axis: the row of its value} of a config, on the axes of its mixer."""
+    """{axis: the row of its value} for a config. axes: those of its mixer."""
     return {axis: values[getattr(config, axis)] for axis, values in axes.items()}
 
 
@@ -61,7 +61,7 @@ def constants(config, axes):
     for part in filter(None, config.attn_args.split(",")):
         name, _, text = part.partition("=")
         if name not in known:
-            raise ValueError(f"unknown --attn_args key {name!r}: this recipe knows {', '.join(known) or 'none'}")
+            raise ValueError(f"unknown --attn_args key {name!r}: this recipe accepts {', '.join(known) or 'none'}")
         args[name] = parse_value(name, text, known[name])
     return args
 

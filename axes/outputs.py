@@ -27,7 +27,7 @@ from axes.rows import lambda_at_depth
 
 
 def plus_value(layer, o):
-    """o + v*, a learned constant for each head, N(0, 0.02) at first.
+    """o + v*, a learned vector for each head that starts as N(0, 0.02).
     Source: V biases of When Attention Sink Emerges, table 4."""
     return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
 
@@ -51,13 +51,13 @@ VALUE_BIASES = {
 
 
 def dex_corrected(layer, o):
-    """o - lambda(t) o W: every head may subtract what the value of a sink adds.
+    """o - lambda(t) o W: every head can subtract the contribution of a sink's value.
 
     lambda(t) = (1 - a) a lambda_init + a lambda_learned, with a = min(1, progress / anneal) and progress from 0 to 1
-    over the training. W and lambda_learned start at 0, where their gradients are 0. The first term, which fades in and
-    out, starts them.
-    Source: Kong et al. 2505.16333, without official code.
-    Differs from the paper: it corrects some heads of a trained model, and here all heads are corrected.
+    over the training. W and lambda_learned start at 0, where their gradients are 0. The first term fades in and out
+    again; it makes both gradients nonzero.
+    Source: Kong et al. 2505.16333, which has no official code.
+    Differs from the paper: it corrects some heads of a trained model. Here all heads are corrected.
     """
     a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
     factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
@@ -90,13 +90,13 @@ def head_norm(layer, o):
 
 def joint_norm(layer, o):
     """RMSNorm of all heads together.
-    Source: ReLA, Zhang et al. 2021. Its code has eps 1e-8, at which an empty row has a huge gradient."""
+    Source: ReLA, Zhang et al. 2021. Its code uses eps 1e-8, which gives an empty row a huge gradient."""
     together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)             # (B, R, heads E)
     return split_heads(layer.out_norm(together), *o.shape[1::2])
 
 
 def gated_norm(layer, o):
-    """The joint norm times sigmoid(g o) of the output before the norm, with a learned vector g, N(0, 0.02) at first.
+    """The joint norm of o, times sigmoid(g o). The vector g is learned and starts as N(0, 0.02).
     Source: ReLA's second form."""
     together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)             # (B, R, heads E)
     return split_heads(layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2])
@@ -134,7 +134,7 @@ OUT_NORMS = {
 def sigmoid_gate(layer, o, x):
     """o sigmoid(W x), with x the layer's input: one gate per head, or one per element of its output.
 
-    Gates start at 1/2. A closed gate spends nothing, so the head needs no sink.
+    Gates start at 1/2. A closed gate makes the output 0, so the head needs no sink.
     Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
     """
     return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))

@@ -1,6 +1,6 @@
-"""Positions: how a score learns where its query and key stand.
+"""Positions: how a score depends on the positions of its query and key.
 
-RoPE turns queries and keys before the score. Relative positions add a number to the score that depends on the distance
+RoPE rotates queries and keys before the score. Relative positions add a bias to the score that depends on the distance
 i - j. Absolute positions are embeddings, which model.py adds to the tokens.
 
 Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, W width of a table.
@@ -20,10 +20,10 @@ from axes.base import Choice, Constant, Fixed, Normal
 
 
 class Distance(NamedTuple):
-    """Relative positions as one value: b[h, i - j], which is added to the score. Each part is a tensor or None."""
+    """A bias by distance: b[h, i - j], added to the score. Each part is a tensor or None."""
     table: Any = None                           # (H, W): b at distances 0 .. W - 1
     tail: Any = None                            # (H,): b from distance W on; None: 0
-    slope: Any = None                           # (H,): times the distance, added everywhere
+    slope: Any = None                           # (H,): slope times distance is added everywhere
 
     def by_distance(self, T):
         """b at distances 0 .. T - 1, (H, T)."""
@@ -40,8 +40,8 @@ class Distance(NamedTuple):
     def bias(self, R, T):
         """b for the last R of T rows and all T keys, (H, R, T). Entries of later keys are meaningless: they are masked.
 
-        One vector a head holds b at every distance from T - 1 down to -(R - 1). Each row is a window on this vector,
-        one place further than the row before.
+        One vector per head holds b at every distance from T - 1 down to -(R - 1). Each row is a window on this vector,
+        one place further than the window of the row before.
         """
         return F.pad(self.by_distance(T).flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
 
@@ -56,8 +56,8 @@ def no_bias(layer):
 
 
 def learned_bias(layer):
-    """score + table[h, i - j], 0 beyond `bias_range`, 0 at the start.
-    Source: Lazy Attention, section 4.1. Its minus sign is part of our table."""
+    """score + table[h, i - j], where the table starts at 0; no bias beyond `bias_range`.
+    Source: Lazy Attention, section 4.1. The paper subtracts the bias; here the sign is part of the table."""
     return Distance(layer.table)
 
 
@@ -73,7 +73,7 @@ def alibi(layer):
 
 def alibi_slopes(layer):
     """m_h = 2^(-8 (h + 1) / H) where H is a power of 2. Otherwise the slopes of the next lower power P come first, then
-    every second slope of 2 P, as in the released code. Two views share one slope."""
+    every second slope of 2 P, as in the released code. The two views of a head share one slope."""
     heads = layer.heads
     lower = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
@@ -86,7 +86,7 @@ T5_FAR = 128                                    # from this distance on, all dis
 
 
 def t5_buckets(device=None):
-    """The bucket of each distance, (T5_FAR,): one for each of the nearest 16, then 16 that are even in the logarithm.
+    """The bucket of each distance, (T5_FAR,): one for each of the nearest 16, then 16 of equal width in the logarithm.
     Source: T5, Raffel et al. 1910.10683, section 2.1, and its code for causal attention."""
     near = T5_BUCKETS // 2
     distance = torch.arange(T5_FAR, device=device)
@@ -106,7 +106,7 @@ def t5_table(layer):
 
 
 def t5_index(layer):
-    """score + the number of the bucket, 0 to 31, so that far keys gain. Nothing is learned. It is a negative control.
+    """score + the number of the bucket, 0 to 31, which favours far keys. Nothing is learned. It is a negative control.
     Source: the released code of When Attention Sink Emerges computes this as relative positions (table 3, where its
     loss is 5.45 and the others' is 3.8)."""
     return Distance(layer.t5_index, layer.t5_index[:, -1])
@@ -138,8 +138,8 @@ def ntk_frequencies(frequency, ratio):
 
 
 def llama3_frequencies(frequency, factor, low, high, original):
-    """LLaMA 3.1: waves that fit into the original context at least `high` times stay. Waves that fit less than `low`
-    times become `factor` times longer. The change in between is smooth."""
+    """LLaMA 3.1: waves that fit into the original context at least `high` times keep their length. Waves that fit
+    less than `low` times become `factor` times longer. The change in between is smooth."""
     fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
     kept = ((fits - low) / (high - low)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / factor)
@@ -168,7 +168,7 @@ def parse_rope_scaling(text):
 
 
 def rotate(x, frequency, positions):
-    """RoPE: turn the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by the angle position * frequency_c.
+    """RoPE: rotate the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by the angle position * frequency_c.
 
     positions (T,), frequency (D // 2,). Channels are paired half by half, as in GPT-NeoX and LLaMA. An odd last channel
     stays as it is. Source: Su et al. 2021.
@@ -207,7 +207,7 @@ class Sinusoids(nn.Module):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(Choice):
     bias: Callable = no_bias                    # layer -> Distance, which is added to the score, or None
-    rotates: bool = False                       # q and k turn by RoPE
+    rotates: bool = False                       # RoPE rotates q and k
     embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
     shared: tuple = ()                          # names of learned tensors that all layers share
 

@@ -16,7 +16,7 @@ from axes.base import Choice, Constant, Redrawn, split_heads, unchanged, wide
 
 
 def unit_length(layer, x):
-    """x / |x|. The norm has no weights, so it may come after RoPE. TRA and LSSAR."""
+    """x / |x|. The norm has no weights, so it may come after RoPE. As in TRA and LSSAR."""
     return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
 
 
@@ -26,12 +26,12 @@ def unit_square(layer, x):
 
 
 def norm_of_heads(layer, norm, x):
-    """RMSNorm of each head, with learned weights (D,) for queries and (D,) for keys. Qwen3."""
+    """RMSNorm of each head, with learned weights (D,) for queries and (D,) for keys. As in Qwen3."""
     return norm(wide(x)).to(x.dtype)
 
 
 def norm_of_layer(layer, norm, x):
-    """RMSNorm of all heads together, with learned weights (H D,) for queries and (Hk D,) for keys. OLMo 2."""
+    """RMSNorm of all heads together, with learned weights (H D,) for queries and (Hk D,) for keys. As in OLMo 2."""
     return split_heads(norm(wide(x).transpose(1, 2).flatten(2)), *x.shape[1::2]).to(x.dtype)
 
 
@@ -43,7 +43,7 @@ def norms_of_qk(layer, q_width, k_width):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QKNorm(Choice):
     normed: Callable = unchanged                # layer, x -> x: queries or keys, after rotation
-    projected: Callable | None = None           # layer, a learned norm, x -> x: before rotation, as its weights need
+    projected: Callable | None = None           # layer, a learned norm, x -> x: before rotation
 
 
 QK_NORMS = {
@@ -111,9 +111,9 @@ def ssmax_scalars(layer):
 
 
 def asentmax_scale(layer, n):
-    """ASEntmax: the score is multiplied by 1 + beta_h log(n_i + 1)^gamma_h. A head may learn to let it grow or shrink.
+    """ASEntmax: the score is multiplied by 1 + beta_h log(n_i + 1)^gamma_h. A head can learn whether this factor grows.
 
-    Learned: scale_beta (H,), at first spread evenly over the heads from 0.1 to 1, and scale_gamma (H,), at first 0.
+    Learned: scale_beta (H,), at first evenly spread over the heads from 0.1 to 1; scale_gamma (H,), at first 0.
     Source: the asentmax repository, sparse_gemma.py.
     Differs from that code: it draws beta from that range and gamma from N(0, 0.1). Its recommended form has
     beta = softplus(x W) and gamma = 2 tanh(x W') for each token, and scales only the heads without positions; its other

@@ -43,18 +43,18 @@ def over_max1(r, n):
 def already_normalized(config, args, choices):
     if choices["rule"].normalizes:
         return (f"--normalize={config.normalize} is for rules without a normaliser of their own, such as relu or "
-                f"sigmoid, and not for --rule={config.rule}")
+                f"sigmoid: leave it out with --rule={config.rule}")
 
 
 def sum_may_be_zero(config, args, choices):
     if config.rule == "identity" and config.feature != "elu":
-        return "--normalize=sum divides by sums that weights of either sign may bring to 0: use --normalize=max1"
+        return "--normalize=sum divides by row sums, which can be 0 for weights of either sign: use --normalize=max1"
     return already_normalized(config, args, choices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalizer(Choice):
-    divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> what divides the row; None: 1
+    divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> the row's divisor; None: 1
     needs_sum: bool = False                     # the divisor depends on r
 
 
@@ -74,7 +74,7 @@ def zero_score(layer, q):
 
 
 def logit_score(layer, q):
-    """c = b_h, learned, 0 at first. Source: GPT-OSS, which prints no initial value; transformers has N(0, 0.02)."""
+    """c = b_h, learned, 0 at first. Source: GPT-OSS, which gives no initial value; transformers has N(0, 0.02)."""
     return layer.sink_logit[:, None, None]
 
 
@@ -91,8 +91,8 @@ def sink_key(layer):
 
 
 def sink_key_and_value(layer):
-    """v* starts as N(0, 0.02). With value_norm=NUMBER it is fixed at that norm, along the first axis or (value_even)
-    along all. Source: When Attention Sink Emerges, table 5."""
+    """v* starts as N(0, 0.02). With value_norm=NUMBER it is fixed at that norm, along the first channel or
+    (value_even) along all. Source: When Attention Sink Emerges, table 5."""
     heads, width = layer.shapes["v"]
     if layer.args["value_norm"] == "learned":
         return sink_key(layer) | {"sink_value": Normal(0.02, bias_shape(layer, heads, width))}
@@ -106,8 +106,8 @@ def sink_value(layer, heads):
 
 def needs_softmax(config, args, choices):
     if config.rule != "softmax":
-        return (f"--sink={config.sink} needs --rule=softmax: an extra key merges exactly by log-sum-exp, which rule "
-                f"{config.rule} does not have")
+        return (f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, and rule "
+                f"{config.rule} has none")
     if args.get("value_even") and args["value_norm"] == "learned":
         return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
     return wrong_bias_dims(config, args, choices) if "bias_dims" in args else None
@@ -142,8 +142,8 @@ SINKS = {
 
 
 def share_of_keys(layer, q, r, n):
-    """The share of their weights that the real keys of a row keep, (B, H, R, 1), or None where they keep all: one over
-    the row normaliser, or what an extra key leaves."""
+    """The factor on the weights of a row's real keys, (B, H, R, 1): 1 / the row normaliser, or 1 minus the weight of
+    the extra key. None: no factor."""
     if layer.choices["normalize"].divisor:
         return 1 / layer.choices["normalize"].divisor(r, n[:, None])
     if layer.has_extra_key:
@@ -151,7 +151,8 @@ def share_of_keys(layer, q, r, n):
 
 
 def spent(layer, o, q, r, n):
-    """The output (B, H, R, E) after the row normaliser or the extra key, whose value gets the rest of the share."""
+    """Apply the row normaliser or the extra key to the output o (B, H, R, E). The extra key's value gets the weight
+    that the real keys lose."""
     share = share_of_keys(layer, q, r, n)
     if share is None:
         return o
@@ -177,17 +178,17 @@ def lambda_logit(layer):
 def lambda_of_head(layer, x):
     """sigmoid(lambda_logit_h), 0.5 at first.
     Source: Threshold Differential Attention.
-    Differs from the paper: it prints no initial value. Its code clamps lambda to [0, 1], where the gradient ends."""
+    Differs from the paper: it gives no initial value. Its code clamps lambda to [0, 1], where the gradient ends."""
     return torch.sigmoid(layer.lambda_logit)[:, None, None]
 
 
 def lambda_of_layer(layer, x):
-    """exp(q1.k1) - exp(q2.k2) + lambda_init of four learned vectors (D,), N(0, 0.1), and the depth: one a layer.
+    """exp(q1.k1) - exp(q2.k2) + lambda_init, from four learned vectors (D,), N(0, 0.1), and the depth: one per layer.
 
-    Source: Ye et al. 2410.05258, eq. 3. Its code holds two layers: multihead_diffattn.py shares one key head between
+    Source: Ye et al. 2410.05258, eq. 3. Its code has two versions: multihead_diffattn.py shares one key head between
     both views. multihead_flashdiff_1.py, which it recommends, gives each view its own, as here.
-    Differs from the paper: it norms by GroupNorm. Its code has RMSNorm with one weight for all heads, as here;
-    transformers pairs heads h and h + H/2 and has no weight.
+    Differs from the paper: it has a GroupNorm. Its code has an RMSNorm with one weight for all heads, as here.
+    transformers pairs heads h and h + H/2, and its norm has no weight.
     """
     ups, downs = (layer.lambda_q1 * layer.lambda_k1).sum(), (layer.lambda_q2 * layer.lambda_k2).sum()
     return ups.exp() - downs.exp() + lambda_at_depth(layer.depth)
@@ -212,10 +213,10 @@ def needs_pairs(config, args, choices):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference(Choice):
-    """o = o_a - mix o_b, so that what both views spend on a sink cancels."""
+    """o = o_a - mix o_b. The weight that both views put on a sink cancels."""
     mix: Callable | None = None                 # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
-    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # n_head, n_kv_head, width -> those of q, k, v
-    own_keys: bool = False                      # each view has its own of a pair of key heads
+    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # -> (heads, width) of q, k, v
+    own_keys: bool = False                      # each view has a key head of its own
     after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
 
 

@@ -1,14 +1,14 @@
-"""Who sees whom: causal attention, windows, first keys."""
+"""Which keys a row sees: causal attention, windows, first keys."""
 from typing import NamedTuple
 
 
 class Sight(NamedTuple):
     """Which keys the rows of a layer see, and the constant factor on their scores."""
     scale: float = 1.0
-    window: int = 0                             # a row sees so many keys, its own included (0: all),
-    first: int = 0                              # and besides them so many first keys
+    window: int = 0                             # number of keys that a row sees, its own included; 0: all
+    first: int = 0                              # number of first keys that it sees beyond the window
     hidden: int = -1                            # a key that only its own row sees: for instruments, never in training
-    skip_dead: bool = True                      # the kernels skip tiles without any weight; off to measure the gain
+    skip_dead: bool = True                      # the kernels skip tiles without any weight; False to measure the gain
 
 
 def visible(i, j, sight):

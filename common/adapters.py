@@ -1,7 +1,7 @@
-"""Adapters: train a small part of a model, and leave the rest as another run has it (--train_only).
+"""Adapters: train a small part of a model on top of another run's weights (--train_only).
 
-The part is either LoRA, thin matrices beside the projections of attention, or what a mixer adds to plain attention.
-This file prepares the model; common/runs.py stores an adapter, and puts it back on the run that it was trained on.
+The part is either LoRA, low-rank matrices added to attention's projections, or the weights that a mixer adds to plain
+attention. This file prepares the model. common/runs.py stores an adapter and puts it back on its base run.
 """
 import torch
 import torch.nn as nn
@@ -13,9 +13,9 @@ PROJECTIONS = {"both": ("c_attn", "c_proj"), "c_attn": ("c_attn",), "c_proj": ("
 
 
 class LoRA(nn.Linear):
-    """A linear layer W x + B A x. The weight W (out, in) is kept; A (rank, in) and B (out, rank) learn.
+    """A linear layer W x + B A x. The weight W (out, in) stays; A (rank, in) and B (out, rank) are learned.
 
-    B is 0 at first, so the layer begins as W x. From Hu et al. 2021 (arXiv 2106.09685), section 4.1, which multiplies
+    B starts at 0, so the layer begins as W x. From Hu et al. 2021 (arXiv 2106.09685), section 4.1, which multiplies
     B A by alpha / rank: here alpha is the rank. generator: draws the initial A."""
 
     def __init__(self, linear, rank, generator):
@@ -42,13 +42,13 @@ def merged(state, path):
         module = name.removesuffix(".lora_a")
         a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
         if b is None or weight is None or (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]):
-            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or is not whole")
+            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or lacks a matrix")
         state = state | {f"{module}.weight": weight.float() + b @ a}
     return {name: value for name, value in state.items() if ".lora_" not in name}
 
 
 def freeze_all_but(model, part):
-    """Train only LoRA (part "lora"), or what the model's mixer adds to plain attention (part: the name of a mixer).
+    """Train only LoRA (part "lora"), or the weights that the mixer adds to attention (part: the mixer's name).
 
     Raises ValueError if the mixer adds nothing."""
     for name, p in model.named_parameters():

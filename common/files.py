@@ -1,4 +1,4 @@
-"""What every command needs: files that are never half written, and errors in one line.
+"""For every command: files that are never half written, and errors in one line.
 
 This module imports no other module of this repository.
 """
@@ -66,7 +66,7 @@ def optional(module):
 
 @contextlib.contextmanager
 def one_line_errors():
-    """End a command with one sentence instead of a traceback where the input or the disk is at fault."""
+    """End a command with one sentence instead of a traceback if the input or the disk is at fault."""
     try:
         yield
         sys.stdout.flush()

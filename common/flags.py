@@ -1,7 +1,7 @@
 """Flags made from dataclasses, and their precedence.
 
 A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4 both work, -h lists
-every knob with its meaning, and a wrong flag or value is one line that names the valid ones.
+every knob with its meaning, and a wrong flag or value ends with one line that names the valid ones.
 
 Precedence: a flag overrides the recipe (--attn), the recipe overrides the preset or the stored run, and these override
 the default. `with_recipe` combines the first three; the default is in the dataclass.
@@ -37,7 +37,7 @@ def add_flags(parser, *groups):
             if field.metadata["positional"]:
                 name, metavar, reads = field.name, field.name, {"nargs": "?"}           # optional, with a default
             choices, default = field.metadata["choices"], field.default
-            meaning = field.metadata["help"].replace("%", "%%")         # argparse would read % as its own
+            meaning = field.metadata["help"].replace("%", "%%")         # argparse formats help texts with %
             if choices and len(choices) <= 8:
                 metavar = None                  # argparse lists them
             elif choices:

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on what they are for, so a run can be repeated, resumed and split over ranks."""
+"""Random numbers that depend only on their purpose, so a run can be repeated, resumed and split over ranks."""
 import zlib
 
 import numpy as np

@@ -3,9 +3,9 @@
     ckpt.pt     model, optimizer, scaler and step; loads with weights_only=True; names of the uncompiled module.
                 An adapter (--train_only) stores only the parameters that it trained; its base has the others
     meta.json   every knob, versions, hashes, losses: enough to build the model again. For an adapter also its base, the
-                run that it was trained on: {path, weights}, where weights is their fingerprint
+                run that it was trained on: {path, weights: their fingerprint}
     log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu, with --head_balance
-                also its loss. Public weights have no log
+                also that loss. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
 
 Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last
@@ -49,7 +49,7 @@ class Run:
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + more
 
     def begin(self, meta):
-        """Open the log. A new run moves an earlier run's files aside. A resumed run forgets the rows after its
+        """Open the log. A new run moves an earlier run's files aside. A resumed run drops the rows after its
         checkpoint (`saved`), because it writes them again."""
         self.meta = meta
         if not self.main:
@@ -94,7 +94,7 @@ class Run:
         """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json, which does no harm."""
         if not self.main:
             return
-        kept = frozen(model)                    # an adapter's base has these
+        kept = frozen(model)                    # an adapter's base holds these
         learned = {name: value for name, value in model.state_dict().items() if name not in kept}
         state = {"model": learned, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                  "step": step}
@@ -118,7 +118,7 @@ class Run:
         except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
             raise OSError(
                 f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}. Free "
-                "some space there, or name another folder with --out_dir; --init_from=resume goes on") from None
+                "some space there, or name another folder with --out_dir; continue with --init_from=resume") from None
 
     def last_good(self):
         return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
@@ -134,7 +134,7 @@ def describe(knobs, config, machine, parameters, data_hash, flags):
 
 
 def made_by():
-    """The entries of meta.json on what wrote it."""
+    """The entries of meta.json about the code that wrote it."""
     return {
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}}
@@ -242,10 +242,10 @@ def find_base(meta, folder):
     base = next((place for place in places if (place / "meta.json").exists()), None)
     if base is None:
         raise ValueError(f"{folder} is an adapter, trained on top of the run {named}, which is neither there nor in "
-                         f"{places[1]}: bring that run back, or call this from the folder that the path begins in")
+                         f"{places[1]}: restore that run, or call this from the folder where that path begins")
     if fingerprint(base) != meta["base"]["weights"]:
         raise ValueError(f"{folder} is an adapter for other weights than those in {base}, which have changed or are "
-                         "another run's: bring back the run that it was trained on top of, or train it again on this")
+                         "another run's: restore the run that it was trained on, or train the adapter again")
     return base
 
 
@@ -271,7 +271,7 @@ def load_weights(model, state, path, new=(), copy=True):
             theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, expected))
             check_projections(model.config, name, theirs, ours)
             raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
-                             "model; give it the run's own --attn and axes, or ones with the same parameters")
+                             "model; use the run's own --attn and axes, or ones with the same parameters")
     model.load_state_dict(state, assign=not copy)
     model.tie()
 
@@ -286,8 +286,8 @@ def check_projections(config, name, theirs, ours):
     rows = (config.n_head + 2 * config.n_kv_head) * config.head_width                   # of queries, keys and values
     if name.endswith(".attn.c_attn.weight") and theirs[0] == rows != ours[0]:
         raise ValueError(
-            f"--attn={config.attn} (--diff={config.diff}) needs projections of another shape and cannot be put under "
-            f"these weights: c_attn would be {ours} and is {theirs}. {', '.join(USUAL)} and most other recipes can")
+            f"--attn={config.attn} (--diff={config.diff}) needs projections of another shape and cannot use these "
+            f"weights: c_attn is {theirs} and would be {ours}. Use {', '.join(USUAL)} or most other recipes")
 
 
 def what_is_new(new, path):

@@ -4,7 +4,7 @@ possible loss is known.
     python data/backcopy.py
 
 A sequence is BOS, then symbols 0..63. The next symbol is drawn from the bigram row of the current one (each row
-Dirichlet(0.1)), except after one of five trigger symbols: a trigger is followed by a copy of the symbol that stood
+Dirichlet(0.1)), except after one of five trigger symbols: a trigger is followed by a copy of the symbol
 before it. So a head has work to do on triggers only; on all other rows it must find a way to do nothing.
 
 After BOS, and where the symbol before a trigger is BOS or the fixed token, the bigram row decides.
@@ -68,7 +68,7 @@ def prepare(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
-    parser.add_argument("--seed", type=int, default=0, help="of the table, the triggers and the sequences")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the table, the triggers and the sequences")
     parser.add_argument("--length", type=int, default=64,
                         help="symbols in a sequence; train with --block_size no larger")
     parser.add_argument("--sequences", type=int, default=40_000)

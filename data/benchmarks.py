@@ -1,16 +1,16 @@
-"""Public benchmarks: what is asked, in the words that lm-evaluation-harness 0.4.13 puts it in, and where it comes from.
+"""Public benchmarks: fetch their files, and turn their rows into questions in lm-evaluation-harness 0.4.13's words.
 
     python data/benchmarks.py                           all of them, into data/benchmarks/
     python data/benchmarks.py --tasks=piqa,lambada      some of them
-    python data/benchmarks.py --source=FOLDER           from files that are here already
+    python data/benchmarks.py --source=FOLDER           from local files
 
-These are for evaluation only (python eval.py bench); nothing here is to train on. A file is kept as its authors wrote
-it, one JSON object a line, and has one of the names in TASKS below, also as .gz; WikiText is the plain text. The rows
-that a file should have are counted before it gets its name. Of a zip only what is wanted is fetched: ARC's has 680 MB
-of which two are the questions.
+They are for evaluation only (python eval.py bench), not for training. A file stays as its authors wrote it: one JSON
+object per line, and plain text for WikiText. Its name is one of those in TASKS below, or the same with .gz. A fetched
+file gets its name only if it has the expected number of rows. Only the needed parts of a zip are fetched: ARC's zip has
+680 MB, of which the questions are 2 MB.
 
-Each row of a file becomes a Row: for every choice a context and what might follow it. The words around the question are
-lm-evaluation-harness's, since a score depends on every space of them.
+Each row of a file becomes a Row: a context and a possible continuation for every choice. The words around the question
+are those of lm-evaluation-harness, because every space in them affects a score.
 """
 import argparse
 import http.client
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent / "benchmarks"
 
 
 class Row(NamedTuple):
-    """One question: after contexts[i] and a space comes choices[i]. gold: the right one."""
+    """One question: choices[i] follows contexts[i] and a space. gold: the index of the right choice."""
     contexts: list[str]
     choices: list[str]
     gold: int
@@ -49,7 +49,7 @@ def question(context, choices, gold):
 
 
 def hellaswag(row):
-    """Zellers et al. 2019. Some copies have the fields joined and cleaned already: query, choices, gold."""
+    """Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
     if "query" in row:
         return question(row["query"], row["choices"], row["gold"])
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
@@ -153,7 +153,7 @@ class Task(NamedTuple):
     file: str                                   # its name here
     rows: int                                   # number of rows of the public split
     read: Callable | None                       # row of the file -> Row; None: WikiText
-    url: str                                    # the authors' own
+    url: str                                    # where its authors publish it
     members: tuple = ()                         # of a zip: names of the file and, if separate, of its labels
 
 
@@ -216,8 +216,8 @@ def those_in(folder):
 
 
 def read(name, folder):
-    """The rows of a task: [Row], for wikitext [Page]. Raises ValueError if its file is missing, damaged or another
-    file."""
+    """The rows of a task: [Row], for wikitext [Page]. Raises ValueError if its file is missing, damaged or not
+    this task's."""
     path = find(name, folder)
     if path is None:
         raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
@@ -241,8 +241,8 @@ def read_rows(name, path):
                 rows.append(checked(task.read(json.loads(line))))
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 what = f"it lacks {e}" if isinstance(e, KeyError) else e
-                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the file again, its "
-                                 f"public form is that of {task.url}") from None
+                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the file "
+                                 f"again, in the form of {task.url}") from None
     return rows
 
 
@@ -261,8 +261,7 @@ def checked(row):
 
 
 class Remote(io.RawIOBase):
-    """A file at a URL, of which only the parts that are read are fetched. Raises OSError if the server cannot do that.
-    """
+    """A file at a URL. Only the parts that are read are fetched. Raises OSError if the server cannot do that."""
 
     def __init__(self, url):
         self.url, self.size, self.place = url, size_of(url), 0
@@ -323,10 +322,10 @@ def settle(name, part, path, digest):
     """Rename a fetched file if it is the complete public file. Raises ValueError."""
     try:
         if digest and files.sha256(part) != digest:
-            raise ValueError(f"{name}: what came is not the public file (sha256 differs): run this again")
+            raise ValueError(f"{name}: the fetched file is not the public one (sha256 differs): run this again")
         count, wanted = len(read_rows(name, part)), TASKS[name].rows
         if count != wanted:
-            raise ValueError(f"{name}: what came has {count:,} rows, the public file {wanted:,}: run this again")
+            raise ValueError(f"{name}: the fetched file has {count:,} rows, the public one {wanted:,}: run this again")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -345,10 +344,10 @@ def copy(name, source, folder):
 def main(argv):
     parser = argparse.ArgumentParser(prog="benchmarks.py", description=__doc__, usage=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--tasks", help="which, separated by commas (default: all, or with --source all that are there)"
+    parser.add_argument("--tasks", help="tasks, separated by commas (default: all, or with --source those found there)"
                                         f": {', '.join(TASKS)}")
-    parser.add_argument("--source", type=Path, help="folder with the files; without, they are fetched")
-    parser.add_argument("--out_dir", type=Path, default=HERE, help="where they go (data/benchmarks)")
+    parser.add_argument("--source", type=Path, help="folder with the files; without it they are fetched")
+    parser.add_argument("--out_dir", type=Path, default=HERE, help="folder for the files (data/benchmarks)")
     args = parser.parse_args(argv)
     with files.one_line_errors():
         for name in task_names(args.tasks) if args.tasks else those_in(args.source) if args.source else TASKS:

@@ -3,7 +3,7 @@
     name, vocab_size, separator     separator: the id between two texts
     content                         content of its tokenizer.json; None: it needs no file
     lengths                         bytes of text of each id, (vocab_size,)
-    encode(text), decode(ids)       special tokens are not parsed from text, and not shown
+    encode(text), decode(ids)       special tokens are neither parsed from text nor shown
     ends(id_hints)                  the ids that end the text of a model with this tokenizer
     exported()                      the tokenizer as a tokenizer.json, or None
 
@@ -154,8 +154,8 @@ class Numbers:
     def encode(self, text):
         words = text.split()
         if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
-            raise ValueError("the tokens of this data set are symbols, so a prompt is numbers separated by spaces, "
-                             f"not {text!r}")
+            raise ValueError("the tokens of this data set are symbols, so a prompt must be numbers separated by "
+                             f"spaces, not {text!r}")
         return np.array([int(word) for word in words], dtype=np.uint16)
 
     def decode(self, ids):
@@ -199,7 +199,7 @@ class HuggingFace:
         begins, ends = self.special_ids(id_hints, "bos"), self.special_ids(id_hints, "eos")
         if candidates := [*self.ids_of(END), *put_before, *begins, *ends]:
             return candidates[0]
-        raise ValueError(f"{path} does not say which token goes between two texts: write "
+        raise ValueError(f"{path} does not name the token between two texts: write "
                          f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
 
     def special_ids(self, id_hints, role):
@@ -237,7 +237,7 @@ class HuggingFace:
             return len(spelling)
         if re.fullmatch("<0x[0-9A-F]{2}>", spelling):                   # a byte by its number
             return 1
-        return len(spelling.replace("\u2581", " ").encode())            # U+2581 stands for a space
+        return len(spelling.replace("\u2581", " ").encode())            # U+2581 means a space
 
     def encode(self, text):
         parts = cut(text) if self.byte_level else [text]                # SentencePiece's words may contain spaces

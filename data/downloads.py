@@ -1,4 +1,4 @@
-"""Downloads that resume where they broke off."""
+"""Downloads that continue where they stopped."""
 import http.client
 import os
 import urllib.request
@@ -22,7 +22,7 @@ def size_of(url):
     """Size in bytes of the file at a URL, as its server states it."""
     with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
         if "Content-Length" not in answer.headers:
-            raise OSError("the server does not say how large it is")
+            raise OSError("the server does not state the file's size")
         return int(answer.headers["Content-Length"])
 
 
@@ -35,7 +35,7 @@ def download(url, path, size, digest, what, otherwise):
     have = part.stat().st_size if part.exists() else 0
     try:
         size = size_of(url) if size is None else size
-        here = f", {have / 1e6:,.1f} of them are here" if have else ""
+        here = f", {have / 1e6:,.1f} of them already here" if have else ""
         print(f"fetching {url} ({size / 1e6:,.1f} MB{here})", flush=True)
         if have < size:
             append_rest(url, part, have)
@@ -44,10 +44,10 @@ def download(url, path, size, digest, what, otherwise):
                          f"run this again with network, or {otherwise}") from None
     have = part.stat().st_size
     if have < size:
-        raise ValueError(f"{what}: the download broke off at {have:,} of {size:,} bytes: "
-                         f"run this again, it goes on from there, or {otherwise}")
+        raise ValueError(f"{what}: the download stopped at {have:,} of {size:,} bytes: "
+                         f"run this again to continue it, or {otherwise}")
     if have != size or digest not in (None, files.sha256(part)):
         part.unlink()
-        raise ValueError(f"{what}: what came is not the public file (sha256 differs) and was deleted: "
+        raise ValueError(f"{what}: the fetched file is not the public one (sha256 differs) and was deleted: "
                          f"run this again, or {otherwise}")
     os.replace(part, path)

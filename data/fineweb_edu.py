@@ -2,17 +2,17 @@
 byte pairs.
 
     python data/fineweb_edu.py                              all: 28.5 GB to fetch, 20 GB of shards
-    python data/fineweb_edu.py --train_shards 10            1 billion tokens; call again with more to go on
+    python data/fineweb_edu.py --train_shards 10            1 billion tokens; a later call with more continues
     python data/fineweb_edu.py --source FOLDER --out_dir data/mine
                                                             local .parquet, .jsonl, .txt (or .gz of the last two)
     python data/fineweb_edu.py --tokenizer smollm2          in the tokenizer of the run out/smollm2; goes to
                                                             data/fineweb_edu-smollm2
 
-The separator goes before each document, and the documents one after another into shards of 100 M tokens, cut wherever
-a shard is full: val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
+Each document begins with the separator. The documents fill shards of 100 M tokens and continue in the next shard when
+one is full: val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
 
-Stop it, or kill it, and start it again: progress.json says where in the source the next shard begins, so the files come
-out the same.
+You can stop or kill it and start it again: progress.json records where in the source the next shard begins, so the
+files are the same.
 """
 import itertools
 import sys
@@ -151,8 +151,8 @@ def write_shards(args, state, stream, coder):
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "fineweb_edu", "gpt2")
     parser.add_argument("--shard_tokens", type=int, default=100_000_000,
-                        help="tokens a shard, and tokens held out (default: %(default)s)")
+                        help="tokens per shard; the first shard is held out (default: %(default)s)")
     parser.add_argument("--train_shards", type=int, default=0,
-                        help="stop after so many; 0: at the end of the source (default: %(default)s)")
+                        help="number of training shards; 0: all of the source (default: %(default)s)")
     with files.one_line_errors():
         prepare(parser.parse_args())

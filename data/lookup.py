@@ -1,7 +1,7 @@
 """Find a tokenizer (coders.py) by a name on the command line, or by the files in a folder.
 
 The meta.json of a run or a data set names the tokenizer of its ids. For a public model's tokenizer, the folder also
-holds its tokenizer.json, and meta.json has the id between two texts ("separator").
+holds its tokenizer.json, and meta.json names the id between two texts ("separator").
 """
 import json
 from pathlib import Path

@@ -4,9 +4,9 @@
     python data/shakespeare.py --tokenizer gpt2     GPT-2 byte pairs, 0.3 M tokens
     python data/shakespeare.py --tokenizer smollm2  those of the run out/smollm2; goes to data/shakespeare-smollm2
 
-The first 90 % of the characters are to train on, the rest is held out, and each part is encoded by itself, without
-separators: the same tokens as nanoGPT's. The file is fetched once into the data set's folder; --source names a local
-copy (also .gz), or a folder with one.
+The first 90 % of the characters are the training split, the rest is held out. Each part is encoded by itself, without
+separators, as in nanoGPT. The file is fetched once into the data set's folder; --source names a local copy (also .gz),
+or a folder with one.
 """
 import hashlib
 import sys

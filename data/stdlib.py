@@ -1,10 +1,10 @@
-"""The data set for a machine without network: Python's own standard library, as found on it, byte by byte.
+"""The data set for a machine without network: Python's own standard library, byte by byte.
 
     python data/stdlib.py
     python data/stdlib.py --tokenizer smollm2       in the tokenizer of the run out/smollm2; goes to data/stdlib-smollm2
 
 About 12 MB of source text under 257 symbols (256 bytes and a separator before each file). The files are read, never
-imported; tests are left out; about one file in twenty, chosen by a hash of its name, is held out for validation. The
+imported. Tests are left out. About one file in twenty, chosen by a hash of its name, is held out for validation. The
 text differs a little between Python versions, so compare losses only on one machine.
 """
 import platform

@@ -7,15 +7,14 @@
     python train.py --dataset=books --init_from=out/smollm2                    goes to data/books-smollm2
 
 A .jsonl (or .parquet) holds a document in the "text" field of each row; any other file is one document if it is UTF-8;
-.gz of these is unpacked. In a folder, files that are empty or binary are passed over. A separator goes before each
-document.
+.gz of these is unpacked. In a folder, empty and binary files are skipped. Each document begins with a separator.
 
-With --fixed_at=16 --length=256 the text is cut into sequences of 256 tokens and the one to come, and place 16 of each
-holds the separator, whatever stood there: does a token that is always at the same place take the sink? (Lazy
-Attention, section 3.1 and figure 2a; train with --block_size up to that length, and look at it with eval.py probe.)
+With --fixed_at=16 --length=256 the text is cut into sequences of 256 tokens and the target of the last one. The
+separator replaces the token at place 16 of each. Does a token that is always at the same place become the sink? (Lazy
+Attention, section 3.1 and figure 2a. Train with --block_size up to that length, then measure with eval.py probe.)
 
-Held out for validation: the files that --val names, or else whole documents, chosen at random but always the same, up
-to --val_share of the bytes; of a single document, its end.
+The files that --val names are held out for validation. Without --val these are whole documents, up to --val_share of
+the bytes, chosen at random but always the same. Of a single document the end is held out.
 """
 import sys
 from functools import partial
@@ -114,7 +113,7 @@ def prepare(args):
         held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)
         splits = {"train": chosen(held, False), "val": chosen(held, True)}
     print(f"source: {count} documents in {len(sizes)} files of {args.source}; "
-          f"{passed_over} files without text passed over")
+          f"{passed_over} files without text skipped")
     about = {"dataset": args.name, "source": str(args.source)}
     if args.fixed_at >= 0:                      # windows begin where sequences begin
         about |= {"stride": args.length + 1, "fixed_at": args.fixed_at}

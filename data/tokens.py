@@ -6,8 +6,8 @@ data/<name>/:
 
     train.bin, val.bin                      one shard a split, or
     train_000000.bin, train_000001.bin ...  several, read one after another as if they were one
-    meta.json                               vocab_size, tokenizer; of each shard its tokens, bytes of text and sha256
-    tokenizer.json                          the tokenizer itself, if it is that of a public model
+    meta.json                               vocab_size, tokenizer; each shard's tokens, bytes of text and sha256
+    tokenizer.json                          the tokenizer itself, if a public model's
 
 A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as uint16, or as uint32 for
 a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they can read these files. A shard can be
@@ -229,8 +229,8 @@ def begin(out, coder=None):
 
 
 def finish(out, meta):
-    """After all shards are written: delete those of an earlier data set, which Tokens would read too, then write
-    meta.json."""
+    """After all shards are written: delete those of an earlier data set, which Tokens would also read. Then
+    write meta.json."""
     for path in out.glob("*.bin"):
         if path.name not in meta["shards"] and re.fullmatch(r"(train|val)(_\d{6})?\.bin", path.name):
             path.unlink()
@@ -334,7 +334,7 @@ def check_vocabulary(config, meta, dataset):
                          "tokens: lower --block_size, or make longer sequences (--length)")
     if meta["vocab_size"] > config.vocab_size:
         raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, "
-                         f"the data set {dataset} needs {meta['vocab_size']}")
+                         f"the data set {dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset")
 
 
 def data_hash(meta):
@@ -456,8 +456,8 @@ def flags(doc, dataset, tokenizer):
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--out_dir", type=Path,
-                        help=f"where the data set goes (default: data/{dataset}; in a public model's tokenizer "
-                             f"data/{dataset}-TOKENIZER, so that it can be there in several)")
+                        help=f"folder of the data set (default: data/{dataset}; in a public model's tokenizer "
+                             f"data/{dataset}-TOKENIZER, so it can exist in several)")
     parser.add_argument("--source", type=Path, help="local file or folder to read")
     parser.add_argument("--tokenizer", default=tokenizer,
                         help="bytes; gpt2; the name of a run below out/ that came with a tokenizer (smollm2); or the "

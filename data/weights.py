@@ -1,4 +1,4 @@
-"""The door to pretrained/: public weights become a run (pretrained/convert.py), and a run becomes public weights
+"""The command of pretrained/: turn public weights into a run (pretrained/convert.py), or a run into public weights
 (pretrained/export.py).
 
     python data/weights.py -h

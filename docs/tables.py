@@ -1,12 +1,12 @@
 """Write the numbers of results/*.json into the tables of README and docs/.     python docs/tables.py
 
-A comment above a table says where its numbers come from: a file, then an entry for every column but the first. An entry
-is empty, and the column stays as it is, or has a path into the file, a format, and perhaps a unit:
+A comment above a table says where its numbers come from: a file, then an entry for every column except the first. An
+empty entry leaves its column as it is. Any other entry has a path into the file, a format and, if needed, a unit:
 
     <!-- results/speed-cpu.json | lengths/256/{0}/tokens_per_s ,.0f | memory_mb/{0}/4096 .0f MB -->
 
 {0} and {1} are the first and second cell of the row, as names; an empty first cell means the one above it. A number in
-a path is an entry of a list; otherwise a list holds a number for each seed and becomes its mean. A cell that is empty
+a path selects an entry of a list. Any other list has an entry for each seed; the result is their mean. An empty cell
 stays empty.
 """
 import argparse
@@ -23,7 +23,7 @@ TABLE = re.compile(r"^<!-- (results/.*) -->\n\n?((?:\|.*\n)+)", re.M)
 
 
 def rewritten(page):
-    """The text of a page with the present numbers of all its tables."""
+    """The text of a page with the current numbers in all its tables."""
     return TABLE.sub(lambda found: found[0].replace(found[2], filled(found[1], found[2])), page)
 
 
@@ -61,7 +61,7 @@ def results_of(path):                           # a table has many cells of one 
 
 
 def value_at(found, steps):
-    """The number at a path of names and places in nested dicts and lists."""
+    """The number at a path (keys and indices) in nested dicts and lists."""
     if not steps:
         return found
     if isinstance(found, list) and not steps[0].isdigit():              # an entry for each seed
@@ -70,7 +70,7 @@ def value_at(found, steps):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.splitlines()[0].split(".  ")[0]).parse_args()       # it has no flags
+    argparse.ArgumentParser(description=__doc__.splitlines()[0].split(".  ")[0]).parse_args()       # only -h
     for path in PAGES:
         before = path.read_text(encoding="utf-8")
         after = rewritten(before)

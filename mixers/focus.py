@@ -1,5 +1,5 @@
-"""Focus: learned groups of tokens decide which distant pairs may attend to each other. Focus, the paper (3), section 2
-and appendix D.
+"""Focus: learned groups of tokens decide which distant pairs may attend to each other. Source: Focus, section 2 and
+appendix D.
 
 A router gives every token x_i a share g_ik of each of K groups. The product g_i . g_j of two tokens' shares opens or
 shuts a gate on their score. Near pairs, i - j < window, have no gate. The rest is plain softmax attention:
@@ -12,8 +12,8 @@ The heads of a layer share W (d_g x C) and the centroids C (K x d_g). A retrofit
 --topk=k the model is evaluated as in the paper: a token is a member of its k largest groups, and a distant pair attends
 if and only if the two tokens share a group. Then the other distant pairs are never computed, see `sparse`.
 
-`normalize` is the axis --balance. Trained by gradient alone, one group takes all tokens (section 4). Sinkhorn as
-printed evens out the groups over all tokens of a sequence, so an early token's groups depend on later tokens. The loss
+`normalize` is the axis --balance. With the gradient alone, one group takes all tokens (section 4). The paper's
+Sinkhorn evens out the groups over all tokens of a sequence, so an early token's groups depend on later tokens. The loss
 of such a model is not a prediction loss, and the model cannot be decoded. The default therefore carries the result of
 Sinkhorn from batch to batch, one number for each group. It is causal.
 
@@ -59,16 +59,16 @@ class Balance(Choice):
 
 
 def by_softmax(layer, s):
-    """g_i = softmax(s_i). Nothing keeps the groups even, and the gradient shuts no pair. Section 4."""
+    """g_i = softmax(s_i). Nothing keeps the groups even, and training shuts no gate. Section 4."""
     return s.softmax(-1)
 
 
 def potentials(layer, s):
     """The potentials u (B, 1, K), mean 0, that Sinkhorn subtracts from the scores of each group.
 
-    Starting from Q = exp(s), each of N iterations divides by the sum over tokens, then by the sum over groups; here in
-    logarithms. After the last division, each row of Q is softmax(s_i - u). NOT causal: the sum over tokens includes
-    later ones."""
+    Starting from Q = exp(s), each of N iterations divides by the sum over tokens, then by the sum over groups. Here Q
+    is in logarithms. After the last division, each row of Q is softmax(s_i - u). NOT causal: the sum over tokens
+    includes later ones."""
     Q, u = s, 0.0
     for _ in range(layer.args["iterations"]):
         u = u + Q.logsumexp(1, keepdim=True)
@@ -77,19 +77,19 @@ def potentials(layer, s):
 
 
 def sinkhorn(layer, s):
-    """g = Q, the result of Sinkhorn, as printed: section 2."""
+    """g = Q, the result of Sinkhorn, as in the paper's section 2."""
     return (s - potentials(layer, s)).softmax(-1)
 
 
 def with_potential(layer, s):
     """g_i = softmax(s_i - u), where u averages Sinkhorn's potentials over the sequences of past steps. Causal: u is a
-    constant for the gradient and in evaluation. It starts at 0 and moves by `rate`, so the first twenty steps or so are
-    not balanced yet."""
+    constant for the gradient and in evaluation. It starts at 0 and moves by `rate`, so the groups are not
+    even in the first twenty steps or so."""
     return (s - layer.potential).softmax(-1)
 
 
 def sum_of_potentials(layer, s, z, g):
-    """Sum over sequences, and their number: (K + 1,)."""
+    """The potentials summed over sequences, and the number of sequences: (K + 1,)."""
     return F.pad(potentials(layer, s).sum((0, 1)), (0, 1), value=len(s))
 
 
@@ -121,7 +121,7 @@ def move_centroids(layer, sums):
 
 
 def a_sequence(layer, s, z, g):
-    """A sample for k-means: about 512 tokens of the first sequence at most."""
+    """A sample for k-means: at most about 512 tokens of the first sequence."""
     return z[0, ::-(-z.shape[1] // 512)]
 
 
@@ -135,7 +135,8 @@ def recluster(layer, z):
 
 
 def k_means(z, K):
-    """K means (K, d) of points z (n, d): ten rounds. Each start is the point farthest from the earlier starts."""
+    """K means (K, d) of points z (n, d), by ten rounds of k-means. Each mean starts at the point that is farthest
+    from the earlier starts."""
     means = z[:1]
     for _ in range(1, K):
         means = torch.cat([means, z[torch.cdist(z, means).amin(1).argmax()][None]])
@@ -172,7 +173,7 @@ ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
           "temperature": Constant(0.1, 1e-6, math.inf)}
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
-BALANCES = {                                    # the default is ours, the others are from the paper: section 2, table 8
+BALANCES = {                                    # the default is ours; the others are the paper's: section 2, table 8
     "potential": Balance(learns=lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
                          args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential,
                          count=sum_of_potentials, settle=move_potential),
@@ -199,14 +200,14 @@ def log_gate(s, z):
 
 
 def score_gate(s, z):
-    """s sigmoid(z), as printed (eq. 2). A shut gate makes the score 0, which is not a mask: exp(0) = 1 is a usual
-    weight, and a negative score even rises. With gate_offset=0, also as printed, no gate is below 1/2."""
+    """s sigmoid(z), the paper's eq. 2. A shut gate makes the score 0, which is not a mask: exp(0) = 1 is a usual
+    weight, and a negative score even rises. With the paper's gate_offset=0, no gate is below 1/2."""
     return s * torch.sigmoid(z)
 
 
 def no_window(config, args, choices):
     if not config.window:
-        return "--attn=focus gates the pairs beyond a window, and --window=0 has none: give --window=1 or more"
+        return "--attn=focus gates the pairs beyond a window, and --window=0 gates none: give --window=1 or more"
 
 
 def numbers_of_gate(layer):
@@ -242,11 +243,11 @@ AXES = options.defaults_but(
     value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES,
     sink={name: choice for name, choice in SINKS.items() if not choice.ahead})
 
-REFUSED = {                                     # axis: why its other values mean nothing here
-    "window_every": "each layer has a router, and the window is what it leaves alone",
+REFUSED = {                                     # {axis: why Focus does not accept its other values}
+    "window_every": "each layer has a router, which needs the layer's own window",
     "first": "its groups decide which keys a row sees beyond the window",
-    "pos": "its sparse form sorts the keys, and a bias by distance would not find its place",
-    "rule": "it is exact only for softmax, whose parts can be put together by their log-sum-exps",
+    "pos": "its sparse form sorts the keys by group, so a bias by distance cannot be added",
+    "rule": "only softmax can be computed in parts, which are merged by their log-sum-exps",
 }
 
 # ------------------------------------------------------------------------------------- all pairs, a block at a time
@@ -315,14 +316,14 @@ def sparse_sequence(q, k, v, members, local, scale, fused):
     o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
     near, near_r = near_softmax(q, k, v, bits, local, scale, fused)
     near_r = near_r.masked_fill(without_near_keys(set_index, share_group, local)[:, None], MASKED)
-    share = torch.sigmoid(r - near_r)           # of the keys that share a group in the whole sum
+    share = torch.sigmoid(r - near_r)           # weight of the keys that share a group
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
 
 def causal_softmax(q, k, v, rows, keys, scale, fused):
-    """Softmax of the queries at positions `rows` over the keys at positions `keys`, both sorted, that are not later:
-    o (H, R, E) and log-sum-exp (H, R, 1)."""
-    same_tokens = len(rows) == len(keys)        # then plain causal attention
+    """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own; both are
+    sorted. Returns o (H, R, E) and log-sum-exp (H, R, 1)."""
+    same_tokens = len(rows) == len(keys)        # plain causal attention
     if fused and same_tokens:
         o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale)
         return wide(o[0]), r[0][..., None]
@@ -363,8 +364,8 @@ ROWS = 512                                      # rows of a block; large, becaus
 
 
 def masked_softmax(q, k, v, seen, scale):
-    """Softmax of queries (H, R, D) over the keys (Hk, T, D) that are seen (R, T): output (H, R, E) and log-sum-exp
-    (H, R, 1). seen None: causal, with as many queries as keys."""
+    """Softmax of queries (H, R, D) over the keys (Hk, T, D) in the mask `seen` (R, T): output (H, R, E) and
+    log-sum-exp (H, R, 1). seen None: causal, with as many queries as keys."""
     if can_use_flash(q):                        # torch's fused kernel; its log-sum-exp has no gradient
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
@@ -412,8 +413,8 @@ class Focus(Layer):
 
     @property
     def hard(self):
-        """The number of groups of each token under hard gates; 0: soft gates. Training always has soft gates: through a
-        mask no gradient reaches the router."""
+        """The number of groups of each token under hard gates; 0: soft gates. Training always uses soft gates, because
+        no gradient flows through a mask to the router."""
         return 0 if self.training else self.config.topk
 
     # ------------------------------------------------------------------ routing
@@ -444,7 +445,7 @@ class Focus(Layer):
         balance, counted, self.counted = self.choices["balance"], self.counted, None
         if counted is None or not self.router.weight.requires_grad:     # a frozen router keeps its groups
             return
-        if balance.sample:                      # take the main rank's: the mean over ranks of world x its sample and 0s
+        if balance.sample:                      # all ranks take the main rank's: the others add 0 to the mean
             counted = counted * machine.world * machine.main
         balance.settle(self, machine.mean(counted))
 
@@ -463,7 +464,7 @@ class Focus(Layer):
         ones = torch.ones_like(g[..., :1])
         return torch.cat([g * scale, -scale * offset * ones], -1)[:, None], torch.cat([g, ones], -1)[:, None]
 
-    # ------------------------------------------------------------------ the layer's face
+    # ------------------------------------------------------------------ the layer's interface
 
     def forward(self, x, past=None, importances=None):
         """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and shares."""
@@ -492,10 +493,10 @@ class Focus(Layer):
     def check(self, k, x, table, g):
         """The shares of all tokens. Raises ValueError on inputs that Focus cannot use."""
         if table is not None:
-            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: give it no table")
+            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
         if g is None and x.shape[1] != k.shape[2]:
             raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: Focus needs the layer's input at every "
-                             "token, since it says what group the token is in")
+                             "token, which decides the token's group")
         return self.assign(x) if g is None else g
 
     def mixed(self, q, k, v, g, sight):
@@ -530,25 +531,25 @@ class Focus(Layer):
             w = F.pad(w if share is None else w * share, (0, T - end))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
-    # ------------------------------------------------------------------ fine print
+    # ------------------------------------------------------------------ limits
 
     @staticmethod
     def cannot_learn(config):
         """The reason why the router cannot learn with this config, or None."""
         groups = options.constants(config, AXES)["groups"]
         if groups == 1:
-            return "--attn_args=groups=1: with one group there is nothing to learn; give it two or more"
+            return "--attn_args=groups=1: with one group there is nothing to learn; use two or more groups"
         if groups > config.block_size:
             return (f"--attn_args=groups={groups}: more groups than the {config.block_size} tokens of --block_size "
-                    "cannot be even; give it fewer")
+                    "cannot be even; use fewer groups")
         if config.block_size <= config.window:
             return (f"--block_size={config.block_size} is no longer than --window={config.window}, so all pairs are "
-                    "near and the router would learn nothing: make the window smaller or the block longer")
+                    "near and the router would learn nothing: lower --window or raise --block_size")
 
     @staticmethod
     def obstacles(config, device):
         """Triples (kernel, condition under which it cannot run on this device, reason)."""
-        yield "triton", not config.topk, "the soft gate of every pair has no kernel; the sparse form, --topk, has"
+        yield "triton", not config.topk, "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
         yield from triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

@@ -9,7 +9,7 @@ feature of each direction so far:
 
     c_t = max(c_{t-1}, log phi(k_t))                                    (m,), elementwise
     S_t = exp(c_{t-1} - c_t) S_{t-1} + phi(k_t) exp(-c_t) v_t^T
-    o_t = phi(q_t) exp(c_t) S_t  divided by the same with ones in place of v
+    o_t = phi(q_t) exp(c_t) S_t  divided by the same expression with ones in place of v
 
 c cancels in the quotient. Dividing phi(q_t) exp(c_t) by its largest entry makes the denominator at least 1. Nothing
 depends on later keys.
@@ -47,14 +47,14 @@ def orthogonal_normal(m, D, generator):
 def directions(layer):
     """The directions of a layer, shared by its heads: floor(D ln D), or as many as --attn_args=features= says.
 
-    Differs from the paper: it redraws them now and then in training; here they are drawn once."""
+    Differs from the paper: it redraws them at intervals in training; here they are drawn once."""
     m, D = layer.args["features"] or max(1, int(layer.width * math.log(layer.width))), layer.width
     return {"directions": Fixed(orthogonal_normal(m, D, torch.Generator().manual_seed(layer.depth)))}
 
 
 def log_features(layer, q, k, v, forget, write, x):
-    """What `one_chunk` takes: log phi of queries and of keys, (B, H, T, m), and v. The queries' |q|^2 / 2 is left out,
-    because it cancels. q is already multiplied by the score scale 1 / sqrt(D); moving its root from q to k gives
+    """The inputs of `one_chunk`: log phi of queries and of keys, (B, H, T, m), and v. The queries' |q|^2 / 2 is left
+    out, because it cancels. q is already multiplied by the score scale 1 / sqrt(D); moving its root from q to k gives
     x / D^(1/4) on both sides, as in the paper."""
     root, W = math.sqrt(layer.sight.scale), layer.directions.mT
     q, k = q / root, k * root
@@ -63,8 +63,8 @@ def log_features(layer, q, k, v, forget, write, x):
 
 
 def one_chunk(state, a, b, v):
-    """One chunk of tokens: (S, c) before it to o (B, H, C, E) and (S, c) after it. a, b (B, H, C, m): log features of
-    queries and keys. Every exponent is at most 0, and the largest entry of each query's a + c_t is shifted to 0."""
+    """One chunk of tokens: from (S, c) before it to o (B, H, C, E) and (S, c) after it. a, b (B, H, C, m): log features
+    of queries and keys. Every exponent is at most 0, and the largest entry of each query's a + c_t is shifted to 0."""
     S, c = state                                # (B, H, m, E), (B, H, 1, m)
     tops = torch.cat([c, b.detach()], 2).cummax(2).values[:, :, 1:]     # (B, H, C, m): c_t at every token
     largest = (a.detach() + tops).amax(-1, keepdim=True)                # (B, H, C, 1)

@@ -24,7 +24,7 @@ happens before and after:
 ttt and titans write by gradient descent: u is a step that makes the state return v_t for k_t. The gradient is taken at
 the state before the chunk of tokens that t is in. In ttt the loss has a LayerNorm; in titans an MLP replaces S.
 
-No row of scores has a budget to spend, so nothing needs a sink (except with --normalize=sum, which divides by the sum
+The weights of a row need not sum to 1, so no row needs a sink (except with --normalize=sum, which divides by the sum
 of the weights). A query can read only what was written to the state earlier. The size of the state does not depend on
 the number of tokens.
 
@@ -65,8 +65,8 @@ from mixers import recurrent_kernels
 def token_by_token(state, q, k, v, forget, erase=None):
     """The definition: one token after another, from the state (S,) before the first to (S,) after the last.
 
-    v is already multiplied by write; erase None subtracts nothing. Returns o (B, H, T, E) and the state. `one_chunk`
-    returns the same, faster. Either can be passed to Recurrent.read.
+    v is already multiplied by write. erase None: nothing is subtracted. Returns o (B, H, T, E) and the state.
+    `one_chunk` returns the same, faster. Either can be passed to Recurrent.read.
     """
     S, = state
     outputs = []
@@ -95,8 +95,8 @@ def decays(c):
 def scores(a, b, c):
     """Decayed scores: the sum over channels of a_i b_j exp(c_i - c_j), 0 for j > i: (.., C, C).
 
-    Where each channel decays at its own rate, the direct sum needs (.., C, C, D) numbers. So the chunk is halved. From
-    the earlier to the later half, decay first to the middle and from there on: a product of two matrices, in which no
+    Where each channel decays at its own rate, the direct sum needs (.., C, C, D) numbers. So the chunk is halved.
+    Pairs across the halves decay first to the middle and then from there: a product of two matrices in which no
     exponent exceeds 0. Source: the second level of chunks of GLA, Yang et al. 2312.06635, section 4.
     """
     if c.shape[-1] == 1:
@@ -134,7 +134,7 @@ def all_chunks(chunk, state, inputs, size):
     """Run the function `chunk` over all chunks of `size` tokens, one after another; the last chunk may be shorter.
     inputs: tensors (B, H or 1, T, .). Returns o (B, H, T, E) and the state after the last token.
 
-    The backward pass keeps only the states between chunks, T / size matrices, and computes the rest again.
+    Only the T / size states between chunks are kept for the backward pass, which computes the rest again.
     """
     recompute = torch.is_grad_enabled() and inputs[0].shape[2] > 2 * size
     if recompute:
@@ -170,7 +170,7 @@ def advance_with_momentum(M, P, q, k, u, forget, momentum):
 
 
 def ttt_gradient(z, v, weight, bias):
-    """The gradient of |weight normed(z) + bias - v|^2 / 2 with respect to z: a LayerNorm, backwards."""
+    """The gradient of |weight normed(z) + bias - v|^2 / 2 with respect to z: a LayerNorm's backward pass."""
     deviation = (z.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     normed = (z - z.mean(-1, keepdim=True)) / deviation
     g = weight * (weight * normed + bias - v)
@@ -199,7 +199,7 @@ def squared_norm(x):
     return x.square().sum(-1, keepdim=True)
 
 
-LARGEST_STEP = 2                                # of rate x curvature: a larger step increases the error
+LARGEST_STEP = 2                                # rate x curvature: a larger step increases the error
 
 
 def titans_gradients(M, N, k, v):
@@ -207,7 +207,7 @@ def titans_gradients(M, N, k, v):
     to k M and to z, and the curvature (.., C, 1) of the loss along its gradient in M and N.
 
     That gradient is k^T dhidden in M and hidden^T dz in N. To first order, a step changes the error dz by
-    -rate x curvature x dz, and in other directions."""
+    -rate x curvature x dz, plus changes in other directions."""
     a = k @ M
     hidden = F.gelu(a)
     dz = hidden @ N - v
@@ -221,8 +221,8 @@ def one_chunk_titans(state, q, k, v, rate, share, forget, momentum):
     """One chunk of an MLP as memory, z = gelu(k M) N, that learns with momentum: two memories, where the hidden values
     of the first are the keys of the second. P and Q are the momenta of M and N.
 
-    This is the neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, with two layers and alone: no
-    persistent tokens, and no attention. The paper's theta_t is rate x share.
+    This is the neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, with two layers. It has
+    no persistent tokens and no attention. The paper's theta_t is rate x share.
 
     Differs from the paper: a token's rate is lowered where rate x curvature exceeds 2. With the rates and initial
     values of this file that is rare; `eval.py params` prints the share of such tokens. Without the bound, a memory
@@ -252,7 +252,7 @@ def slowed_titans(state, q, k, v, rate, *rest):
 class StateRule(Choice):
     """How a token changes the state."""
     chunk: Callable | None = None               # state, q, k, v, ... of one chunk of tokens -> o, state
-    inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> what `chunk` takes after the state
+    inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> the inputs of `chunk`
     start: Callable | None = None               # layer, B -> the state before the first token; None: S is 0
     after: Callable | None = None               # layer, o, q, v -> o
     products: int = 2                           # vector-matrix products with a state per token: one write, one read
@@ -263,12 +263,12 @@ class StateRule(Choice):
 
 
 def chunk_inputs(layer, q, k, v, forget, write, x):
-    """What `one_chunk` takes if nothing is erased."""
+    """The inputs of `one_chunk` if nothing is erased."""
     return q, k, v * write, forget
 
 
 def chunk_inputs_delta(layer, q, k, v, forget, write, x):
-    """What `one_chunk` takes by the delta rule: it erases as much as it writes."""
+    """The inputs of `one_chunk` for the delta rule, which erases as much as it writes."""
     return q, k, v * write, forget, write
 
 
@@ -280,7 +280,7 @@ def with_skip(layer, o, q, v):
 def needs_small_writes(config, args, choices):
     if config.write == "dt":
         return ("--rule=delta erases as much as it writes, and --write=dt has no bound: above 1, old values would "
-                "change their sign. Use --write=beta")
+                "change sign. Use --write=beta")
     if config.qk_norm != "l2":
         return "--rule=delta needs unit-length keys: add --qk_norm=l2"
     if config.feature != "none":
@@ -290,7 +290,7 @@ def needs_small_writes(config, args, choices):
 
 def one_rate(config, args, choices):
     if config.forget == "channel":
-        return f"--rule={config.rule} forgets at one rate per head: use --forget=none, fixed, dt or alpha"
+        return f"--rule={config.rule} needs one rate per head: use --forget=none, fixed, dt or alpha"
 
 
 # ------------------------------------------------------------------------------- the axis rule: TTT, gradient descent
@@ -314,7 +314,7 @@ def initial_state_ttt(layer, B):
 
 
 def chunk_inputs_ttt(layer, q, k, v, forget, write, x):
-    """What `one_chunk_ttt` takes. Appending a constant 1 to q and k turns the last row of M into a bias. The memory
+    """The inputs of `one_chunk_ttt`. Appending a constant 1 to q and k turns the last row of M into a bias. The memory
     returns k + LayerNorm(k M) for a key, so v - k is the target of the LayerNorm."""
     return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0), v - k, write / layer.width, forget
 
@@ -347,15 +347,15 @@ def initial_memory(M, B):
 
 
 def chunk_inputs_titans(layer, q, k, v, forget, write, x):
-    """What `one_chunk_titans` takes.
+    """The inputs of `one_chunk_titans`.
 
     All gradients of a chunk are taken at the same memory, so their steps add up. Over time, a momentum eta_t multiplies
     each step by 1 / (1 - eta_t). The share (1 - eta_t) / chunk compensates for both: a chunk of equal tokens moves the
     memory by at most one step of the rate. The rate is write_t over the initial curvature.
 
-    Differs from the paper: it leaves theta_t open, and there is no official code. Its values have any size; here their
-    mean square is 1. The size of the values would only scale the gradient, as the rate does. But the curvature grows
-    with the values that the memory returns, and then no rate would be small enough.
+    Differs from the paper: it leaves theta_t open, and there is no official code. Its values can have any size; here
+    their mean square is 1. The size of the values would only scale the gradient, as the rate does. But the curvature
+    grows with the values that the memory returns, and then no rate would be small enough.
     """
     logits = wide(split_heads(layer.momentum(x), layer.heads, 1))
     rate, share = write / layer.width**0.5, torch.sigmoid(-logits) / layer.args["chunk"]
@@ -368,7 +368,7 @@ CHUNK = {"chunk": Constant(64, 1, 65536)}       # tokens taken at once; ttt and 
 
 RULES = {
     "add": StateRule(args=CHUNK, chunk=one_chunk, inputs=chunk_inputs),
-    # state-space duality: all heads share one q and k, and a skip connection. Mamba2, Dao and Gu 2405.21060
+    # state-space duality: all heads share one q and k; a skip connection follows. Mamba2, Dao and Gu 2405.21060
     "ssd": StateRule(learns=lambda layer: {"skip": torch.ones(layer.heads)}, args=CHUNK, chunk=one_chunk,
                      inputs=chunk_inputs, after=with_skip, heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
     "delta": StateRule(args=CHUNK, chunk=one_chunk, refuse=needs_small_writes, inputs=chunk_inputs_delta, products=3),
@@ -384,14 +384,15 @@ RULES = {
 
 
 def retnet_forget(layer, x):
-    """forget_h = 1 - 2^(-5-h), fixed: half-lives from 22 tokens on, twice as long from head to head. RetNet, Sun et al.
-    2307.08621, eq. 8.
+    """forget_h = 1 - 2^(-5-h), fixed: the half-life is 22 tokens in the first head and doubles from head to head.
+    RetNet, Sun et al. 2307.08621, eq. 8.
 
     Differs from the paper: its values and gates are twice as wide as its keys; here all have the same width. Its
-    GroupNorm of each head subtracts the mean; the authors' code (torchscale) had a LayerNorm without weights, and since
-    October 2023 has an RMSNorm without weights and values 5/3 as wide. Here it is an RMSNorm whose weights all heads
-    share, as in fla. The paper's experiments spread log(1 - forget_h) evenly from log 1/32 to log 1/512 over the heads
-    of every model. torchscale also scales each row, by max(|sum of its weights|, 1) among others; the norm undoes that.
+    GroupNorm of each head subtracts the mean; the authors' code (torchscale) had a LayerNorm without weights. Since
+    October 2023 it has an RMSNorm without weights, and values 5/3 as wide. Here it is an RMSNorm whose weights all
+    heads share, as in fla. The paper's experiments spread log(1 - forget_h) evenly from log 1/32 to log 1/512 over the
+    heads of every model. torchscale also scales each row, among others by max(|sum of its weights|, 1). The norm undoes
+    that.
     """
     h = torch.arange(layer.heads, dtype=torch.float64)
     return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
@@ -414,7 +415,7 @@ def gla_parameters(layer):
 
 
 def time_step(layer, x):
-    """dt = softplus(x W + b), (B, H, T, 1): how much a token writes, and how long the state decays at it."""
+    """dt = softplus(x W + b), (B, H, T, 1): how much a token writes, and for how long the state decays."""
     return F.softplus(wide(split_heads(layer.dt(x), layer.heads, 1)) + layer.dt_bias[:, None, None])
 
 
@@ -438,7 +439,7 @@ def mamba2_parameters(layer):
 
 
 def titans_forget(layer, x):
-    """forget = 1 - alpha_t = sigmoid(b - x W). Titans, eq. 13. b starts at 4; the paper does not say."""
+    """forget = 1 - alpha_t = sigmoid(b - x W). Titans, eq. 13. b starts at 4; the paper gives no value."""
     return F.logsigmoid(layer.forget_bias[:, None, None] - wide(split_heads(layer.alpha(x), layer.heads, 1)))
 
 
@@ -465,7 +466,7 @@ FORGETS = {
 
 def needs_time(config, args, choices):
     if config.forget != "dt":
-        return f"--write=dt writes for as long as --forget=dt forgets, not --forget={config.forget}"
+        return f"--write=dt uses the time step of --forget=dt, not of --forget={config.forget}: add --forget=dt"
 
 
 def learned_write(layer, x):
@@ -506,7 +507,7 @@ class Convolution(Choice):
 
 CONVS = {
     "off": Convolution(),
-    # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws four values
+    # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws weights for four tokens
     "on": Convolution(learns=lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))},
                       convolved=short_convolution),
 }
@@ -542,7 +543,7 @@ OUT_NORMS = OUT_NORMS | {"layer": OutNorm(learns=norm_of_layer, args=EPS, normed
 
 def sum_may_be_zero(config, args, choices):
     if config.rule != "add" or config.feature != "elu":
-        return ("--normalize=sum divides by sums that weights of either sign may bring to 0: of a state it goes with "
+        return ("--normalize=sum divides by row sums, which can be 0 for weights of either sign: for a state, add "
                 "--rule=add --feature=elu")
 
 
@@ -551,13 +552,13 @@ AXES = options.defaults_but(
     scale=only(SCALES, "sqrt_d", "one"), value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES,
     normalize=only(NORMALIZERS, "none") | {"sum": dataclasses.replace(NORMALIZERS["sum"], refuse=sum_may_be_zero)})
 
-REFUSED = {                                     # axis: why its other values mean nothing here
-    "window": "a state holds no keys that could leave its sight; how long it remembers is --forget",
+REFUSED = {                                     # {axis: why a state does not accept its other values}
+    "window": "a state holds no keys that could be hidden; --forget decides how long it remembers",
     "window_every": "it has no window", "first": "it has no window",
-    "sink": "no row has a sum that must be spent, so there is nothing to spend on an extra key",
-    "pos": "there is no score that a bias could be added to; rope, none, sinusoidal and learned go",
+    "sink": "the weights of a row need not sum to 1, so an extra key has nothing to take",
+    "pos": "there is no score to add a bias to: use rope, none, sinusoidal or learned",
     "diff": "there are no weights to subtract", "dex": "there is no sink to correct",
-    "scale": "scores do not compete within a row, so how many there are does not matter",
+    "scale": "scores do not compete within a row, so their number does not matter",
 }
 
 # ------------------------------------------------------------------------------------------------------ the layer
@@ -633,14 +634,14 @@ class Recurrent(Layer):
             raise ValueError(f"--attn={self.config.attn} has no scores that relative positions could be added to")
         if x.shape[1] != k.shape[2]:
             raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: a state needs the layer's input at every "
-                             "token, since it says what is forgotten")
+                             "token, which decides what it forgets")
 
     # ------------------------------------------------------------------ the state
 
     def read(self, q, k, v, x, past=None, hidden=-1, chunk=None):
-        """What every token reads, (B, H, T, E), before norm and gate; in float32 at least, since these are sums of many
-        products. past: the cache, which the call updates. hidden: a position that writes nothing. chunk: a function
-        that replaces the rule's `chunk`."""
+        """The values that all tokens read, (B, H, T, E), before norm and gate; at least float32, because they are sums
+        of many products. past: the cache, which the call updates. hidden: a position that writes nothing. chunk: a
+        function that replaces the rule's `chunk`."""
         dtype = v.dtype
         q, k, v = self.prepare(q, k, v)
         log_forget = self.choices["forget"].log_kept
@@ -665,17 +666,17 @@ class Recurrent(Layer):
         """Queries, keys and values in the shapes of the rule: q and k (B, H or 1, T, D), v (B, H, T, E)."""
         q, k = wide(self.featured(q)) * self.sight.scale, wide(self.featured(k))
         q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))                # positions without a query get 0
-        if 1 < k.shape[1] < self.heads:         # several heads share a key head, and a value head below
+        if 1 < k.shape[1] < self.heads:         # several heads share a key head; below, a value head
             k = self.for_score_heads(k, 1)
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
 
     def fused(self, dtype, q, k, v, forget, erase=None):
-        """All tokens by the Triton kernels, with products in this dtype: (B, H, T, E)."""
+        """The outputs (B, H, T, E) of all tokens by the Triton kernels, with products in this dtype."""
         q, k, v = (y.to(dtype) for y in (q, k, v))
         return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].log_kept else None, erase))
 
     def run_chunks(self, inputs, past, chunk):
-        """All tokens by the function `chunk`: (B, H, T, E). The cache of ttt and titans holds the state after the last
+        """The outputs (B, H, T, E) of all tokens by `chunk`. The cache of ttt and titans holds the state after the last
         whole chunk, and the inputs (`rows`) of the tokens since then: they are computed again until their chunk is
         whole, because its gradients are taken at the state before it."""
         new, size = inputs[0].shape[2], self.args["chunk"]
@@ -715,7 +716,7 @@ class Recurrent(Layer):
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """The w_ij of o_i = sum_j w_ij v_j before norm and gate, a block of rows at a time: (B, H, BLOCK or fewer, T).
-        A rule that is not linear in the values has no weights, and `derivatives` stand in. sight: see attend."""
+        A rule that is not linear in the values has no weights; then it yields `derivatives`. sight: see attend."""
         self.check(k, x, table)
         blocks_of = self.exact_weights if self.rule.linear else self.derivatives
         if sight is None or sight.hidden < 0:
@@ -767,7 +768,7 @@ class Recurrent(Layer):
 
     @torch.no_grad()
     def slowed(self, x):
-        """Share of the tokens of x (B, T, C) whose rate the rule lowers: (H,). None if the rule never lowers a rate."""
+        """The share of the tokens of x (B, T, C) whose rate the rule lowers, (H,). None if it never lowers one."""
         if self.rule.slowed:
             return self.read(*self.projected(x, None), x, chunk=self.rule.slowed).mean((0, 2, 3))
 
@@ -775,7 +776,7 @@ class Recurrent(Layer):
         """FLOPs of the recurrence, which do not depend on the length. Chunks spend more for the same result."""
         return 6 * self.rule.products * self.heads * self.width * self.shapes["v"][1]
 
-    # ------------------------------------------------------------------ fine print
+    # ------------------------------------------------------------------ limits
 
     @staticmethod
     def obstacles(config, device):

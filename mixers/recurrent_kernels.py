@@ -1,9 +1,9 @@
 """The state of mixers/recurrent.py in Triton: `one_chunk` for all chunks of a sequence, forward and backward.
 
 One chunk takes the state S before it to S' after it. c is the sum of log forget since the chunk began, `end` its last
-value, and decay_ij = exp(c_i - c_j) for j <= i, otherwise 0. `below` keeps what is below the diagonal:
+value, and decay_ij = exp(c_i - c_j) for j <= i, otherwise 0. `below` keeps the entries below the diagonal:
 
-    w = (k exp(c)) S + below(k k^T decay) u     what the state returns for each key, from earlier chunks and from this
+    w = (k exp(c)) S + below(k k^T decay) u     what the state returns for each key: from earlier chunks and this one
     u = v - erase w                             solved for u: u = X (v - erase (k exp(c)) S), where X = (1 + A)^-1
                                                 and A = erase below(k k^T decay)
     o = (q exp(c)) S + (q k^T decay) u
@@ -375,8 +375,8 @@ def problems(q, k, v, forget, erase):
         f"but they are {shapes}")
     if v.device.type == "cpu" and not torch.compiler.is_compiling():    # on a GPU the check would have to wait
         yield erase is not None and not bool(((erase >= 0) & (erase <= 1)).all()), (
-            "erase is the share of what stands under a key that is taken off: from 0 to 1")
-        yield forget is not None and bool((forget > 0).any()), "forget is the logarithm of a share: at most 0"
+            "erase is the share of a key's stored value that is subtracted: give a share from 0 to 1")
+        yield forget is not None and bool((forget > 0).any()), "forget is the logarithm of a share: give at most 0"
 
 
 def sums_of_chunks(forget, size):
@@ -438,7 +438,7 @@ def described_sizes(q, v, c):
     """The Sizes of a call, as plain numbers."""
     D, E, channels = q.shape[3], v.shape[3], c is not None and c.shape[3] > 1
     C, BD, BE, _ = tiles(q, channels)
-    invert = "ieee" if q.dtype == torch.float32 else "tf32x3"                   # X determines u: tf32 is too coarse
+    invert = "ieee" if q.dtype == torch.float32 else "tf32x3"                   # u depends on X: tf32 is too coarse
     return Sizes(C, D, padded(D), min(BD, padded(D)), E, min(BE, padded(E)), channels, invert)
 
 
@@ -449,7 +449,7 @@ def described(q, k, v, c, erase):
 
 
 def scanned(inputs, sizes, X, v):
-    """u as a Matrix, which is v without erasing, and the states before all chunks."""
+    """u as a Matrix (v itself without erasing), and the states before all chunks."""
     U = inputs.v if inputs.erase is None else matrix(contiguous_like(v))
     States = v.new_empty(*v.shape[:2], count(v.shape[2], sizes.C), sizes.D, sizes.E)
     launch(scan, inputs, sizes, (X, U, States), sizes.BE)

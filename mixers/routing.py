@@ -6,16 +6,16 @@ cluster, over the keys at or before the query. A query in several clusters gets 
 cluster gets 0, and so does a query without an earlier key in its cluster.
 
 A cluster takes the nearest tokens of the whole sequence, so a later token can replace an earlier one. No query reads a
-later value, but which values it reads depends on later tokens. That is so in training and in every perplexity measured
-this way: `causal` is False, and there is no step-by-step decoding.
+later value, but which values it reads depends on later tokens. This holds in training and in every perplexity measured
+this way. So `causal` is False, and step-by-step decoding is impossible.
 
 Centroids start as random directions. After each training step (`finish_step`) they move towards the mean of the queries
-and keys nearest to them: all the way at first, later by 0.001 of it (the paper's decay of 0.999).
+and keys nearest to them: all the way at first, later by 0.001 of the way (the paper's decay of 0.999).
 
 Differs from the authors' code (google-research/routing_transformer): there, queries and keys go through a LayerNorm
 without weights, for clustering and for the scores, and the scores are not divided by sqrt(D). In a decoder the keys are
 the queries (share_qk), and relative positions are learned inside each cluster. A centroid is a running mean of these
-normed vectors, of any length. Here unit length is for clustering alone: scores are q.k / sqrt(D) of the original
+normed vectors, of any length. Here only clustering uses unit length: scores are q.k / sqrt(D) of the original
 queries and keys, which have separate projections, as in the public PyTorch code (routing_transformer 1.6.1).
 --qk_norm=rms --scale=one comes close to the authors' scores.
 
@@ -58,10 +58,10 @@ AXES = options.defaults_but(
 class Routing(Layer):
     """A layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
     axes, numbers, causal, cached, added = AXES, {}, False, False, ("means", "moves")
-    refused = {                                 # axis: why its values mean nothing here
-        "window": "who sees whom is decided by clusters; how many tokens one takes is --attn_args=cluster_size=",
+    refused = {                                 # {axis: why routing does not accept its values}
+        "window": "clusters decide which keys a query sees; set their size with --attn_args=cluster_size=N",
         "window_every": "it has no window", "first": "it has no window",
-        "pos": "only rope, none, sinusoidal and learned go: a query is not near all keys at which it looks"}
+        "pos": "it has no bias by distance within a cluster: use rope, none, sinusoidal or learned"}
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -92,13 +92,13 @@ class Routing(Layer):
         return self.choices["gate"].gated(self, o, x).to(v.dtype)
 
     def prepare_heads(self, q, k, *v):
-        """The same, normed, with the keys (and values) repeated for every head."""
+        """Apply norms to queries and keys, and repeat keys (and values) for every head."""
         q, *kv = self.featured(q), self.featured(k), *v
         return q, *(y.repeat_interleave(self.heads // y.shape[1], 1) for y in kv)
 
     def clusters(self, q, k, sight=None):
-        """Positions of each cluster's queries and keys (B, H, K, w), its softmax weights (B, H, K, w, w), and in how
-        many clusters a query sees a key (B, H, R, 1), at least 1."""
+        """Positions of each cluster's queries and keys (B, H, K, w), its softmax weights (B, H, K, w, w), and the
+        number of clusters in which a query sees a key (B, H, R, 1), at least 1."""
         R, T = q.shape[2], k.shape[2]
         rows, keys = self.nearest(q), self.nearest(k)
         seen = visible(rows[..., None] + T - R, keys[..., None, :], sight or self.sight)

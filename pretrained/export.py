@@ -1,10 +1,10 @@
-"""A run becomes a folder that transformers can load.
+"""Turn a run into a folder that transformers can load.
 
     python data/weights.py export out/RUN FOLDER
 
-It writes config.json, model.safetensors and the tokenizer. Exported are plain softmax recipes with GPT-2's blocks
-(learned positions, LayerNorm, biases) or Llama's (rotary positions, RMSNorm, SwiGLU), the latter also as their kin
-mistral, qwen2, qwen3 and olmo2; the rest is refused with the reason. Data in symbols has no tokenizer to write.
+It writes config.json, model.safetensors and the tokenizer. It can export plain softmax recipes with GPT-2's blocks
+(learned positions, LayerNorm, biases) or Llama's (rotary positions, RMSNorm, SwiGLU), the latter also as mistral,
+qwen2, qwen3 or olmo2. It refuses all others with the reason. Data in symbols has no tokenizer to write.
 """
 import dataclasses
 from pathlib import Path
@@ -27,7 +27,7 @@ def export(run, folder):
     config_json |= bos_and_eos(meta, separator)
     config_json[family.fields["n_inner"]] = own_shapes(config)["transformer.h.0.mlp.c_fc.weight"][0]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there and not empty: name a new folder")
+        raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
     tensors = their_tensors(read_weights(path), config, family.names, path)
     with files.replacing(folder / "model.safetensors") as f:
@@ -80,9 +80,9 @@ def exported_config(config):
         if not differing[kind]:
             return config_json
     kind = min(differing, key=lambda kind: len(differing[kind]))
-    raise ValueError(f"no family that is written here has {', '.join(differing[kind])}: the nearest, {kind}, differs "
-                     "in that, so this run cannot be exported (train a Llama with --norm=rmsnorm --mlp=swiglu, a GPT-2 "
-                     "with --pos=learned --bias=1 and the default LayerNorm and GELU)")
+    raise ValueError(f"this run cannot be exported, because no family has {', '.join(differing[kind])}; the nearest is "
+                     f"{kind}. Train a Llama with --norm=rmsnorm --mlp=swiglu, or a GPT-2 with --pos=learned --bias=1 "
+                     "and the default LayerNorm and GELU")
 
 
 def decisive(config):

@@ -1,4 +1,4 @@
-"""The families of public models, a row each: sources.py and convert.py read them, export.py writes them.
+"""The families of public models, one row each: sources.py and convert.py read them, export.py writes them.
 
 A family is a model_type of transformers. Its row in FAMILIES translates its config.json to GPTConfig and the names of
 its tensors to ours. In this folder, `their name` is a tensor's name in the public model.
@@ -98,7 +98,7 @@ def check_computable(config_json, path):
     found = config_json | rope | {"rope_type": rope_type(rope), "layer_types": layer_types}
     for key, right in ONLY.items():
         if key in found and found[key] is not None and found[key] not in right:
-            raise ValueError(f"{path}: {key}={found[key]} cannot be computed by model.py, only "
+            raise ValueError(f"{path}: model.py cannot compute {key}={found[key]}, only "
                              f"{' or '.join(map(str, right))}")
     needed = ["rope_theta", *ROPE_NUMBERS[found["rope_type"]]]
     if not rope.keys() >= set(needed):

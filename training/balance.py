@@ -1,4 +1,4 @@
-"""The head-balancing loss of The Attention Sink as Native MoE (--head_balance), which asks heads to be used alike.
+"""The head-balancing loss of The Attention Sink as Native MoE (--head_balance): it makes heads equally important.
 
 The importance of a head is 1 minus the weight that it puts on a sink, or the mean of its gate (eq. 8).
 """
@@ -23,14 +23,14 @@ def losses(model, x, y, knobs, machine):
 def routed(importance, skip, shared):
     """The importance (n,) of the heads that eq. 9 balances, out of all (layers, heads).
 
-    It leaves out the first `skip` layers, which attend to everything. Of the remaining heads it leaves out the share
-    `shared` of the most used ones, the "shared experts"."""
+    It leaves out the first `skip` layers, which attend to everything. Of the remaining heads it leaves out the fraction
+    `shared` with the highest importance, the "shared experts"."""
     rest = importance[skip:].flatten().sort().values
     return rest[:len(rest) - math.ceil(shared * len(rest) - 1e-9)]
 
 
 def imbalance(importance):
-    """n CV^2 of the importance of n heads (eq. 8): 0 if all are used alike. CV is standard deviation over mean.
+    """n CV^2 of the importance of n heads (eq. 8): 0 if all are equal. CV is standard deviation over mean.
 
     The paper does not say which standard deviation. This one divides the squares by n; dividing by n - 1 would multiply
     the loss by n / (n - 1)."""
@@ -50,4 +50,5 @@ def check_balance(knobs, config):
         raise ValueError("--balance_form=all balances all heads: leave out --balance_skip")
     if heads.numel() < 2:
         raise ValueError(f"--balance_skip={knobs.balance_skip} --balance_shared={knobs.balance_shared} leave "
-                         f"{heads.numel()} of {config.n_layer} x {config.n_head} heads, and it takes two to balance")
+                         f"{heads.numel()} of {config.n_layer} x {config.n_head} heads, and it takes two to balance: "
+                         "exclude fewer")

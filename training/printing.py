@@ -49,7 +49,7 @@ class Pace:
         self.started = time.perf_counter()
 
     def columns(self, step):
-        """The log's columns on speed, up to this step. mfu: share of the device's peak FLOP/s, where that is known."""
+        """The log's columns on speed, up to this step. mfu: share of the device's peak FLOP/s, if this is known."""
         seconds = (time.perf_counter() - self.started) / (step - self.since)
         tokens_per_s = round(self.sequences * self.model.config.block_size / seconds)
         columns = {"ms": round(1000 * seconds, 2), "tokens_per_s": tokens_per_s}
@@ -81,14 +81,14 @@ def say_what_next(knobs, config, meta, waited):
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
-    if knobs.init_from == "resume":             # its flags are those of the resumed call alone
+    if knobs.init_from == "resume":             # meta has only the flags of this last call
         return
     kept = [flag for flag in meta["flags"] if flag.startswith("--") and "=" in flag
             and not flag.startswith(("--attn", "--out_dir"))]
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"
         print("       python train.py", *kept, f"--attn={other}    the same with another attention")
-    elif knobs.train_only in mixers.RETROFITS:  # the second phase of a retrofit, as the mixer's paper has it
+    elif knobs.train_only in mixers.RETROFITS:  # the second phase of a retrofit, as in the mixer's paper
         kept = [flag for flag in kept if not flag.startswith(("--init_from", "--train_only", "--learning_rate"))]
         print("       python train.py", *kept, f"--attn={config.attn} --init_from={knobs.out_dir} --train_only=all "
               f"--out_dir={knobs.out_dir}-all    all weights, from here on")

@@ -7,7 +7,7 @@ class StopSignal:
     """Inside this context, Ctrl-C and SIGTERM ask the loop to save and stop after the current step.
 
     Another signal, more than PATIENCE seconds later, ends the process at once."""
-    PATIENCE = 3                                # torchrun repeats a signal that its children have received already
+    PATIENCE = 3                                # torchrun repeats a signal that its children have already received
 
     def __enter__(self):
         self.asked = None                       # the time of the first signal
@@ -25,5 +25,5 @@ class StopSignal:
 
 
 def diverged(what, run):
-    """The error of a run whose loss or gradient is not finite. what: what was found, and when."""
+    """The error of a run whose loss or gradient is not finite. what: the finding and its step."""
     return ValueError(f"{what}; {run.last_good()}. Start again with a lower --learning_rate or more --warmup_iters")

@@ -8,9 +8,9 @@ from model import GPTConfig
 
 
 def take_weights(model, path, run, machine):
-    """Load the weights of another run. What this model's recipe adds to that run's keeps its initial values.
+    """Load the weights of another run. Weights that only this model's recipe has keep their initial values.
 
-    Raises ValueError if `run`, the new run, would overwrite that run, or if an addition would never be trained."""
+    Raises ValueError if `run`, the new run, would overwrite that run, or if such a weight would never be trained."""
     if run.checkpoint.resolve() == Path(path).resolve():
         raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
     added = model.beyond(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
@@ -23,13 +23,13 @@ def take_weights(model, path, run, machine):
 
 
 def resume(run, stored, meta, model, optimizer, scaler):
-    """Load a run's own last checkpoint, if it has saved one. stored: its meta.json; meta: that of its continuation.
+    """Load a run's own last checkpoint, if it has saved one. stored: its meta.json. meta: the new meta.json.
 
     Raises ValueError if the data set is not the one that the run began with."""
     if stored.get("data_hash") != meta["data_hash"]:
         raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: "
                          "make it as it was, or start a new run")
-    if not run.checkpoint.exists():             # killed before its first checkpoint: it begins again
+    if not run.checkpoint.exists():             # killed before its first checkpoint: start again
         return
     checkpoint = read_checkpoint(run.checkpoint)
     load_weights(model, on_base(checkpoint["model"], stored, run.checkpoint), run.checkpoint)
