@@ -409,7 +409,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--attn=routing --kernel=sdpa", "plain softmax only"),
         ("--attn=routing --kernel=triton", "mixer routing has no kernel"),
         ("--attn=performer --kernel=triton", "mixer performer has no kernel"),
-        ("--attn=performer --kernel=sdpa", "it computes softmax itself"),
+        ("--attn=performer --kernel=sdpa", "it computes plain softmax only, not --attn=performer"),
         ("--attn=retnet --kernel=sdpa", "plain softmax only"),
         ("--attn=ttt --kernel=triton", "rule descent of a state has no kernel"),
         ("--attn=gla --n_embd=1024 --kernel=triton", "heads are wider than 256"),
