@@ -1,4 +1,6 @@
-"""The instruments.    python eval.py COMMAND --out_dir=out/stdlib-elastic [--json]    python eval.py COMMAND -h
+"""The instruments: commands that measure trained runs, and commands that time and read this code.
+
+    python eval.py COMMAND --out_dir=out/stdlib-elastic [--json]        python eval.py COMMAND -h
 
 Look at a trained run:
 
@@ -9,24 +11,24 @@ Look at a trained run:
     probe     where the attention goes, by layer or head: sinks, spread, exact zeros; and how the first token differs
               from the others in the residual stream: massive activations, norms, cosines
     heads     how dormant, local, global and important each head is; with --cost how much the loss rises without its
-              sink or without the head; with --against the same on another data set
+              sink or without the head; with --against whether the same heads are dormant on another data set
     params    what attention has learned outside its linear layers: thresholds, distance biases, gates, lambdas
     maps      the attention maps of a sentence
-    groups    the groups of tokens that Focus has learned: how even they are, which tokens are in them, which pairs they
-              keep; with --against whether another checkpoint has the same groups
-    routers   Focus at every k and several lengths, next to full attention: perplexity, pairs kept, speed; with --sweep
-              it trains routers with other knobs on a run of plain attention
+    groups    the groups of tokens that Focus has learned: how even their sizes are, which tokens are in them, which
+              pairs of tokens they keep; with --against whether another checkpoint has the same groups
+    routers   Focus compared with full attention, for several k and lengths: perplexity, pairs kept, speed; with --sweep
+              it trains routers with other settings on a run of plain attention
 
 Benchmarks of a trained run:
 
     passkey   can the model find a number that is hidden in a long text?
-    scrolls   summaries of and questions on long documents
+    scrolls   summaries of long documents, and questions about them
     bench     zero-shot scores on public benchmarks, from HellaSwag to WikiText (python data/benchmarks.py fetches them)
 
 The sink lab and the ledger, which train their own runs:
 
     lab       train every recipe in the sink lab, and compare them
-    claims    what five papers claim and what we find: the whole ledger, one claim, or with --run what is missing
+    claims    the claims of five papers and our results: the whole ledger or one claim; --run measures missing results
 
 Time, compile and read the code, without a run:
 
@@ -36,8 +38,8 @@ Time, compile and read the code, without a run:
     curve     the weights that recipes give to one row of scores (python eval.py curve softmax,elastic --png=curve.png)
     show      a recipe on one page: its choices, PyTorch, Triton, and where they are (python eval.py show elastic)
 
-eval.py rebuilds the model from the run's meta.json; --attn and the flags of its axes override the run's own where its
-parameters allow. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another.
+eval.py rebuilds the model from the run's meta.json. --attn and the flags of its axes replace the run's own choices if
+its parameters still fit. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another.
 evals/measures.py and evals/stream.py give the sources of the measures.
 """
 import json
@@ -75,8 +77,8 @@ class Command(NamedTuple):
     """An instrument, as evals/instrument.py describes it."""
     flags: type                                 # the dataclass of its flags
     run: Callable                               # command(args, run) -> (numbers, text)
-    draw: Callable | None = None                # draw(path, {run: numbers}): the picture that --png asks for; without
-                                                # a run, draw(path, numbers)
+    draw: Callable | None = None                # draw(path, {run: numbers}): draws the picture for --png; for a command
+                                                # that opens no run, draw(path, numbers)
     tell: Callable | None = None                # tell(args, {run: numbers}) -> text: several runs in one table
     check: Callable | None = None               # check(args, runs): raises ValueError on runs that cannot be compared
 
@@ -97,7 +99,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "scrolls": Command(scrolls.Scrolls, scrolls.command, tell=scrolls.tell),
     "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
 }
-OF_THEIR_OWN = {                                # these train or build their own models, and get None as the run
+OF_THEIR_OWN = {                                # these train or build their own models, and get None in place of a run
     "lab": Command(lab.Lab, lab.command),
     "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
     # the code itself
@@ -138,7 +140,7 @@ def main(argv):
 
 
 def look(command, args, parsed):
-    """Run an instrument on each run in turn, so that memory holds only one model, and print what it found."""
+    """Run an instrument on each run in turn, so that memory holds only one model, and print the results."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
     alone = len(places) == 1
     if command.check:                           # before the work begins

@@ -1,8 +1,8 @@
-"""Ablations of attention: small changes to the inputs or the output of a layer's attend, for `instead`, and what each
-costs in loss on fixed windows.
+"""Ablations of attention, and how much each of them raises the loss on fixed windows.
 
-`chosen` (layers, heads) says in which heads of the output. In a differential recipe a head has two views, and a change
-acts on both. The first token is the first of the sequence, even if the sink is an extra key.
+An ablation changes the inputs or the output of a layer's `attend`; `instead` puts it in place. The mask `chosen`
+(layers, heads) selects heads of the output. In a differential recipe a head has two views, and a change acts on both.
+The first token is the first of the sequence, even if the sink is an extra key.
 """
 from functools import partial
 from typing import NamedTuple
@@ -17,24 +17,25 @@ from evals.pictures import frame
 
 
 def unchanged(attend, layer, module, *inputs):
-    """Attention as it is."""
+    """Attention without a change."""
     return attend(*inputs)
 
 
 def key_hidden(attend, layer, module, *inputs):
-    """Attention in which only the first row sees the first key. The number of keys that a row counts stays."""
+    """Attention in which only the first row sees the first key. A row's count n of keys does not change."""
     return attend(*inputs, sight=module.sight._replace(hidden=module.ahead))
 
 
 def every_head(model):
-    """`chosen` with all heads."""
+    """The mask `chosen` that selects all heads."""
     blocks = model.transformer.h
     return torch.ones(len(blocks), blocks[0].attn.heads, dtype=torch.bool)
 
 
 def value_zeroed(chosen, place=0, to_itself=True):
-    """Attention in which the token at this place of the sequence has the value 0 for the chosen heads. Its weights
-    stay. to_itself: also in its own row; False is like changing the KV cache after the token was read."""
+    """Attention in which the token at this place of the sequence has the value 0 for the chosen heads. The
+    attention weights do not change. to_itself: its own row reads the value 0 as well. False is like changing the KV
+    cache after the token was read."""
     def change(attend, layer, module, q, k, v, x, *more):
         if not chosen[layer].any():
             return attend(q, k, v, x, *more)
@@ -65,7 +66,7 @@ def output_zeroed(chosen):
 
 
 class Ablation(NamedTuple):
-    """One line of the table: the mean over its changes, which are random draws of heads if there are several."""
+    """One row of the table. Several changes are random draws of heads, and the row shows their mean."""
     what: str
     where: str
     heads: int                                  # the number of heads that it changes
@@ -73,19 +74,19 @@ class Ablation(NamedTuple):
 
 
 def ablations(alpha_sink, threshold, prune, other, draws, seed):
-    """The ablations, [Ablation]. Heads are chosen by their alpha_sink (layers, heads) on the windows of the loss.
+    """The rows of the table, [Ablation]. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.
 
-    threshold: of a dormant head. prune: percentages of heads. other: a place whose value is zeroed for comparison.
-    draws, seed: of random heads.
+    threshold: a head with a larger alpha_sink is dormant. prune: percentages of heads. other: a token whose value is
+    zeroed for comparison. draws, seed: number of random draws of heads, and their seed.
 
     Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its appendix A.5, after
-    Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so for later rows only. The random heads
-    and those with the least sink are ours."""
+    Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so only later rows read the zero. We added
+    the random heads and the heads with the least weight on the sink."""
     every = torch.ones_like(alpha_sink, dtype=torch.bool)
     found = [Ablation("first key hidden", "all heads", every.numel(), [key_hidden]),
              Ablation(f"value at {other} zero", "all heads", every.numel(), [as_later_rows_see_it(every, other)]),
              Ablation("first value zero", "all heads", every.numel(), [as_later_rows_see_it(every)]),
-             Ablation("the same to itself, too", "all heads", every.numel(), [value_zeroed(every)])]
+             Ablation("and also in its own row", "all heads", every.numel(), [value_zeroed(every)])]
     dormant = int((alpha_sink > threshold).sum())
     counts = [("first value zero", as_later_rows_see_it, dormant)] if dormant else []
     counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * every.numel())) for percent in prune]
@@ -99,8 +100,8 @@ def ablations(alpha_sink, threshold, prune, other, draws, seed):
 
 
 def picked(alpha_sink, count, draws, seed):
-    """`count` heads: those with the most weight on the sink, random ones (several draws), those with the least.
-    {where: [chosen, ...]}."""
+    """Choose `count` heads in three ways: those with the most weight on the sink, random heads (several draws), and
+    those with the least weight. Returns {where: [chosen, ...]}."""
     order = alpha_sink.flatten().argsort(descending=True, stable=True).cpu()
     dice = torch.Generator().manual_seed(seed)
     orders = {"most sink": [order], "random": [torch.randperm(len(order), generator=dice) for _ in range(draws)],
@@ -109,9 +110,9 @@ def picked(alpha_sink, count, draws, seed):
 
 
 def picked_in_layers(alpha_sink, count):
-    """`count` heads spread evenly over the layers, in each layer those with the most or the least weight on the sink. A
-    remainder goes to the layers whose next head has the most or the least. (The heads with the least of all may be
-    whole layers, and then their depth matters more than their sink.)"""
+    """Choose `count` heads spread evenly over the layers: in each layer those with the most or the least weight on the
+    sink. A remainder goes to the layers whose next head has the most or the least. (Without the spread, the heads with
+    the least weight may fill whole layers. Then their depth matters more than their sink.)"""
     found = {}
     for where, values in (("most sink", alpha_sink.cpu()), ("least sink", -alpha_sink.cpu())):
         rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()     # 0: first in its layer
@@ -122,7 +123,7 @@ def picked_in_layers(alpha_sink, count):
 
 
 def the_first(count, order, alpha_sink):
-    """`chosen` with the first `count` heads of an order."""
+    """The mask `chosen` that selects the first `count` heads of an order."""
     return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[:count], True).view_as(alpha_sink)
 
 
@@ -134,7 +135,7 @@ def costs(found, model, rows, machine, batch_size):
     loss over the draws, None for one draw."""
     before = window_losses(unchanged, model, rows, machine, batch_size)
     jobs = [(number, change) for number, ablation in enumerate(found) for change in ablation.changes]
-    added = [[] for _ in found]                 # for each ablation, (N,) from each of its changes
+    added = [[] for _ in found]                 # for each ablation, the costs (N,) of each of its changes
     for number, change in progress(jobs, machine.main):
         added[number].append(window_losses(change, model, rows, machine, batch_size) - before)
     return {"loss": before.mean().item(), "changes": [
@@ -143,7 +144,7 @@ def costs(found, model, rows, machine, batch_size):
 
 
 def mean_and_errors(added):
-    """added (draws, windows): losses after minus before."""
+    """The statistics of added (draws, windows), the losses with an ablation minus those without."""
     draws, windows = added.shape
     error = added.mean(0).std().item() / windows ** 0.5 if windows > 1 else None
     return {"loss_change": added.mean().item(), "standard_error": error,
@@ -174,8 +175,8 @@ def cost_table(found):
 
 
 def draw_costs(ax, cost):
-    """A bar and a number for each ablation, and a line for twice its standard error. Dark bars are the heads with the
-    most weight on the sink."""
+    """Draw a bar and a number for each ablation, and a line for twice its standard error. Dark bars are the heads with
+    the most weight on the sink."""
     lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars start at the bottom
     gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
     colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}
@@ -185,4 +186,4 @@ def draw_costs(ax, cost):
         ax.text(max(gain + error, 0), y, f" {gain:.3f}", va="center", fontsize=8)
     ax.set_yticks(range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8)
     ax.margins(x=0.15)
-    frame(ax, f"what the loss gains\n(nats per token, over {cost['loss']:.3f})")
+    frame(ax, f"increase of the loss\n(nats per token, from {cost['loss']:.3f})")

@@ -1,19 +1,19 @@
-"""Zero-shot scores on public benchmarks, as lm-evaluation-harness 0.4.13 counts them.
+"""Zero-shot scores on public benchmarks, as lm-evaluation-harness 0.4.13 computes them.
 
 A question becomes one request per choice: how likely is this continuation after that context? The model is right if the
-right choice has the largest log-likelihood, in sum (acc) or per character (acc_norm; some papers say bytes, the code
-counts characters). In LAMBADA the model must generate the last word greedily, and perplexity is per word. In WikiText
-every token of a page is scored once; words and bytes are counted on the raw page.
+right choice has the largest log-likelihood: the sum over its tokens (acc), or the sum per character (acc_norm; some
+papers say bytes, but the harness counts characters). In LAMBADA the model must generate the last word greedily, and
+perplexity is per word. In WikiText every token of a page is scored once; words and bytes are counted on the raw page.
 
-Several runs answer the same rows, so the error of a difference is that of the mean of the rows' differences.
+Several runs answer the same rows. So the error of a difference is the standard error of the mean difference by row.
 
-Differs from lm-evaluation-harness: perplexities have a standard error by the delta method (there by resampling, or
-none). --limit takes rows spread over the whole file (there the first rows). An empty context begins with the run's
-separator (there perhaps with another token).
+Differs from lm-evaluation-harness: our standard errors of perplexities come from the delta method (theirs come from
+resampling, or are missing). --limit takes rows spread over the whole file (theirs takes the first rows). We replace
+an empty context by the run's separator (they may use another token).
 
 Two scores are not from lm-evaluation-harness: `adjusted`, (score - chance) / (1 - chance), of Lazy Attention
 2601.00919, appendix C.3, and the average of its table 1. That paper does not define chance. We take one over the number
-of choices, and in BoolQ, whose choices are always no and yes, the share of the more frequent answer.
+of choices. In BoolQ, whose choices are always no and yes, we take the share of the more frequent answer.
 """
 import math
 from dataclasses import dataclass
@@ -31,25 +31,25 @@ MEASURES = {                                    # {task: its measures}; averages
     "piqa": ("acc", "acc_norm"), "winogrande": ("acc",), "openbookqa": ("acc_norm", "acc"), "siqa": ("acc",),
     "boolq": ("acc",), "lambada": ("acc", "perplexity"),
     "wikitext": ("word_perplexity", "byte_perplexity", "bits_per_byte")}
-EIGHT = ("lambada", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "siqa", "boolq")    # in that table
+EIGHT = ("lambada", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "siqa", "boolq")    # of that table
 
 
 @dataclass
 class Bench:
     """Flags of bench"""
-    tasks: str = knob("", f"tasks, separated by commas: {', '.join(MEASURES)}; or all; empty: those with files")
-    source: str = knob("", "folder of their files; empty: data/benchmarks, where python data/benchmarks.py puts them")
+    tasks: str = knob("", f"tasks, separated by commas: {', '.join(MEASURES)}; or all; empty: those with a file")
+    source: str = knob("", "folder of these files; empty: data/benchmarks, where python data/benchmarks.py puts them")
     limit: int = knob(0, "rows of each task, spread evenly over its file; 0: all")
     bos: bool = knob(False, "begin every context with the separator, like the texts in training")
     length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; 0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer row has a pass of its own")
+    batch_size: int = knob(4096, "tokens per forward pass; a longer row gets a pass of its own")
 
     def __post_init__(self):
         at_least(self, limit=0, length=0, batch_size=1)
 
 
 def command(args, run):
-    """Zero-shot scores on public benchmarks, as lm-evaluation-harness counts them."""
+    """Zero-shot scores on public benchmarks, as lm-evaluation-harness computes them."""
     coder, length = run.tokenizer, args.length or run.model.config.block_size
     if coder.name == "numbers":
         raise ValueError(f"{run.out_dir} was trained on symbols, not on text: bench needs a run with a text tokenizer")
@@ -77,9 +77,9 @@ def evenly(count, limit):
 
 
 def judge(name, rows, answers, guess):
-    """A task's numbers: n, chance, and of each of its MEASURES {"value", "stderr", "rows"}, of an accuracy also
-    "adjusted" for chance and what it is "than_guessing". answers: [[Answer]], a list for each row; guess: the chance,
-    None where there is none."""
+    """The numbers of a task: "n", "chance", and for each of its MEASURES {"value", "stderr", "rows"}. Accuracies also
+    have "adjusted" and "than_guessing". answers: [[Answer]], a list for each row. guess: the chance, None if it is
+    undefined."""
     found, values = {"n": len(rows), "chance": guess}, measured(name, rows, answers)
     for measure in MEASURES[name]:
         value, error = (perplexity if "perplexity" in measure else mean_and_error)(values[measure])
@@ -91,8 +91,8 @@ def judge(name, rows, answers, guess):
 
 
 def measured(name, rows, answers):
-    """{measure: a number for each row, (n,)}: hits, or nats (bits) whose mean is that of all words or bytes, of a
-    perplexity its logarithm. The standard error of their mean is the measure's."""
+    """The numbers of all rows by measure, {measure: (n,)}. An accuracy or bits_per_byte is the mean of its numbers, a
+    perplexity exp of the mean. The standard error of the mean gives that of the measure."""
     if name == "wikitext":
         loss = [-sum(answer.loglik for answer in page) for page in answers]
         word, byte = per_row(loss, [page.words for page in rows]), per_row(loss, [page.bytes for page in rows])
@@ -106,22 +106,22 @@ def measured(name, rows, answers):
 
 
 def hits(scores, rows):
-    """1 where the right choice has the highest score, else 0; of equals the first counts as the highest."""
+    """1 where the right choice has the highest score, else 0. In a tie the first choice wins."""
     return np.array([values.argmax() == row.gold for values, row in zip(scores, rows, strict=True)], float)
 
 
 def per_row(sums, counts):
-    """Numbers (n,) whose mean is sum of sums / sum of counts, and the error of their mean the delta method's: what a
-    row adds to the ratio beyond its share, in rows of average size."""
+    """Numbers (n,) whose mean is value = sums.sum() / counts.sum(). The number of a row is value plus (sum - value
+    count) / mean count. So the standard error of their mean is that of the ratio by the delta method."""
     sums, counts = np.asarray(sums, float), np.asarray(counts, float)
     value = sums.sum() / counts.sum()
     return value + (sums - value * counts) / counts.mean()
 
 
 def perplexity(nats):
-    """exp(mean of nats) and its standard error, by the delta method again."""
+    """exp(mean of nats) and its standard error by the delta method."""
     mean, error = mean_and_error(nats)
-    value = math.exp(mean) if mean < 700 else math.inf                  # a float ends there
+    value = math.exp(mean) if mean < 700 else math.inf                  # exp of more overflows
     return value, error and value * error
 
 
@@ -131,15 +131,16 @@ def packed(values):
 
 
 def difference(score, first):
-    """A run's score (of a perplexity: its logarithm) less the first run's on the same rows, and its standard error."""
+    """A run's score minus the first run's on the same rows, and the standard error of this difference. Of perplexities
+    it takes the logarithms."""
     return mean_and_error(np.subtract(*(np.array(one["rows"].split(), float) for one in (score, first))))
 
 
 def chance(name, rows):
-    """What guessing scores on the rows of a whole file: see the top. None for what is no question."""
+    """The score of guessing on the rows of a whole file, as the head of this file defines it. None for wikitext."""
     if name == "wikitext":
         return None
-    if name == "lambada":                       # the vocabulary is too large to be lucky
+    if name == "lambada":                       # a random word is almost never right
         return 0.0
     if name == "boolq":
         yes = float(np.mean([row.gold for row in rows]))
@@ -148,8 +149,8 @@ def chance(name, rows):
 
 
 def than_guessing(value, guess, n):
-    """Does an accuracy differ from guessing by more than two standard errors, those of a guesser in n questions? None
-    where nobody could guess."""
+    """"better" or "worse" if an accuracy differs from guessing by more than two standard errors, otherwise "no better".
+    The errors are those of guessing n times. None if the chance is 0 or undefined."""
     if not guess:
         return None
     if abs(value - guess) <= 2 * math.sqrt(guess * (1 - guess) / n):
@@ -158,13 +159,13 @@ def than_guessing(value, guess, n):
 
 
 def averages(tasks):
-    """{name: numbers} of the averages over the accuracies."""
+    """The averages over the accuracies of tasks, {name: numbers}."""
     return {label: average([headline(name, tasks) for name in names]) for label, names in averaged(tasks).items()}
 
 
 def averaged(tasks):
-    """What is averaged, {name: tasks}: all that have accuracies, and the eight of Lazy Attention's table 1 where these
-    are among them. Empty where there is but one."""
+    """The tasks of each average, {name: tasks}: all tasks that have an accuracy, and the EIGHT if all of them are among
+    these. Empty for a single task."""
     scored = [name for name in tasks if "acc" in tasks[name]]
     wanted = {"average": scored} if len(scored) > 1 else {}
     return wanted | ({"average of eight": EIGHT} if set(EIGHT) < set(scored) else {})
@@ -176,34 +177,34 @@ def headline(name, tasks):
 
 
 def average(scores):
-    """The mean of scores of different tasks, each of which counts alike, and its standard error."""
+    """The mean of the scores of several tasks, with equal weights, and its standard error."""
     value, error = mean_of([(score["value"], score["stderr"]) for score in scores])
     return {"tasks": len(scores), "value": value, "stderr": error,
             "adjusted": sum(score["adjusted"] for score in scores) / len(scores)}
 
 
 def mean_of(found):
-    """The mean of independent [(value, standard error)], and its own error: None where one has none."""
+    """The mean of independent [(value, standard error)], and its own error: None if an error is None."""
     values, errors = zip(*found, strict=True)
     return sum(values) / len(values), None if None in errors else math.hypot(*errors) / len(errors)
 
 
-# -------------------------------------------------------------------------------------------------- for people to read
+# -------------------------------------------------------------------------------------------------- the table, a chart
 
 
 ALONE = {                                       # columns of one run, and their meanings
-    "n": "rows", "chance": "what guessing scores", "adjusted": "(score - chance) / (1 - chance)"}
-ALWAYS = {"than guessing": "no better: less than two standard errors, those of a guesser, from chance"}
-BESIDE = {                                      # of several runs
-    "less the first": "the score less the first run's on the same rows, and the standard error of that difference; of "
-                      "perplexities, their logarithms",
+    "n": "rows", "chance": "score of guessing", "adjusted": "(score - chance) / (1 - chance)"}
+ALWAYS = {"than guessing": "no better: within two standard errors of chance, those of guessing n times"}
+BESIDE = {                                      # columns of several runs
+    "difference": "the score minus the first run's on the same rows, and the standard error of that difference; for "
+                  "perplexities, of their logarithms",
     "+- ": "",
-    "so it is": "cannot be told apart: less than two of these errors from the first run's"}
+    "verdict": "cannot be told apart: the difference is at most two of these errors"}
 
 
 def tell(args, found):
-    """A row for each score of a run; of several runs those of one measure below each other, with their distances from
-    the first run's."""
+    """A table with a row for each score. Of several runs, the rows of one measure follow each other, and show the
+    differences from the first run."""
     several, (first, *_) = len(found) > 1, found.values()
     rows = []
     for key, score in scores_of(first).items():
@@ -219,7 +220,7 @@ def tell(args, found):
 
 
 def scores_of(numbers):
-    """{(task, measure): its score, and all that its row of the table needs}, the averages last."""
+    """{(task, measure): the score and the other numbers of its row}, the averages last."""
     tasks = numbers["tasks"]
     found = {(name, measure): task[measure] | {"n": str(task["n"])}
              | ({"chance": task["chance"] or None} if "adjusted" in task[measure] else {})
@@ -241,14 +242,14 @@ def beside(score, first):
 
 
 def short(value):
-    """A perplexity may be huge."""
+    """A number as a cell; a huge perplexity in scientific notation."""
     return value if value is None or abs(value) < 1e5 else f"{value:.3g}"
 
 
 def notes(found):
-    """What stands under the table."""
+    """The lines below the table."""
     if any(numbers["averages"] for numbers in found.values()):
-        yield "averages take the first measure of each task; of eight: those of Lazy Attention's table 1"
+        yield "averages take the first measure of each task; average of eight: the tasks of Lazy Attention's table 1"
     for place, numbers in found.items():
         cut = [f"{task['cut']} of {name}" for name, task in numbers["tasks"].items() if task["cut"]]
         if cut:
@@ -257,12 +258,11 @@ def notes(found):
 
 
 def draw(path, runs):
-    """Bars of every task's first accuracy, with two standard errors up and down, beside each other for several runs,
-    and a line where guessing is. runs: {name: numbers}, as command returns them. Raises ValueError where there are no
-    accuracies."""
+    """Draw a bar for the first accuracy of each task and run, with two standard errors up and down, and a dashed line
+    for guessing. runs: {name: numbers}, as command returns them. Raises ValueError if there are no accuracies."""
     names = [name for name in MEASURES if any("acc" in found["tasks"].get(name, ()) for found in runs.values())]
     if not names:
-        raise ValueError("there is no accuracy to draw: give --tasks others than wikitext")
+        raise ValueError("there is no accuracy to draw: give --tasks other than wikitext")
     figure, ax = pyplot().subplots(figsize=(1.8 + len(names) * max(0.75, 0.32 * len(runs)), 3.8))
     width = 0.8 / len(runs)
     for number, (label, found) in enumerate(runs.items()):

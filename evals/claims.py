@@ -1,16 +1,16 @@
-"""The ledger: what five papers claim, and what we find.
+"""The ledger: the claims of five papers, and our result for each.
 
     python eval.py claims                               every claim, its verdict, their figures and ours
     python eval.py claims --show=lazy-sink-gone         everything about one claim
-    python eval.py claims --run=lab                     measure what is missing of a class, or of ID,ID
+    python eval.py claims --run=lab                     measure the missing numbers of a cost class, or of ID,ID
 
 A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
 It has the paper's statement and figures, the numbers to read from our runs, and a verdict rule. lab_runs.py names the
-runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other instrument does,
+runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other instrument measures,
 book.py judges the claims, and view.py shows them.
 
-results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. An interrupted
---run continues when it is called again, and a --run with other seeds adds them.
+results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
+interrupted --run to continue it. A --run with other seeds adds these seeds.
 """
 import difflib
 import itertools
@@ -40,11 +40,11 @@ draw = view.draw
 class ClaimsFlags:
     """Flags of claims"""
     show: str = knob("", "print everything about this claim")
-    run: str = knob("", f"measure what is missing of a class ({', '.join(COSTS)}), or of claims: ID,ID")
+    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join(COSTS)}) or of claims (ID,ID)")
     seeds: str = knob(SEEDS, "seeds, separated by commas")
-    workers: int = knob(0, "jobs at a time; 0: two with one thread each, on a GPU one")
+    workers: int = knob(0, "jobs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob(OUT_DIR, "folder of the runs, shared with lab; finished runs are not trained again")
-    books: str = knob("books", "folder of texts for gpu-minutes; one of them is moby-dick")
+    books: str = knob("books", "folder of texts for the class gpu-minutes; one of them must be moby-dick")
     train_args: str = knob("", "further flags for every train.py, such as '--max_iters=20 --n_layer=2' for a trial")
     results: str = knob("", "file of the numbers; empty: results/claims.json, or with --train_args "
                             "OUT_DIR/claims.json")
@@ -61,7 +61,7 @@ class ClaimsFlags:
 
 
 def command(args, run):
-    """What five papers claim, and what we find: the committed numbers, or with --run new ones."""
+    """The claims of five papers, and our results: the committed numbers, or with --run new ones."""
     where = Place(args.out_dir, args.books, args.train_args)
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
     results = {"claims": readable(files.read_json(place)["claims"] if place.exists() else {})}
@@ -75,17 +75,17 @@ def command(args, run):
     return results | {"verdicts": verdicts}, text
 
 
-# ------------------------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------------------------------ the readings
 
 
 def wanted(args):
     """The readings that --run names, [(claim, where, Reading)]: all readings of a cost class, or those of a claim that
-    cost no more than the claim. Raises ValueError if there is nothing to measure, or if it takes a GPU."""
+    cost no more than the claim. Raises ValueError if there is nothing to measure, or if that needs a GPU."""
     names, costs = args.run.split(","), list(COSTS)
     asked = [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
              if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
     if not asked:
-        raise ValueError(f"--run={args.run}: out of reach, there is nothing to measure; --show=ID says why")
+        raise ValueError(f"--run={args.run} is out of reach, there is nothing to measure: --show=ID says why")
     return asked if torch.cuda.is_available() else without_gpu(asked, args)
 
 
@@ -95,11 +95,11 @@ def without_gpu(asked, args):
     timed = [row for row in asked if not TIMED.keys().isdisjoint(runs_of(row[2]))]
     large = timed or any("@gpu" in run for _, _, reading in asked for run in runs_of(reading))
     if large and (not args.train_args or timed == asked):
-        raise ValueError(f"--run={args.run} times kernels or trains models of 30M parameters and wants a GPU; models "
-                         "can be tried small: --train_args='--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 "
+        raise ValueError(f"--run={args.run} times kernels or trains models of 30M parameters and wants a GPU; to try "
+                         "small models, add --train_args='--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 "
                          "--eval_interval=3'")
     if timed:
-        print(f"left out, for they time kernels and want a GPU: {', '.join(claim.id for claim, *_ in timed)}",
+        print(f"left out, because they time kernels and need a GPU: {', '.join(claim.id for claim, *_ in timed)}",
               file=sys.stderr)
     return [row for row in asked if row not in timed]
 
@@ -108,8 +108,8 @@ def without_gpu(asked, args):
 
 
 def measure(asked, args, where, results):
-    """Do the missing jobs of these readings, and put their numbers into the results. Jobs that fail are named at the
-    end, and their claims stay as they were."""
+    """Do the missing jobs of these readings, and put their numbers into the results. If jobs fail, the end of the
+    output names them, and their claims keep their old numbers."""
     seeds = whole_numbers(args.seeds, "seeds")
     jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
             for claim, name, reading in asked}
@@ -141,8 +141,8 @@ def merged(old, new):
 
 
 def do_all(jobs, workers):
-    """Do the missing jobs, several at a time, each after the jobs that it needs. jobs: in a possible order."""
-    depths, failed = {}, []                     # of missing jobs and of those that need them
+    """Do the missing jobs, several at a time, each after the jobs that it needs. jobs: in such an order."""
+    depths, failed = {}, []                     # depths: of the missing jobs, and of the jobs that need them
     for job in jobs:
         if result_of(job) is None or not depths.keys().isdisjoint(job.after):
             depths[job] = depth(job)
@@ -185,19 +185,19 @@ def numbers_of(reading, jobs):
 
 def value_at(found, path, job):
     """The value at a path of names and indices in a job's result; the first name may be that of its command or look. *
-    stands for every item of a list that has the next name. Raises ValueError if there is no such value."""
+    selects every item of a list that has the next name. Raises ValueError if there is no such value."""
     def down(found, steps):
         if not steps:
             return found
-        if steps[0] == "*":                     # after the last layer, the stream has no values
+        if steps[0] == "*":                     # the stream after the last layer has fewer names
             return [down(item, steps[1:]) for item in found if steps[1] in item]
         return down(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
     steps = path.split("/")
     try:
         return down(found, steps[1:] if steps[0] in COMMANDS or steps[0] in LOOKS else steps)
-    except (KeyError, IndexError, ValueError, TypeError):               # the last: of None, where a list is looked for
-        raise ValueError(f"{job.place} has nothing at {path}: it is of another version, remove it and measure "
-                         "again") from None
+    except (KeyError, IndexError, ValueError, TypeError):               # TypeError: None in place of a list
+        raise ValueError(f"{job.place} has nothing at {path}: another version wrote it, so remove it and "
+                         "measure again") from None
 
 
 def rounded(value):

@@ -31,13 +31,13 @@ PANELS = {                                      # of the picture, {column: title
 @dataclass
 class Compare:
     """Flags of compare"""
-    split: str = knob("val", "which split", ("train", "val"))
+    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(0, "fixed windows for the losses, spread evenly; 0: as many as fit")
     probe_windows: int = knob(16, "fixed windows for the measures of attention")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
     md: bool = knob(False, "print the table as markdown")
-    anyway: bool = knob(False, "compare also runs with different data, budgets or sizes")
+    anyway: bool = knob(False, "also compare runs with different data, budgets or sizes")
 
     def __post_init__(self):
         at_least(self, windows=0, probe_windows=1, length=0, batch_size=1)
@@ -45,7 +45,7 @@ class Compare:
 
 def command(args, run):
     """Losses, sinks, sizes and costs of several runs in one table; seeds of one recipe become a mean and a deviation.
-    Runs with different data, budgets or sizes are refused without --anyway."""
+    Runs with different data, budgets or sizes need --anyway."""
     split, length = run.split(args.split), run.window(args.length)
     loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, run.stride,
                                           length)
@@ -64,7 +64,7 @@ def command(args, run):
 
 
 def check(args, places):
-    """Raise ValueError that names the first difference between a run and the first run."""
+    """Raise a ValueError that names the first difference between a run and the first run."""
     first, *others = [(place, terms_of(read_run(place)[0])) for place in places]
     for place, terms in others:
         for name, value in terms.items():
@@ -78,7 +78,7 @@ def check(args, places):
 
 
 def terms_of(meta):
-    """Everything that must be the same, {name: value}."""
+    """The properties that must be the same in all runs of a table, {name: value}."""
     sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp")
     return {"training data (hash)": meta.get("data_hash"), "tokenizer": meta.get("tokenizer"),
             "tokens trained on": trained_on(meta), "--init_from": begun_from(meta),
@@ -98,13 +98,13 @@ def begun_from(meta):
     return "scratch" if began == "resume" else began
 
 
-# what may differ between seeds of one recipe: the seed, and knobs that do not change the numbers
+# these may differ between the seeds of one recipe: the seed, and knobs that do not change the numbers
 FREE = ("seed", "out_dir", "preset", "device", "dtype", "kernel", "compile", "eval_interval", "eval_iters",
         "log_interval")
 
 
 def knobs_of(run):
-    """Every knob of a run, with the overrides of this evaluation, that tells one recipe from another."""
+    """The knobs that tell one recipe from another, with the overrides of this evaluation: all but FREE."""
     knobs = run.meta["knobs"] | asdict(run.model.config) | {"init_from": begun_from(run.meta)}
     return {name: value for name, value in knobs.items() if name not in FREE}
 
@@ -120,7 +120,7 @@ def groups_of(found):
 
 
 def name_of(numbers, alike):
-    """A recipe's name with the flags that changed it, and those that tell it from others of that name."""
+    """A recipe's name with the flags that changed it, and the flags that tell it from other runs with that --attn."""
     knobs, axes = numbers["knobs"], mixers.DEFAULTS | attention.recipe(numbers["attn"]) | {"attn_args": ""}
     flags = [f"--{name}={value}" for name, value in knobs.items()
              if any(other["knobs"].get(name) != value for other in alike)
@@ -139,13 +139,14 @@ def tell(args, found):
     mark(rows, columns, args.md)
     header = ["recipe", "runs", *columns]
     text = markdown(rows, header) if args.md else table(rows, header)
-    meant = {name: MEASURES[name] for name in columns if name in PROBED} | {"tokens": "read in training"}
+    meant = {name: MEASURES[name] for name in columns if name in PROBED} | {"tokens": "tokens read in training"}
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in meant.items()) if args.md else legend(meant)
     return "\n".join([text, "", *remarks(groups, args), "", meanings])
 
 
 def mean_and_deviation(group, column):
-    """Over the runs of a recipe. The deviation of one run is None, and both are None if the column is undefined."""
+    """Mean and sample deviation of a column over the runs of a recipe. The deviation of one run is None. Both are None
+    if the column is undefined."""
     values = [numbers[column] for numbers in group if numbers[column] is not None]
     if not values:
         return None, None
@@ -170,7 +171,7 @@ def mark(rows, columns, md):
 
 
 def remarks(groups, args):
-    """What the marks mean, and whether the seeds can separate the best from the second best."""
+    """The lines below the table: the meaning of the marks, and whether seeds separate the best from the second best."""
     runs = [numbers for group in groups.values() for numbers in group]
     said = [*dict.fromkeys(map(first_line, runs)), "± is the standard deviation over seeds"]
     if len(groups) > 1:
@@ -188,8 +189,8 @@ def remarks(groups, args):
 
 
 def draw(path, found):
-    """The PANELS side by side, a line for each recipe: a dot for each run, and a bar at their mean. In the panel of the
-    sink, a grey bar is the weight of an even spread."""
+    """Draw the PANELS side by side, a line for each recipe: a dot for each run, and a bar at their mean. A grey bar in
+    the panel of the sink is the weight of an even spread."""
     groups = groups_of(found)
     names = sorted(groups, key=lambda name: -mean_and_deviation(groups[name], "loss")[0])      # the best on top
     figure, axes = pyplot().subplots(1, len(PANELS), figsize=(13, 1.5 + 0.35 * len(names)), sharey=True)

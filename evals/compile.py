@@ -3,11 +3,10 @@
     python eval.py compile                                      registers, shared memory and spills of every kernel
     python eval.py compile --sm=89 --width=128 --calls=elastic+busy,gla      the same for these calls on another GPU
     python eval.py compile --choose=backward_keys --sm=90 --width=64 --calls=softmax+busy,tra+busy
-        the largest tile of one kernel that is clean in all of these calls
+        the largest tile of one kernel that has no problem in any of these calls
 
-Triton compiles for any GPU on any machine. The host code runs unchanged on CPU tensors, with a driver that claims to be
-the GPU in question and with launches that only compile. So the compiled kernels are exactly those that the GPU would
-run.
+Triton compiles for any GPU on any machine. The host code runs unchanged on CPU tensors. A substitute driver claims to
+be the GPU in question, and launches only compile. So the compiled kernels are exactly those that the GPU would run.
 """
 import contextlib
 import hashlib
@@ -37,18 +36,18 @@ HOPPER = 232448                                 # bytes of shared memory for one
 OTHERS = 101376                                 # the same on sm_86, sm_89 and sm_120, which use the tiles of sm_80
 
 # Calls of the attention kernels: a rule, with or without options. EXPONENTIALS: how many the rule computes for a score.
-# busy: with a table, a tail, a slope, a window and first keys. mix: two views at once. sets: tokens that share a set do
-# not see each other, which Focus uses
+# busy: with a table, a tail, a slope, a window and first keys. mix: two views at once. sets: the call of Focus in which
+# tokens with a common group do not see each other
 EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0,
                     sigmoid=1, elu=1, identity=0, alphamax=1, softplus_sum=1, sigmoid_sum=1)
 ATTENTION = {rule + "".join(more): (rule, more) for more in ((), ("+busy",)) for rule in EXPONENTIALS}
 ATTENTION |= {"softmax+sets": ("softmax", ("+sets",))}
 ATTENTION |= {"tra" + "".join(more): ("tra", more) for more in (("+mix",), ("+mix", "+busy"))}
-# Calls of a state's kernels, named by a recipe that makes them (no recipe makes the last one): the number of `forget`
-# rates of a head, and whether the state erases
+# Calls of the kernels of a state, named after a recipe that makes them (no recipe makes the last one): {name: (how many
+# `forget` rates a head has, whether the state erases)}
 STATES = {"linear_state": (0, False), "retnet": (1, False), "deltanet": (0, True), "gated_deltanet": (1, True),
           "gla": ("D", False), "delta+channels": ("D", True)}
-# the kernels that they launch
+# the kernels that these calls launch
 ATTENTION_KERNELS = ("forward", "backward_rows", "backward_keys", "backward_table")
 STATE_KERNELS = ("invert", "scan", "read", "read_back", "scan_back", "gradients")
 
@@ -71,11 +70,11 @@ for _call in (*ATTENTION, *STATES):
 class Compile:
     """Flags of compile"""
     sm: str = knob("80,90", "generations of GPUs, separated by commas: compute capability times 10")
-    width: str = knob("64,128,256", "head widths, separated by commas")
+    width: str = knob("64,128,256", "head dimensions, separated by commas")
     dtype: str = knob(",".join(DTYPES), "data types of q, k and v, separated by commas")
     calls: str = knob(",".join(CALLS), "compile the kernels of these calls, separated by commas: names in the "
                                        "column `call`, or groups")
-    choose: str = knob("", "instead, try tiles of this kernel, the largest first, until one is clean")
+    choose: str = knob("", "instead, try tiles of this kernel, the largest first, until one has no problem")
     processes: int = knob(1, "how many calls to compile at a time")
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -94,7 +93,7 @@ class Case(NamedTuple):
 def command(args, run):
     """Compile the Triton kernels for GPUs that this machine may lack: registers, shared memory, spills to the stack."""
     if kernels.INTERPRETED or not hasattr(kernels.triton, "runtime"):
-        raise ValueError("compile needs triton, and cannot work under TRITON_INTERPRET=1: unset it")
+        raise ValueError("compile needs triton without TRITON_INTERPRET=1: install triton, or unset the variable")
     warnings.filterwarnings("ignore")
     names = chosen(args.calls, "calls", (*CALLS, *ATTENTION, *STATES))
     calls = [call for name in names for call in CALLS.get(name, [name])]
@@ -126,7 +125,7 @@ def table_of(rows):
 
 
 class Driver:
-    """Stands in for a GPU of generation `sm`: all that Triton asks it before it compiles."""
+    """A substitute for the driver of a GPU of generation `sm`. It answers all that Triton asks before it compiles."""
 
     def __init__(self, sm):
         self.target, self.sm = kernels.triton.backends.compiler.GPUTarget("cuda", sm, 32), sm
@@ -282,7 +281,7 @@ def candidates(kernel):
 
 
 def with_tile(kernel, tile):
-    """What to patch, and with what, to give one kernel this tile: (module, name of the function, function)."""
+    """The arguments of mock.patch.object that give one kernel this tile: (module, name, substitute)."""
     if kernel in STATE_KERNELS:
         return recurrent_kernels, "tiles", lambda q, channels: tile
     usual = kernels.tile

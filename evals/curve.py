@@ -1,11 +1,11 @@
-"""What a recipe makes of one row of scores: the weight of each key against its score.
+"""The weights that recipes give to one row of scores: the weight of each key against its score.
 
     python eval.py curve softmax,elastic,entmax,tda --png=curve.png
     python eval.py curve softmax,elastic --spread=0.5       an idle row: no key is better than another
 
 The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All recipes get the same
-query and keys. Recipes that bring q and k to unit length see their cosines, which go from -1 to 1. Of a differential
-recipe the first view is drawn. Learned scalars have their initial values.
+query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential
+recipes show their first view. Learned scalars have their initial values.
 """
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from evals.instrument import recipe_names, table
 from evals.pictures import frame, pyplot, save_figure
 from model import GPTConfig
 
-WIDTH = 64                                      # of the head
+WIDTH = 64                                      # head dimension
 
 
 @dataclass
@@ -52,12 +52,12 @@ def row_of(name, scores):
     """The weights of one row, a list, and the weight of an extra key outside it (0 without one)."""
     axes = attention.recipe(name)
     if "mixer" in axes:
-        raise ValueError(f"{name} is no rule of scores: choose a recipe without a mixer")
+        raise ValueError(f"{name} has a mixer and computes no weights from scores: choose a recipe without a mixer")
     heads = 2 if axes.get("diff") == "v1" else 1                        # v1 pairs heads
     window = len(scores) if "window" in axes else 0                     # a window that hides none of the keys
     config = GPTConfig(n_head=heads, n_embd=heads * WIDTH, block_size=len(scores), attn=name, kernel="torch",
                        window=window)
-    torch.manual_seed(0)                        # of learned vectors, such as an extra key
+    torch.manual_seed(0)                        # for learned vectors, such as an extra key
     layer = attention.Attention(config, 0).eval()
     # q and k lie in a plane: the cosine of key j is scores_j / the largest, and |q| |k| / sqrt(d) is the largest
     most = scores.abs().max().clamp(min=1e-6)
@@ -79,7 +79,7 @@ def row_of(name, scores):
 
 
 def draw(path, found):
-    """Weights against scores, a line a recipe."""
+    """Draw the weights against the scores, with a line for each recipe."""
     figure, ax = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
     for name, row in found["recipes"].items():
         ax.plot(found["scores"], row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")

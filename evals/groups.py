@@ -1,8 +1,8 @@
-"""The groups of tokens that Focus has learned (arXiv 2604.03260, sections 4 and 5): how even they are, how confident
-tokens are, which tokens are in them, which distant tokens they connect, and how many pairs they keep.
+"""The groups of tokens that Focus has learned (arXiv 2604.03260, sections 4 and 5): how even their sizes are, how
+clearly tokens belong to them, which tokens they hold, and which and how many distant pairs they keep.
 
-A token belongs to the group of which it has the largest share. All measures are taken on fixed windows, layer by layer.
-Every layer has its own groups: group 2 of one layer is unrelated to group 2 of another.
+A token has a share in every group, and belongs to the group with its largest share. All measures are taken on fixed
+windows, layer by layer. Every layer has its own groups: group 2 of one layer is unrelated to group 2 of another.
 """
 import itertools
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ from evals.pictures import frame, line_panel, pyplot, save_figure, whole_ticks
 from mixers.focus import Focus, entropy
 
 MEASURES = {                                    # name: its meaning, printed under the table
-    "dominance": "share of tokens in the largest group (section 4); {even:.3f} if groups are even",
-    "evenness": "entropy of the groups' shares of tokens over log K: 1 if all groups are equally large",
-    "confidence": "a token's share of its own group, mean (section 5)",
-    "stability": "share of tokens in the same group of --against, after the best matching of groups (section 4); by "
-                 "chance about {even:.3f} or more",
-    "kept": "share of distant pairs, {window} apart or more, whose k largest groups have one in common (table 7)",
+    "dominance": "share of tokens in the largest group (section 4); {even:.3f} if all are equally large",
+    "evenness": "entropy of the groups' shares of tokens, divided by log K: 1 if all groups are equally large",
+    "confidence": "a token's share in its own group, mean over tokens (section 5)",
+    "stability": "share of tokens that --against has in the same group, after the best matching of groups (section 4); "
+                 "about {even:.3f} or more by chance",
+    "kept": "share of distant pairs, {window} apart or more, that are open: they share one of their k largest groups "
+            "(table 7)",
 }
 MOST = 4                                        # the largest k for the share of pairs kept
 
@@ -31,20 +32,20 @@ MOST = 4                                        # the largest k for the share of
 @dataclass
 class Groups:
     """Flags of groups"""
-    split: str = knob("val", "which split", ("train", "val"))
-    windows: int = knob(16, "fixed windows, spread evenly; the pairs shown are from the first")
+    split: str = knob("val", "split of the data set", ("train", "val"))
+    windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
-    against: str = knob("", "another run of the same model, such as an earlier checkpoint, to compare groups with")
+    against: str = knob("", "compare groups with this run of the same model, such as an earlier checkpoint")
     layer: int = knob(-1, "layer whose groups are listed, counted from 0; -1: the one with the most even groups")
-    top: int = knob(8, "how many of a group's most frequent tokens, and of the longest pairs, to show")
+    top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs")
 
     def __post_init__(self):
         at_least(self, windows=1, length=0, batch_size=1, layer=-1, top=1)
 
 
 def command(args, run):
-    """The groups of tokens that Focus has learned, and the pairs that they keep."""
+    """Show the groups of tokens that Focus has learned, and which distant pairs of tokens they let attend."""
     check(run.model, run.out_dir)
     T, layers = run.window(args.length), run.model.config.n_layer
     if args.layer >= layers:
@@ -66,7 +67,7 @@ def command(args, run):
 def check(model, out_dir):
     """Raise ValueError on a run without groups."""
     if not isinstance(model.transformer.h[0].attn, Focus):
-        raise ValueError(f"{out_dir} has --attn={model.config.attn}, which has no groups: this looks at runs that were "
+        raise ValueError(f"{out_dir} has --attn={model.config.attn}, which has no groups: name a run that was "
                          "trained with --attn=focus")
 
 
@@ -108,7 +109,7 @@ class Layer:
 
 
 def distant(T, local, device="cpu"):
-    """The pairs of a row and a key that is at least `local` earlier: (T, T)."""
+    """The mask (T, T) of distant pairs, whose key is at least `local` tokens before the row."""
     places = torch.arange(T, device=device)
     return places[:, None] - places >= local
 
@@ -131,7 +132,7 @@ def look(args, run, model, T):
 
 
 def groups_in(args, run, T, groups):
-    """A Layer for each layer of the run --against. Raises ValueError if its layers have other numbers of groups."""
+    """A Layer for each layer of the run --against. Raises ValueError if the numbers of layers or groups differ."""
     config = run.model.config
     other = run.beside(args.against, {name: getattr(config, name) for name in ("window", "topk")}).model
     check(other, args.against)
@@ -158,7 +159,7 @@ def agreement(one, other, K):
 
 
 def mean_of(layers):
-    """The measures' means over layers."""
+    """The mean of each measure over layers."""
     mean = {name: float(np.mean([layer[name] for layer in layers])) for name in MEASURES
             if name in layers[0] and name != "kept"}
     kept = {k: None if None in (values := [layer["kept"][k] for layer in layers]) else float(np.mean(values))
@@ -170,8 +171,9 @@ def mean_of(layers):
 
 
 def spelled_out(seen, layer, run, top):
-    """A layer's groups in words: the most frequent tokens of each, [[text, count, share of its occurrences that are in
-    this group]]; and for the first window the group of every token, and the longest pairs."""
+    """The texts of a layer's groups. "tokens": the most frequent tokens of each group, [[text, count, share of the
+    token's occurrences that are in this group]]. "passage": the group of every token of the first window. "pairs": the
+    longest pairs of that window."""
     own, ids = seen.labels().ravel(), np.concatenate(seen.ids).ravel()
     everywhere, spelling = np.bincount(ids), Spelling(run.tokenizer)
     common = []
@@ -197,11 +199,11 @@ class Spelling(dict):
 
 def longest_pairs(texts, g, local, top):
     """The pairs of a passage that share a group and are farthest apart, longest first. Groups take turns, and a text
-    appears in one pair only; otherwise all pairs would contain the tokens at both ends. If tokens are words, only whole
+    appears in one pair only. Otherwise all pairs would contain the tokens at both ends. If tokens are words, only whole
     words of three letters or more count.
 
-    texts: of its T tokens. g (T, K): their shares. Returns [{"one", "at", "other", "to", "distance", "affinity",
-    "group"}]; the affinity is g_i . g_j."""
+    texts: those of the T tokens. g (T, K): their shares of the groups. Returns [{"one", "at", "other", "to",
+    "distance", "affinity", "group"}]; the affinity is g_i . g_j."""
     words = [i for i, text in enumerate(texts) if text[:1].isspace() and len(text) > 3 and text[1:].isalpha()]
     places, own = words or range(len(texts)), g.argmax(-1).tolist()
     pairs = sorted(((j - i, i, j) for i, j in itertools.combinations(places, 2)
@@ -222,8 +224,8 @@ def longest_pairs(texts, g, local, top):
 
 
 def tell(args, found):
-    """For one run a line a layer, then its groups in words; for several runs a line each."""
-    if len(found) > 1:                          # the header is that of the run with the most columns
+    """For one run: a line for each layer, then the tokens of one layer's groups. For several runs: a line for each."""
+    if len(found) > 1:                          # the run with the most columns gives the header
         widest = max(found.values(), key=lambda numbers: len(columns(numbers)[0]))
         header, _ = columns(widest)
         rows = ([Path(place).name, *cells(numbers["mean"])] for place, numbers in found.items())
@@ -255,20 +257,20 @@ def meanings(numbers):
 
 def in_words(shown):
     """The shown layer's groups: their most frequent tokens, and the longest pairs of the first window."""
-    lines = [f"layer {shown['layer']}: the most frequent tokens of each group, and how often they are in it"]
+    lines = [f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]
     for group, common in enumerate(shown["tokens"]):
         spelled = "  ".join(f"{text!r} x{count} ({share:.0%})" for text, count, share in common)
         lines.append(f"{group:>3}  {spelled or '(no token)'}")
     if shown["pairs"]:
-        lines += ["", "the pairs of one group that are farthest apart in the first window"]
+        lines += ["", "the pairs of tokens that share a group and are farthest apart in the first window"]
         lines += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "
                   f"affinity {p['affinity']:.3f}" for p in shown["pairs"]]
     return "\n".join(lines)
 
 
 def draw(path, found):
-    """For each run: each group's share of tokens, layer by layer; how confident tokens are, and how many distant pairs
-    are kept; and who may see whom in the first window, by the groups of one layer."""
+    """Draw three panels for each run: each group's share of tokens, by layer; the measures, by layer; and the pairs of
+    the first window that may attend, by the groups of one layer."""
     plt = pyplot()
     figure, axes = plt.subplots(len(found), 3, figsize=(13, 4.1 * len(found)), squeeze=False,
                                 width_ratios=[1, 1.1, 1])
@@ -281,7 +283,7 @@ def draw(path, found):
 
 
 def draw_shares(ax, numbers, name):
-    """A bar for each layer, divided into its groups, the largest first."""
+    """Draw a bar for each layer, divided into its groups, the largest first."""
     shares = np.sort([layer["shares"] for layer in numbers["layers"]])[:, ::-1]
     ends = shares.cumsum(1)
     for group in range(numbers["groups"]):
@@ -292,7 +294,7 @@ def draw_shares(ax, numbers, name):
     ax.set_xlim(0, 1)
     ax.invert_yaxis()
     whole_ticks(ax.yaxis)
-    frame(ax, f"{name}: tokens by group, dotted: evenly", "share of tokens, the largest group first", "layer")
+    frame(ax, f"{name}: tokens by group (dotted: equal groups)", "share of tokens, the largest group first", "layer")
 
 
 def draw_measures(ax, numbers):
@@ -309,7 +311,7 @@ def draw_measures(ax, numbers):
 
 
 def draw_passage(ax, numbers):
-    """Colours of a pair: white if the key is later, grey if shut, light blue if near, dark blue if of one group."""
+    """Draw the pairs: white if the key is later, grey if closed, light blue if near, dark blue if of one group."""
     own = np.array(numbers["shown"]["passage"])
     i, j = np.arange(len(own))[:, None], np.arange(len(own))
     kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))

@@ -1,9 +1,9 @@
-"""What each head does: how dormant, local, global and important it is, and what the loss gains without its sink or
-without the head. These are the head-level measures of The Attention Sink as Native MoE, on fixed windows.
+"""The role of each head: how dormant, local, global and important it is, and how much the loss rises without its sink
+or without the head. These are the head-level measures of The Attention Sink as Native MoE, on fixed windows.
 
-The sink is the extra key or the sink token if the recipe has one, else the first token. Heads are those of the output:
-a differential recipe's weights are the difference of its views. The weights come block by block, so memory is linear in
-T. Maps are (layers, heads).
+The sink is the extra key or the sink token if the recipe has one, else the first token. A head is a head of the output:
+a differential recipe's weights are the difference of its views. The weights are read block by block, so memory is
+linear in T. Maps are (layers, heads).
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,39 +30,39 @@ from evals.pictures import SHARES, heat_map, pyplot, save_figure, signed
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "alpha_sink": "weight on the first token, or on the extra key if there is one; mean over rows (eq. 5)",
-    "alpha_local": "weight on the last {local} keys, mean over rows with so many keys (eq. 6; we chose {local})",
-    "sigma2": "variance of a row's weights around an even spread; absolute weights divided by their sum (eq. 7)",
-    "importance": "weight on all other keys, 1 - alpha_sink if rows sum to 1; of a gated head, its gate (eq. 8)",
+    "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6; our choice of {local})",
+    "sigma2": "variance of a row's absolute weights, divided by their sum, around an even spread (eq. 7)",
+    "importance": "weight on all other keys, 1 - alpha_sink if rows sum to 1; for a gated head, its mean gate (eq. 8)",
 }
 
 
 @dataclass
 class Heads:
     """Flags of heads"""
-    split: str = knob("val", "which split", ("train", "val"))
+    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
-    local: int = knob(8, "number of last keys, for alpha_local")
+    local: int = knob(8, "alpha_local is the weight on this number of last keys")
     threshold: float = knob(0.5, "a head is dormant if its alpha_sink is above this")
-    early: int = knob(-1, "number of first layers without which the variation of importance is computed again; -1: a "
-                          "fifth of all layers, as 7 of 36 in Qwen3-8B")
-    against: str = knob("", "another data set: are the same heads dormant there?")
-    cost: bool = knob(False, "also what the loss gains by each ablation; takes some 30 passes over the windows")
-    prune: str = knob("5,14,30", "percentages of heads to silence, for --cost")
-    other: int = knob(8, "token whose value is zeroed for comparison with the first token's, for --cost")
-    draws: int = knob(3, "number of random draws of heads, for --cost")
-    seed: int = knob(1337, "seed of these draws")
+    early: int = knob(-1, "compute the variation of importance again without this number of first layers; -1: "
+                          "a fifth of all layers (the paper: 7 of 36 in Qwen3-8B)")
+    against: str = knob("", "also measure alpha_sink on this data set, to see whether the same heads are dormant")
+    cost: bool = knob(False, "also measure how much each ablation raises the loss, in some 30 passes over the windows")
+    prune: str = knob("5,14,30", "with --cost: percentages of heads to silence")
+    other: int = knob(8, "with --cost: token whose value is zeroed, for comparison with the first token's")
+    draws: int = knob(3, "with --cost: number of random draws of heads")
+    seed: int = knob(1337, "with --cost: seed of these draws")
 
     def __post_init__(self):
         at_least(self, windows=1, length=0, batch_size=1, local=1, early=-1, other=1, draws=1, seed=0)
         if max(whole_numbers(self.prune, "prune")) > 100:
-            raise ValueError(f"--prune={self.prune}: there are no more than 100 percent of the heads")
+            raise ValueError(f"--prune={self.prune} has a percentage above 100: give percentages of the heads")
 
 
 def command(args, run):
-    """How dormant, local, global and important every head is; with --cost, what the loss gains without its sink or
-    without the head."""
+    """Measure how dormant, local, global and important every head is; with --cost, also how much the loss rises without
+    its sink or without the head."""
     T = run.window(args.length)
     if max(args.local, args.other + 1) > T:
         raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "
@@ -83,7 +83,7 @@ def command(args, run):
 
 
 def other_data(args, run):
-    """The data set --against in the run's tokenizer, as run.data is."""
+    """The data set --against in the run's tokenizer, in the form of run.data."""
     folder, meta = tokens.data_for(run.out_dir, args.against, run.machine)
     tokens.check_vocabulary(run.model.config, meta, folder)
     return folder, meta
@@ -109,7 +109,7 @@ def measure(model, rows, machine, batch_size, local, bar=False):
 
 
 class HeadSums:
-    """Sums of one layer's measures, per head, over the rows of all sequences it is shown."""
+    """Sums of one layer's measures, per head, over the rows of all sequences that it sees."""
 
     def __init__(self, local):
         self.local, self.sums = local, {}       # {name: (H,) float64}
@@ -179,7 +179,7 @@ def finite(value):
 
 
 def compared(here, there, dataset):
-    """alpha_sink on two data sets (figure 6): on the second, the first minus the second, and their similarity."""
+    """Compare alpha_sink on two data sets (figure 6): the second map, the first minus the second, their similarity."""
     return {"dataset": dataset, "alpha_sink": there.tolist(), "difference": (here - there).tolist(),
             "correlation": correlation(here, there), "mean_difference": (here - there).abs().mean().item()}
 
@@ -202,7 +202,7 @@ def report(numbers):
 
 
 def figures(numbers):
-    """A run's figures over all heads, {label: number}."""
+    """The figures of a run over all heads, {label: number}."""
     found = {f"mean {name}": value for name, value in numbers["mean"].items()}
     found |= {"share of dormant heads": numbers["dormant"],
               "rank correlation of depth and alpha_sink": numbers["depth_rank_correlation"],
@@ -232,9 +232,9 @@ def tell(args, found):
 
 
 def draw(path, found):
-    """For one run, maps of alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11); with --against alpha_sink on both
-    data sets and the difference (figure 6); with --cost what the loss gains. For several runs, alpha_sink side by side
-    (figure 12)."""
+    """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11); with --against alpha_sink on both
+    data sets and the difference (figure 6); with --cost the increases of the loss. Several runs: alpha_sink side by
+    side (figure 12)."""
     alphas = [numbers["maps"]["alpha_sink"] for numbers in found.values()]
     first, *others = found.values()
     cost = None if others else first.get("cost")
@@ -263,5 +263,5 @@ def panels_of(numbers):
               ("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None})]
     if against:
         panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES),
-                       ("difference\n(first less second)", against["difference"], signed(0.5))]
+                       ("difference\n(first minus second)", against["difference"], signed(0.5))]
     return panels

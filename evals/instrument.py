@@ -1,4 +1,4 @@
-"""What instruments share: flags, an opened run, a way to watch its attention, tables of text.
+"""The code that instruments share: flags, an opened run, ways to watch and change its attention, tables of text.
 
 An instrument is one file in this folder, with
 
@@ -9,7 +9,7 @@ An instrument is one file in this folder, with
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
-    draw(path, found)         the picture that --png asks for; of a command that opens no run, draw(path, numbers)
+    draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
     tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 
@@ -46,11 +46,11 @@ from model import GPT, GPTConfig
 @dataclass
 class Common:
     """Flags of every command that looks at a run"""
-    out_dir: str = knob("", "folder of the run; of several: out/a,out/b or 'out/lab/*'")
-    dataset: str = knob("", "data set: a name in data/ or the path of a folder; "
-                            "empty: the one it was trained on, in the run's tokenizer")
-    device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
-    dtype: str = knob("", "precision of the products; empty: float32, or for public weights auto, the fastest here",
+    out_dir: str = knob("", "folder of the run; several runs: out/a,out/b or 'out/lab/*'")
+    dataset: str = knob("", "data set in the run's tokenizer: a name in data/ or the path of a folder; "
+                            "empty: the data set that the run was trained on")
+    device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
+    dtype: str = knob("", "precision of matrix products; empty: float32, or auto for public weights; auto: the fastest",
                       ("", "auto", "float32", "bfloat16", "float16"))
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -64,7 +64,7 @@ class Picture:
 LONG = 1024                                     # the longest window that a laptop reads quickly
 LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help of --length
 
-# these fields of GPTConfig are flags, too: an instrument can change them in a trained model
+# these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
 Overrides = dataclasses.make_dataclass("Overrides", [
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
     if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)])
@@ -102,7 +102,7 @@ class OpenedRun:
 
     @property
     def has_weights(self):
-        """Does the recipe have attention weights? If not, derivatives of outputs in values replace them."""
+        """Does the recipe have attention weights? If not, derivatives of outputs by values replace them."""
         return self.model.transformer.h[0].attn.exact
 
     @cached_property
@@ -118,12 +118,12 @@ class OpenedRun:
 
     @property
     def stride(self):
-        """Windows begin at multiples of it, where sequences begin."""
+        """The length of a stored sequence, or 1. Windows begin at multiples of it, where sequences begin."""
         return self.data_meta.get("stride", 1)
 
     @cached_property
     def tokenizer(self):
-        """The run's tokenizer; an older run does not name one, and then it is the data's."""
+        """The run's tokenizer, or the data's if an older run does not name one."""
         return tokens.tokenizer(str(self.out_dir if "tokenizer" in self.meta else self.data[0]))
 
     def beside(self, out_dir, overrides=None):
@@ -148,19 +148,20 @@ class OpenedRun:
                              f"block_size={self.positions} positions: give a smaller --{flag}")
 
     def window(self, length, flag="length"):
-        """The number of tokens in a window, by this flag. Prints a note if the model's --window is not smaller."""
+        """The number of tokens in a window, from the value of this flag. Prints a note if --window is not smaller."""
         config = self.model.config
         self.check_positions(length, flag)
         if length >= self.data_meta.get("stride", math.inf):
-            raise ValueError(f"--{flag}={length}, but the sequences of {self.data[0]} have {self.stride - 1} tokens")
+            raise ValueError(f"--{flag}={length}, but the sequences of {self.data[0]} have {self.stride - 1} tokens: "
+                             f"give a smaller --{flag}")
         found = length or min(config.block_size, LONG)
         if found <= config.window and self.machine.main:
-            print(f"note: {found} tokens are read at a time, so --window={config.window} hides none of them: give a "
-                  f"larger --{flag}, or a smaller --window", file=sys.stderr)
+            print(f"note: the model reads {found} tokens at a time, so --window={config.window} hides none of them: "
+                  f"give a larger --{flag}, or a smaller --window", file=sys.stderr)
         return found
 
     def reads(self, split, windows, length):
-        """The data that an instrument read, under the same names in every instrument's numbers."""
+        """A description of the data that an instrument read, with the same names in all instruments' numbers."""
         return {"dataset": self.dataset, "split": split, "windows": windows, "length": length}
 
 
@@ -174,7 +175,7 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     values.
 
     Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The large matrices have the
-    precision of the products, dtype; otherwise autocast would convert them in every forward pass."""
+    precision of matrix products, dtype; otherwise autocast would convert them in every forward pass."""
     meta, path = read_run(out_dir)
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
@@ -202,7 +203,7 @@ MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight", "l
 
 
 def precision_of(name, config, dtype):
-    """The dtype of a parameter in memory: matrices that only multiply have the precision of the products; all others,
+    """The dtype of a parameter in memory: matrices that only multiply have the precision dtype; all others,
     a tied embedding table among them, are float32."""
     multiplies = name.endswith(MATRICES) and not (config.tied and name == "lm_head.weight")
     return getattr(torch, dtype) if multiplies else torch.float32
@@ -217,8 +218,8 @@ def model_config(stored, given):
 
 
 def train_if_missing(folder, flags):
-    """meta.json of the run that train.py makes of these flags in a folder. A process of its own trains it, unless the
-    folder holds a finished run of these flags that is younger than the run that --init_from names."""
+    """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a process of its own,
+    unless the folder has a finished run with these flags that is newer than the run of --init_from."""
     meta = finished_run(folder, flags)
     bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
     if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
@@ -226,7 +227,7 @@ def train_if_missing(folder, flags):
     print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
     if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"{folder} was not finished, see the lines above; --train_args can change its flags")
+        raise ValueError(f"{folder} was not finished: read the error above, and change its flags with --train_args")
     return files.read_json(folder / "meta.json")
 
 
@@ -266,7 +267,7 @@ def watch(model, see, idx, machine):
 
 
 def seeing(see):
-    """Attention as it is, after a call of see: a `look` for `instead`."""
+    """A `look` for `instead` that calls see and leaves attention unchanged."""
     def look(attend, layer, module, *inputs):
         see(layer, module, *inputs)
         return attend(*inputs)
@@ -313,7 +314,7 @@ def table(rows, header):
 
 
 def marked(name, has_weights):
-    """The name of a row; it says so if derivatives replace weights."""
+    """The name of a row, with a remark if derivatives replace attention weights."""
     return name if has_weights else f"{name} (derivatives)"
 
 
@@ -339,7 +340,7 @@ def mean_and_error(values):
 
 
 def file_of_gpu(stem):
-    """The committed file of this GPU's figures: results/STEM-h200.json."""
+    """The path in results/ for the figures of this GPU, such as results/STEM-h200.json."""
     return str(ROOT / "results" / f"{stem}-{torch.cuda.get_device_name().split()[-1].lower()}.json")
 
 

@@ -1,7 +1,7 @@
 """speed --kernels: our fused kernels and torch's own, without a model.
 
-Each has two figures. TFLOP/s counts the matrix products that the rule needs, so it tells how well the kernel uses the
-device. The speed relative to our softmax tells what the rule costs.
+Every kernel gets two figures. TFLOP/s counts the matrix products that the rule needs, so it tells how well the kernel
+uses the device. The speed relative to our softmax tells what the rule costs.
 """
 import dataclasses
 import math
@@ -18,7 +18,7 @@ COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio
 # torch's names of its fused softmaxes; only the last one also computes in float32
 RIVALS = {"sdpa flash": "FLASH_ATTENTION", "sdpa cudnn": "CUDNN_ATTENTION", "sdpa efficient": "EFFICIENT_ATTENTION"}
 
-# how many products of a T x T and a T x width matrix each needs: (forward, backward); for tda, the products of one view
+# number of products of a T x T and a T x width matrix that a rule needs: (forward, backward); tda: those of one view
 PRODUCTS = {
     "softmax": (2, 5), "elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "lssar": (2, 5), "softpick": (2, 5),
     "relu": (2, 5), "tra": (2, 5), "tda": (1.5, 4), "sigmoid": (2, 5), "elu": (2, 5), "identity": (2, 5),
@@ -26,7 +26,7 @@ PRODUCTS = {
 
 
 def command(args, run):
-    """Time our fused kernels and torch's, forward and backward apart, interleaved in one process."""
+    """Time our fused kernels and torch's, forward and backward separately. All take turns in one process."""
     machine = Machine(args.device, args.dtype)
     args = with_sizes(args, machine)
     sizes = {(width, T): time_kernels(T, width, args, machine)
@@ -39,13 +39,13 @@ def command(args, run):
     if not kernels.AVAILABLE:
         text.append("our kernels did not run: they need triton and a CUDA GPU "
                     "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
-    *_, last = sizes.values()                   # a case that is missing at one size is missing at all
+    *_, last = sizes.values()                   # a case that is missing at one size is missing at all sizes
     text += [f"{name} is missing: {row['missing']}" for name, row in last.items() if "missing" in row]
     return numbers, "\n\n".join(text)
 
 
 def with_sizes(args, machine):
-    """The flags with defaults for every size that was not given. On a GPU they are large, and the figures are saved."""
+    """The flags, with defaults for sizes that were not given. On a GPU they are large, and the figures are saved."""
     gpu = machine.device.type == "cuda"         # on a CPU our kernels run in Triton's interpreter: a trial, no timing
     defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
         "lengths": "64,128", "tokens": 128, "n_embd": 128}
@@ -55,7 +55,7 @@ def with_sizes(args, machine):
 
 
 def kernels_table(width, T, rows):
-    return f"width {width}, T={T}: TFLOP/s by the products each needs, and speed relative to our softmax\n" + table(
+    return f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax\n" + table(
         [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)] for name, row in rows.items()],
         ["", *COLUMNS])
 
@@ -79,7 +79,7 @@ def torch_cases(q, k, v):
 
 
 def our_cases(q, k, v):
-    """Our kernels, in the same form. Row inputs (T,) have the size that a layer gives them."""
+    """Our kernels, in the same form. Row inputs (T,) have the values that a layer gives them."""
     n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
     row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
                   "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
@@ -94,7 +94,7 @@ def our_cases(q, k, v):
 
 
 def time_kernels(T, width, args, machine):
-    """Time every case at one size, forward and backward apart. Returns {name: {"forward", "backward": TFLOP/s,
+    """Time every case at one size, forward and backward separately. Returns {name: {"forward", "backward": TFLOP/s,
     "forward_ratio", "backward_ratio", "both_ratio": speed relative to our softmax}}; for a case that cannot run here,
     {name: {"missing": reason}}."""
     batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # equal work at all sizes

@@ -57,12 +57,12 @@ PANELS = {                                      # of the picture, {figure: (titl
 class Lab:
     """Flags of lab"""
     attn: str = knob("all", "recipes, separated by commas")
-    sweep: str = knob("", "instead of recipes: a table of When Attention Sink Emerges, next to ours",
+    sweep: str = knob("", "instead of recipes, repeat this table of When Attention Sink Emerges",
                       ("", *SWEEPS))
     seeds: str = knob(SEEDS, "seeds, separated by commas")
-    out_dir: str = knob(OUT_DIR, "where the runs go, a folder each; finished runs are not trained again")
-    results: str = knob("", "where table, figures and picture go: this name with .md, .json and .png; "
-                            "empty: results/lab, or OUT_DIR/lab if it is not the whole lab")
+    out_dir: str = knob(OUT_DIR, "folder of the runs, a subfolder each; finished runs are not trained again")
+    results: str = knob("", "save the table, the figures and the picture as this name with .md, .json and .png; "
+                            "empty: results/lab, or OUT_DIR/lab if this is not the whole lab")
     train_args: str = knob("", "further flags of train.py, separated by spaces")
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -96,7 +96,7 @@ def train_all(models, seeds, args):
     seed]}."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")       # so small a model is faster on one thread
     metas = {what: [] for what in models}
-    for seed in seeds:                          # a lab that is cut short has all models of its first seeds
+    for seed in seeds:                          # an interrupted lab has all models of its first seeds
         for what, run in models.items():
             flags = train_flags(run, seed, args.out_dir, args.train_args)
             metas[what].append(train_if_missing(folder_of(run, seed, args.out_dir), flags))
@@ -110,9 +110,9 @@ def train_all(models, seeds, args):
 def lab_figures(model, split, data_meta, machine, count=256):
     """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
 
-    Losses are in excess of the true process's, so 0 is perfect. *Copy* rows are queries at triggers, *idle* rows all
-    others, both from position 8. zero_cost is the gain in loss when the first token's value is set to zero, hide_cost
-    when no later row sees its key (the row counts n stay).
+    Losses are the excess over the loss of the true process, so 0 is perfect. *Copy* rows are queries at triggers,
+    *idle* rows all others, both from position 8. zero_cost is the increase of the loss when the first token's value is
+    zero, hide_cost the increase when no later row sees the first key (the rows' counts n do not change).
     """
     T = model.config.block_size
     rows, = window_batches(model, split, machine, T, count, count, data_meta["stride"])     # whole sequences (N, T + 1)
@@ -149,7 +149,7 @@ def true_process(rows, data_meta):
     are triggers, (N, T)."""
     x, y = rows[:, :-1], rows[:, 1:]
     symbols = data_meta["symbols"]              # larger ids, BOS and the fixed token, are never copied
-    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # there is none before the first query
+    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # no token precedes the first query
     trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
     bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)   # (ids, symbols)
     # after a trigger the token before it is certain, if it is a symbol; elsewhere the bigram row decides
@@ -173,7 +173,7 @@ def mean_rows(runs):
 
 
 def draw(path, runs):
-    """Four figures of every recipe: a bar for the mean over seeds, a dot for each seed."""
+    """Draw four figures of every recipe: a bar for the mean over seeds, a dot for each seed."""
     names = list(runs)[::-1]                    # bars start at the bottom
     figure, axes = pyplot().subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
     for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
@@ -188,7 +188,7 @@ def draw(path, runs):
 
 
 def draw_panel(ax, values, low, high):
-    """values: for each recipe, the figure of every seed; low, high: ends of the axis, None for automatic."""
+    """Draw one panel. values: for each recipe, the figure of every seed. low, high: ends of the axis, or None."""
     ax.barh(range(len(values)), [np.mean(v) for v in values], color="#9ecae1")
     ax.set_xlim(low, high)
     for y, v in enumerate(values):

@@ -1,7 +1,7 @@
-"""The runs that the lab, its sweeps and the ledger share: names, and the flags of train.py behind them.
+"""The runs that the lab, its sweeps and the ledger share: their names, and the flags of train.py that make them.
 
-A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED, so it is
-trained once, whoever asks for it.
+A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED. So it is
+trained only once, even if several commands use it.
 
     lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 15 to 25 s on one core
     nobos   the same without BOS: sequences begin with a symbol drawn at random
@@ -23,7 +23,7 @@ OUT_DIR = "out/lab"
 
 
 class Setup(NamedTuple):
-    """A way to train every recipe. {data} and {books} stand for folders."""
+    """A way to train every recipe. {data} and {books} are replaced by folders."""
     flags: str                                  # of train.py, before the recipe's own
     data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
 
@@ -74,11 +74,11 @@ RECIPES = {                                     # {name: flags of train.py}, bes
        for pos in ("learned", "sinusoidal", "rope", "alibi")},
     "postnorm": "--attn=softmax --norm_place=post",
     "outnorm": "--attn=softmax --norm_place=out",
-    "outnorm-qknorm": "--attn=softmax --norm_place=out --qk_norm=all",          # as OLMo 2 has it
+    "outnorm-qknorm": "--attn=softmax --norm_place=out --qk_norm=all",          # as in OLMo 2
     # the lazy family, one part at a time
     "elastic-rope": "--attn=elastic --pos=rope",
     "rope+bias": "--attn=softmax --pos=rope+bias",
-    # a sink logit that learns 30 times as fast; a bias key whose value has a fixed norm, evenly or on one axis
+    # a sink logit that learns 30 times as fast; a bias key whose value has a fixed norm, in all channels or in one
     "sink-x30": "--attn=sink --head_lr=30",
     **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},
     **{f"value-axis-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=0" for m in (1, 5, 20)},
@@ -97,7 +97,7 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "bias-alone": "--attn=softmax --pos=bias",
     **{f"tda-p{power}": f"--attn=tda --attn_args=power={power}" for power in (1, 3, 5)},
     **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=1" for weight in (0.001, 0.01)},
-    # Focus: from scratch; its router alone, beside a frozen model
+    # Focus: from scratch; its router alone, on a frozen model
     **{f"focus-{balance}": f"--attn=focus --window=64 --balance={balance} --attn_args=groups=8"
        for balance in ("softmax", "entropy", "sinkhorn")},
     "focus": "--attn=focus --window=128",
@@ -108,7 +108,7 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 10, 20)},
     **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 16, 64, 512)},
     **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 128, 256)},
-    # two layers; and of four heads, before and after 250 steps with and without the balancing loss
+    # two layers; two layers of four heads, before and after 250 steps with and without the balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
     "heads": f"--attn=softmax {HEADS}",
     "heads-plain": f"--attn=softmax {TUNED}",
@@ -128,7 +128,7 @@ def train_flags(run, seed, out_dir, more=""):
     """The flags of train.py that make a run. more: further flags, separated by spaces."""
     recipe, _, setup = run.partition("@")
     base, flags = base_of(run), flags_of(recipe, setup)
-    if base:                                    # the table has its name, train.py takes its folder
+    if base:                                    # RECIPES has its name, train.py needs its folder
         flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
     fixed = SETUPS[setup or "lab"].flags.format(data=Path(out_dir) / "data")
     return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()

@@ -1,5 +1,5 @@
-"""The loss on texts that are longer than those in training, at several lengths, and by the place in the window (Lazy
-Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
+"""The loss at several lengths, also on longer windows than in training, and by the place in the window (Lazy Attention
+2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
 
 Every length reads the same tokens: spans of the longest length, whole or cut into adjacent windows. So lengths differ
 only in the context before a token. Standard errors are over spans.
@@ -31,14 +31,14 @@ from evals.pictures import line_panel, powers_of_two, pyplot, save_figure
 @dataclass
 class Lengths:
     """Flags of lengths"""
-    split: str = knob("val", "which split", ("train", "val"))
+    split: str = knob("val", "split of the data set", ("train", "val"))
     lengths: str = knob("", "tokens of a window, separated by commas; each divides the longest; "
                             "empty: 1, 2 and 4 times the training length")
-    windows: int = knob(-1, "spans of the longest length, spread evenly; 0: as many as fit; -1: as many as hold 65,536 "
-                            "tokens, but at least 2")
+    windows: int = knob(-1, "spans of the longest length, spread evenly; 0: as many as fit; -1: 65,536 tokens in all, "
+                            "but at least 2 spans")
     batch_size: int = knob(1, "spans per forward pass")
-    finetune: int = knob(0, "first train for so many steps at each length beyond the training length, in the folder "
-                            "OUT_DIR-LENGTH, with a tenth of the run's learning rate and as many tokens a step")
+    finetune: int = knob(0, "first train for so many steps at each length beyond the training length, with a tenth of "
+                            "the learning rate and as many tokens per step; the new run is OUT_DIR-LENGTH")
     train_args: str = knob("", "with --finetune: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
@@ -88,8 +88,8 @@ def span_losses(model, spans, machine, length):
 
 
 def summary(losses, length, base):
-    """The numbers of one length. losses (spans, longest): of all tokens, read in windows of `length`; base: the same
-    tokens' losses at the length to compare with."""
+    """The numbers of one length. losses (spans, longest): those of all tokens, read in windows of `length`; base: the
+    losses of the same tokens at the base length."""
     (loss, error), (more, more_error) = (mean_and_error(part.mean(1)) for part in (losses, losses - base))
     perplexity = math.exp(min(loss, 700))       # exp of more overflows
     return {"length": length, "loss": loss, "loss_error": error, "perplexity": perplexity,
@@ -125,12 +125,12 @@ def finetuned(run, length, args):
 
 
 def finetune_flags(run, length, steps):
-    """Flags of train.py that go on from the run with the overrides of this evaluation, as many tokens a step, and a
-    tenth of the learning rate, which is where a schedule ends by default."""
+    """Flags of train.py that continue the run at this length, with the overrides of this evaluation, the same number of
+    tokens per step, and a tenth of the learning rate, at which a schedule ends by default."""
     knobs, now = run.meta["knobs"], dataclasses.asdict(run.model.config)
     flags = {"init_from": run.out_dir, "block_size": length, "max_iters": steps, "warmup_iters": steps // 10,
              "eval_interval": steps, "device": run.machine.device}
-    if "learning_rate" in knobs:                # public weights have none; train.py has a preset for them
+    if "learning_rate" in knobs:                # public weights lack it; train.py has a preset for them
         flags |= {name: knobs[name] for name in ("gradient_accumulation_steps", "weight_decay", "beta1", "beta2",
                                                  "head_lr", "grad_clip", "seed")}
         flags |= {"batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
@@ -144,7 +144,7 @@ def finetune_flags(run, length, steps):
 
 
 def tell(args, found):
-    """A row for each run and length; then the losses by place, a column for each run."""
+    """A table with a row for each run and length; then the losses by place, a column for each run."""
     several, rows = len(found) > 1, []
     for place, numbers in found.items():
         for row in numbers["lengths"]:
@@ -154,7 +154,7 @@ def tell(args, found):
     spans = sorted({f"{numbers['spans']} spans of {numbers['lengths'][-1]['length']}" for numbers in found.values()})
     return (f"{table(rows, header)}\n\n"
             f"+-    standard errors over {' and '.join(spans)} tokens, the same tokens at every length\n"
-            f"more  nats a token above those at length {bases(found)}\n\n{place_table(found)}")
+            f"more  nats per token more than at length {bases(found)}\n\n{place_table(found)}")
 
 
 def bases(found):
@@ -174,8 +174,8 @@ def place_table(found):
 
 
 def draw(path, found):
-    """Perplexity by length, the loss minus that at the base length, and the loss by the place in the longest window. A
-    line for each run; dotted lines at the training lengths."""
+    """Draw perplexity by length, the loss minus that at the base length, and the loss by the place in the longest
+    window. A line for each run; dotted lines at the training lengths."""
     figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}

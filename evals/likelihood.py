@@ -1,7 +1,7 @@
-"""How likely is this text after that one? Requests, and what a model says to them, for evals/bench.py.
+"""The likelihood of a text after a context: requests and a model's answers, for evals/bench.py.
 
-Each request is a context and a continuation, whose tokens are scored. What the requests of a group begin with is read
-once, and what is of one kind is read together, without more padding than at the right.
+A request is a context and a continuation. The model scores the tokens of the continuation. It reads the tokens that
+all requests of a group begin with only once. Requests that need padding only at the right form a batch.
 """
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from evals.instrument import progress
 
 
 class Request(NamedTuple):
-    """How likely are the last `count` of these ids after those before them? cut: earlier ones were left out."""
+    """Token ids of a context and its continuation, the last `count` of them. cut: were the first ids cut off?"""
     ids: list[int]
     count: int
     cut: bool = False
@@ -35,8 +35,9 @@ def row_requests(row, coder, length, bos):
 
 
 def pair(coder, context, continuation):
-    """The ids of both, (list, list). They are encoded together and cut where the context ends by itself: byte pairs may
-    begin on one side and end on the other. A space at the end of a context belongs to the word after it."""
+    """The ids of a context and of its continuation, (list, list). Both are encoded as one text, because a token may
+    span the boundary, and cut after as many ids as the context has alone. A space at the end of the context goes to the
+    continuation."""
     end = len(context.rstrip())
     context, continuation = context[:end], context[end:] + continuation
     before = coder.encode(context).tolist()
@@ -47,21 +48,21 @@ def request(context, continuation, length):
     """A Request whose input, all ids but the last, has at most `length` tokens."""
     if not 0 < len(continuation) <= length:
         raise ValueError(f"a choice has {len(continuation)} tokens where the model can predict 1 to {length}: give a "
-                         "larger --length, if its positions are relative, or leave this task out with --tasks")
+                         "larger --length if its positions are relative, or leave this task out of --tasks")
     ids = context + continuation
     return Request(ids[-length - 1:], len(continuation), len(ids) > length + 1)
 
 
 def page_requests(page, coder, length, bos):
-    """A page in windows of `length`. The first begins with the separator, with or without --bos, the others with the
-    last token of the one before; the last one is moved to the left until it is full, and only what is new in it counts.
-    So every token is predicted once."""
+    """The Requests of a page: windows of `length` tokens that predict every token once. The first window begins with
+    the separator, with or without --bos, each other one with the last token of the window before. The last window is
+    moved to the left until it is full, and only its new tokens are scored."""
     ids = [coder.separator, *coder.encode(page.text).tolist()]
-    ends = [*range(length, len(ids) - 1, length), len(ids) - 1]         # the last that each window predicts
+    ends = [*range(length, len(ids) - 1, length), len(ids) - 1]         # the last token that each window predicts
     return [Request(ids[max(0, end - length):end + 1], end - start) for start, end in itertools.pairwise([0, *ends])]
 
 
-# ------------------------------------------------------------------------------------------- what the model says to it
+# ------------------------------------------------------------------------------------------- from requests to answers
 
 
 class Answer(NamedTuple):
@@ -70,43 +71,43 @@ class Answer(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Requests whose first `shared` tokens are the same, and the number of the first of them among all."""
+    """Requests with the same first `shared` tokens. number: the index of the first of them among all requests."""
     requests: list[Request]
     shared: int
     number: int
 
     @property
     def longest(self):
-        """Tokens to read of the longest, beyond the shared ones."""
+        """The input tokens of the longest request, without the shared ones."""
         return max(len(r.ids) for r in self.requests) - 1 - self.shared
 
 
 @torch.no_grad()
 def listen(model, groups, machine, batch_size, name):
-    """The model's Answers to groups of Requests, [[Answer]]. What the requests of a group begin with is read once. The
-    ranks share the batches."""
+    """The model's Answers to groups of Requests, [[Answer]]. The tokens that all requests of a group begin with are
+    read once. The ranks share the batches. name: the task, for the progress bar and errors."""
     blocks = [block.attn for block in model.transformer.h]
     units = units_of(groups, all(block.cached for block in blocks))
-    # where later tokens are seen, padding would be, too: each goes by itself
+    # without causality tokens would see the padding, so each batch is one unit
     todo = list(batches(units, batch_size if all(block.causal for block in blocks) else 0))
     sums = np.zeros((2, sum(map(len, groups))))                         # loglik and greedy of each request
     bar = progress(todo[machine.rank::machine.world], machine.main)
     bar.set_description(name, refresh=False)
-    with machine.autocast(), without_head(model) as head:               # once: weights in 16 bits are made anew at each
+    with machine.autocast(), without_head(model) as head:               # one autocast: each converts the weights anew
         for batch in bar:
             numbers = [unit.number + i for unit in batch for i in range(len(unit.requests))]
             sums[:, numbers] = read_batch(model, head, batch)
     loglik, greedy = np.reshape(machine.sum(*sums.flatten().tolist()), sums.shape).tolist()
     if not np.isfinite(loglik).all():
         raise ValueError(f"{name}: the model's log-likelihoods are not finite: try --dtype=float32, and look at "
-                         "its loss")
+                         "its loss with python eval.py loss")
     answers = map(Answer, loglik, map(bool, greedy))
     return [[next(answers) for _ in group] for group in groups]
 
 
 def units_of(groups, cached):
-    """What is read together: a group that shares a beginning, or each request by itself. cached: can a beginning be
-    kept at all?"""
+    """The Units to read: a group if its requests share a beginning, otherwise each request alone. cached: whether the
+    model can keep what it has read of a text."""
     units, number = [], 0
     for group in groups:
         shared = in_common(group) if cached else 0
@@ -118,16 +119,17 @@ def units_of(groups, cached):
 
 
 def in_common(group):
-    """How many first tokens all requests of a group share, before the one that predicts the first scored token."""
+    """The number of first tokens that all requests of a group share, before the token that predicts the first score."""
     if len(group) == 1:
         return 0
-    common = os.path.commonprefix([request.ids for request in group])   # of any lists, not only of paths
+    common = os.path.commonprefix([request.ids for request in group])   # works on any lists
     return min(len(common), *(len(request.ids) - request.count - 1 for request in group))
 
 
 def batches(units, batch_size):
-    """Lists of Units, the longest first: each of units that share equally many tokens, so that padding is needed at the
-    right only, where causal attention does not see it, and of at most batch_size tokens, with the padding."""
+    """Yield batches, lists of Units, the longest first. The units of a batch have the same number of shared tokens. So
+    they need padding only at the right, where causal attention does not see it. A batch has at most batch_size tokens,
+    including the padding."""
     batch, rows = [], 0
     for unit in sorted(units, key=lambda unit: (unit.shared, unit.longest), reverse=True):
         more = rows + len(unit.requests)
@@ -141,8 +143,8 @@ def batches(units, batch_size):
 
 @contextlib.contextmanager
 def without_head(model):
-    """Inside this context model(idx) ends before the head, which is handed out: (B, T, C) instead of (B, T, V). Most of
-    what a model reads here is context, of which nothing is to be predicted."""
+    """Inside this context model(idx) returns the input of the head (B, T, C) instead of logits (B, T, V). Yields the
+    head. Most tokens are context and need no logits."""
     head, model.lm_head = model.lm_head, torch.nn.Identity()
     try:
         yield head
@@ -151,7 +153,7 @@ def without_head(model):
 
 
 def read_batch(model, head, batch):
-    """loglik and greedy of every request of some Units that share equally many tokens, (2, N)."""
+    """The values loglik and greedy of every request of a batch, (2, N)."""
     device, P = head.weight.device, batch[0].shared
     cache = read_shared(model, batch, device) if P else None
     requests = [request for unit in batch for request in unit.requests]
@@ -159,11 +161,11 @@ def read_batch(model, head, batch):
     S, counts = max(map(len, inputs)), [request.count for request in requests]
     idx = torch.tensor([ids + [0] * (S - len(ids)) for ids in inputs], device=device)                   # (N, S)
     x = model(idx, cache=cache)[0].flatten(0, 1)                                                        # (N S, C)
-    # the places that predict something, the last `count` of each input, and what comes there, (M,) both
+    # the places that need logits, the last `count` of each input, and the tokens that follow them: (M,) both
     ends = [i * S + len(ids) for i, ids in enumerate(inputs)]
     at = [place for end, count in zip(ends, counts, strict=True) for place in range(end - count, end)]
     wanted = torch.tensor([token for r in requests for token in r.ids[-r.count:]], device=device)
-    # in parts, as a page of logits would be too much
+    # in parts, because the logits of a page are large
     parts = zip(x[torch.tensor(at, device=device)].split(256), wanted.split(256), strict=True)
     found = torch.cat([predicted(head(rows).float(), ids) for rows, ids in parts], 1)                   # (2, M)
     loglik, greedy = (row.split(counts) for row in found)
@@ -171,7 +173,7 @@ def read_batch(model, head, batch):
 
 
 def read_shared(model, batch, device):
-    """The cache of a model that has read what each unit shares, once for each of its requests."""
+    """The cache of a model that has read the shared tokens of each unit, repeated for each of its requests."""
     cache = model.new_cache()
     model(torch.tensor([unit.requests[0].ids[:unit.shared] for unit in batch], device=device), cache=cache)
     repeats = torch.tensor([len(unit.requests) for unit in batch], device=device)

@@ -19,7 +19,7 @@ LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' 
 
 
 def command(args, run):
-    """The share of live tiles of a trained run on its held-out data, and the speed-up from visiting only those."""
+    """The share of live tiles of a trained run on its held-out data, and the speed-up from skipping all others."""
     lengths = whole_numbers(args.lengths or str(run.model.config.block_size), "lengths")
     found = {T: look_at_layers(run, T, args.repeats) for T in lengths}
     numbers = {"machine": str(run.machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": found}
@@ -50,8 +50,8 @@ def inputs_of_layers(run, T):
 
 @torch.no_grad()
 def live_tiles(module, q, k, v, x, distance=None):
-    """The number of visible tiles and pairs of one layer, and of those with nonzero weights: {"tiles", "live_tiles",
-    "pairs", "live_pairs"}, over all sequences and score heads."""
+    """The number of visible tiles and pairs of one layer, and the number of those with nonzero weights: {"tiles",
+    "live_tiles", "pairs", "live_pairs"}, over all sequences and score heads."""
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
     blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles

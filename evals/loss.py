@@ -13,7 +13,7 @@ from evals.instrument import LENGTH, first_line, table, window_batches
 @dataclass
 class Loss:
     """Flags of loss"""
-    split: str = knob("val", "which split", ("train", "val"))
+    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(0, "fixed windows, spread evenly; 0: as many as fit")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(16, "windows per forward pass")
@@ -36,7 +36,7 @@ def command(args, run):
 @torch.no_grad()
 def mean_loss(model, split, machine, count, batch_size, stride=1, length=0, bar=False):
     """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. The ranks share them.
-    length: of a window, 0 for block_size. bar: show the progress."""
+    length: tokens of a window, 0 for block_size. bar: show the progress."""
     training, T = model.training, length or model.config.block_size
     model.eval()                                # no dropout; train.py calls this between two steps
     total, seen = 0.0, 0

@@ -16,7 +16,7 @@ from evals.sample import as_ids
 
 SENTENCE = "When Alice saw the white rabbit run past her, she ran after the rabbit and fell down a deep hole."
 SHOWN = 32                                      # tokens of it that are shown
-MOST = 100                                      # with more tokens, the labels in a picture are too small
+MOST = 100                                      # labels of more tokens are too small in a picture
 
 
 @dataclass
@@ -61,7 +61,7 @@ def command(args, run):
 
 def sentence(text, run):
     """The token ids of a sentence, (T,), and their labels. Raises ValueError if the sentence is too long to be drawn,
-    or if the model does not know an id."""
+    or if an id is not in the vocabulary."""
     coder, config = run.tokenizer, run.model.config
     if text is None:                            # the same for every model, up to its block_size
         symbols = coder.name == "numbers"
@@ -73,7 +73,7 @@ def sentence(text, run):
         raise ValueError(f"the sentence has {len(ids)} tokens, and no more than {MOST} can be drawn: give a shorter "
                          "--text")
     if max(ids) >= config.vocab_size:
-        raise ValueError(f"--text has the id {max(ids)}, but this model knows 0 to {config.vocab_size - 1}")
+        raise ValueError(f"--text has the id {max(ids)}, but this model has only 0 to {config.vocab_size - 1}")
     return ids, labels_of(ids, text, coder)
 
 
@@ -95,7 +95,7 @@ def chosen(name, text, count):
     numbers = whole_numbers(text, name) if text else None
     for number in numbers or []:
         if number >= count:
-            raise ValueError(f"--{name}={text}: there are {count} {name}, from 0 to {count - 1}")
+            raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
     return numbers
 
 
@@ -139,8 +139,8 @@ def rounded(w):
 
 
 def in_words(numbers):
-    """A column for each map: for each query the key with the most weight, and that weight; below, the means on the
-    first token and on the extra key."""
+    """A table with a column for each map: for each query, the key with the most weight, and that weight. The last rows
+    are the mean weights on the first token and on the extra key."""
     queries, keys, first = numbers["queries"], numbers["keys"], numbers["first"]
     w = torch.tensor([found["weights"] for found in numbers["maps"]])   # (maps, T, keys)
     top = w.abs().argmax(-1)
@@ -163,8 +163,8 @@ def kind_of(found, before):
 
 
 def draw(path, found):
-    """A column for each layer, a row for each chosen head and view. Several runs are below each other, or side by side
-    if each has only one column."""
+    """Draw the maps: a column for each layer, a row for each chosen head and view. Several runs are below each other,
+    or side by side if each has only one column."""
     plt = pyplot()
     grids = [(place, numbers, grid_of(numbers["maps"])) for place, numbers in found.items()]
     heights = [1.2 + len(grid) * side(numbers) for _, numbers, grid in grids]
@@ -215,7 +215,7 @@ def draw_grid(part, numbers, grid):
             else:
                 ax.set_axis_off()
     label = "weight (square-root scale" + ("; yellow: exactly 0)" if zeros else ")")
-    beyond = "max" if weights.max() > most else "neither"               # in first rows
+    beyond = "max" if weights.max() > most else "neither"               # in a first row
     part.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
 
 
@@ -228,7 +228,7 @@ def signed_square(x):
 
 
 def draw_map(ax, found, numbers, norm, colours):
-    """One map: later keys are grey, exact zeros yellow."""
+    """Draw one map. Later keys are grey, exact zeros yellow."""
     from matplotlib.colors import ListedColormap
     w, offset = np.array(found["weights"]), len(numbers["keys"]) - len(numbers["queries"])
     later = np.triu(np.ones_like(w, bool), 1 + offset)
@@ -237,8 +237,8 @@ def draw_map(ax, found, numbers, norm, colours):
     ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=ListedColormap(["#fff3c4"]))
     on_first = f"{w[:, numbers['first']].mean():.2f} on the first token"
     ax.set_title(f"layer {found['layer']}, head {found['head']}{kind_of(found, ', ')}: {on_first}", fontsize=10)
-    size = min(7, 60 * (side(numbers) - LABELS) / len(numbers["keys"]))  # letters no higher than a cell
-    plain = {"fontsize": size, "parse_math": False}                     # a $ is no formula
+    size = min(7, 60 * (side(numbers) - LABELS) / len(numbers["keys"]))  # letters fit into a cell
+    plain = {"fontsize": size, "parse_math": False}                     # a $ does not begin a formula
     upright = max(map(len, numbers["keys"])) == 1
     ax.set_xticks(range(len(numbers["keys"])), numbers["keys"], rotation=0 if upright else 90, **plain)
     ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)

@@ -1,10 +1,10 @@
 """Measures of a layer's attention weights: sinks, zeros, spread and peaks, per head.
 
 The weights are read one block of rows at a time, as attention.py computes them. So every recipe has these measures, and
-memory is linear in T. Some rules give signed weights, and rows that do not sum to 1. Therefore the shares of a row
+memory is linear in T. Some rules give signed weights, or rows that do not sum to 1. Therefore the shares of a row
 (share, times_uniform, sink_eps) are shares of its absolute weights, including a key outside the sequence. Read them
 together with row_mass: a row whose weights sum to 0.001 has shares like any other. The entropy is that of the absolute
-weights on the tokens alone, divided by their sum.
+weights on the tokens, without an extra key, divided by their sum.
 
 Sources:
     sink, density           Lazy Attention, 2601.00919, appendix C.3
@@ -23,30 +23,30 @@ MEASURES = {                                    # name: its meaning, printed und
     "sink": "weight on the first token, mean over queries",
     "share": "the same weight as a share of the row's absolute weights",
     "row_mass": "sum of the weights of a row (signed)",
-    "uniform": "what evenly spread rows would put on the first token",
-    "times_uniform": "shares on the first token, over those of evenly spread rows",
+    "uniform": "weight on the first token if all rows were evenly spread",
+    "times_uniform": "share on the first token, divided by that of evenly spread rows",
     "density": "weight on all other tokens",
     "extra": "weight on a key outside the sequence",
     "sparsity": "share of exact zeros among the pairs that may attend",
     "negative": "share of negative weights among the pairs that may attend",
     "empty_rows": "share of rows whose weights are all zero",
     "dead_heads": "share of heads whose rows are all empty",
-    "entropy": "effective entropy in nats: of a row's absolute weights, made to sum to 1",
-    "dispersion": "entropy of a row over log n, where it sees n > 1 keys: 1 is spread evenly, 0 all on one",
-    "peak": "largest absolute weight in rows that see more than one key; of a layer: in all its heads",
+    "entropy": "effective entropy, in nats: that of a row's absolute weights, scaled to sum to 1",
+    "dispersion": "entropy of a row over log n, if it sees n > 1 keys: 1 is evenly spread, 0 is all on one key",
+    "peak": "largest absolute weight in rows that see more than one key; of a layer: over all its heads",
     "peak_a": "the same in a differential recipe's first view, before the subtraction",
-    "peak_b": "the same in its second view, not yet multiplied by lambda",
+    "peak_b": "the same in its second view, before the factor lambda",
     "sparsity_a": "sparsity of the first view",
     "sparsity_b": "sparsity of the second view",
-    "sink_eps": "Sink_k^eps: share of sequences whose first 64 queries put a share over eps on token k",
-    "extra_eps": "the same of the key outside the sequence",
-    "value_norm_ratio": "norm of the first token's value, over the mean norm of the others",
+    "sink_eps": "Sink_k^eps: share of sequences whose first 64 queries put a mean share above eps on token k",
+    "extra_eps": "the same for the key outside the sequence",
+    "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
 
 class Probe:
     """Sums of one layer's measures, per head, over the queries of all sequences that it sees."""
-    ROWS = 64                                   # Sink_k^eps counts so many first rows
+    ROWS = 64                                   # the number of first rows that Sink_k^eps counts
 
     def __init__(self, k=1, eps=0.3):
         self.k, self.eps = k, eps               # Sink_k^eps: the token (from 1), and the share that makes it a sink

@@ -1,11 +1,11 @@
-"""What attention has learned outside its linear layers, by layer and head, next to its initial value.
+"""The parameters that attention has learned outside its linear layers, by layer and head, next to their initial values.
 
 These are Lazy Attention's figures 4, 5, 8, 9 and 10, for every recipe: thresholds, distance biases, sink logits, norms
-of key and value biases, lambdas, gates, temperatures, what a state keeps and writes.
+of key and value biases, lambdas, gates, temperatures, and how much a state keeps and writes.
 
 The instrument finds a layer's tensors by itself: all that belong to no linear layer and no norm. It shows scalars as
 they are and vectors by their norms. Some raw tensors say little, such as the four vectors of a lambda or the weights of
-a gate; there it shows the number that the layer computes from them.
+a gate. For these it shows the number that the layer computes from them.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from evals.instrument import LENGTH, legend, table, watch, window_batches
 from evals.pictures import heat_map, pyplot, save_figure, signed
 from model import GPT
 
-MEANINGS = {                                    # name: what is printed above its table
+MEANINGS = {                                    # name: its meaning, printed below the tables
     "tau": "weights below tau / n become zero; Lazy Attention's figures 5 and 10 plot -tau",
     "beta": "scores below beta sqrt(2 log(n / kappa) / d) have weight zero",
     "sigma": "the score is multiplied by sigma log n",
@@ -35,17 +35,17 @@ MEANINGS = {                                    # name: what is printed above it
     "dt_bias": "a token's time step is softplus(dt_bias), from 0.001 to 0.1 at first",
     "A_log": "the logarithm of the rate at which a head's state fades",
     "forget_bias": "a head's state keeps sigmoid(forget_bias) at each token, before the token's own contribution",
-    "skip": "how much of its own value a token adds to what it reads from the state",
+    "skip": "factor on a token's own value, which is added to the state's output",
     "|memory|": "norm of the memory matrix that every sequence begins with",
-    "|memory_bias|": "norm of its bias",
+    "|memory_bias|": "norm of the bias of that memory",
     "|memory_in|": "norm of the first matrix of the memory that every sequence begins with",
-    "|memory_out|": "norm of the second one",
+    "|memory_out|": "norm of its second matrix",
     "|inner_scale|": "norm of the weights of the norm on the memory's output",
     "|inner_bias|": "norm of the biases of that norm",
     "|place|": "norm of the learned correction to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
     "|centroids|": "norm of the centroid of each Focus group; the columns are groups, not heads",
-    "|potential|": "norm of what Focus subtracts from the scores of its groups to keep them even; training moves it "
-                   "without a gradient",
+    "|potential|": "norm of the vector that Focus subtracts from its groups' scores to keep the groups even; training "
+                   "changes it without a gradient",
     "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
     "gate_offset": "the similarity g_i . g_j of two tokens at which their gate is 1/2",
     "dex_lambda": "factor on Dex's correction, which is subtracted",
@@ -53,8 +53,8 @@ MEANINGS = {                                    # name: what is printed above it
     "sharpness": "factor on the scores of a row of block_size keys",
     "lambda": "factor on the second view, which is subtracted; mean over tokens if it depends on them",
     "kept": "share of its state that a head keeps at each token; mean over tokens, and over channels if they differ",
-    "written": "factor on a token's value when a head writes it; of ttt its rate times width, of titans times the "
-               "square root of width; mean over tokens",
+    "written": "factor on a token's value when a head writes it; for ttt its rate times the width, for titans times "
+               "the square root of the width; mean over tokens",
     "momentum": "share of its last step that a learning memory repeats; mean over tokens",
     "slowed": "share of tokens at which a learning memory lowers its rate, so that its step does not overshoot",
     "gate": "the gate on the output: from 0 (closed) to 1 (open) unless it is a silu; mean over tokens",
@@ -81,7 +81,7 @@ class Params:
 
 
 def command(args, run):
-    """What attention has learned outside its linear layers, per layer and head, next to its initial value."""
+    """The parameters that attention has learned outside its linear layers, next to their initial values."""
     modules = [block.attn for block in run.model.transformer.h]
     seed = run.meta["knobs"].get("seed", 1337)
     fresh = [block.attn for block in GPT(run.model.config, seed).transformer.h] if learns(modules) else modules
@@ -101,7 +101,7 @@ def command(args, run):
 # ------------------------------------------------------------------------------------------------------ one layer
 
 
-# tensors that MADE shows by the number that the layer computes from them, and tensors that are not learned
+# tensors that are not shown: MADE shows the number that the layer computes from them, or they are not learned
 BEHIND = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress", "steps",
           "moves", "directions", "means")
 
@@ -131,48 +131,48 @@ def per_head(module, name, p):
 
 
 def alpha(module, x):
-    """Learned-alpha entmax's row input is its power, 1 / (alpha - 1)."""
+    """The alpha of entmax, if it is learned. Its row input is the power 1 / (alpha - 1)."""
     if module.args.get("alpha") == "learned":
         return 1 + 1 / module.rule.row_input(module, x.new_ones(1)).flatten()
 
 
 def sharpness(module, x):
-    """The factor on the score where a row sees block_size keys (SSMax, ASEntmax)."""
+    """The factor on the scores of a row that sees block_size keys (SSMax, ASEntmax)."""
     factor = module.choices["scale"].factor
     return factor and factor(module, x.new_full((1,), module.config.block_size)).flatten()
 
 
 def lambda_of(module, x):
-    """`mix` returns one number, one for each head, or one for each head and token."""
+    """The factor on the second view. `mix` returns one number, one for each head, or one for each head and token."""
     mix = module.choices["diff"].mix
     return None if mix is None else (mix(module, x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
 
 
 def gate(module, x):
-    """The gate is the gated value of an output of ones."""
+    """The mean gate of each head. An output of ones becomes the gate itself."""
     if hasattr(module, "gate"):
         ones = x.new_ones(len(x), module.heads, x.shape[1], 1)
         return module.choices["gate"].gated(module, ones, x).mean((0, 2, 3))
 
 
 def kept(module, x):
-    """The factor on a state, from the logarithms that `forget` returns."""
+    """The factor on a state at each token, from the logarithms that `forget` returns."""
     forget = module.choices.get("forget")
     return forget.log_kept(module, x).exp().mean((0, 2, 3)) if forget and forget.log_kept else None
 
 
 def momentum(module, x):
-    """Titans' eta."""
+    """The eta of Titans: the share of its last step that the memory repeats."""
     return module.momentum(x).sigmoid().mean((0, 1)) if hasattr(module, "momentum") else None
 
 
 def slowed(module, x):
-    """0 for an input of zeros."""
+    """The share of tokens at which a memory lowers its rate; 0 for an input of zeros."""
     return module.slowed(x) if hasattr(module, "slowed") else None
 
 
 def written(module, x):
-    """Mamba2's step in time, the delta rule's beta, a learner's rate."""
+    """The factor on a token's value: Mamba2's time step, the delta rule's beta, the rate of a learning memory."""
     write = module.choices.get("write")
     return write.amount(module, x).mean((0, 2, 3)) if write and write.amount else None
 
@@ -182,7 +182,7 @@ MADE = {"alpha": alpha, "sharpness": sharpness, "lambda": lambda_of, "kept": kep
 
 
 def bias_by_distance(module):
-    """What is added to the score at distances 0 to W - 1, (score heads, W); W is the smaller of bias_range and
+    """The bias on the score at distances 0 to W - 1, (score heads, W). W is the smaller of bias_range and
     block_size. The paper's b (Lazy Attention, eq. 4) is minus this."""
     W = min(module.config.block_size, module.config.bias_range)
     return module.distance().bias(1, W)[:, 0].flip(-1)                  # the last row sees distances W - 1 .. 0
@@ -229,8 +229,8 @@ def tell(args, found):
     texts = []
     for place, numbers in found.items():
         texts += [place] if len(found) > 1 else []
-        texts += tables(numbers) or [f"--attn={numbers['attn']} learns nothing in its attention beside the linear "
-                                     "layers: look at a run of elastic, lazy, sink, gated or diff, say"]
+        texts += tables(numbers) or [f"--attn={numbers['attn']} learns nothing in its attention besides the linear "
+                                     "layers: look at a run of elastic, lazy, sink, gated or diff"]
     meant = {name: MEANINGS[name] for numbers in found.values() for name in numbers["figures"] if name in MEANINGS}
     if any(numbers["distance_bias"] for numbers in found.values()):
         meant |= BIAS
@@ -245,7 +245,7 @@ def tables(numbers):
 
 
 def figure_table(name, now, start, learned=True):
-    """Every head's value, their mean and standard deviation, and the initial mean."""
+    """A table of each head's value, the mean and the standard deviation over heads, and the initial mean."""
     heads, several = len(now[0]), len(now[0]) > 1                       # one column if all heads share the figure
     header = ["layer", *(f"head {h}" for h in range(heads)), "mean", "deviation"] if several else ["layer", "value"]
     rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if several else []), fmean(first)]
@@ -254,7 +254,7 @@ def figure_table(name, now, start, learned=True):
 
 
 def bias_table(now, start):
-    """By layer, the bias as a mean over heads and ranges of distances, and how much it falls from near to far."""
+    """A table of the bias by layer: means over heads and ranges of distances, and the decrease from near to far."""
     rows = []
     for layer, (curves, first) in enumerate(zip(now, start, strict=True)):
         curve = torch.tensor(curves).mean(0)                            # (W,)
@@ -277,8 +277,8 @@ ACROSS = 6                                      # panels of the distance bias si
 
 
 def draw(path, found):
-    """For each run, maps of the figures, layers (down) by heads (across), coloured by the change in training; and the
-    distance bias, a panel for each layer and a line for each head."""
+    """Draw, for each run, maps of the figures, layers (down) by heads (across), coloured by the change in training; and
+    the distance bias, a panel for each layer and a line for each head."""
     plt, shown = pyplot(), []                   # shown: (width, height, a function that draws into a subfigure)
     for place, numbers in found.items():
         title = "" if len(found) == 1 else f"{Path(place).name}: "
@@ -290,7 +290,7 @@ def draw(path, found):
             across, rows = min(ACROSS, len(bias["now"])), -(-len(bias["now"]) // ACROSS)
             shown.append((2.1 * across, 0.9 + 1.7 * rows, partial(draw_bias, title, bias["now"])))
     if not shown:
-        raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers")
+        raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png")
     widths, heights, drawers = zip(*shown, strict=True)
     width = max(5, *widths)
     figure = plt.figure(figsize=(width, sum(heights)), layout="constrained")
@@ -306,8 +306,8 @@ def map_width(figures):
 
 
 def draw_figures(title, figures, part, width):
-    """A map for each figure. The numbers are its values, the colours their change: red is above the start, blue below.
-    """
+    """Draw a map for each figure. The numbers are its values, the colours their change: red is above the initial value,
+    blue below."""
     axes = part.subplots(1, max(len(figures), int(width / map_width(figures))), squeeze=False)[0]
     for ax, (name, figure) in zip(axes, figures.items(), strict=False):
         now = np.array(figure["now"])           # (layers, heads)
@@ -319,7 +319,7 @@ def draw_figures(title, figures, part, width):
 
 
 def draw_bias(title, now, part, width):
-    """now (layers, heads, W)."""
+    """Draw the biases now (layers, heads, W), a panel for each layer."""
     axes = part.subplots(-(-len(now) // ACROSS), min(ACROSS, len(now)), sharex=True, sharey=True, squeeze=False)
     for layer, (ax, curves) in enumerate(zip(axes.flat, now, strict=False)):
         curves = np.array(curves)               # (heads, W)
@@ -330,5 +330,5 @@ def draw_bias(title, now, part, width):
         ax.set_title(f"layer {layer}", fontsize=9)
     for ax in axes.flat[len(now):]:
         ax.set_axis_off()
-    part.suptitle(f"{title}added to the score, by distance: heads, and their mean (dark)", fontsize=10)
+    part.suptitle(f"{title}bias on the score, by distance: heads, and their mean (dark)", fontsize=10)
     part.supxlabel("distance", fontsize=9)

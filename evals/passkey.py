@@ -37,19 +37,19 @@ DEPTHS = 5                                      # bins of the key's place, from 
 @dataclass
 class Passkey:
     """Flags of passkey"""
-    lengths: str = knob("", "tokens of prompt and answer together, separated by commas; empty: 500,1000,...,4000, as "
-                            "far as the model's positions reach")
+    lengths: str = knob("", "tokens of prompt and answer together, separated by commas; empty: 500,1000,...,4000, "
+                            "up to the number of the model's positions")
     trials: int = knob(100, "prompts of each length")
-    seed: int = knob(0, "of the keys and their places")
+    seed: int = knob(0, "seed of the keys and their places")
     bos: bool = knob(False, "begin each prompt with the tokenizer's separator")
-    batch_size: int = knob(8, "prompts per forward pass, at most: a batch has prompts of one number of tokens")
+    batch_size: int = knob(8, "largest number of prompts per forward pass; those of a batch have equally many tokens")
 
     def __post_init__(self):
         at_least(self, trials=1, seed=0, batch_size=1)
 
 
 def command(args, run):
-    """Whether the model finds a number that is hidden in a long text (Threshold Differential Attention, appendix C)."""
+    """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
     coder, lengths = text_tokenizer(run), lengths_of(args.lengths, run)
     prompts = [(length, number) for length in lengths for number in range(args.trials)]
     trials = [make_trial(coder, *which, args.seed, args.bos) for which in progress(prompts, run.machine.main)]
@@ -102,8 +102,8 @@ def make_trial(coder, length, number, seed=0, bos=False):
     # the number of tokens grows almost monotonically with the characters, so bisection finds the limit
     room, least = length - ANSWER, len(ids(0))
     if least > room:
-        raise ValueError(f"a prompt without any garbage has {least} tokens, and {ANSWER} are kept for the answer: "
-                         f"--lengths={length} must be {least + ANSWER} at least")
+        raise ValueError(f"a prompt without any garbage has {least} tokens, and {ANSWER} are reserved for the answer: "
+                         f"--lengths={length} must be at least {least + ANSWER}")
     characters = bisect.bisect_right(range(8 * length), room, key=lambda garbage: len(ids(garbage))) - 1
     prompt = ids(characters)
 
@@ -117,8 +117,8 @@ def make_trial(coder, length, number, seed=0, bos=False):
 
 
 def prompt_text(key, characters, depth):
-    """A prompt with so many characters of garbage. The share `depth` of them is before the key: uniform in
-    0..characters if depth is uniform in [0, 1)."""
+    """A prompt with so many characters of garbage, of which the share `depth` is before the key. Their number is
+    uniform in 0..characters if depth is uniform in [0, 1)."""
     before = int(depth * (characters + 1))
     garbage = " ".join([GARBAGE] * (characters // len(GARBAGE) + 1))
     return "\n".join([INSTRUCTION, garbage[:before], NEEDLE.format(key=key), garbage[:characters - before], QUESTION])
@@ -138,8 +138,8 @@ def batches(trials, batch_size):
 
 
 class Reader:
-    """A model in the middle of a batch of texts. Reading on costs the new tokens, or all tokens again if the recipe
-    cannot be decoded step by step."""
+    """A model that has read the beginning of a batch of texts. To read further it computes only the new tokens, or all
+    tokens again if the recipe cannot be decoded step by step."""
 
     def __init__(self, model):
         self.model, self.seen = model, None
@@ -148,7 +148,7 @@ class Reader:
     @torch.no_grad()
     def read(self, idx, last=1):
         """Read the next tokens idx (B, R). Returns the logits after the last tokens so far, (B, last, V) in float32. It
-        computes no others, because those of a long text would fill the memory."""
+        computes no other logits, because those of a long text would fill the memory."""
         if self.cache is None:
             idx = self.seen = idx if self.seen is None else torch.cat([self.seen, idx], 1)
         with self.model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -last:],)):
@@ -193,7 +193,7 @@ def forced(reader, first, ids):
 
 
 def is_correct(text, key):
-    """Is the answer the key, spaces around it aside, or the first number in it equal to it?"""
+    """Is the answer the key, apart from spaces around it, or is the first number in it the key?"""
     number = re.search(r"\d+", text)
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 
@@ -202,8 +202,8 @@ def is_correct(text, key):
 
 SCORES = {                                      # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
-    "log_likelihood": ("log-likelihood", "of the key after the prompt, in nats"),
-    "gain": ("gain", "the same, minus that of another key, which is not in the text; 0: the text did not help"),
+    "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
+    "gain": ("gain", "that log-likelihood minus that of another key, not in the text; 0: the text did not help"),
     "rank": ("rank", "mean rank of the key's tokens, each given those before it; 1: the likeliest"),
     "likeliest": ("all first", "share of the keys whose tokens all have rank 1"),
 }
@@ -225,7 +225,7 @@ def means(group):
 
 
 def tell(args, found):
-    """A row for each run and length, then the gains by depth."""
+    """A table with a row for each run and length, then the gains by depth."""
     several, rows, by_depth = len(found) > 1, [], []
     for place, numbers in found.items():
         for row in numbers["lengths"]:
@@ -242,8 +242,8 @@ def tell(args, found):
 
 
 def draw(path, found):
-    """Accuracy, log-likelihood and gain by length, a line for each run; below, for each run a map of the gain by length
-    and depth, with the accuracy in its cells."""
+    """Draw accuracy, log-likelihood and gain by length, a line for each run; below, for each run a map of the gain by
+    length and depth, with the accuracy in its cells."""
     plt, columns = pyplot(), min(3, len(found))
     lines = -(-len(found) // columns)           # rows of maps
     figure = plt.figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
@@ -264,7 +264,7 @@ def draw(path, found):
 
 
 def draw_lines(ax, found, name):
-    """One score by length, with its standard errors; dotted lines at the training lengths."""
+    """Draw one score by length, with its standard errors; dotted lines at the training lengths."""
     curves, trained = {}, set()
     for place, numbers in found.items():
         rows = numbers["lengths"]
@@ -280,7 +280,7 @@ def draw_lines(ax, found, name):
 
 
 def draw_map(ax, rows, most):
-    """Depth (down) by length (across): the gain in colour, from -most to most, the accuracy in numbers."""
+    """Draw depth (down) by length (across): the gain in colour, from -most to most, the accuracy in numbers."""
     gains, accuracies = (np.array([[part[name] for part in row["by_depth"]] for row in rows]).T
                          for name in ("gain", "correct"))
     image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")

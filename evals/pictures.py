@@ -1,9 +1,9 @@
-"""What the instruments draw with: a heat map, a panel of lines, colours, and the file that --png names."""
+"""Drawing functions that the instruments share: a heat map, a panel of lines, colours, and saving the picture."""
 import numpy as np
 
 from common import files
 
-SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}        # of a row's weight: dark is much, in every map
+SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}        # colours of weights: dark is much, in every map
 GREY = "#999999"                                        # reference lines
 
 
@@ -13,7 +13,7 @@ def signed(most):
 
 
 def pyplot():
-    """matplotlib.pyplot, which most commands do without."""
+    """matplotlib.pyplot, imported only by commands that draw."""
     import matplotlib
     matplotlib.use("Agg")                       # draws without a screen
     from matplotlib import pyplot as plt
@@ -59,7 +59,7 @@ def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
 
 
 def frame(ax, title="", xlabel="", ylabel=""):
-    """A panel's title and labels, and axes at the left and at the bottom only."""
+    """Set a panel's title and labels, and keep only its left and bottom axes."""
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
@@ -67,11 +67,11 @@ def frame(ax, title="", xlabel="", ylabel=""):
 
 
 def whole_ticks(axis):
-    """Ticks at whole numbers only, as of layers and heads."""
+    """Put ticks at whole numbers only, such as layers and heads."""
     axis.get_major_locator().set_params(integer=True)
 
 
 def powers_of_two(axis):
-    """A scale for lengths: 64, 128, 256."""
+    """Give an axis a scale for lengths: 64, 128, 256."""
     axis.axes.set_xscale("log", base=2)
     axis.set_major_formatter(lambda x, place: f"{x:g}")

@@ -1,7 +1,7 @@
 """Where the attention of a run goes, and what its hidden states look like, on fixed windows.
 
 measures.py defines the measures of attention weights, stream.py those of the residual stream. This file takes both in
-one pass over the windows, and probe_view.py shows them.
+one pass over the windows, and probe_view.py shows the results.
 """
 import math
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ draw, tell = probe_view.draw, probe_view.tell
 @dataclass
 class ProbeFlags:
     """Flags of probe"""
-    split: str = knob("val", "which split", ("train", "val"))
-    windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: as many as hold 25,600 tokens, but "
-                            "at most 100")
+    split: str = knob("val", "split of the data set", ("train", "val"))
+    windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: 25,600 tokens in all, but at most "
+                            "100 windows")
     length: int = knob(0, LENGTH)
-    lengths: str = knob("", "several lengths, such as 64,256,1024: a line of means for each")
+    lengths: str = knob("", "several lengths, such as 64,256,1024: print one line of means for each")
     batch_size: int = knob(4, "windows per forward pass")
     input: str = knob("data", "what the model reads. data: windows of the data; repeat: the first token of each, "
                               "repeated; random: random ids; bos: the separator, then the data",
                       ("data", "repeat", "random", "bos"))
     k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1")
-    eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger share is a sink")
-    heads: bool = knob(False, "a line for each head")
+    eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink")
+    heads: bool = knob(False, "print a line for each head")
     layer: int = knob(-1, "also list norms and variances by position in this layer, counted from 0")
 
     def __post_init__(self):
@@ -39,15 +39,15 @@ class ProbeFlags:
         if self.lengths:
             whole_numbers(self.lengths, "lengths")          # raises ValueError
         if self.k > Probe.ROWS:
-            raise ValueError(f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens")
+            raise ValueError(f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens: lower it")
 
 
 def command(args, run):
-    """Where the attention goes, per layer or head, and what the hidden states look like."""
+    """Measure where the attention goes, by layer or head, and what the hidden states look like."""
     flag = "lengths" if args.lengths else "length"
     lengths = {run.window(T, flag) for T in whole_numbers(args.lengths or str(args.length), flag)}
     check(args, run, min(lengths))
-    by_length = {T: look(args, run, T) for T in sorted(lengths, reverse=True)}      # too long a length fails first
+    by_length = {T: look(args, run, T) for T in sorted(lengths, reverse=True)}      # the longest may fail
     longest = by_length[max(lengths)]
     found = run.reads(args.split, longest["windows"], max(lengths)) | longest | {
         "input": args.input, "k": args.k, "eps": args.eps}
@@ -62,9 +62,9 @@ def check(args, run, length):
     if args.layer >= layers:
         raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {layers - 1}")
     if args.k > length:
-        raise ValueError(f"--k={args.k}, but a window has {length} tokens")
+        raise ValueError(f"--k={args.k}, but a window has {length} tokens: lower it")
     if length < 2:
-        raise ValueError("a window needs 2 tokens or more: there is nothing to set the first against")
+        raise ValueError("a window needs 2 tokens or more, to compare the first with others: give a larger --length")
 
 
 # ------------------------------------------------------------------------------------------------- taking the measures
@@ -86,7 +86,7 @@ def change_of(kind, run):
     if kind == "bos":
         separator = getattr(run.tokenizer, "separator", None)
         if separator is None:
-            raise ValueError(f"--input=bos: the tokens of {run.data[0]} have no separator")
+            raise ValueError(f"--input=bos: the tokens of {run.data[0]} have no separator, give another --input")
         return lambda idx: torch.cat([torch.full_like(idx[:, :1], separator), idx[:, :-1]], 1)
     return lambda idx: idx
 
@@ -97,8 +97,8 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, ba
     "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}], "stream": [Stream.result of
     each layer, and after the last]}. A value is None if it is undefined.
 
-    length: of a window, 0 for block_size. bar: show the progress. change: a function of each batch of windows. k, eps:
-    of Sink_k^eps."""
+    length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each batch of windows.
+    k, eps: those of Sink_k^eps."""
     T, layers = length or model.config.block_size, len(model.transformer.h)
     probes, streams = [Probe(k, eps) for _ in range(layers)], [Stream() for _ in range(layers + 1)]
 
@@ -129,7 +129,7 @@ def known(value):
 
 
 def at_length(found):
-    """The numbers of one of several lengths: the means, and the largest ratio in the stream of the first token's norm
-    to the others'."""
+    """The numbers of one of several lengths: the means, and "massive", the largest ratio of the first token's norm to
+    the others' at any place in the stream."""
     return {"length": found["length"], "windows": found["windows"], **found["mean"],
             "massive": max(place["massive"] for place in found["stream"])}

@@ -4,8 +4,8 @@ from evals.measures import MEASURES
 from evals.pictures import GREY, SHARES, frame, heat_map, line_panel, powers_of_two, pyplot, save_figure
 
 TOP = {"top": "the largest sink among the heads of the layer, and its head"}
-MASSIVE = {"massive": "norm of the first token's hidden state over the others'; the largest such ratio in the stream"}
-IN_JSON = ("density", "entropy")                # left out of the tables, which have row_mass, sink and dispersion
+MASSIVE = {"massive": "norm of the first token's hidden state over the others'; the largest ratio at any place"}
+IN_JSON = ("density", "entropy")                # left out of the tables, which show row_mass, sink and dispersion
 ALWAYS = ("sink", "share", "row_mass")          # shown even if they are 0: each misleads without the others
 
 STREAM = {                                      # columns of the second table
@@ -14,10 +14,10 @@ STREAM = {                                      # columns of the second table
     "largest": "norm of the token with the largest norm, over the others'",
     "at": "position of that token, counted from 0: the most frequent position, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
-    "x median": "the largest of these over the median magnitude of all hidden states",
+    "x median": "the largest of these values over the median magnitude of all hidden states",
     "var": "variance over the channels of a hidden state: the first token's over the others'",
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
-    "query": "norm of the first token's query over the others'; as it enters the score, after rotation and norms",
+    "query": "norm of the first token's query over the others', as they enter the score: after rotation and norms",
     "key": "the same for the keys",
     "value": "the same for the values",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
@@ -62,7 +62,7 @@ def is_even(found):
 
 
 def about(found):
-    """The data, and what holds for all lines of the tables."""
+    """The lines above the tables: the data, and the numbers that are the same in all lines."""
     even = f"an even spread puts {found['mean']['uniform']:.4f} on the first token; " if is_even(found) else ""
     return (f"{first_line(found)}, --input={found['input']}\n"
             f"{even}sink_eps is Sink_{found['k']}^{found['eps']:g}")
@@ -73,7 +73,7 @@ def about(found):
 
 def measures_table(first, lines, meanings):
     """lines {name: {measure: value}} as a table, and the meanings of its columns. Measures that are 0 or 1 in all lines
-    are named below the table; undefined ones are left out."""
+    are named below the table. Undefined measures are left out."""
     values = {name: [line[name] for line in lines.values() if line.get(name) is not None] for name in meanings}
     zero = [name for name in meanings if name not in ALWAYS and values[name] and not any(values[name])]
     one = [name for name in ("row_mass",) if all(f"{value:.4f}" == "1.0000" for value in values[name])]
@@ -125,7 +125,7 @@ def stream_row(place):
 
 
 def number(value):
-    """A number with two decimals, or none from 100 on; a dash for None."""
+    """A number with two decimals, or without decimals from 100 on; a dash for None."""
     return "-" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -147,8 +147,8 @@ MAPS = {                                        # {measure: title} of the pictur
 
 
 def draw(path, found):
-    """A row for each run: MAPS of layers (down) by heads (across) with a number in every cell, the first token in the
-    stream, and with --lengths share and dispersion by length."""
+    """Draw a row for each run: MAPS of layers (down) by heads (across) with a number in every cell, the first token in
+    the stream, and with --lengths share and dispersion by length."""
     plt = pyplot()
     layers = max(len(numbers["layers"]) for numbers in found.values())
     heads = max(len(numbers["layers"][0]["sink"]) for numbers in found.values())
@@ -171,7 +171,7 @@ def draw(path, found):
 
 
 def draw_stream(ax, places):
-    """The first token's norm over the others', layer by layer; if it is massive, also its largest channel."""
+    """Draw the first token's norm over the others', layer by layer; if it is massive, also its largest channel."""
     ratios = [place["massive"] for place in places]
     ax.plot(ratios, range(len(ratios)), "o-", color="#08519c", markersize=4)
     ax.axvline(1, color=GREY, linewidth=0.8)
@@ -190,7 +190,7 @@ def draw_stream(ax, places):
 
 
 def draw_lengths(ax, lines):
-    """Dispersion, the first token's share, and an even share, by length."""
+    """Draw dispersion, the first token's share, and an even share, by length."""
     lengths = [line["length"] for line in lines]
     ax.plot(lengths, [line["uniform"] for line in lines], "--", color=GREY, label="even share", zorder=3)
     line_panel(ax, {name: (lengths, [line[name] for line in lines]) for name in ("share", "dispersion")},

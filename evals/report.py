@@ -1,4 +1,4 @@
-"""What train.py prints at the end of a run: the instruments' first words about it."""
+"""The report that train.py prints at the end of a run: losses, a first look at the attention, a sample."""
 from data import tokens
 from evals.instrument import table
 from evals.lab import lab_figures
@@ -8,17 +8,17 @@ from evals.sample import as_ids, first_token
 
 
 def report(model, machine, folder, windows, batch_size):
-    """Print the losses, then a first look at the attention and a sample, or in the sink lab its figures. folder: of the
-    data set.
+    """Print the losses, then a first look at the attention and a sample, or in the sink lab the lab's figures. folder:
+    that of the data set.
 
-    Returns all figures as {name: value}. Every rank must call this, for the ranks share the windows of the losses; only
-    the main one prints, and the others get {}.
+    Returns all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses.
+    Only the main rank prints; the others get {}.
     """
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
     stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, stride) for name, split in splits.items()}
-    if not machine.main:                        # what follows is not shared: one rank does it
+    if not machine.main:                        # the ranks do not share the rest
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
     print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
@@ -28,7 +28,7 @@ def report(model, machine, folder, windows, batch_size):
     else:
         found = first_look(model, splits["val"], machine, stride)
         coder = tokens.tokenizer(str(folder))
-        # what `eval.py sample` begins with, too: the same prompt, knobs and seed, in float32
+        # as `eval.py sample` does by default: the same prompt, knobs and seed, in float32
         prompt = as_ids(first_token(coder, splits.get), machine)
         ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
         print(f"a sample:\n{coder.decode(ids[0].tolist())}")
@@ -36,8 +36,8 @@ def report(model, machine, folder, windows, batch_size):
 
 
 def first_look(model, split, machine, stride):
-    """Print where the attention goes on 16 windows. Returns the means over layers and heads, {measure: value}, of what
-    has a meaning for this recipe."""
+    """Print where the attention goes on 16 windows. Returns {measure: mean over layers and heads}, without the measures
+    that are undefined for this recipe."""
     mean = probe(model, split, machine, 16, 4, stride)["mean"]
     print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
           f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"

@@ -1,14 +1,15 @@
-"""The effect of the knobs of Focus' routers (arXiv 2604.03260): one command for each of its tables. eval.py routers
+"""Focus compared with full attention, and Focus with other settings of its routers (arXiv 2604.03260).
 
-    --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
-        the hard form at every k and the soft form, next to full attention of the same weights: loss, perplexity, pairs
-        kept, speed. Table 7; several lengths are section 3.5. (eval.py lengths --topk=2 reads the same tokens at each.)
-    --out_dir=A_BASE --sweep=groups (or window, temperature, iterations, route_dim, all)
-        routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each is
+    python eval.py routers --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
+        Loss, perplexity, pairs kept and speed in three forms with the same weights: full attention; soft gates, as in
+        training; and hard groups, where distant tokens must share one of their k largest groups. This is table 7;
+        several lengths are section 3.5. (eval.py lengths --topk=2 reads the same tokens at each length.)
+    python eval.py routers --out_dir=A_BASE --sweep=groups (or window, temperature, iterations, route_dim, all)
+        Routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each is
         a run in the folder OUT_DIR-focus-KNOB-VALUE, which is trained once.
 
-With --balance=sinkhorn the balance depends on later tokens, as in the paper. Such perplexities are not those of a
-predictor.
+With --balance=sinkhorn the groups depend on later tokens, as in the paper. Then the perplexities are not those of a
+causal model.
 """
 import dataclasses
 import math
@@ -27,9 +28,9 @@ from evals.loss import loss_and_error
 from evals.pictures import frame, line_panel, pyplot, save_figure
 from model import GPT
 
-SWEEPS = {                                      # {knob: the paper's values}, widths as shares of ours
+SWEEPS = {                                      # {knob: the paper's values}, sizes as shares of ours
     "groups": ("4", "8", "16", "32"),
-    "window": ("1/16", "1/8", "1/4", "1/2"),    # of block_size: 64 to 512 of 1024 there
+    "window": ("1/16", "1/8", "1/4", "1/2"),    # of block_size; the paper: 64 to 512 of 1024
     "temperature": ("0.05", "0.1", "0.2", "0.5"),
     "iterations": ("3", "5", "10", "20"),
     "route_dim": ("16", "32", "128", "1/1"),    # d_g; the last is n_embd
@@ -40,19 +41,19 @@ DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": 
 @dataclass
 class Routers:
     """Flags of routers"""
-    k: str = knob("", "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4, as far as "
-                      "there are groups")
+    k: str = knob("", "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4, up to the "
+                      "number of groups")
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
-    split: str = knob("val", "which split", ("train", "val"))
+    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
     batch_size: int = knob(4, "windows per forward pass")
-    repeats: int = knob(5, "timed rounds over all forms; the median counts")
-    sweep: str = knob("", "train routers with other values of this knob on a run of plain attention",
+    repeats: int = knob(5, "timed rounds over all forms; the result is the median")
+    sweep: str = knob("", "on a run of plain attention, train routers with several values of this knob (all: of each)",
                       ("", *SWEEPS, "all"))
     values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
     steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)")
-    balancing: str = knob("sinkhorn", "with --sweep: the routers' --balance; the paper has sinkhorn, and only that "
-                                      "has iterations", tuple(mixers.AXES["balance"]))
+    balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers; the paper uses sinkhorn, the only one "
+                                      "that has iterations", tuple(mixers.AXES["balance"]))
     train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
@@ -65,12 +66,12 @@ class Routers:
         if self.lengths:
             whole_numbers(self.lengths, "lengths")
         if self.values and self.sweep not in SWEEPS:
-            raise ValueError(f"--values={self.values} are those of one knob: name it, --sweep={'|'.join(SWEEPS)}")
+            raise ValueError(f"--values={self.values} are values of one knob: name it, --sweep={'|'.join(SWEEPS)}")
 
 
 def command(args, run):
-    """Focus at every k and several lengths next to full attention: loss, perplexity, pairs kept, speed. With --sweep,
-    routers trained with other knobs."""
+    """Compare Focus with full attention, for several numbers k of groups per token: loss, perplexity, share of distant
+    pairs kept, speed. With --sweep, train and compare routers with other settings."""
     numbers = swept(args, run) if args.sweep else compared(args, run)
     return numbers, tell(args, {str(run.out_dir): numbers})
 
@@ -79,12 +80,12 @@ def command(args, run):
 
 
 def compared(args, run):
-    """{"lengths": [{"length", "forms": {form: its figures}}]}."""
+    """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its figures}}]}."""
     groups.check(run.model, run.out_dir)
     K = run.model.transformer.h[0].attn.groups
     ks = whole_numbers(args.k, "k") if args.k else range(1, min(4, K) + 1)
     if min(ks) < 1 or max(ks) > K:
-        raise ValueError(f"--k={args.k}, but a token can be a member of 1 to {K} groups of {run.out_dir}")
+        raise ValueError(f"--k={args.k}, but a token of {run.out_dir} can have 1 to {K} groups: change --k")
     lengths = sorted({run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")})
     forms = {"full": (full_attention(run.model), 0), "soft": (run.model, 0)} | {f"k={k}": (run.model, k) for k in ks}
     return {"dataset": run.dataset, "split": args.split, "groups": K, "window": run.model.config.window,
@@ -93,7 +94,7 @@ def compared(args, run):
 
 
 def full_attention(model):
-    """The same weights under plain softmax attention of all pairs."""
+    """A model with the same weights and plain softmax attention over all pairs."""
     plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "window", "topk")}
     config = dataclasses.replace(model.config, attn="softmax", attn_args="", **plain)
     with torch.device("meta"):
@@ -121,13 +122,13 @@ def at_length(args, run, forms, T):
 
 
 def set_topk(model, k):
-    """The model, with --topk=k from now on; 0 is the soft form."""
+    """Set --topk=k in the model and return it; 0 is the soft form."""
     model.config.topk = k                       # its layers read it at every call
     return model
 
 
 def reading(model, k, rows, machine):
-    """A function that reads rows (1, T)."""
+    """A function that runs the model on rows (1, T), for timing."""
     @torch.no_grad()
     def read():
         with machine.autocast():
@@ -139,16 +140,16 @@ def reading(model, k, rows, machine):
 
 
 def swept(args, run):
-    """{"sweep": {knob: [{"value", ...}]}}: every router's loss in the soft form and with two groups a token, and how
-    even its groups are."""
+    """Train and measure routers: {"sweep": {knob: [{"value", ...}]}}, with the perplexity of each router in the soft
+    form and with two groups a token, and how even its groups are."""
     config = run.model.config
     if config.mixer != "attention":
-        raise ValueError(f"--sweep trains routers on a run of plain attention, and {run.out_dir} has --attn="
+        raise ValueError(f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
                          f"{config.attn}: name its base")
     names = list(SWEEPS) if args.sweep == "all" else [args.sweep]
     if args.balancing != "sinkhorn" and "iterations" in names:
         if args.sweep == "iterations":
-            raise ValueError(f"--balancing={args.balancing} has no iterations: --sweep=iterations goes with sinkhorn")
+            raise ValueError(f"--balancing={args.balancing} has no iterations: give --balancing=sinkhorn")
         names.remove("iterations")
     found = {name: [router(args, run, name, value) for value in
                     (args.values.split(",") if args.values else SWEEPS[name])] for name in names}
@@ -168,7 +169,7 @@ def router(args, run, name, value):
 
 
 def router_flags(args, run, knobs, folder):
-    """Flags of train.py: a router with these knobs on top of the run, whose own weights stay frozen."""
+    """Flags of train.py that train a router with these knobs on the run, whose own weights stay frozen."""
     config = run.model.config
     sizes = {"window": config.block_size, "route_dim": config.n_embd}
     knobs = {name: str(part_of(value, sizes[name])) if name in sizes else value for name, value in knobs.items()}
@@ -216,10 +217,10 @@ def forms_text(numbers):
     return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
             f"{numbers['training_length']} tokens\n\n"
             + table(rows, ["length", "form", "loss", "+-", "perplexity", "kept", "speed"]) +
-            "\n\n full  softmax attention of the same weights, all pairs\n soft  the gates that it was trained with\n"
-            f"  k=k  distant pairs open if they share one of each token's k largest of {numbers['groups']} groups\n"
+            "\n\n full  softmax attention of the same weights, all pairs\n soft  gates from 0 to 1, as in training\n"
+            f"  k=k  a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens\n"
             f" kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
-            "speed  of reading one window with the whole model, against full")
+            "speed  of the whole model on one window, relative to full")
 
 
 def sweep_text(numbers):
@@ -233,7 +234,7 @@ def sweep_text(numbers):
 
 
 def draw(path, found):
-    """Perplexity against speed, a line for each run and length, a mark for each form; or against each swept knob."""
+    """Draw perplexity against speed, a dot for each form, a colour for each run and length; or against swept knobs."""
     sweeps = [numbers["sweep"] for numbers in found.values() if "sweep" in numbers]
     panels = list(sweeps[0]) if sweeps else ["perplexity"]
     figure, axes = pyplot().subplots(1, len(panels), figsize=(max(5.5, 3.4 * len(panels)), 3.8), squeeze=False)
@@ -255,12 +256,12 @@ def draw_forms(ax, name, numbers):
                 label=f"{name}, T={part['length']}")
         for form, f in hard.items():
             ax.annotate(form, (f["speed"], f["perplexity"]), (4, 4), textcoords="offset points", fontsize=8)
-    frame(ax, xlabel="speed against full attention", ylabel="perplexity")
+    frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
 
 
 def draw_sweep(ax, knob, rows):
     places = range(len(rows))
     forms = {"full attention": "full", "soft gates": "soft", "k=2": "hard"}
     line_panel(ax, {label: (places, [row[key] for row in rows]) for label, key in forms.items()},
-               "perplexity", f"{knob}; below, the largest group's share", legend=False)
+               "perplexity", f"{knob} (below: share of the largest group)", legend=False)
     ax.set_xticks(places, [f"{row['value']}\n{row['dominance']:.0%}" for row in rows])

@@ -1,4 +1,4 @@
-"""Text from a run: continuations of a prompt, or the answer to it.
+"""Generate text with a run: continuations of a prompt, or the answer to a question.
 
     python eval.py sample --out_dir=out/stdlib-elastic --prompt="def attention("
     python eval.py sample --out_dir=out/smollm2 --chat --prompt="Why is the sky blue?"
@@ -18,11 +18,11 @@ class Sample:
     prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, otherwise the "
                            "first token of the held-out data")
     chat: bool = knob(False, "the prompt is a question to an instruction-tuned model: print only its answer")
-    system: str = knob("", "with --chat, the system message; empty: for smollm2 the one of its training, otherwise "
+    system: str = knob("", "with --chat: the system message; empty: that of its training for smollm2, otherwise "
                            "none")
     tokens: int = knob(300, "tokens to generate; fewer if the model ends its text")
-    samples: int = knob(1, "how many continuations")
-    temperature: float = knob(0.8, "0: always the likeliest token")
+    samples: int = knob(1, "number of continuations")
+    temperature: float = knob(0.8, "divisor of the logits; 0: always the likeliest token")
     top_k: int = knob(50, "draw from the k likeliest tokens only; 0: from all")
     top_p: float = knob(0.0, "draw from the fewest tokens whose probabilities reach p; 0: from all")
     seed: int = knob(0, "seed of the draws")
@@ -30,14 +30,14 @@ class Sample:
     def __post_init__(self):
         at_least(self, tokens=1, samples=1, temperature=0, top_k=0, top_p=0, seed=0)
         if self.chat and not self.prompt:
-            raise ValueError("--chat needs something to answer: give it as --prompt=...")
+            raise ValueError("--chat needs a question: give it as --prompt=...")
         if self.system and not self.chat:
-            raise ValueError("--system belongs to a conversation: add --chat, or leave it out")
+            raise ValueError("--system needs a conversation: add --chat, or leave --system out")
 
 
 def command(args, run):
-    """Generate text."""
-    coder, machine, stop = run.tokenizer, run.machine, set(run.meta.get("ends", []))    # older runs do not say
+    """Generate text: continue a prompt, or with --chat answer a question."""
+    coder, machine, stop = run.tokenizer, run.machine, set(run.meta.get("ends", []))    # missing in older runs
     if args.chat:
         stop.add(mark(coder, END))
         prompt = conversation(coder, args.system or SYSTEM.get(coder.name), args.prompt)
@@ -54,8 +54,8 @@ def command(args, run):
 
 
 def first_token(coder, split):
-    """What a text begins with, (1,): a prompt when there is none. split("val"): the held-out data, which a public
-    model can do without."""
+    """The default prompt (1,): the separator of a public model's tokenizer, otherwise the first held-out token.
+    split("val"): the held-out data, which public models do not need."""
     return np.array([coder.separator]) if coder.content else split("val").window(0, 1)
 
 
@@ -65,15 +65,15 @@ def as_ids(array, machine):
 
 
 # ------------------------------------------------------------------------------------------------------- conversations
-# ChatML, the form in which many public models were taught to answer: each turn stands between two special tokens, the
-# name of who speaks in its first line. A turn of the assistant that has only begun is what the model goes on with.
+# ChatML, the format in which many public models learned to answer. Each turn is enclosed in two special tokens, and its
+# first line names the speaker. The prompt ends with the beginning of the assistant's turn, which the model continues.
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
-SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}    # its own template's
+SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}    # of its own template
 
 
 def conversation(coder, system, prompt):
-    """The ids (T,) of a conversation up to where the answer begins. system: what comes before, or None."""
+    """The ids (T,) of a conversation up to the beginning of the answer. system: the system message, or None."""
     begin, end = mark(coder, BEGIN), mark(coder, END)
     turns = [("system", system)] if system else []
     parts = [part for role, text in [*turns, ("user", prompt)]
@@ -82,10 +82,10 @@ def conversation(coder, system, prompt):
 
 
 def mark(coder, spelling):
-    """The id of a special token. As text a prompt may hold its spelling: that is no mark. Raises ValueError where the
-    tokenizer does not have it."""
+    """The id of a special token. (The same characters in a prompt remain plain text.) Raises ValueError if the
+    tokenizer does not have this token."""
     found = coder.coder.token_to_id(spelling) if coder.content else None
     if found is None:
-        raise ValueError(f"--chat: the tokenizer {coder.name} has no {spelling}, so this model was never taught to "
-                         "answer in this form: leave --chat out and write a --prompt to go on from")
+        raise ValueError(f"--chat: the tokenizer {coder.name} has no {spelling}, so this model has not learned to "
+                         "answer in this format: leave --chat out, and give a --prompt to continue")
     return found

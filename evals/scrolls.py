@@ -1,6 +1,6 @@
-"""SCROLLS: summaries of long documents, and questions on them (Shaham et al. 2022).
+"""SCROLLS: summaries of long documents, and questions about them (Shaham et al. 2022).
 
-Threshold Differential Attention, 2601.12145, table 3, has four of its tasks: ROUGE-1 of qmsum, summ_screen_fd and
+Threshold Differential Attention, 2601.12145, table 3, reports four of its tasks: ROUGE-1 of qmsum, summ_screen_fd and
 gov_report, and F1 of qasper.
 
 The files are public, one zip for each task: https://scrolls-tau.s3.us-east-2.amazonaws.com/qasper.zip and so on. Unpack
@@ -9,11 +9,12 @@ has an id, an input and an output. Lines with the same id are one question with 
 
 Scores are those of the benchmark's own evaluator, in percent. The best of a question's answers counts. ROUGE has no
 stemming; a task's score is the geometric mean of the means of ROUGE-1, 2 and L. F1 of the words and exact match use
-SQuAD's normalisation. Prompts are those of lm-evaluation-harness, which made the paper's numbers: the document, the
+SQuAD's normalisation. Prompts are those of lm-evaluation-harness, which the paper uses: the document, the
 question, "Answer:". The answer is generated up to the end of the line. In quality and contract_nli the model ranks the
 choices by their likelihood per character; with --rank=0 it generates the answer.
-Differs from lm-evaluation-harness: that also ranks the yes-or-no questions of qasper, and counts an empty answer to its
-other questions as "Unanswerable".
+
+Differs from lm-evaluation-harness: it also ranks the choices in the yes-or-no questions of qasper, and counts an empty
+answer to the other questions as "Unanswerable".
 """
 import json
 import re
@@ -52,29 +53,29 @@ TASKS = {
 @dataclass
 class Scrolls:
     """Flags of scrolls"""
-    source: str = knob("", "folder with the benchmark's files")
+    source: str = knob("", "folder of the benchmark's files (evals/scrolls.py says where to get them)")
     tasks: str = knob("all", "tasks, separated by commas; all: every task whose file exists")
-    split: str = knob("validation", "which file of a task's folder; the answers of test are not public",
+    split: str = knob("validation", "which file of each task; the answers of the test file are not public",
                       ("validation", "train"))
     limit: int = knob(0, "questions of each task, spread evenly; 0: all")
-    length: int = knob(0, "tokens of prompt and answer together; 0: block_size. A longer prompt loses the "
-                          "beginning of its document")
+    length: int = knob(0, "most tokens of prompt and answer together; 0: block_size. A prompt that is too long "
+                          "loses the beginning of its document")
     tokens: int = knob(256, "most tokens of an answer (summaries of gov_report have about 600)")
-    rank: bool = knob(True, "answer quality and contract_nli with the likeliest choice; 0: generate the answer")
+    rank: bool = knob(True, "in quality and contract_nli, answer with the likeliest choice; 0: generate the answer")
     bos: bool = knob(False, "put the tokenizer's separator before each prompt")
 
     def __post_init__(self):
         at_least(self, limit=0, length=0, tokens=1)
         if not self.source:
-            raise ValueError("where are the benchmark's files? give --source=FOLDER that holds qasper/validation.jsonl "
-                             "and the like, as its public zip files unpack (addresses: evals/scrolls.py)")
+            raise ValueError("--source is missing: give --source=FOLDER, where you unpacked the benchmark's public zip "
+                             "files (evals/scrolls.py has the addresses)")
         for name in self.tasks.split(","):
             if name not in (*TASKS, "all"):
                 raise ValueError(f"unknown task {name!r}: choose from all, {', '.join(TASKS)}")
 
 
 def command(args, run):
-    """Summaries of long documents and questions on them, scored as in the SCROLLS benchmark."""
+    """Test the model on summaries of long documents and questions about them, scored as in the SCROLLS benchmark."""
     coder, length = text_tokenizer(run), args.length or run.model.config.block_size
     run.check_positions(length)
     if length <= args.tokens:
@@ -110,14 +111,14 @@ def read_tasks(args):
 
 
 def find(source, names, split):
-    """{task: its file} in a folder. Raises ValueError if a task that was named has no file, or if no task has one."""
+    """{task: its file} in a folder. Raises ValueError if a task in names has no file, or if no task has one."""
     wanted = list(TASKS) if "all" in names.split(",") else names.split(",")
     places = {name: (source / name / f"{split}.jsonl", source / f"{name}.jsonl") for name in wanted}
     found = {name: path for name, paths in places.items() for path in reversed(paths) if path.is_file()}
     missing = [name for name in wanted if name not in found]
     if missing and ("all" not in names.split(",") or not found):
         raise ValueError(f"--source={source} holds neither {missing[0]}/{split}.jsonl nor {missing[0]}.jsonl: unpack "
-                         "the benchmark's zip files there (their address is in evals/scrolls.py)")
+                         "the benchmark's zip files there (evals/scrolls.py has their addresses)")
     return found
 
 
@@ -148,8 +149,8 @@ def read_line(path, number, line):
 
 
 def make_question(text, answers, task, path):
-    """The prompt: the document, then the question. In the file the question comes first, then for quality the four
-    choices, then the document, with empty lines between them."""
+    """A Question, whose prompt is the document and then the question. In the file the question comes first, then (for
+    quality) the four choices, then the document, with empty lines between them."""
     if not task.asked:
         return Question(f"{text}\n\nQuestion: What is a summary of the preceding text?\nAnswer:", answers, [])
     question, _, text = text.partition("\n\n")
@@ -159,7 +160,7 @@ def make_question(text, answers, task, path):
         return Question(f"{text}\n\nHypothesis: {question}\nConclusion:", answers, list(task.choices))
     parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
     if not parts:
-        raise ValueError(f"{path}: a question without its four choices (A) to (D): is it the benchmark's quality?")
+        raise ValueError(f"{path} has a question without four choices (A) to (D): unpack the benchmark's file again")
     choices = [" ".join(choice.split()) for choice in parts.groups()[:4]]
     shown = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
     return Question(f"{parts[5].strip()}\n\nQuestion: {question}\n{shown}\nAnswer:", answers, choices)
@@ -185,7 +186,7 @@ def reply(run, coder, question, args, length):
     room = length - max(map(len, choices), default=args.tokens) - len(first)
     prompt = coder.encode(question.prompt).tolist()
     if room < 1:
-        raise ValueError(f"a choice is too long for --length={length}: give a larger one")
+        raise ValueError(f"a choice is too long for --length={length}: give a larger --length")
     reader, device = Reader(run.model), run.machine.device
     with run.machine.autocast():
         logits = reader.read(torch.tensor([first + prompt[-room:]], device=device))
@@ -259,8 +260,8 @@ def tell(args, found):
             rows.append([place] * several + ["mean", "", ""] + [""] * 2 * len(shown) + [percent(numbers["score"])])
     header = ["run"] * several + ["task", "questions", "cut"] + [c for title in shown.values() for c in (title, "+-")]
     lengths = sorted({str(numbers["length"]) for numbers in found.values()})
-    return (f"{table(rows, [*header, 'score'])}\n\ncut: prompts too long for {' or '.join(lengths)} tokens, which lost "
-            "their beginning\nscore: the benchmark's; of ROUGE the geometric mean of the three")
+    return (f"{table(rows, [*header, 'score'])}\n\ncut: share of prompts too long for {' or '.join(lengths)} tokens, "
+            "which lost their beginning\nscore: that of the benchmark; for ROUGE the geometric mean of the three")
 
 
 def percent(value):

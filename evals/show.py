@@ -1,8 +1,8 @@
 """A recipe on one page: its choices, the rule in PyTorch and in Triton, its learned parameters, and where the code is.
 
     python eval.py show elastic                     the page
-    python eval.py show elastic --diff=softmax      what differs from another recipe: + is elastic's line, - softmax's
-    python eval.py show --out_dir=out/smollm2       the recipe of a run, with its sizes and where its weights came from
+    python eval.py show elastic --diff=softmax      differences from another recipe: + marks elastic's line, - softmax's
+    python eval.py show --out_dir=out/smollm2       the recipe of a run, with its sizes and the origin of its weights
     python eval.py show elastic --out_dir=out/smollm2   another recipe with the sizes of that run
 
 The page is assembled from the code itself, so it is never out of date. It is the index of the tutorial: read a formula,
@@ -30,7 +30,7 @@ from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
 WIDTH = 110
-# a pass through a layer: (axis, the field of its row that holds a function); below, the code that calls the function
+# a pass through a layer: (axis, the field of its row that holds a function). AROUND: the code that calls the function
 PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("scale", "factor"), ("pos", "bias"),
         ("forget", "log_kept"), ("write", "amount"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
         ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"), ("sink", "score"),
@@ -48,8 +48,8 @@ class Show:
     """Flags of show"""
     recipe: str = knob("", "the recipe; default: elastic, or with --out_dir the run's own",
                        ("", *attention.ATTENTIONS), positional=True)
-    diff: str = knob("", "mark what differs from this recipe", ("", *attention.ATTENTIONS))
-    out_dir: str = knob("", "take the sizes of this run")
+    diff: str = knob("", "mark the differences from this recipe", ("", *attention.ATTENTIONS))
+    out_dir: str = knob("", "use the sizes of this run")
     json: bool = knob(False, "print JSON instead of a page")
 
 
@@ -99,7 +99,7 @@ class Page:
                 "triton": {f.__name__: place(f) for _, f in self.triton_functions()}}
 
     def about(self):
-        """The model around this layer, and where its weights came from."""
+        """The sizes of the model around this layer, and the origin of its weights."""
         fields = {field.name: field for field in dataclasses.fields(self.config)}
         lines = [f"{name:12} {size(value):10} {re.split('[;:] ', fields[name].metadata['help'])[0]}"
                  for name, value in self.sizes().items()]
@@ -170,7 +170,7 @@ class Page:
             kept = "" if isinstance(p, nn.Parameter) else ", kept and not learned"
             lines.append(f"{name:18} {str(tuple(p.shape)):14} {self.start(name, p)}{kept}")
         sizes = f"(with {self.config.n_head} heads of width {self.layer.width} and block_size {self.config.block_size})"
-        return "\n".join([*(lines or ["nothing beside its projections"]), sizes])
+        return "\n".join([*(lines or ["nothing besides its projections"]), sizes])
 
     def start(self, name, p):
         std, (inside, _, last) = self.layer.init_std.get(name), name.rpartition(".")
@@ -183,12 +183,12 @@ class Page:
 
 
 def size(value):
-    """As people write it: 100000 for 100000.0, and none for an empty string."""
+    """A value as text: 100000 for 100000.0, and "none" for an empty string."""
     return f"{value:.10g}" if isinstance(value, float) else str(value) or "none"
 
 
 def origin(meta):
-    """Where a run's weights came from."""
+    """The origin of a run's weights, as text."""
     source, knobs = meta.get("source"), meta["knobs"]
     if not source:
         return f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
@@ -217,7 +217,7 @@ def source(function, title=None):
 
 
 def place(function):
-    """attention.py:59"""
+    """The file and line of a function, as attention.py:59."""
     lines, number = inspect.getsourcelines(function)
     return f"{Path(inspect.getsourcefile(function)).relative_to(ROOT).as_posix()}:{number}"
 

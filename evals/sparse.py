@@ -1,7 +1,7 @@
-"""speed --focus: attention over the pairs that share a group, against full attention. Focus, the paper (3), table 6.
+"""speed --focus: time attention over the pairs that share a group, and full attention (Focus 2604.03260, table 6).
 
-Tokens are in random groups of about one size: what a router finds does not change the time, but by the sizes. Sorting
-by group counts, and so does taking the largest groups of every token; the router's own products do not.
+Tokens are in random groups of about equal size, because only the sizes of groups change the time. The time includes the
+choice of every token's largest groups and the sorting by group. It does not include the router's matrix products.
 """
 import dataclasses
 from functools import partial
@@ -14,15 +14,15 @@ from common.machine import Machine
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
 from mixers.focus import Focus, sets_of, sparse
 
-WIDTH, WINDOW = 64, 128                         # of a head; keys that are seen whatever their group
-CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # groups, and how many of them a token is in
-# the paper's table 6, on an H100, one group a token: {T: {groups: times as fast as full attention}}
+WIDTH, WINDOW = 64, 128                         # head dimension; keys that a row sees in any group
+CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # number of groups, and how many of them a token is in
+# the paper's table 6, on an H100, one group a token: {T: {groups: speed relative to full attention}}
 PRINTED = {1024: {4: 0.2, 8: 0.2}, 4096: {4: 0.5, 8: 0.6}, 16384: {4: 1.5, 8: 1.8}, 32768: {4: 2.2, 8: 3.1},
            65536: {4: 3.0, 8: 4.7}, 262144: {4: 4.0, 8: 7.6}, 1048576: {4: 4.1, 8: 8.6}}
 
 
 def command(args, run):
-    """Forward passes of one layer's attention, full and sparse in turn, from short sequences to long ones."""
+    """Time forward passes of one layer's attention, full and sparse in turn, from short sequences to long ones."""
     machine = Machine(args.device, args.dtype)
     gpu = machine.device.type == "cuda"
     lengths = args.lengths or "1024,4096,16384" + ",65536,262144,1048576" * gpu
@@ -52,22 +52,22 @@ def time_length(T, heads, repeats, machine):
 
 
 def focus(q, k, v, like, topk, fused):
-    """What a layer of Focus does in evaluation, from its shares of groups on."""
+    """The output of a Focus layer in evaluation, given the shares of groups from its router, like (B, T, K)."""
     return sparse(q, k, v, Focus.memberships(like, topk), WINDOW, WIDTH ** -0.5, fused)[0]
 
 
 def pairs_kept(members, window=WINDOW):
-    """Of the pairs of tokens that are `window` or more apart, the share that has a group in common; None if there are
-    none. members (T, K)."""
+    """The share of distant pairs, `window` or more apart, that have a group in common; None if there are no such pairs.
+    members (T, K)."""
     T = len(members)
     _, own, _, meet = sets_of(members)
-    so_far = meet[:, own].cumsum(1)             # (S, T): tokens up to here that meet a set
+    so_far = meet[:, own].cumsum(1)             # (S, T): tokens so far that share a group with a set
     late = torch.arange(window, T, device=own.device)
     return (so_far[own[late], late - window].sum() / (late - window + 1).sum()).item() if len(late) else None
 
 
 def text_of(numbers):
-    """A row a length: how many times as fast as full attention, and in the paper where it says."""
+    """A table with a row for each length: speeds relative to full attention, and the paper's if it has them."""
     rows = []
     for T, row in numbers["lengths"].items():
         cells = [f"{case['ratio']:.2f}" for case in row["sparse"]]
@@ -75,7 +75,7 @@ def text_of(numbers):
         rows.append([f"{T}", f"{row['full'] * 1000:.1f}", *cells, *printed])
     pairs = [case["pairs"] for case in numbers["lengths"][max(numbers["lengths"])]["sparse"]]
     rows.append(["pairs kept", "", *("-" if share is None else f"{share:.2f}" for share in pairs), "-", "-"])
-    header = ["T", "full, ms", *(f"{topk} of {groups}" for groups, topk in CASES), "printed: 1 of 4", "1 of 8"]
+    header = ["T", "full, ms", *(f"{topk} of {groups}" for groups, topk in CASES), "paper: 1 of 4", "1 of 8"]
     return (f"{numbers['machine']}, triton {numbers['triton']}; {numbers['heads']} heads of {WIDTH}, "
-            f"a window of {WINDOW}\n\nhow many times as fast as full attention, when a token is in .. groups:\n"
+            f"a window of {WINDOW}\n\nspeed relative to full attention; 1 of 4: each token is in one of four groups\n"
             + table(rows, header))

@@ -1,8 +1,8 @@
 """The speed of every recipe on this machine, and the memory of its attention.
 
 All recipes take turns in one process, for many rounds (Machine.race). Other programs on the machine slow all of them
-alike, so ratios can be trusted where seconds cannot. --kernels is in evals/kernels.py, --live in evals/live.py, --focus
-in evals/sparse.py.
+alike, so ratios are reliable even if seconds are not. --kernels is in evals/kernels.py, --live in evals/live.py,
+--focus in evals/sparse.py.
 """
 import os
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ class Speed:
     tokens: int = knob(0, "tokens of a training step, or of a call of a kernel; "
                           "0: 2048; with --kernels 16384 (on a CPU 128)")
     n_layer: int = knob(4, "blocks of the timed model")
-    n_head: int = knob(2, "its heads")
-    n_embd: int = knob(0, "its width, all heads together; 0: 128; with --kernels 2048 (on a CPU 128)")
+    n_head: int = knob(2, "heads of the timed model")
+    n_embd: int = knob(0, "width of the timed model; 0: 128; with --kernels 2048 (on a CPU 128)")
     repeats: int = knob(20, "timed rounds over all recipes; the result is the median")
-    device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best there is")
-    dtype: str = knob("auto", "precision of the products", ("auto", "float32", "bfloat16", "float16"))
-    kernels: bool = knob(False, "instead, time the fused kernels alone, and torch's own")
-    live: bool = knob(False, "instead, for a trained run (--out_dir): the share of tiles with any weight, "
+    device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
+    dtype: str = knob("auto", "precision of matrix products", ("auto", "float32", "bfloat16", "float16"))
+    kernels: bool = knob(False, "instead, time our fused kernels and torch's own, without a model")
+    live: bool = knob(False, "instead, for a trained run (--out_dir): measure the share of tiles with nonzero weights, "
                              "and the time that skipping the others saves")
-    focus: bool = knob(False, "instead, time the sparse form of Focus next to full attention")
+    focus: bool = knob(False, "instead, time the sparse form of Focus and full attention")
     out_dir: str = knob("", "with --live: the run")
-    widths: str = knob("64,128", "with --kernels: head widths")
+    widths: str = knob("64,128", "with --kernels: head dimensions, separated by commas")
     out: str = knob("", "also save the figures as JSON in this file; "
-                        "empty: with --kernels on a GPU results/speed-<its name>.json, otherwise nowhere")
+                        "empty: on a GPU with --kernels or --focus a file in results/, otherwise nowhere")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
@@ -48,8 +48,8 @@ class Speed:
 
 
 def command(args, run):
-    """Time training steps and attention alone, of every recipe, relative to softmax in torch's own fused kernel, side
-    by side in one process."""
+    """Time training steps of every recipe, and its attention alone, relative to softmax in torch's own fused kernel.
+    All recipes take turns in one process."""
     if args.kernels:
         return kernels.command(args, run)
     if args.focus:
@@ -57,7 +57,7 @@ def command(args, run):
     if args.live:
         return live.command(args, open_run(args))
     machine, cases = Machine(args.device, args.dtype), cases_of(recipe_names(args.attn))
-    # tells a reader of the figures how busy the machine was; Windows has none
+    # shows a reader of the figures how busy the machine was; Windows has no load average
     load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     speeds = {T: compare(cases, T, args, machine) for T in whole_numbers(args.lengths or "256,1024", "lengths")}
     memory = memory_of(cases, whole_numbers(args.memory, "memory") if args.memory else [], args, machine)

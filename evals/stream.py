@@ -1,7 +1,7 @@
-"""The first token against the others, in the residual stream and in the queries, keys and values of each layer.
+"""The first token compared with the others, in the residual stream and in the queries, keys and values of each layer.
 
-The stream is measured where it enters a layer, numbered as in the papers: layer 0 receives the embeddings, and place L,
-after the last of L layers, is the input of the head. Norms and variances are summed by position, so memory is linear in
+The stream is measured where it enters a layer, numbered as in the papers: layer 0 receives the embeddings, and place L
+is the output of the last of L layers. Norms and variances are summed by position, so memory is linear in
 T.
 
 Sources:
@@ -9,14 +9,14 @@ Sources:
                              Massive Activations, Sun et al. 2402.17762
     norms and variances      Lazy Attention, 2601.00919, appendix G; values: The Attention Sink as Native MoE, figure 2
     cosines                  The Attention Sink as Native MoE, figure 3
-    spread                   0 where repeated tokens cannot be told apart: Lazy Attention, section 3.2
+    spread                   0 if repeated tokens cannot be told apart: Lazy Attention, section 3.2
 """
 import contextlib
 
 import torch
 from torch.nn import functional as F
 
-FIRST = 16                                      # the result has these positions one by one
+FIRST = 16                                      # the result lists so many first positions
 PARTS = ("hidden", "input", "query", "key", "value")
 
 
@@ -65,7 +65,7 @@ class Stream:
         """Means over the sequences, as plain numbers:
 
         massive         norm of the first token's hidden state, over the mean norm of the others
-        largest         the same of the token with the largest norm; its most frequent position is "at", in a share
+        largest         the same for the token with the largest norm; its most frequent position is "at", in a share
                         "at_share" of the sequences
         channels        the 3 largest channels of that token: [[channel, value, value over the median magnitude]]
         spread          largest distance of a hidden state from the first, over their mean norm
@@ -102,7 +102,7 @@ def plain(value):
 def entering_the_score(module, q, k):
     """Queries and keys (B, H, T, D) of each score head as they enter the score: rotated, normed, mapped to features.
     Scales are left out, because some of them grow with the length and are 0 for the first query. If the rotation treats
-    the first keys apart and doubles the width (see Attention.rotated), the queries are those for the first keys."""
+    the first keys specially and doubles the width (see Attention.rotated), the queries are those for the first keys."""
     q, k = (module.featured(part).float().unflatten(-1, (-1, module.width)) for part in (q, k))
     return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)          # one of the two halves of a doubled key is 0
 

@@ -1,9 +1,9 @@
 """The tables of When Attention Sink Emerges (2410.10781, section 7) as lists of runs, for eval.py lab --sweep.
 
-The paper's models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of the Pile. It prints
-Sink_1^0.3 in percent of heads and sequences, the same for the extra key (Sink*), and the validation loss. Ours have the
-lab's one layer with one head, and our loss is the excess over the true process. So only the order of the rows can be
-compared, not the numbers.
+The paper's models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of the Pile. It reports
+Sink_1^0.3 in percent of heads and sequences, the same for the extra key (Sink*), and the validation loss. Our models
+have the lab's one layer with one head, and our loss is the excess over the true process. So only the order of the rows
+can be compared, not the numbers.
 """
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ SWEEPS = {                                      # {name: {what: Row}}
         "none": Row("no-positions", None, 20.35, 3.81),
         "sinusoidal": Row("sinusoidal", None, 32.73, 3.74),
         "learned": Row("softmax", None, 33.13, 3.79),
-        "t5_index": Row("t5-index", None, 35.53, 5.45),                 # their code's "relative"
+        "t5_index": Row("t5-index", None, 35.53, 5.45),                 # "relative" in their code
         "t5": Row("t5"),
         "alibi": Row("alibi", None, 20.78, 3.71),
         "rope": Row("rope", None, 18.18, 3.73)},

@@ -223,6 +223,6 @@ def test_hiding_and_zeroing_cost_what_the_lab_measures(backcopy):
     rows = torch.from_numpy(split.windows(starts, 65, 66))
     found = costs(ablations(torch.zeros(1, 1), 0.5, [], 8, 1, 0), gpt, rows, MACHINE, batch_size=4)
     by_name = {line["what"]: line["loss_change"] for line in found["changes"] if line["where"] == "all heads"}
-    for name, cost in (("first key hidden", "hide_cost"), ("the same to itself, too", "zero_cost")):
+    for name, cost in (("first key hidden", "hide_cost"), ("and also in its own row", "zero_cost")):
         close(by_name[name], figures[cost], terms=4, size=found["loss"], dtype=torch.float32)
-    assert by_name["first value zero"] != by_name["the same to itself, too"]
+    assert by_name["first value zero"] != by_name["and also in its own row"]

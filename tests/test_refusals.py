@@ -585,7 +585,7 @@ REFUSALS = [                                    # (how a command line begins, ex
     ("eval.py sample --out_dir={symbols_run}", INPUT, [
         ("--prompt=999", "a prompt needs at least one token, with ids in 0..65")]),
     ("eval.py heads --out_dir={run}", FLAGS, [
-        ("--prune=5,101", "no more than 100 percent"),
+        ("--prune=5,101", "a percentage above 100"),
         *must("be a number of at least 1", "local=0", "windows=0")]),
     ("eval.py heads --out_dir={run}", INPUT, [
         ("--local=17", "--local=17.*16"),
@@ -615,7 +615,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--out_dir={run} --views", "--attn=elastic"),
         ("--out_dir={learned} --text='the quick brown fox'",
          "19 tokens, but --pos=learned knows only its block_size=16"),
-        ("--out_dir={symbols_run} --text='3 999'", "--text has the id 999, but this model knows 0 to 65"),
+        ("--out_dir={symbols_run} --text='3 999'", "--text has the id 999, but this model has only 0 to 65"),
         *((f"--out_dir={{symbols_run}} --text='{text}'", f"a prompt must be numbers separated by spaces, not '{text}'")
           for text in ("a word", "three", "1.5", "-1", "70000"))]),
     ("eval.py maps --out_dir={run}", FLAGS, [

@@ -74,7 +74,7 @@ def test_a_page_says_where_parameters_start(capsys):
     assert re.search(r"^tau +\(4,\) +1 at first$", shown(capsys, "elastic"), re.M)
     assert re.search(r"^sink_key +\(4, 32\) +N\(0, 0.02\) at first$", shown(capsys, "k_bias"), re.M)
     assert re.search(r"^sigma +\(4,\) .*kept and not learned$", shown(capsys, "lssar"), re.M)
-    assert "nothing beside its projections" in shown(capsys, "softmax")
+    assert "nothing besides its projections" in shown(capsys, "softmax")
 
 
 def test_diff_marks_the_lines_of_each_recipe(capsys):
