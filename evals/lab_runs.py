@@ -100,7 +100,6 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     # Focus: from scratch; its router alone, on a frozen model
     **{f"focus-{balance}": f"--attn=focus --window=64 --balance={balance} --attn_args=groups=8"
        for balance in ("softmax", "entropy", "sinkhorn")},
-    "focus": "--attn=focus --window=128",
     "focus-frozen": FROZEN, "focus-frozen-sinkhorn": f"{FROZEN} --balance=sinkhorn",
     "focus-random": f"{FROZEN} --max_iters=1", "focus-short": f"{FROZEN} --block_size=256 --window=64",
     "focus-k8": f"{FROZEN} --attn_args=groups=8",

@@ -26,7 +26,7 @@ from evals import lab, sweeps
 from evals.claims import ClaimsFlags
 from evals.instrument import markdown
 from evals.lab import lab_figures, true_process
-from evals.lab_runs import flags_of, folder_of, train_flags
+from evals.lab_runs import RECIPES, flags_of, folder_of, train_flags
 from evals.ledger import experiments
 from model import GPT, GPTConfig
 
@@ -266,9 +266,10 @@ def test_training_runs_in_its_own_process_and_shows_its_error(tmp_path, task, ca
 
 
 def test_recipes_get_the_flags_that_they_need():
-    for name, *more in (["softmax"], ["streaming", "--window=16"], ["diff", "--n_head=2"],
+    for name, *more in (["softmax"], ["streaming", "--window=16"], ["focus", "--window=16"], ["diff", "--n_head=2"],
                         ["tra", "--attn_args=beta_init=0.1"]):
         assert flags_of(name).split() == [f"--attn={name}", *more]
+    assert RECIPES.keys().isdisjoint(ATTENTIONS)                        # or the lab would train another set-up
     assert flags_of("lazy", "gpu") == "--attn=lazy --pos=rope+bias"
     assert flags_of("streaming", "gpu") == "--attn=streaming"
 
