@@ -1,19 +1,21 @@
 """The ledger: the claims of five papers, and our result for each.
 
-    python eval.py claims                               every claim, its verdict, their figures and ours
+    python eval.py claims                               counts, surprises, and one line for each claim
     python eval.py claims --show=lazy-sink-gone         everything about one claim
-    python eval.py claims --run=lab                     measure the missing numbers of a cost class, or of ID,ID
+    python eval.py claims --run=lab                     measure the missing numbers of a cost class, or of ID,ID@SETUP
+    python eval.py claims --pages=docs/claims           write a page with a picture for each paper
 
 A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
-It has the paper's statement and figures, the numbers to read from our runs, and a verdict rule. lab_runs.py names the
-runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other instrument measures,
-book.py judges the claims, and view.py shows them.
+It has the paper's statement and figures, the numbers to read from our runs, and the bounds that decide it: claim.py.
+lab_runs.py names the runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other
+instrument measures. book.py collects all claims, changes.py logs changed rules, and view.py shows everything.
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds.
 """
 import difflib
 import itertools
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +31,9 @@ from common.runs import ROOT, made_by
 from evals.instrument import whole_numbers
 from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger import view
-from evals.ledger.book import CLAIMS, jobs_of, readable, readings, runs_of, seeds_of, verdicts_of
-from evals.ledger.claim import COSTS
+from evals.ledger.book import CLAIMS, FILES, cost_of, jobs_of, readable, runs_of, seeds_of, verdicts_of
+from evals.ledger.changes import version_of
+from evals.ledger.claim import COSTS, readings
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
 
 draw = view.draw
@@ -40,7 +43,9 @@ draw = view.draw
 class ClaimsFlags:
     """Flags of claims"""
     show: str = knob("", "print everything about this claim")
-    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join(COSTS)}) or of claims (ID,ID)")
+    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join(COSTS)}) or of claims (ID,ID); "
+                        "ID@SETUP names one reading of a claim, ID@ the one as written")
+    pages: str = knob("", "write a page for each paper into this folder, with a picture")
     seeds: str = knob(SEEDS, "seeds, separated by commas")
     workers: int = knob(0, "jobs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob(OUT_DIR, "folder of the runs, shared with lab; finished runs are not trained again")
@@ -52,12 +57,22 @@ class ClaimsFlags:
 
     def __post_init__(self):
         whole_numbers(self.seeds, "seeds")
-        for name in [*([self.show] if self.show else []), *(self.run.split(",") if self.run else [])]:
+        named = [part.partition("@")[::2] for part in asked_for(self.run)]
+        for name, where in named:
+            if name in CLAIMS and where and where not in readings(CLAIMS[name]):
+                raise ValueError(f"--run={name}@{where}: {name} has no such reading; it has "
+                                 f"{', '.join(filter(None, readings(CLAIMS[name])))}")
+        for name in [*([self.show] if self.show else []), *(name for name, _ in named)]:
             if name not in CLAIMS and not (name in COSTS and name != self.show):
                 near = difflib.get_close_matches(name, [*COSTS, *CLAIMS], n=1)
                 hint = f", did you mean {near[0]}?" if near else "."
                 more = "" if name == self.show else f"; --run also takes {', '.join(COSTS)}"
                 raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all{more}")
+
+
+def asked_for(text):
+    """The names in --run. A comma before a space is part of a reading's name."""
+    return [part for part in re.split(",(?! )", text) if part]
 
 
 def command(args, run):
@@ -69,21 +84,38 @@ def command(args, run):
     if asked:
         measure(asked, args, where, results)
         files.write_json(place, results)
-    verdicts = {name: verdicts_of(claim, results["claims"].get(name, {})) for name, claim in CLAIMS.items()}
-    text = view.shown(CLAIMS[args.show], results, where) if args.show else view.ledger(
-        results["claims"], {claim.id for claim, *_ in asked} or CLAIMS)
+    found = results["claims"]
+    if args.pages:
+        write_pages(Path(args.pages), results)
+    verdicts = {name: verdicts_of(claim, found.get(name, {})) for name, claim in CLAIMS.items()}
+    names = {claim.id for claim, *_ in asked} or CLAIMS.keys()
+    text = view.shown(CLAIMS[args.show], found, where) if args.show else view.ledger(found, names)
     return results | {"verdicts": verdicts}, text
+
+
+def write_pages(folder, results):
+    """A page and a forest plot for each paper, and the log of changed rules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for paper in FILES:
+        name = paper.__name__.rpartition(".")[2]
+        view.draw(folder / f"{name}.png", results, paper.TITLE)
+        with files.replacing(folder / f"{name}.md", "w") as f:
+            f.write(view.page(paper.TITLE, results["claims"], f"{name}.png"))
+    with files.replacing(folder / "changes.md", "w") as f:
+        f.write(view.log_page())
 
 
 # ------------------------------------------------------------------------------------------------------ the readings
 
 
 def wanted(args):
-    """The readings that --run names, [(claim, where, Reading)]: all readings of a cost class, or those of a claim that
-    cost no more than the claim. Raises ValueError if there is nothing to measure, or if that needs a GPU."""
-    names, costs = args.run.split(","), list(COSTS)
-    asked = [(claim, name, reading) for claim in CLAIMS.values() for name, (reading, cost) in readings(claim).items()
-             if cost in names or claim.id in names and costs.index(cost) <= costs.index(claim.cost)]
+    """The readings that --run names, [(claim, where, Reading)]: all readings of a cost class, one reading ID@SETUP, or
+    those of a claim that cost no more than the claim. Raises ValueError if there is nothing to measure, or if that
+    needs a GPU."""
+    names, costs = asked_for(args.run), list(COSTS)
+    asked = [(claim, where, reading) for claim in CLAIMS.values() for where, reading in readings(claim).items()
+             if cost_of(claim, where) in names or f"{claim.id}@{where}" in names or (
+                 claim.id in names and costs.index(cost_of(claim, where)) <= costs.index(claim.cost))]
     if not asked:
         raise ValueError(f"--run={args.run} is out of reach, there is nothing to measure: --show=ID says why")
     return asked if torch.cuda.is_available() else without_gpu(asked, args)
@@ -122,7 +154,8 @@ def measure(asked, args, where, results):
             print(e, file=sys.stderr)
             continue
         if numbers:
-            found = {**about, "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
+            found = {**about, "rule": version_of(claim.id), "seeds": seeds_of(claim, reading, seeds),
+                     "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
             kept[name] = merged(kept[name], found) if name in kept else found
 
@@ -189,13 +222,15 @@ def value_at(found, path, job):
     def down(found, steps):
         if not steps:
             return found
+        if isinstance(found, list) and ", " in steps[0]:                # an ablation: what, in which heads
+            return down(next(item for item in found if f"{item['what']}, {item['where']}" == steps[0]), steps[1:])
         if steps[0] == "*":                     # the stream after the last layer has fewer names
             return [down(item, steps[1:]) for item in found if steps[1] in item]
         return down(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
     steps = path.split("/")
     try:
         return down(found, steps[1:] if steps[0] in COMMANDS or steps[0] in LOOKS else steps)
-    except (KeyError, IndexError, ValueError, TypeError):               # TypeError: None in place of a list
+    except (KeyError, IndexError, ValueError, TypeError, StopIteration):        # TypeError: None in place of a list
         raise ValueError(f"{job.place} has nothing at {path}: another version wrote it, so remove it and "
                          "measure again") from None
 

@@ -20,19 +20,27 @@ from evals import claims
 from evals.instrument import Common, Overrides
 from evals.lab_runs import RECIPES, SETUPS, flags_of
 from evals.ledger import checks, experiments, routing, view
-from evals.ledger.book import CLAIMS, PAPERS, fits, jobs_of, judge, readable, readings, verdicts_of
+from evals.ledger.book import CLAIMS, PAPERS, cost_of, decided_by, evidence, fits, jobs_of, readable, verdicts_of
+from evals.ledger.changes import LOG
 from evals.ledger.claim import (
     AGREES,
     CONTRADICTS,
     COSTS,
     GATE,
+    GRADES,
+    HAS_SINK,
     MIXED,
     NOT_RUN,
     UNTESTABLE,
     VERDICTS,
-    below,
-    decide,
+    Bound,
+    Quantity,
+    Reading,
+    interval,
+    judge,
     rank_correlation,
+    readings,
+    rule,
     thirds,
 )
 from evals.ledger.emerges import OTHERS, SUM_TO_ONE
@@ -53,17 +61,17 @@ def seeds(value):
 def verdict(name, where="", **columns):
     """The verdict of a claim on {column: {run: value}}. A bare value is that of every run. An underscore in the name of
     a column is a space."""
-    reading = readings(CLAIMS[name])[where][0]
+    reading = readings(CLAIMS[name])[where]
     named = {column.replace("_", " "): value for column, value in columns.items()}
     reads = {column.replace("_", " "): runs.split() for column, (_, runs) in reading.reads.items()}
     numbers = {}
     for column, runs in reading.reads.items():
-        value = named.get(column.replace("_", " "), 0.0)
+        value = named.get(column.replace("_", " "), {})
         runs = [run.split("@")[0] for run in runs[1].split()]
         group = value if isinstance(value, dict) else dict.fromkeys(runs, value)
-        numbers[column] = {run: seeds(group.get(run, 0.0)) for run in runs}
+        numbers[column] = {run: seeds(group.get(run, 9.0 if column == GATE else 0.0)) for run in runs}
     assert named.keys() <= reads.keys(), named.keys() - reads.keys()
-    return reading.verdict(numbers)
+    return judge(reading, numbers)
 
 
 def ramp(layers, *values):
@@ -131,10 +139,11 @@ THRESHOLD = {
                       (C, {"tra": [0.3, 0, 0, 0.31]})],
     "tda-depth-profile": [(expected, {"at 512": ramp(6, .9, .9, middle, middle, last, last)}) for expected, middle, last
                           in ((A, .84, .9), (M, .86, .9), (M, .85, .8), (C, .91, .9))],
-    "tda-signed-peaks": [(A, {"view 1": 1.0, "view 2": 0.5, "difference": 0.39, "lambda": [[0.5]]}),
-                         (M, {"difference": 0.41}), (M, {"difference": 0.94}), (C, {"difference": 0.96})],
+    "tda-signed-peaks": [
+        (A, {"view 1": 1.0, "view 2": 0.5, "difference": 0.39, "lambda": [[0.5]], "negative": 0.1}),
+        (M, {"negative": 0}), (M, {"difference": 0.41}), (M, {"difference": 0.94}), (C, {"difference": 0.96})],
     "tda-sink-growth": [(A, growth((2, 3, 4.1), [1.4] * 3)), (M, growth((2, 3, 4.1), [1.6] * 3)),
-                        (M, growth((2, 3, 3.9), [1.4] * 3)), (M, growth([3] * 3, [np.array([1, 3.9, 11])] * 3)),
+                        (N, growth((2, 3, 3.9), [1.4] * 3)), (M, growth([5] * 3, [np.array([1, 3.9, 11])] * 3)),
                         (C, growth([9] * 3, (1, 1, 4.1)))],
     "tda-loss-order": [
         (A, {"loss": {**THEIR_ORDER, "tda": 3.11 + SPREAD}}), (C, {"loss": {"tda": 3.2}}),
@@ -146,8 +155,8 @@ THRESHOLD = {
         (M, {"zeros": {"tda": 0.89, "tra": 0.8}}), (M, {"zeros": {"entmax": 0.95}}), (C, {"zeros": {"tra": 0.92}})],
     "tra-closes-gap": [
         (A, {"loss": {"rela": 2.0, "tra": 1.9}, "by place": {"rela": [2, 2.1, 2.2, 2.3], "softmax": [2] * 4}}),
-        (M, {"by place": {"rela": [2.3, 2.2, 2.1, 2]}}), (M, {"loss": {"tra": 2.019 + SPREAD}}),
-        (C, {"loss": {"tra": 2.021 + SPREAD}})],
+        (M, {"by place": {"rela": [2.3, 2.2, 2.1, 2]}}), (M, {"loss": {"tra": 2.02 + SPREAD}}),
+        (C, {"loss": {"tra": 2.03 + SPREAD}})],
     "tda-power": [
         (A, {"loss": {"tda-p1": 2 + SPREAD, "tda": 1.905 + SPREAD, "tda-p3": 1.9 + SPREAD, "tda-p5": 1.9 + SPREAD}}),
         (M, {"loss": {"tda": 1.92 + SPREAD}}),
@@ -185,9 +194,10 @@ FOCUS = {
                                (C, {"fit": 0.99, "difference": 0.02})],
     "focus-frozen-ppl": [(A, {"frozen": 2.0, "error": 0.01, "causal gate": 2.1, "top-2": 1.97}),
                          (C, {"causal gate": 1.99, "top-2": 2.1, "sinkhorn gate": 1.5})],
-    "focus-ft-beats-full": [(A, {"full": 2.0, "top-2": 2.015 + SPREAD}), (C, {"top-2": 2.03 + SPREAD})],
-    "focus-long-gap": [(A, {"full at 256": 2.0, "top-2 at 256": 2.1, "full at 512": 2.0, "top-2 at 512": 2.11,
-                            "error": 0.01}), (C, {"top-2 at 512": 2.13})],
+    "focus-ft-beats-full": [(A, {"full": 2.0, "top-2": 1.98 + SPREAD}), (M, {"top-2": 2.0 + SPREAD}),
+                            (C, {"top-2": 2.03 + SPREAD})],
+    "focus-long-gap": [(A, {"full at 256": 2.0, "top-2 at 256": 2.1, "full at 512": 2.0, "top-2 at 512": 2.08,
+                            "error": 0.01}), (M, {"top-2 at 512": 2.11}), (C, {"top-2 at 512": 2.13})],
     "focus-speed": [
         (A, speeds_at(.5, .9, .95, 1.1, 2, 3, 5.1)), (M, speeds_at(.5, .9, .95, 1.1, 2, 3, 4.9)),
         (M, speeds_at(1.1, 1.2, 1.3, 1.3, 2, 3, 6)), (M, speeds_at(.5, .6, .7, .9, 1.1, 3, 6)),
@@ -198,9 +208,9 @@ FOCUS = {
     "focus-topk-share": [(A, {"pairs kept": .74}), (M, {"pairs kept": .76}), (M, {"pairs kept": .44}),
                          (C, {"pairs kept": .81})],
     "focus-collapse": [
-        (A, {"largest group": {"focus-softmax": [.2, .81], "focus-sinkhorn": [.2, .29], "focus-entropy": [.1, .1]}}),
+        (A, {"largest group": {"focus-entropy": [.2, .81], "focus-sinkhorn": [.2, .29], "focus-softmax": [.1, .1]}}),
         (M, {"largest group": {"focus-sinkhorn": [.2, .31]}}),
-        (C, {"largest group": {"focus-softmax": [.2, .39], "focus-sinkhorn": [.2, .2]}})],
+        (C, {"largest group": {"focus-entropy": [.2, .39], "focus-sinkhorn": [.2, .2]}})],
     "focus-sinkhorn-balance": [(A, {"K 4, N 10": .37, "K 8, N 10": .18, "K 4, N 3": .5, "K 8, N 3": .6}),
                                (M, {"K 8, N 3": .49}), (C, {"K 8, N 10": .26})],
     "focus-groups-linguistic": [(A, {"mutual information": {"focus-k8": .21}, "purity": .81}), (M, {"purity": .79}),
@@ -213,8 +223,9 @@ FOCUS = {
 }
 
 NATIVE_MOE = {
-    "v0-norm-drain": [(A, {"with BOS": .29, "no BOS, layer 1": .51, "no BOS, layer 2": .29}), (M, {"with BOS": .31}),
-                      (M, {"no BOS, layer 1": .49}), (C, {"with BOS": .81})],
+    "v0-norm-drain": [
+        (A, {"with BOS": .29, "no BOS, layer 1": .51, "no BOS, layer 2": .29, "no BOS, x uniform": 4}),
+        (M, {"with BOS": .31}), (M, {"no BOS, layer 1": .49}), (C, {"with BOS": .81}), (M, {"no BOS, x uniform": 3.9})],
     "zero-v0-harmless": [(A, {"zero": .009, "hide": .1}), (M, {"zero": .011}), (M, {"zero": .021, "hide": 1}),
                          (C, {"zero": .051})],
     "q-pinned-geometry": [
@@ -222,14 +233,16 @@ NATIVE_MOE = {
         (M, {"cos q": {"softmax": .49}}), (M, {"cos q": {"sink": .42}}),
         (C, {"cos q": {"sink": .42, "softmax1": .42}, "cos k": -.3})],
     "sink-blurs-focus": [
-        (A, {"copy loss": {"softmax": 1, "gated": .5, "softpick": .5, "k_bias": .1, "sigmoid": .1}}),
-        (M, {"copy loss": {"gated": .51}}), (C, {"copy loss": {"gated": .51, "softpick": .51, "k_bias": .51}})],
+        (A, {"right key": {"softmax": .9, "gated": .91, "k_bias": .91}, "copy loss": 1}),
+        (M, {"right key": {"gated": .89}}), (C, {"right key": {"gated": .89, "k_bias": .9}})],
+    "zero-v0-harmless@SmolLM2, strong heads": [
+        (A, {"zero": .01, "error": .008}), (M, {"error": .01}), (C, {"zero": .05}), (M, {"zero": .025})],
     "sink-logit-moves-sink": [
         (A, {"virtual": .51, "first": .05}), (M, {"first": .06}), (C, {"virtual": .05, "first": .5}),
         (M, {"virtual": {"softmax1": .05, "sink": .9}, "first": {"softmax1": .9, "sink": .0}})],
     "gated-no-sink": [
-        (A, {"x uniform": {"gated": 2.4}, "gate on copy": .9, "gate on idle": .39}), (M, {"gate on idle": .41}),
-        (M, {"x uniform": {"gated": 4.9}, "gate on idle": .1}), (C, {"x uniform": {"gated": 5.1}, "gate on idle": .1})],
+        (A, {"effective": 2.4, "x uniform": 9, "gate on copy": .9, "gate on idle": .39}), (M, {"gate on idle": .41}),
+        (M, {"effective": 4.9, "gate on idle": .1}), (C, {"effective": 5.1, "gate on idle": .1})],
     "gate-identity": [(A, {"sink attention": 9e-13, "drained to 0.1": .09}), (C, {"drained to 0.1": .11}),
                       (C, {"sink attention": 2e-12, "drained to 0.1": 0})],
     "early-layers-active": [(A, {"sink": ramp(4, 1, 2, 4, 3)}), (M, {"sink": ramp(4, 2, 4, 1, 3)}),
@@ -253,7 +266,7 @@ EMERGES = {
              "loss": 0})],
     "kbias-shift": [
         (A, {"bias": .51, "first": {"softmax": .9, "v_bias": .8, "k_bias": .05}, "loss": 1 + SPREAD, "deletion": .06}),
-        (M, {"bias": .49}), (M, {"first": {"v_bias": .7}}), (M, {"deletion": .04}),
+        (M, {"first": {"sink_token": .06}}), (M, {"bias": .49}), (M, {"first": {"v_bias": .7}}), (M, {"deletion": .04}),
         (M, {"loss": {"softmax": 1, "k_bias": 1.1, "kv_bias": 1, "v_bias": 1}}),
         (C, {"bias": .49, "first": {"k_bias": .5}, "loss": 1})],
     "bias-massive": [
@@ -261,9 +274,12 @@ EMERGES = {
                          "sink_token": [1, 1]}}),
         (M, {"massive": {"softmax": [1, 4.9]}}), (C, {"massive": {"softmax": [1, 5], "k_bias": [1, 5]}})],
     "sigmoid-none": [(A, {"raw": .049, "cost of zero v0": .004}), (M, {"raw": .051, "cost of zero v0": 0}),
+                     (A, {"raw": .14, "mass": 3}),
                      (M, {"cost of zero v0": .006}), (C, {"raw": .31, "cost of zero v0": 0})],
-    "linear-norm-sink": [(A, {"x uniform": 5.1, "loss": {"linear": 1.1, "softmax": 1}}), (M, {"x uniform": 4.9}),
-                         (M, {"loss": {"linear": 1.01 + SPREAD}}), (C, {"x uniform": 1.4, "loss": 0})],
+    "linear-norm-sink": [
+        (A, {"x uniform": {"linear": 5.1, "softmax": 5, "sigmoid_norm": 1}, "loss": {"linear": 1.1, "softmax": 1}}),
+        (M, {"x uniform": {"linear": 4.9, "softmax": 1}}), (M, {"x uniform": {"softmax": 5.2}}),
+        (M, {"loss": {"linear": 1.01 + SPREAD}}), (C, {"x uniform": {"linear": 1.4}, "loss": 0})],
     "unnorm-loss": [
         (A, {"loss": {"sigmoid": 3.04, "sigmoid_raw": 2.96, "softmax": 3}}),
         (M, {"loss": {"sigmoid": 3.06, "sigmoid_raw": 3}}), (M, {"loss": {"sigmoid": 3, "sigmoid_raw": 3.11}}),
@@ -305,10 +321,12 @@ def bias_ranges(alone, beside, moved):
             "slopes at first": slopes}
 
 
-def pinned(all_heads, routed, cv):
+def pinned(all_heads, routed, apart):
+    """Two layers of three heads. Eq. 9 balances all heads of layer 2 but the most used one."""
     def alpha(mean, apart):
-        return np.array([[[mean - apart, mean + apart]] * 2] * 3) * 0.4
-    return {"sink": {"heads-plain": alpha(1, .5), "heads-eq8": alpha(all_heads, 0), "heads-eq9": alpha(routed, cv)}}
+        return np.array([[[mean] * 3, [mean - 0.1, mean + 0.05 + apart, mean + 0.05 - apart]]] * 3) * 0.4
+    return {"sink": {"heads-plain": alpha(1, .5), "heads-eq8": alpha(all_heads, 0),
+                     "heads-eq9": alpha(routed, apart)}}
 
 
 def value_norms(bias, first):
@@ -316,8 +334,8 @@ def value_norms(bias, first):
     return {column: dict(zip(names, values, strict=True)) for column, values in (("bias", bias), ("first", first))}
 
 
-def sinks_with_the_sum(*exceptions):
-    sinks = set(SUM_TO_ONE) ^ set(exceptions)
+def sinks_of(*others):
+    sinks = {*SUM_TO_ONE[1:], *others}          # one without a sink although its rows sum to one: it has no say
     return {"raw": {name: 0.2 if name in sinks else 0.09 for name in (*SUM_TO_ONE, *OTHERS)}, "x uniform": 3.1}
 
 
@@ -348,8 +366,7 @@ SHAPES = {                                      # claim@where: other readings th
     "bias-value-norm": [
         (A, value_norms((.91, .8, .3, .09), (.05, .1, .5, .91))), (M, {"bias": {"value-norm-0": .89}}),
         (M, {"bias": {"value-norm-20": .11}}), (C, {"bias": {"value-norm-1": .95}})],
-    "sum-dependence": [(A, sinks_with_the_sum()), (M, sinks_with_the_sum("linear")),
-                       (C, sinks_with_the_sum("linear", "elastic"))],
+    "sum-dependence": [(A, sinks_of()), (M, sinks_of("elastic")), (C, sinks_of("elastic", "relu"))],
     "aux-helps@gpu": [(A, {"loss": {"softmax": 2 + SPREAD, "balanced-0.001": 1.9, "balanced-0.01": 2}}),
                       (M, {"loss": {"balanced-0.001": 2.01, "balanced-0.01": 2.005}}),
                       (C, {"loss": {"balanced-0.001": 2.1, "balanced-0.01": 2.1}})],
@@ -378,39 +395,77 @@ def test_a_verdict_on_invented_numbers(name, expected, columns):
 
 @pytest.mark.parametrize("softmax, expected", [([4.1, 4.0], A), ([4.1, 3.9], N)])
 def test_without_a_sink_a_claim_about_it_is_untestable(softmax, expected):
-    reading = readings(CLAIMS["dormant-prunable"])[""][0]
+    reading = readings(CLAIMS["dormant-prunable"])[""]
     numbers = {"most sink": {"softmax@gpu": [0.1, 0.1]}, "random": {"softmax@gpu": [1, 1]},
+               "least sink": {"softmax@gpu": [2, 2]},
                GATE: {"softmax@gpu": softmax}}
     assert judge(reading, numbers) == expected
-    gated = {claim.id for claim in CLAIMS.values() for reading, cost in readings(claim).values()
-             if cost == "gpu-minutes" and GATE in reading.reads}
+    gated = {claim.id for claim in CLAIMS.values() for where, reading in readings(claim).items()
+             if cost_of(claim, where) == "gpu-minutes" and GATE in reading.reads}
     assert gated >= {"fixed-token-16", "elastic-offset-order", "pe-all-sink", "early-layers-active", "heads-fixed"}
-    assert all(GATE in readings(claim)["nobos"][0].reads for claim in CLAIMS.values() if "nobos" in claim.variations)
-
-
-@pytest.mark.parametrize("second, expected", [(.81, A), (.7, M), (.3, M)])
-def test_a_collapse_must_occur_with_every_seed(second, expected):
-    shares = {"focus-softmax": np.array([[.2, .9], [second, .2]]), "focus-sinkhorn": np.full((2, 2), .2)}
-    assert CLAIMS["focus-collapse"].reading.verdict({"largest group": shares}) == expected
-
-
-def test_a_verdict_says_what_decided_it():
-    alpha = np.broadcast_to([.2, .4, .4, .6], (3, 2, 4))
-    found = verdict("head-pinning", sink={"heads-plain": alpha, "heads-eq8": 0.75 * alpha, "heads-eq9": alpha})
-    assert found == M
-    close(found.by["weight on the sink, eq. 8 over none"], np.full(3, .75))
-    assert view.decided_by(decide(True, False, by={"a": np.array([0.5, 1]), "b": "none"})) == ["a: 0.5, 1", "b: none"]
+    assert all(HAS_SINK in reading.bounds for claim in CLAIMS.values() for where, reading in readings(claim).items()
+               if where == "nobos" or GATE in reading.reads)
 
 
 def test_every_claim_with_a_reading_has_invented_numbers():
-    assert {name for name in INVENTED if "@" not in name} == {claim.id for claim in CLAIMS.values() if claim.reading}
+    assert {name for name in INVENTED if "@" not in name} == {claim.id for claim in CLAIMS.values() if claim.reads}
 
 
-def test_what_counts_as_lower():
-    assert below(np.array([1, 1.1, 1.2]), np.array([2, 2.1, 2.2])) and not below([1.0], [2.0])
-    assert not below(np.array([1, 1, 1.0]), np.array([1.0, 1.2, 1.0]))
-    assert decide([True], [True]) == decide([False], [np.array([True, False])]) == M
-    assert decide(True, False, testable=np.array([True, False])) == N
+def quantity(values, **bound):
+    return Quantity("it", Bound(what="it", **bound), np.array(values, float), None)
+
+
+def test_conditions_and_the_interval_of_a_mean():
+    low, high = interval(np.array([1.0, 2.0, 4.0]))                     # scipy.stats.t.interval(0.95, 2, 7/3, sem)
+    close([low, high], [-1.46125, 6.12792], terms=16, dtype=torch.float32)
+    assert interval(np.array([1.0])) == (-math.inf, math.inf)
+    low, high = interval(np.array([1.0]), errors=np.array([0.5]))
+    close([low, high], [0.02, 1.98])
+    three = quantity([0.1, 0.2, 0.4])
+    for condition, expected in (("<= 0.2", [1, 1, 0]), ("> 1/5", [0, 0, 1]), ("0.1 to 0.3", [1, 1, 0]),
+                                ("clearly < 0", [0]), ("not clearly < 0", [1]), ("clearly < 1", [1])):
+        assert three.holds(condition).tolist() == [bool(met) for met in expected], condition
+    assert quantity([0.1, 0.4], means=True).holds("< 0.3").tolist() == [True]
+    assert not quantity([-5.0]).holds("clearly < 0").any()              # one seed has no interval
+
+
+@pytest.mark.parametrize("a, b, fails, expected, why", [
+    ([2, 2], [0, 0], "all", A, ""), ([0, 0], [5, 5], "all", C, ""), ([0, 0], [0, 0], "any", C, ""),
+    ([0, 0], [0, 0], "all", M, "one part holds, another does not"), ([2, .5], [0, 0], "all", M, "seeds split"),
+    ([.5, .5], [2, 2], "all", M, "between the bounds")])
+def test_a_verdict_and_why_it_is_mixed(a, b, fails, expected, why):
+    bounds = (Bound(what="a", column="a", agrees=">= 1", contradicts="<= 0"),
+              Bound(what="b", column="b", agrees="<= 1", contradicts=">= 3"))
+    found = judge(Reading(reads={}, bounds=bounds, fails=fails), {"a": {"x@lab": a}, "b": {"x@lab": b}})
+    assert (found, found.why) == (expected, why)
+    assert [(part.name, part.values.tolist()) for part in found.quantities] == [("a", a), ("b", b)]
+
+
+def test_quantities_are_columns_ratios_and_differences():
+    numbers = {"raw": {"softmax@lab": [1.0, 2.0], "elastic@lab": [0.5, 0.2]}, "cost": {"elastic@lab": [1.0, 0.1]}}
+    bounds = (Bound(what="ratio", column="raw", over="softmax"), Bound(what="less", column="raw", less="softmax"),
+              Bound(what="columns", column="raw", of="elastic", over="cost"),
+              Bound(what="own", value=lambda n: {run: 2 * values for run, values in n["raw"].items()}))
+    found = {part.name: part.values for part in judge(Reading(reads={}, bounds=bounds), numbers).quantities}
+    assert list(found) == ["ratio", "less", "columns", "own, softmax", "own, elastic"]
+    close(np.stack(list(found.values())), [[.5, .1], [-.5, -1.8], [.5, 2], [2, 4], [1, .4]])
+
+
+def test_the_rule_in_words_and_the_axis_of_the_forest_plot():
+    assert rule(CLAIMS["lazy-sink-gone"], readings(CLAIMS["lazy-sink-gone"])["lr3e-3"]) == (
+        "idle rows: agrees: weight on the first token over softmax's <= 1/10; contradicts: weight on the first token "
+        "over softmax's >= 1/3")
+    for bound, value, place in (
+            ({"agrees": "<= 0.1", "contradicts": ">= 0.3"}, 0.2, 0.5), ({"agrees": "> 4"}, 6.0, 1.5),
+            ({"agrees": "0.4 to 0.8", "contradicts": "< 0.2"}, 0.7, 2.5), ({"contradicts": "> 2"}, 3.0, -0.5),
+            ({"contradicts": "> 2"}, 1.0, 1.5), ({"agrees": "<= 2", "contradicts": "> 2"}, 3.0, -0.5),
+            ({"agrees": "0.4 to 0.8", "contradicts": "< 0.2"}, 0.9, 0.5), ({"agrees": "clearly < 0"}, 0.5, 0.5),
+            ({"agrees": "not clearly > 0"}, 0.5, 0.5)):
+        (found,), low, high = view.positions(quantity([value], **bound))
+        close([found, low, high], [place] * 3, terms=4)
+    assert view.positions(quantity([1.0], needs="> 0")) is None
+    line = view.drawn(quantity([0.2], agrees="<= 0.1", contradicts=">= 0.3"))
+    assert [line.index("|"), line.index("o"), line.rindex("|")] == [10, 14, 19]
 
 
 def test_ranks_and_thirds():
@@ -426,13 +481,13 @@ def test_ranks_and_thirds():
 def test_the_number_of_claims_of_each_paper_and_cost():
     assert [len(rows) for rows in PAPERS.values()] == [15, 16, 15, 13, 11] and len(CLAIMS) == 70
     count = {cost: sum(claim.cost == cost for claim in CLAIMS.values()) for cost in COSTS}
-    assert count == {"lab": 35, "cpu-minutes": 2, "public-weights": 2, "gpu-minutes": 28, "out of reach": 3}
-    assert all(claim.reading or claim.cost == "out of reach" for claim in CLAIMS.values())
+    assert count == {"lab": 34, "cpu-minutes": 3, "public-weights": 2, "gpu-minutes": 28, "out of reach": 3}
+    assert all(claim.reads or claim.cost == "out of reach" for claim in CLAIMS.values())
 
 
 def everything():
     """Every job that the readings need, for one seed."""
-    return [job for claim in CLAIMS.values() for reading, _ in readings(claim).values()
+    return [job for claim in CLAIMS.values() for reading in readings(claim).values()
             for group in jobs_of(reading, [2], Place()).values() for job in all_jobs(group)]
 
 
@@ -465,25 +520,25 @@ def test_every_evaluation_command_parses_and_every_recipe_and_look_is_used(jobs)
         of_a_run = (Common, Overrides) if words[1] in eval_script.OF_A_RUN else ()
         add_flags(parser, command.flags, *of_a_run)
         command.flags(**given_flags(parser.parse_args(words[2:]), command.flags))
-    runs = {run for claim in CLAIMS.values() for reading, _ in readings(claim).values()
+    runs = {run for claim in CLAIMS.values() for reading in readings(claim).values()
             for _, named in reading.reads.values() for run in named.split()}
     used = {run.split("@")[0] for run in runs} | {run for name in SWEEPS for run in cases(name).values()}
     assert used >= set(RECIPES) - {"heads", "blind"}, "no claim reads one of the recipes"
-    assert {path.split("/")[0] for claim in CLAIMS.values() for reading, _ in readings(claim).values()
+    assert {path.split("/")[0] for claim in CLAIMS.values() for reading in readings(claim).values()
             for path, _ in reading.reads.values()} >= {*COMMANDS, *LOOKS}, "no claim uses one of the looks"
     assert {run.partition("@")[2] for run in runs} | {"lab", "books"} == set(SETUPS) | {""}
     with pytest.raises(ValueError, match="unknown --attn=nonsense"):
         flags_of("nonsense", "lab")
 
 
-def test_the_claims_train_at_most_85_models_of_the_lab(jobs):
+def test_the_claims_train_at_most_90_models_of_the_lab(jobs):
     trained = [job for job in jobs if job.words[:2] == ("train.py", "--preset=lab")]
-    assert len(trained) <= 85
+    assert len(trained) <= 90
 
 
 def test_readings_on_a_gpu_run_only_when_asked_for():
     asked = claims.wanted(claims.ClaimsFlags(run="pe-all-sink"))
-    assert [name for _, name, _ in asked] == ["", "heads8"]
+    assert [name for _, name, _ in asked] == ["", "one head"]
     everything = claims.wanted(claims.ClaimsFlags(run="gpu-minutes", train_args=TOY))
     assert "gpu" in [name for claim, name, _ in everything if claim.id == "pe-all-sink"]
     lab = {claim.id for claim, *_ in claims.wanted(claims.ClaimsFlags(run="lab"))}
@@ -546,7 +601,8 @@ def test_checks_of_focus_equal_values_known_by_hand():
           terms=16, size=1.0, dtype=torch.float32)
     close(routing.largest_group(torch.tensor([[.9, .1], [.8, .2], [.3, .7]])), 2 / 3)
     for name, share in routing.focus_sinkhorn(bounds.SEED, T=256).items():
-        bounds.below(share - 1 / int(name[2]), 0.12)
+        if name.startswith("SD 0.25, K "):      # larger scores need more iterations
+            bounds.below(share - 1 / int(name[11]), 0.12)
 
 
 def test_mutual_information_of_groups_and_classes_is_1_if_equal_and_0_for_one_group():
@@ -579,12 +635,15 @@ def here(tmp_path, monkeypatch):
     return f"--out_dir={tmp_path / 'claims'}", f"--train_args={TOY}", "--workers=1"
 
 
-def test_the_counts_of_each_paper_add_up_to_its_claims(capsys):
+def test_the_ledger_has_a_line_for_each_claim_and_its_counts_add_up(capsys):
     said = run_claims(capsys).out
-    for title, rows in PAPERS.items():
-        line = next(line for line in said.splitlines() if line.startswith(f"{title}: "))
-        assert sum(int(part.split(": ")[1]) for part in line[len(title) + 2:].split(", ")) == len(rows)
-    assert all(f" {name}\n" in said for name in CLAIMS) and "all 70 claims: " in said
+    lines = said.splitlines()
+    counted = [int(n) for line in lines if line.strip().startswith(tuple(GRADES)) and line[-1].isdigit()
+               for n in line.split()[-len(VERDICTS[:-1]):]]
+    missing = int(lines[0].split(". ")[1].split()[0])
+    assert lines[0].startswith("70 claims") and sum(counted) + missing == 70
+    assert all(any(f" {name} " in line for line in lines) for name in CLAIMS)
+    assert all(title in lines for title in PAPERS)
 
 
 def test_a_claim_is_measured_once_and_then_read_from_disk(here, tmp_path, capsys):
@@ -599,7 +658,7 @@ def test_a_claim_is_measured_once_and_then_read_from_disk(here, tmp_path, capsys
     found = json.loads(again.out)
     assert found["claims"] == first and found["verdicts"]["gate-identity"] == {"": A}
     said = run_claims(capsys, *here, "--show=postnorm").out
-    assert "python train.py --preset=lab --seed=3" in said and "seed 3" in said and "rule" in said
+    assert "python train.py --preset=lab --seed=3" in said and "seed 3" in said and "contradicts" in said
 
 
 def test_jobs_that_depend_on_a_missing_run_are_done_again(monkeypatch):
@@ -632,7 +691,7 @@ def test_further_seeds_are_added_to_earlier_ones(here, tmp_path, capsys):
     found = json.loads(place.read_text())["claims"]["gate-identity"][""]
     assert found["seeds"] == [2, 3, 9] and found["earlier"]["seeds"] == [2, 9]
     for column, group in found["numbers"].items():
-        path = readings(CLAIMS["gate-identity"])[""][0].reads[column][0]
+        path = readings(CLAIMS["gate-identity"])[""].reads[column][0]
         close(group["gate_identity"], [checks.gate_identity(s)[path] for s in (2, 3, 9)], dtype=torch.float32)
     assert "gate-identity" in said and "postnorm" not in said           # only the claim that was asked for
 
@@ -646,17 +705,27 @@ def test_a_failing_job_is_named_and_the_other_claims_are_measured(here, tmp_path
     assert set(json.loads((tmp_path / "claims/claims.json").read_text())["claims"]) == {"gate-identity"}
 
 
-def test_a_claim_lists_the_set_ups_that_change_its_verdict():
-    assert view.changed_by({"": A, "nobias": C, "tied": A, "lr3e-3": M}) == (
-        "nobias (contradicts); lr3e-3 (mixed); not tied")
-    assert "no other set-up was tried" in view.changed_by({"": A})
+def test_one_reading_of_a_claim_can_be_named():
+    (claim, where, _), = claims.wanted(claims.ClaimsFlags(run="zero-v0-harmless@nobias"))
+    assert (claim.id, where) == ("zero-v0-harmless", "nobias")
+    found = claims.wanted(claims.ClaimsFlags(run="zero-v0-harmless@,zero-v0-harmless@SmolLM2, all heads"))
+    assert [where for _, where, _ in found] == ["", "SmolLM2, all heads"]
+    with pytest.raises(ValueError, match="no such reading; it has nobos, nobias"):
+        claims.ClaimsFlags(run="zero-v0-harmless@nowhere")
+
+
+def test_numbers_older_than_a_change_of_the_rule_say_so():
+    found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "rule": 1}
+    assert "measured under version 1 of the rule, which is at 3" in view.made(CLAIMS["tda-sink-growth"], found)
+    assert "measured under" not in view.made(CLAIMS["lazy-sink-gone"], found)
+    assert {change.row for change in LOG} <= CLAIMS.keys()
 
 
 def test_without_a_gpu_no_kernel_is_timed(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     left = claims.wanted(claims.ClaimsFlags(run="gpu-minutes", train_args=TOY))
     assert {"focus-speed", "tda-kernel", "elastic-two-pass"}.isdisjoint(claim.id for claim, *_ in left)
-    assert "left out, for they time kernels and want a GPU: elastic-two-pass" in capsys.readouterr().err
+    assert "left out, because they time kernels and need a GPU: elastic-two-pass" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- committed results
@@ -670,7 +739,7 @@ def committed():
 def test_the_committed_numbers_fit_the_readings_of_their_claims(committed):
     for name, found in committed.items():
         for where, kept in found.items():
-            reading = readings(CLAIMS[name])[where][0]
+            reading = readings(CLAIMS[name])[where]
             assert fits(reading, kept["numbers"]), (name, where)
             assert judge(reading, kept["numbers"]) in VERDICTS
 
@@ -679,3 +748,17 @@ def test_the_picture_shows_every_claim(committed, tmp_path):
     view.draw(tmp_path / "all.png", {"claims": readable(committed)})
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert verdicts_of(CLAIMS["lazy-vs-recurrent"], {}) == {"": NOT_RUN}
+
+
+def test_a_claim_is_decided_as_written_or_by_its_first_other_reading():
+    claim, found = CLAIMS["early-layers-active"], {"sink": {}, "local": {}, "sigma2": {}}
+    assert decided_by(claim, {}) is None and evidence(claim, {}) is None
+    assert decided_by(claim, {"SmolLM2": found}) == "SmolLM2" and evidence(claim, {"SmolLM2": found}) == "real model"
+    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": found}) is None         # a variation decides nothing
+
+
+def test_the_pages_are_those_that_the_command_writes(committed, tmp_path):
+    """If not, run python eval.py claims --pages=docs/claims."""
+    claims.write_pages(tmp_path, {"claims": readable(committed)})
+    written = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
+    assert written == {page.name: page.read_text() for page in (ROOT / "docs/claims").glob("*.md")}

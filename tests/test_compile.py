@@ -86,4 +86,4 @@ def test_wrong_flags_are_explained(flag, says, capsys, monkeypatch):
 
 def test_the_interpreter_compiles_nothing(capsys, monkeypatch):
     monkeypatch.setattr("kernels.INTERPRETED", True)
-    assert "unset it" in complain(eval_script.main, capsys, "compile")[1]
+    assert "unset the variable" in complain(eval_script.main, capsys, "compile")[1]

@@ -1,37 +1,38 @@
-"""All claims, paper by paper: the set-ups in which each is tested, the jobs that this takes, and the verdicts."""
-import numpy as np
-
+"""All claims, paper by paper: what each costs and what its evidence is, the jobs that it takes, and its verdicts."""
 from evals.ledger import emerges, focus, lazy, native_moe, threshold
-from evals.ledger.claim import GATE, NOBOS_GATE, NOT_RUN, SINK, decide
+from evals.ledger.claim import NOT_RUN, judge, readings
 from evals.ledger.experiments import CONSTANT, PUBLIC, TIMED, job_of
 
-PAPERS = {paper.TITLE: paper.CLAIMS for paper in (lazy, threshold, focus, native_moe, emerges)}
+FILES = (lazy, threshold, focus, native_moe, emerges)
+PAPERS = {paper.TITLE: paper.CLAIMS for paper in FILES}
+CITED = {paper.TITLE: paper.CITED for paper in FILES}
 CLAIMS = {claim.id: claim for claims in PAPERS.values() for claim in claims}
 
-# ------------------------------------------------------------------------------------------------------ the questions
-
-
-def readings(claim):
-    """{where: (Reading, its cost class)} of a claim: as written (""), in other set-ups, and on other runs."""
-    found = {"": (claim.reading, claim.cost)} if claim.reading else {}
-    for setup in claim.variations:
-        moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
-                 for column, (path, runs) in claim.reading.reads.items()}
-        gate = NOBOS_GATE if setup == "nobos" else {}
-        found[setup] = claim.reading._replace(reads=moved | gate), claim.cost
-    return found | {name: (reading, cost_of(reading)) for name, reading in claim.elsewhere.items()}
-
-
-def cost_of(reading):
-    """The cost class of a reading of other runs."""
-    runs = runs_of(reading)
-    gpu = any("@gpu" in run or run in TIMED for run in runs)
-    return "gpu-minutes" if gpu else "public-weights" if any(run in PUBLIC for run in runs) else "lab"
+# ------------------------------------------------------------------------------------------------------- of a reading
 
 
 def runs_of(reading):
     """The names of all runs that a reading uses."""
     return " ".join(runs for _, runs in reading.reads.values()).split()
+
+
+def cost_of(claim, where):
+    """The cost class of one reading of a claim: the claim's own, or that of the other runs which it needs."""
+    if where not in claim.elsewhere:
+        return claim.cost
+    runs = runs_of(claim.elsewhere[where])
+    gpu = any("@gpu" in run or run in TIMED for run in runs)
+    text = any(run.endswith("@text") for run in runs)
+    return ("gpu-minutes" if gpu else "public-weights" if any(run in PUBLIC for run in runs) else
+            "cpu-minutes" if text else "lab")
+
+
+def grade_of(reading):
+    """What kind of evidence a reading's numbers are, of claim.GRADES."""
+    runs = runs_of(reading)
+    return (reading.grade or ("real model" if any(run in PUBLIC for run in runs) else
+                              "small text" if any("@gpu" in run or run in TIMED for run in runs) else
+                              "tiny text" if any(run.endswith("@text") for run in runs) else "lab"))
 
 
 def seeds_of(claim, reading, seeds):
@@ -45,20 +46,27 @@ def jobs_of(reading, seeds, where):
             for column, (path, runs) in reading.reads.items() for run in runs.split()}
 
 
-# ------------------------------------------------------------------------------------------------------------- verdicts
+# ------------------------------------------------------------------------------------------------------------ verdicts
 
 
 def verdicts_of(claim, found):
-    """{where: verdict} of a claim. found: {where: its numbers}."""
-    judged = {name: judge(reading, found[name]["numbers"]) for name, (reading, _) in readings(claim).items()
-              if name in found}
-    return {"": NOT_RUN} | judged
+    """{where: Verdict} of a claim, of readings with numbers. found: {where: its numbers}. Under "" is the verdict of
+    the claim: that of the reading that decides it."""
+    judged = {where: judge(reading, found[where]["numbers"]) for where, reading in readings(claim).items()
+              if where in found}
+    return {"": judged.get(decided_by(claim, found), NOT_RUN)} | judged
+
+
+def decided_by(claim, found):
+    """The reading that decides a claim: as written (""), or the first elsewhere that has numbers; None if it is not
+    run."""
+    return next((where for where in ("", *claim.elsewhere) if where in found), None)
 
 
 def readable(found):
     """{claim: {where: numbers}} without numbers of another version of the ledger, which have other columns or runs."""
-    return {claim.id: {name: found[claim.id][name] for name, (reading, _) in readings(claim).items()
-                       if name in found[claim.id] and fits(reading, found[claim.id][name]["numbers"])}
+    return {claim.id: {where: found[claim.id][where] for where, reading in readings(claim).items()
+                       if where in found[claim.id] and fits(reading, found[claim.id][where]["numbers"])}
             for claim in CLAIMS.values() if claim.id in found}
 
 
@@ -68,16 +76,7 @@ def fits(reading, numbers):
         column: list(group) for column, group in numbers.items()}
 
 
-def judge(reading, numbers):
-    """The verdict on numbers {column: {run: [a value for each seed]}}. The set-up is part of the runs' names."""
-    arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
-              for column, group in numbers.items()}
-    gate = np.array(list(arrays.pop(GATE, {}).values()))
-    if np.any(gate < SINK):
-        return decide(False, False, testable=False, by={GATE: gate.ravel()})
-    return reading.verdict(arrays)
-
-
-def flips(verdicts):
-    """The set-ups whose verdict differs from that of the claim as written."""
-    return {name: verdict for name, verdict in verdicts.items() if verdict != verdicts[""]}
+def evidence(claim, found):
+    """The grade of the numbers that decide a claim; None if it is not run."""
+    where = decided_by(claim, found)
+    return None if where is None else grade_of(readings(claim)[where])

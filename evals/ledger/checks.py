@@ -121,8 +121,9 @@ def opened(place, dataset="", count=256):
 
 @torch.no_grad()
 def rows(place):
-    """For idle and copy rows of the first layer: weight on the right key, share of empty rows, the gate, cosines with
-    the first key. Also by how much the loss rises without the extra key."""
+    """For idle and copy rows of the first layer: weight on the right key and on the first, share of empty rows, the
+    gate, cosines with the first key. "effective" is the weight on the first key times the gate, over an even spread.
+    Also by how much the loss rises without the extra key."""
     run, windows = opened(place)
     trigger = true_process(windows, run.data_meta)[1]                   # (N, T)
     late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW
@@ -144,12 +145,17 @@ def figures_of_rows(module, q, k, x, table, kinds):
     queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
     right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): each row's weight on the key before it
     seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
-            "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
+            "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1), "first": w[:, :, 0]}
     if hasattr(module, "gate"):
         ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
         seen["gate"] = module.choices["gate"].gated(module, ones, x).mean((1, 3))[:, module.ahead:]
+        seen["effective"] = seen["gate"] * w[:, :, 0]
+    even = 1 / torch.arange(1, w.shape[1] + 1, device=w.device).expand(w.shape[:2])     # of a row that spreads evenly
     found = {f"{name} {kind}": value[which].mean().item()
              for name, value in seen.items() for kind, which in kinds.items()}
+    for kind, which in kinds.items():
+        if "gate" in seen:
+            found[f"effective {kind}"] /= even[which].mean().item()
     return found | {"cos_kk": torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()}
 
 

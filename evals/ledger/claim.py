@@ -1,5 +1,11 @@
-"""A row of the ledger, and the functions with which its verdict rules are written."""
+"""A row of the ledger: a claim of a paper, what is measured for it, and the bounds that decide it.
+
+A Bound is data: a quantity, the values with which the claim holds, and those with which it fails. Verdicts, sentences,
+tables and pictures all come from the bounds.
+"""
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -11,74 +17,236 @@ COSTS = {                                       # class: what a measurement need
     "gpu-minutes": "models of 30M parameters: at most ten minutes on one H200",
     "out of reach": "more than that"}
 
+GRADES = {                                      # what kind of evidence numbers are, from the weakest on
+    "identity": "it follows from the definition and could not have come out otherwise",
+    "lab": "a one-layer model on a synthetic task, or random tensors",
+    "tiny text": "a model of 1M parameters on text",
+    "small text": "a model of 30M parameters on text",
+    "real model": "SmolLM2, 135M parameters",
+    "the paper's own": "the paper's models or printed numbers"}
+
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 
-# A claim about sinks is not testable on runs where softmax has no sink. The column GATE holds softmax's weight on the
-# first token over uniform; below SINK it has none. Two set-ups need this check: runs on a GPU, and the lab without BOS
-GATE, SINK = "softmax itself, x uniform", 4
-GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
-NOBOS_GATE = {GATE: ("times_uniform_idle", "softmax@nobos")}
+# ------------------------------------------------------------------------------------------------------- what a row is
 
 
-class Reading(NamedTuple):
-    """What to measure, and the verdict that follows.
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """One quantity, which has a number for each seed, and conditions on it.
+
+    The quantity is a column of the reading, for each of its runs, divided by or less something else. `value` replaces
+    all this where it is not enough.
+    A condition is "<= 0.1", "> 4", "== 0" or "0.4 to 0.8", which every seed must meet. Or it is "clearly < 0": the
+    95 % interval of the mean lies below 0. Before it, "not " asks for the opposite.
+    """
+    what: str                                   # the quantity in words
+    column: str = ""                            # of the reading
+    of: str = ""                                # its runs, separated by spaces; empty: all
+    over: str = ""                              # divide by another column, or by a run of the same column
+    less: str = ""                              # subtract it
+    value: Callable | None = None               # {column: {run: array}} -> (seeds,), or {name: (seeds,)}
+    agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
+    contradicts: str = ""                       # the condition with which the claim fails
+    needs: str = ""                             # the condition without which the claim cannot be tested
+    means: bool = False                         # conditions are on the mean over seeds
+    error: str = ""                             # the column of its standard errors, if not the seeds decide
+    sink: str = ""                              # a weight over uniform; if it is below 4, this bound cannot be tested
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What to measure, and the bounds on it.
 
     reads: {column: (path, runs)}, runs separated by spaces. A column has, for each run, the number or list at this path
         of the run's report. If the path begins with a command of experiments.COMMANDS or a look of LOOKS, it is a path
         in that one's result; if a run is one of CHECKS, in the result of that check.
-    verdict: {column: {run: array}} -> a Verdict; arrays have a row for each seed.
+    bounds: if this reading has none, it has those of its claim.
     """
     reads: dict[str, tuple[str, str]]
-    verdict: Callable
+    bounds: tuple[Bound, ...] = ()
+    fails: str = ""                             # the claim fails if "all" conditions of `contradicts` hold, or if "any"
+    grade: str = ""                             # of GRADES; empty: that of its runs
 
 
-class Claim(NamedTuple):
-    """One claim of a paper, how it is tested, and the rule of its verdict."""
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim of a paper, how it is tested, and what decides it."""
     id: str
     place: str                                  # section, figure or table of the paper
     says: str                                   # the claim in one sentence
     theirs: str                                 # the paper's figures, and where they contradict each other
-    cost: str                                   # of COSTS
-    rule: str                                   # when it agrees, when it contradicts; otherwise mixed
-    reading: Reading | None                     # None: out of reach
-    note: str = ""                              # what differs from the plan, and why; what stays open
-    variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same rule
-    elsewhere: dict[str, Reading] = {}          # {name: the same question about other runs}
+    cost: str                                   # of COSTS: the cheapest run that can decide it
+    tested: str = ""                            # in words, what the bounds have in common
+    reads: dict = field(default_factory=dict)   # as of a Reading; empty: out of reach
+    bounds: tuple[Bound, ...] = ()
+    fails: str = "all"
+    grade: str = ""
+    variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same bounds
+    elsewhere: dict[str, Reading] = field(default_factory=dict)         # {name: the same question about other runs}
+    note: str = ""                              # what the bounds leave out, and why
     seeds: int = 3                              # at most so many seeds
 
 
-# ----------------------------------------------------------------------------------------------- for the rules
+# A claim about sinks is not testable on runs where softmax has no sink. Readings with the column GATE ask for one
+GATE = "softmax itself, x uniform"
+LEAST_SINK = 4                                  # times the weight of an even spread
+HAS_SINK = Bound(what=GATE, column=GATE, needs=f">= {LEAST_SINK}")
+GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
+NOBOS_GATE = {GATE: ("times_uniform_idle", "softmax@nobos")}
+
+
+def readings(claim):
+    """{where: Reading} of a claim: as written (""), in other set-ups, and on other runs."""
+    found = {"": Reading(reads=claim.reads, grade=claim.grade)} if claim.reads else {}
+    for setup in claim.variations:
+        moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
+                 for column, (path, runs) in claim.reads.items()}
+        found[setup] = Reading(reads=moved | (NOBOS_GATE if setup == "nobos" else {}))
+    found |= claim.elsewhere
+    return {where: replace(reading, bounds=(reading.bounds or claim.bounds) + (HAS_SINK,) * (GATE in reading.reads),
+                           fails=reading.fails or claim.fails) for where, reading in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------- conditions
+
+
+SIGNS = {"<=": np.less_equal, "<": np.less, ">=": np.greater_equal, ">": np.greater, "==": np.equal}
+
+
+def meets(condition, values):
+    """Which of these numbers meet a condition without "clearly" and "not"."""
+    if " to " in condition:
+        low, high = map(number, condition.split(" to "))
+        return (values >= low) & (values <= high)
+    sign, bound = condition.split(" ")
+    return SIGNS[sign](values, number(bound))
+
+
+def number(text):
+    """"0.3" or "1/3" as a float."""
+    return float(Fraction(text))
+
+
+# Student's t at 97.5 %, of 1, 2, .. degrees of freedom
+T95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
+
+
+def interval(values, errors=None):
+    """The 95 % interval of the mean over seeds, (low, high): Student's t, or 1.96 standard errors if they are given.
+    One seed without an error has none: (-inf, inf)."""
+    mean = np.mean(values)
+    if errors is not None:
+        half = 1.96 * np.sqrt(np.mean(np.square(errors)) / len(values))
+    elif len(values) < 2:
+        half = np.inf
+    else:
+        half = T95[min(len(values) - 2, len(T95) - 1)] * np.std(values, ddof=1) / len(values) ** 0.5
+    return mean - half, mean + half
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+class Quantity(NamedTuple):
+    """What a bound found for one run."""
+    name: str
+    bound: Bound
+    values: np.ndarray                          # (seeds,)
+    errors: np.ndarray | None                   # (seeds,), if they were measured
+    tested: bool = True                         # False: the sink that the bound needs is missing
+
+    @property
+    def interval(self):
+        return interval(self.values, self.errors)
+
+    def holds(self, condition):
+        """Is a condition met, for each seed, for the mean, or for the whole interval?"""
+        asked = condition.removeprefix("not ")
+        if asked.startswith("clearly "):
+            met = np.all(meets(asked.removeprefix("clearly "), np.array(self.interval)), keepdims=True)
+        else:
+            met = meets(asked, np.mean(self.values, keepdims=True) if self.bound.means else self.values)
+        return met if asked == condition else ~met
 
 
 class Verdict(str):
-    """One of VERDICTS. by: the numbers that decided it, {name: (seeds,), a number or text}."""
-    by = {}
+    """One of VERDICTS. quantities: what decided it. why: of a mixed verdict."""
+    quantities, why = (), ""
 
 
-def decide(agrees, contradicts, testable=True, by=None):
-    """The verdict of two conditions, each of which must hold with every seed. If both hold or neither, it is mixed.
-    by: the numbers that were compared, if the reading's columns do not show them."""
-    yes, no = holds(agrees), holds(contradicts)
-    found = Verdict(UNTESTABLE if not holds(testable) else MIXED if yes == no else AGREES if yes else CONTRADICTS)
-    found.by = by or {}
+def judge(reading, numbers):
+    """The verdict on numbers {column: {run: [a value for each seed]}}. The set-up is part of the runs' names."""
+    every = quantities(reading, numbers)
+    found = [quantity for quantity in every if quantity.tested]
+    asked = [quantity for quantity in found if quantity.bound.agrees]
+    yes = [quantity.holds(quantity.bound.agrees) for quantity in asked]
+    no = [quantity.holds(quantity.bound.contradicts).all() for quantity in found if quantity.bound.contradicts]
+    agrees, contradicts = all(map(np.all, yes)), bool(no) and (any(no) if reading.fails == "any" else all(no))
+    untestable = any(not quantity.holds(quantity.bound.needs).all() for quantity in found if quantity.bound.needs)
+    half = agrees and len(found) < len(every)
+    verdict = Verdict(UNTESTABLE if untestable or not found else MIXED if agrees == contradicts or half else
+                      AGREES if agrees else CONTRADICTS)
+    verdict.quantities = every
+    if half:
+        verdict.why = "one part cannot be tested"
+    elif agrees and contradicts:
+        verdict.why = "its bounds overlap"
+    elif verdict == MIXED:
+        split = [quantity.name for quantity, met in zip(asked, yes, strict=True) if met.any() and not met.all()]
+        whole = [met.all() for met in yes]
+        verdict.why = "seeds split" if split else "one part holds, another does not" if any(whole) else \
+            "between the bounds"
+    return verdict
+
+
+def quantities(reading, numbers):
+    """What the bounds of a reading found, [Quantity]."""
+    arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
+              for column, group in numbers.items()}
+    found = []
+    for bound in reading.bounds:
+        values = bound.value(arrays) if bound.value else plain(bound, arrays)
+        values = values if isinstance(values, dict) else {"": values}
+        errors, sinks = arrays.get(bound.error, {}), arrays.get(bound.sink, {})
+        found += [Quantity(f"{bound.what}, {run}" if len(values) > 1 and run else bound.what, bound, np.ravel(value),
+                           errors.get(run, next(iter(errors.values()), None)),
+                           all(np.all(sink >= LEAST_SINK) for sink in sinks.values()))
+                  for run, value in values.items()]
     return found
 
 
-def holds(condition):
-    """Is it true everywhere? condition: a bool, an array of them, or a list of either."""
-    return all(map(holds, condition)) if isinstance(condition, list) else bool(np.all(condition))
+def plain(bound, arrays):
+    """{run: array} of a bound whose quantity is a column, or its ratio or difference to another number."""
+    column = arrays[bound.column]
+    values = {run: column[run] for run in bound.of.split() or column}
+
+    def other(name, run):                       # another column of the same run, or another run of the same column
+        return arrays[name].get(run, next(iter(arrays[name].values()))) if name in arrays else column[name]
+
+    if bound.over:
+        values = {run: value / other(bound.over, run) for run, value in values.items() if run != bound.over}
+    if bound.less:
+        values = {run: value - other(bound.less, run) for run, value in values.items() if run != bound.less}
+    return values
 
 
-def below(a, b):
-    """Is a lower than b by more than 2 standard deviations? Both (seeds,), paired by seed. False with one seed."""
-    less = np.subtract(a, b)
-    return len(less) > 1 and less.mean() < -2 * less.std(ddof=1)
+# -------------------------------------------------------------------------------------------------- the rule in words
 
 
-def every(column, bound):
-    """Does bound(values) hold for all runs of a column?"""
-    return all(np.all(bound(values)) for values in column.values())
+def rule(claim, reading):
+    """The bounds of a reading in one sentence."""
+    parts = [("agrees", "agrees", "and"), ("contradicts", "contradicts", "and" if reading.fails == "all" else "or"),
+             ("testable only with", "needs", "and")]
+    said = []
+    for label, name, joint in parts:
+        conditions = [f"{bound.what} {condition}{' on average' * (bound.means and 'clearly' not in condition)}"
+                      for bound in reading.bounds if (condition := getattr(bound, name))]
+        said += [f"{label}: {f', {joint} '.join(conditions)}"] if conditions else []
+    return (f"{claim.tested}: " if claim.tested else "") + "; ".join(said)
+
+
+# ------------------------------------------------------------------------------------------------ for quantities
 
 
 def rank_correlation(a, b):

@@ -50,7 +50,7 @@ COMMANDS = {
     "passkey": "passkey --lengths=512,1024,2048",
     "public-probe": "probe --windows=20 --length=64 --batch_size=20",
     "public-bos": "probe --windows=20 --length=64 --batch_size=20 --input=bos",
-    "public-heads": "heads --windows=16 --length=256 --cost --prune=14",
+    "public-heads": "heads --windows=16 --length=256 --cost --prune=14 --threshold=0.75",
     "public-dormant": "heads --windows=16 --length=256",
     "public-against": "heads --windows=16 --length=256 --against={data}/books",
 }
