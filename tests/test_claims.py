@@ -137,8 +137,9 @@ THRESHOLD = {
         (C, {"survivors error, kappa 1": [0.03] * 4, "overlap, kappa 4": [0.0] * 4})],
     "nondispersive": [(A, {"tra": [0.5, 0, 0, 0.39], "softmax": [0, 0, 0, 0.8]}), (M, {"tra": [0.5, 0, 0, 0.41]}),
                       (C, {"tra": [0.3, 0, 0, 0.31]})],
-    "tda-depth-profile": [(expected, {"at 512": ramp(6, .9, .9, middle, middle, last, last)}) for expected, middle, last
-                          in ((A, .84, .9), (M, .86, .9), (M, .85, .8), (C, .91, .9))],
+    "tda-depth-profile": [
+        (expected, {"at full length": ramp(6, .9, .9, middle, middle, last, last)}) for expected, middle, last
+        in ((A, .84, .9), (M, .86, .9), (M, .85, .8), (C, .91, .9))],
     "tda-signed-peaks": [
         (A, {"view 1": 1.0, "view 2": 0.5, "difference": 0.39, "lambda": [[0.5]], "negative": 0.1}),
         (M, {"negative": 0}), (M, {"difference": 0.41}), (M, {"difference": 0.94}), (C, {"difference": 0.96})],
@@ -754,7 +755,8 @@ def test_a_claim_is_decided_as_written_or_by_its_first_other_reading():
     claim, found = CLAIMS["early-layers-active"], {"sink": {}, "local": {}, "sigma2": {}}
     assert decided_by(claim, {}) is None and evidence(claim, {}) is None
     assert decided_by(claim, {"SmolLM2": found}) == "SmolLM2" and evidence(claim, {"SmolLM2": found}) == "real model"
-    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": found}) is None         # a variation decides nothing
+    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": found}) is None         # a variation decides nothing,
+    assert decided_by(CLAIMS["tda-power"], {"text": found}) == "text"              # unless the claim needs a GPU
 
 
 def test_the_pages_are_those_that_the_command_writes(committed, tmp_path):

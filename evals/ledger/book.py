@@ -18,11 +18,11 @@ def runs_of(reading):
 
 def cost_of(claim, where):
     """The cost class of one reading of a claim: the claim's own, or that of the other runs which it needs."""
-    if where not in claim.elsewhere:
+    if not where:
         return claim.cost
-    runs = runs_of(claim.elsewhere[where])
+    runs = runs_of(readings(claim)[where])
     gpu = any("@gpu" in run or run in TIMED for run in runs)
-    text = any(run.endswith("@text") for run in runs)
+    text = any("@text" in run for run in runs)
     return ("gpu-minutes" if gpu else "public-weights" if any(run in PUBLIC for run in runs) else
             "cpu-minutes" if text else "lab")
 
@@ -32,12 +32,14 @@ def grade_of(reading):
     runs = runs_of(reading)
     return (reading.grade or ("real model" if any(run in PUBLIC for run in runs) else
                               "small text" if any("@gpu" in run or run in TIMED for run in runs) else
-                              "tiny text" if any(run.endswith("@text") for run in runs) else "lab"))
+                              "tiny text" if any("@text" in run for run in runs) else "lab"))
 
 
 def seeds_of(claim, reading, seeds):
-    """The seeds of a reading: at most claim.seeds, and [0] for runs without seeds."""
-    return [0] if CONSTANT.issuperset(runs_of(reading)) else seeds[:claim.seeds]
+    """The seeds of a reading: [0] for runs without seeds, and at most claim.seeds for runs that need a GPU."""
+    runs = runs_of(reading)
+    return ([0] if CONSTANT.issuperset(runs) else
+            seeds[:claim.seeds] if any("@gpu" in run for run in runs) else seeds)
 
 
 def jobs_of(reading, seeds, where):
@@ -58,9 +60,10 @@ def verdicts_of(claim, found):
 
 
 def decided_by(claim, found):
-    """The reading that decides a claim: as written (""), or the first elsewhere that has numbers; None if it is not
-    run."""
-    return next((where for where in ("", *claim.elsewhere) if where in found), None)
+    """The reading that decides a claim: the first that has numbers, as written ("") or elsewhere; None if it is not
+    run. Another set-up decides only in place of a GPU."""
+    others = (*claim.elsewhere, *(claim.variations if claim.cost == "gpu-minutes" else ()))
+    return next((where for where in ("", *others) if where in found), None)
 
 
 def readable(found):

@@ -85,7 +85,7 @@ class Claim:
     variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same bounds
     elsewhere: dict[str, Reading] = field(default_factory=dict)         # {name: the same question about other runs}
     note: str = ""                              # what the bounds leave out, and why
-    seeds: int = 3                              # at most so many seeds
+    seeds: int = 3                              # at most so many seeds of runs that need a GPU
 
 
 # A claim about sinks is not testable on runs where softmax has no sink. Readings with the column GATE ask for one
@@ -100,7 +100,7 @@ def readings(claim):
     """{where: Reading} of a claim: as written (""), in other set-ups, and on other runs."""
     found = {"": Reading(reads=claim.reads, grade=claim.grade)} if claim.reads else {}
     for setup in claim.variations:
-        moved = {column: (path, " ".join(f"{run}@{setup}" for run in runs.split()))
+        moved = {column: (path, " ".join(f"{run.partition('@')[0]}@{setup}" for run in runs.split()))
                  for column, (path, runs) in claim.reads.items()}
         found[setup] = Reading(reads=moved | (NOBOS_GATE if setup == "nobos" else {}))
     found |= claim.elsewhere

@@ -199,7 +199,8 @@ CLAIMS = [
           reads={"loss": ("best", "sigmoid@gpu sigmoid_raw@gpu softmax@gpu")},
           bounds=(Bound(what="validation loss less softmax's", column="loss", less="softmax", agrees="-0.05 to 0.05",
                         contradicts="> 0.1"),),
-          note="A run that diverges ends with an error, and the claim then stays not run. Loss spikes do not count."),
+          note="A run that diverges ends with an error, and the claim then stays not run. Loss spikes do not count.",
+          variations=("text",)),
     Claim(id="massive-iff-norm", place="figure 8",
           says="Activations become massive only if the attention weights are non-negative and sum to one.",
           theirs="The peaks are about 30 (softmax) and 20 (normalised sigmoid), and 1.0 to 1.8 without normalisation. "

@@ -46,6 +46,7 @@ COMMANDS = {
     "groups": "groups",
     "focus": "routers --windows=64 --lengths=256,512 --k=1,2,3,4 --repeats=1",
     "lengths": "lengths --lengths=512",
+    "lengths-256": "lengths --lengths=256",
     "lengths-far": "lengths --lengths=512,1024,2048",
     "passkey": "passkey --lengths=512,1024,2048",
     "public-probe": "probe --windows=20 --length=64 --batch_size=20",

@@ -274,5 +274,6 @@ CLAIMS = [
                         contradicts="clearly > 0")),
           note="Lambda is 0.001 and 0.01. The first layer of 8 is left out of the balancing, as 7 of 36 are in the "
                "paper.",
-          elsewhere={"gpu": Reading(reads={"loss": ("best", "softmax@gpu balanced-0.001@gpu balanced-0.01@gpu")})}),
+          elsewhere={where: Reading(reads={"loss": ("best", f"softmax@{where} balanced-0.001@{where} "
+                                                            f"balanced-0.01@{where}")}) for where in ("gpu", "text")}),
 ]

@@ -24,7 +24,7 @@ def over_theorem(column, theirs):
 
 def middle_less_others(n):
     """The zeros in the middle third of the layers, less those in the first and in the last third."""
-    first, middle, last = thirds(layer_means(n["at 512"]["tda"]))
+    first, middle, last = thirds(layer_means(n["at full length"]["tda"]))
     return {"first": middle - first, "last": middle - last}
 
 
@@ -175,12 +175,14 @@ CLAIMS = [
                "layers.",
           theirs="50 %, in one sentence of 9 words. Table 2 gives 99 % as the average over layers.",
           cost="gpu-minutes",
-          tested="share of zeros at T = 512",
+          tested="share of zeros at the training length",
           reads={"at 10": ("probe-10/layers/*/sparsity", "tda@gpu"),
-                 "at 512": ("probe-512/layers/*/sparsity", "tda@gpu")},
+                 "at full length": ("probe-512/layers/*/sparsity", "tda@gpu")},
           bounds=(Bound(what="middle third of the layers, less each other third", value=middle_less_others,
                         agrees="<= -0.05", contradicts=">= 0"),),
-          seeds=1),
+          elsewhere={"text, six layers": Reading(reads={
+              "at 10": ("probe-10/layers/*/sparsity", "tda@text6"),
+              "at full length": ("probe/layers/*/sparsity", "tda@text6")})}, seeds=1),
     Claim(id="tda-signed-peaks", place="5, figures 1b and 2",
           says="The difference of the two views has much smaller peaks than either view, and some of its weights are "
                "negative.",
@@ -235,7 +237,8 @@ CLAIMS = [
                   Bound(what="SD over seeds, less the gap in the order", value=noise_less_gap, needs="<= 0")),
           note="The SD is a mean over mechanisms, and the gap is the median difference between one mean loss and the "
                "next. If TDA is clearly above softmax, the order does not matter, and we count the SD less the gap as "
-               "0."),
+               "0.",
+          variations=("text",)),
     Claim(id="tda-sparsity", place="table 2, appendix D.1, table 1",
           says="The share of weights that are zero is 99 % for TDA, 96 % for Diff ReLA, 94 % for ReLA, 92 % for TRA, "
                "43 % for entmax and 0 % for all others.",
@@ -267,7 +270,10 @@ CLAIMS = [
                         agrees="clearly < 0", contradicts="clearly > 0"),
                   Bound(what="rank correlation of the position and ReLA's gap to softmax", value=growth_of_gap,
                         agrees="> 0")),
-          note="The lab has no long range and cannot test this."),
+          note="The lab has no long range and cannot test this.",
+          elsewhere={"text": Reading(reads={
+              "loss": ("best", "rela@text tra@text softmax@text"),
+              "by place": ("lengths-256/lengths/0/by_position/*/loss", "rela@text softmax@text")})}),
     Claim(id="tda-long-context", place="table 3, figure 3",
           says="TDA finds passkeys better than softmax at nearly all lengths, and TRA and TDA come second to entmax "
                "on SCROLLS.",
@@ -292,7 +298,8 @@ CLAIMS = [
           bounds=(Bound(what="mean loss with p = 2, less the lowest, in SD over seeds", value=above_best_power,
                         agrees="<= 1"),
                   Bound(what="loss with p = 2, 3 or 5, less that with p = 1", column="loss", less="tda-p1",
-                        agrees="<= 0", contradicts="clearly > 0", means=True))),
+                        agrees="<= 0", contradicts="clearly > 0", means=True)),
+          variations=("text",)),
     Claim(id="tda-beta", place="table 4b, 6.4",
           says="The results hardly depend on the scale beta of the threshold, and beta = 1 is best.",
           theirs="Loss with beta = 1, 0.8, 0.5: 3.1190, 3.1140, 3.1288. The text says that 1 is best, but in its "
