@@ -17,14 +17,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import table, train_if_missing, whole_numbers, window_batches
-from evals.loss import loss_and_error
+from evals.instrument import mean_and_error, table, train_if_missing, whole_numbers, window_batches
+from evals.loss import token_losses
 from evals.pictures import frame, line_panel, pyplot, save_figure
 from model import GPT
 
@@ -104,21 +105,27 @@ def full_attention(model):
 
 
 def at_length(args, run, forms, T):
-    """The figures of every form in windows of T tokens."""
+    """The figures of every form in windows of T tokens. The error of "more", the loss less that of full attention, is
+    of the differences window by window, so it is much smaller than that of a loss."""
     split, machine, before = run.split(args.split), run.machine, run.model.config.topk
     seen = groups.look(args, run, set_topk(run.model, 0), T)
     mean = groups.mean_of([layer.result() for layer in seen])
     rows, = window_batches(run.model, split, machine, T, 1, 1, run.stride)
     seconds = machine.race({form: reading(*model_and_k, rows[:, :-1], machine) for form, model_and_k in forms.items()},
                            args.repeats)
-    found = {}
-    for form, (model, k) in forms.items():
-        loss, error, windows = loss_and_error(set_topk(model, k), split, machine, args.windows, args.batch_size,
-                                              run.stride, T)
-        found[form] = {"loss": loss, "loss_error": error, "perplexity": math.exp(min(loss, 700)),
-                       "kept": mean["kept"].get(str(k)), "speed": seconds["full"] / seconds[form]}
+    losses = {form: [] for form in forms}       # of each window
+    for rows in window_batches(run.model, split, machine, T, args.windows, args.batch_size, run.stride, bar=True):
+        for form, (model, k) in forms.items():
+            losses[form] += token_losses(set_topk(model, k), rows, machine).double().mean(1).tolist()
     set_topk(run.model, before)
-    return {"length": T, "windows": windows, "mean": mean, "forms": found}
+    found = {}
+    for form, (_, k) in forms.items():
+        loss, error = mean_and_error(np.array(losses[form]))
+        more, more_error = mean_and_error(np.subtract(losses[form], losses["full"]))
+        found[form] = {"loss": loss, "loss_error": error, "more": more, "more_error": more_error,
+                       "perplexity": math.exp(min(loss, 700)), "kept": mean["kept"].get(str(k)),
+                       "speed": seconds["full"] / seconds[form], "losses": losses[form]}
+    return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
 
 
 def set_topk(model, k):
@@ -211,14 +218,15 @@ def tell(args, found):
 
 def forms_text(numbers):
     rows = [[str(part["length"]), form, *(figures[key] for key in (
-        "loss", "loss_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
+        "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
         for part in numbers["lengths"] for form, figures in part["forms"].items()]
     windows = sorted({part["windows"] for part in numbers["lengths"]})
     return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
             f"{numbers['training_length']} tokens\n\n"
-            + table(rows, ["length", "form", "loss", "+-", "perplexity", "kept", "speed"]) +
+            + table(rows, ["length", "form", "loss", "+-", "more", "+-", "perplexity", "kept", "speed"]) +
             "\n\n full  softmax attention of the same weights, all pairs\n soft  gates from 0 to 1, as in training\n"
             f"  k=k  a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens\n"
+            " more  loss than full attention, on the same windows; +- is a standard error over the windows\n"
             f" kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
             "speed  of the whole model on one window, relative to full")
 

@@ -50,7 +50,8 @@ class Bound:
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
     means: bool = False                         # conditions are on the mean over seeds
-    error: str = ""                             # the column of its standard errors, if not the seeds decide
+    error: str = ""                             # the column of its standard errors, if the seeds do not decide; or
+                                                # "windows": a quantity (seeds, windows), whose windows decide
     sink: str = ""                              # a weight over uniform; if it is below 4, this bound cannot be tested
 
 
@@ -209,10 +210,13 @@ def quantities(reading, numbers):
         values = bound.value(arrays) if bound.value else plain(bound, arrays)
         values = values if isinstance(values, dict) else {"": values}
         errors, sinks = arrays.get(bound.error, {}), arrays.get(bound.sink, {})
-        found += [Quantity(f"{bound.what}, {run}" if len(values) > 1 and run else bound.what, bound, np.ravel(value),
-                           errors.get(run, next(iter(errors.values()), None)),
-                           all(np.all(sink >= LEAST_SINK) for sink in sinks.values()))
-                  for run, value in values.items()]
+        tested = all(np.all(sink >= LEAST_SINK) for sink in sinks.values())
+        for run, value in values.items():
+            error = errors.get(run, next(iter(errors.values()), None))
+            if bound.error == "windows":
+                value, error = value.mean(1), value.std(1, ddof=1) / value.shape[1] ** 0.5
+            name = f"{bound.what}, {run}" if len(values) > 1 and run else bound.what
+            found.append(Quantity(name, bound, np.ravel(value), error, tested))
     return found
 
 

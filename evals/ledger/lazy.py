@@ -221,7 +221,13 @@ CLAIMS = [
           note="The repeated token is the first symbol of a text without BOS. Repeating BOS is another question, "
                "because then every position has a sink's key. Half of the mass is our bound. Untrained models have no "
                "sink, so only their hidden states count. GPT-2 is left to users.",
-          elsewhere={"BOS repeated": Reading(reads=repeat_of("repeat-bos"))}),
+          elsewhere={"BOS repeated": Reading(reads=repeat_of("repeat-bos")),
+                     "SmolLM2": Reading(
+                         reads={"x uniform": ("public-repeat/mean/times_uniform", "smollm2"),
+                                "spread": ("public-repeat/stream/1/spread", "smollm2")},
+                         bounds=(Bound(what="RoPE", column="x uniform", agrees="<= 1.7", contradicts="> 1.7"),
+                                 Bound(what="largest distance of the hidden states", column="spread",
+                                       agrees="<= 1e-5", contradicts="> 1e-5")))}),
     Claim(id="lazy-vs-recurrent", place="table 1, 5.2",
           says="Lazy Attention has the best average at 340M parameters and nearly reaches that of Titans at 760M.",
           theirs="At 340M: 48.01 against 47.68 (Gated DeltaNet) and 47.54 (Titans). At 760M: 51.53 against 51.56. The "
