@@ -43,7 +43,7 @@ draw = view.draw
 class ClaimsFlags:
     """Flags of claims"""
     show: str = knob("", "print everything about this claim")
-    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join(COSTS)}) or of claims (ID,ID); "
+    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join([*COSTS][:-1])}) or of claims (ID,ID); "
                         "ID@SETUP names one reading of a claim, ID@ the one as written")
     pages: str = knob("", "write a page for each paper into this folder, with a picture")
     seeds: str = knob(SEEDS, "seeds, separated by commas")

@@ -38,7 +38,7 @@ class Bound:
     The quantity is a column of the reading, for each of its runs, divided by or less something else. `value` replaces
     all this where it is not enough.
     A condition is "<= 0.1", "> 4", "== 0" or "0.4 to 0.8", which every seed must meet. Or it is "clearly < 0": the
-    95 % interval of the mean lies below 0. Before it, "not " asks for the opposite.
+    95 % interval of the mean lies below 0. Before it, "not " asks for the opposite. "could be 0": the interval has it.
     """
     what: str                                   # the quantity in words
     column: str = ""                            # of the reading
@@ -163,9 +163,12 @@ class Quantity(NamedTuple):
 
     def holds(self, condition):
         """Is a condition met, for each seed, for the mean, or for the whole interval?"""
+        low, high = self.interval
+        if condition.startswith("could be "):
+            return np.array([low <= number(condition.removeprefix("could be ")) <= high])
         asked = condition.removeprefix("not ")
         if asked.startswith("clearly "):
-            met = np.all(meets(asked.removeprefix("clearly "), np.array(self.interval)), keepdims=True)
+            met = np.all(meets(asked.removeprefix("clearly "), np.array([low, high])), keepdims=True)
         else:
             met = meets(asked, np.mean(self.values, keepdims=True) if self.bound.means else self.values)
         return met if asked == condition else ~met
@@ -246,7 +249,8 @@ def rule(claim, reading):
     for label, name, joint in parts:
         conditions = [f"{bound.what} {condition}{' on average' * (bound.means and 'clearly' not in condition)}"
                       for bound in reading.bounds if (condition := getattr(bound, name))]
-        said += [f"{label}: {f', {joint} '.join(conditions)}"] if conditions else []
+        enough = " (one run is enough)" if name == "contradicts" and reading.fails == "any" else ""
+        said += [f"{label}{enough}: {f', {joint} '.join(conditions)}"] if conditions else []
     return (f"{claim.tested}: " if claim.tested else "") + "; ".join(said)
 
 

@@ -158,7 +158,7 @@ def positions(quantity):
     and high end of the interval), or None if it has no bounds. Beyond a bound that is the only one, the unit is the
     bound itself (or 1 if it is 0)."""
     agrees, contradicts = (thresholds(getattr(quantity.bound, name)) for name in ("agrees", "contradicts"))
-    if not agrees and not contradicts:
+    if not agrees and not contradicts or quantity.bound.agrees.startswith("could be "):     # two-sided
         return None
     low, high = quantity.interval if np.isfinite(quantity.interval[0]) else (quantity.values.mean(),) * 2
     values = np.array([low, high, *quantity.values])
