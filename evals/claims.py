@@ -43,8 +43,8 @@ draw = view.draw
 class ClaimsFlags:
     """Flags of claims"""
     show: str = knob("", "print everything about this claim")
-    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join([*COSTS][:-1])}) or of claims (ID,ID); "
-                        "ID@SETUP names one reading of a claim, ID@ the one as written")
+    run: str = knob("", f"measure the missing numbers of a cost class ({', '.join([*COSTS][:-1])}) or of claims "
+                        "(ID,ID); ID@SETUP names one reading of a claim, ID@ the one as written")
     pages: str = knob("", "write a page for each paper into this folder, with a picture")
     seeds: str = knob(SEEDS, "seeds, separated by commas")
     workers: int = knob(0, "jobs at a time; 0: two with one thread each, or one on a GPU")
@@ -123,17 +123,18 @@ def wanted(args):
 
 def without_gpu(asked, args):
     """The readings that are possible without a GPU: no timings, and large models only if --train_args make them small.
-    """
-    timed = [row for row in asked if not TIMED.keys().isdisjoint(runs_of(row[2]))]
-    large = timed or any("@gpu" in run for _, _, reading in asked for run in runs_of(reading))
-    if large and (not args.train_args or timed == asked):
+    Raises ValueError if there is none."""
+    def possible(runs):
+        return TIMED.keys().isdisjoint(runs) and (args.train_args or not any("@gpu" in run for run in runs))
+    stay = [row for row in asked if possible(runs_of(row[2]))]
+    gone = [f"{claim.id}@{where}" for claim, where, reading in asked if not possible(runs_of(reading))]
+    if not stay:
         raise ValueError(f"--run={args.run} times kernels or trains models of 30M parameters and wants a GPU; to try "
                          "small models, add --train_args='--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 "
                          "--eval_interval=3'")
-    if timed:
-        print(f"left out, because they time kernels and need a GPU: {', '.join(claim.id for claim, *_ in timed)}",
-              file=sys.stderr)
-    return [row for row in asked if row not in timed]
+    if gone:
+        print(f"left out, because they need a GPU: {', '.join(gone)}", file=sys.stderr)
+    return stay
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

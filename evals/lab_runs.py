@@ -6,6 +6,7 @@ trained only once, even if several commands use it.
     lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 15 to 25 s on one core
     nobos   the same without BOS: sequences begin with a symbol drawn at random
     nobias, tied, lr3e-3    the same without biases, with a tied head, with a third of the learning rate
+    table2  the same with another bigram table
     heads8  the same with eight heads
     long    the same task in sequences of 256 symbols, as many tokens a step
     text    4 layers, width 128, T = 256, the help pages of Python's library in bytes, 600 steps: 3 minutes on one core
@@ -41,6 +42,7 @@ SETUPS = {
     "nobias": Setup("--preset=lab --bias=0"),
     "tied": Setup("--preset=lab --tied=1"),
     "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
+    "table2": Setup("--preset=lab --dataset={data}/table2", f"{BACKCOPY} --seed=2"),
     "heads8": Setup("--preset=lab --n_head=8"),
     "long": Setup("--preset=lab --dataset={data}/long --block_size=256 --bias_range=256 --batch_size=12",
                   f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),

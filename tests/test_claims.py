@@ -541,9 +541,9 @@ def test_every_evaluation_command_parses_and_every_recipe_and_look_is_used(jobs)
         flags_of("nonsense", "lab")
 
 
-def test_the_claims_train_at_most_90_models_of_the_lab(jobs):
+def test_the_claims_train_at_most_100_models_of_the_lab(jobs):
     trained = [job for job in jobs if job.words[:2] == ("train.py", "--preset=lab")]
-    assert len(trained) <= 90
+    assert len(trained) <= 100
 
 
 def test_readings_on_a_gpu_run_only_when_asked_for():
@@ -735,7 +735,7 @@ def test_without_a_gpu_no_kernel_is_timed(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     left = claims.wanted(claims.ClaimsFlags(run="gpu-minutes", train_args=TOY))
     assert {"focus-speed", "tda-kernel", "elastic-two-pass"}.isdisjoint(claim.id for claim, *_ in left)
-    assert "left out, because they time kernels and need a GPU: elastic-two-pass" in capsys.readouterr().err
+    assert "left out, because they need a GPU: elastic-two-pass@, tda-kernel@" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- committed results

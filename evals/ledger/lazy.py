@@ -339,7 +339,7 @@ CLAIMS = [
           reads=SINK,
           bounds=(Bound(what="weight on the first token over softmax's", column="raw", of="elastic lazy",
                         over="softmax", agrees="<= 1/10", contradicts=">= 1/3"),),
-          variations=("lr3e-3",),
+          variations=("lr3e-3", "table2"),
           elsewhere={"gpu": Reading(reads={"raw": ("sink", "softmax@gpu elastic@gpu lazy@gpu"),
                                            "mass": ("row_mass", "elastic@gpu lazy@gpu"), **GPU_GATE})}),
     Claim(id="bias-range", place="appendix D, figures 8 and 9",

@@ -112,7 +112,7 @@ CLAIMS = [
           bounds=(Bound(what="zeroing the first value over hiding its key", column="zero", over="hide",
                         agrees="<= 0.1", contradicts=">= 0.5"),
                   Bound(what="zeroing the first value", column="zero", agrees="<= 0.02")),
-          variations=("nobos", "nobias", "tied", "lr3e-3"),
+          variations=("nobos", "nobias", "tied", "lr3e-3", "table2"),
           note="The paper's condition is heads with a strong sink, above 0.75 (table 1). One head in the lab is such "
                "a head. In SmolLM2 these heads decide, and all heads are a reading of their own.",
           elsewhere={"SmolLM2, strong heads": Reading(
@@ -163,7 +163,7 @@ CLAIMS = [
                         contradicts="<= 0.05"),
                   Bound(what="weight on the first token", column="first", agrees="<= 0.05",
                         contradicts=">= 0.5")),
-          note=LAB_ALONE, variations=("nobos", "nobias", "tied", "lr3e-3"),
+          note=LAB_ALONE, variations=("nobos", "nobias", "tied", "lr3e-3", "table2"),
           elsewhere={"logit learns x30": Reading(reads={"virtual": ("extra_idle", "sink-x30"),
                                                         "first": ("sink_idle", "sink-x30")})}),
     Claim(id="gated-no-sink", place="2.2, A.4",
@@ -182,7 +182,7 @@ CLAIMS = [
                         less="gate on idle", agrees=">= 0.5")),
           note="A weight under a gate that is shut does nothing, so the weight times the gate decides. We test this "
                "only in the lab, because text has no copy rows on which the gate could open.",
-          variations=("nobos",)),
+          variations=("nobos", "table2")),
     Claim(id="gate-identity", place="3.1, eq. 4",
           grade="identity",
           says="Sink attention is (1 - sink weight) x softmax, and so is vanilla attention if the first value is zero.",

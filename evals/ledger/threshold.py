@@ -137,7 +137,7 @@ CLAIMS = [
           tested="idle rows of entmax and sparsemax",
           reads={"raw": ("sink_idle", "entmax sparsemax"), "cost of hiding it": ("hide_cost", "entmax sparsemax")},
           bounds=(Bound(what="weight on the first token", column="raw", agrees=">= 0.5", contradicts="<= 0.1"),),
-          variations=("nobos",)),
+          variations=("nobos", "table2")),
     Claim(id="thm-survivors", place="theorems 4.3 and 4.6",
           says="On average at most kappa keys of a row pass the threshold by chance, and at most kappa^2 / n keys "
                "pass in both views.",
