@@ -85,6 +85,10 @@ LOG = (
              ("not run here", "not run here"), "With three seeds, 2 SD are a one-sided p of 0.037, with two of 0.11.")
       for row in ("lazy-ablation", "elastic-offset-order", "tda-loss-order", "tra-closes-gap", "tda-power",
                   "aux-helps")),
+    *(Change(row, "2026-11-23", "clearly: by the standard error of one loss",
+             "clearly: by that of the differences, window by window", ("not run here", "not run here"),
+             "Windows differ much more from each other than two forms of one model do.")
+      for row in ("focus-frozen-ppl", "focus-sparser-better", "focus-long-gap")),
 )
 
 
