@@ -316,6 +316,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--beta1=-1", r"--beta1=-1.0 and --beta2=0.95 must lie in \[0, 1\)"),
         ("--beta2=1", r"--beta2=1.0 must lie in \[0, 1\)"),
         ("--train_only=lora", "trains only a part of the model.*--init_from"),
+        ("--mfu=0", r"--mfu=0.0 must lie in \(0, 1\]"),
+        ("--mfu=40", r"--mfu=40.0 must lie in \(0, 1\]"),
+        ("--gpu=nonsense", "H100.*A100"),
         # constants of a recipe
         ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe accepts none"),
         ("--attn=elastic --attn_args=nonsense=1", "unknown --attn_args key 'nonsense': .*tau_init"),
