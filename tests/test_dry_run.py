@@ -4,10 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import train
+from common.machine import Machine
 from model import GPT, GPTConfig
+from training.dry_run import memory_of_a_step
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size": 257}
 SIZES = {                                       # one dominated by activations, one by weights, gradients and AdamW
@@ -63,6 +66,16 @@ def test_the_predicted_peak_is_that_of_a_real_process(size, data, tmp_path, caps
     assert size_of("together", dry_run(capsys, *flags)) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize("attn", ["softmax", "elastic", "diff", "focus", "performer", "gated_deltanet"])
+def test_fake_tensors_are_as_large_as_real_ones(attn):
+    """The peak of a step, counted in the same way on real tensors."""
+    config, idx = GPTConfig(attn=attn, **SMALL), torch.zeros(2, 64, dtype=torch.long)
+    model, memory = memory_of_a_step(train.Train(batch_size=2), config, Machine("cpu", "float32"))
+    assert model.flops_per_token() > 6 * model.num_params(embeddings=False)
+    real = Machine("cpu", "float32").peak_memory(lambda: GPT(config)(idx, idx)[1].backward())
+    assert sum(memory.values()) - memory["optimizer"] == pytest.approx(real, rel=0.02)
+
+
 def test_weights_gradients_and_averages_have_four_bytes_a_parameter(capsys):
     text = dry_run(capsys, *(f"--{name}={value}" for name, value in SMALL.items()))
     bytes_ = 4 * GPT(GPTConfig(**SMALL)).num_params()
@@ -78,9 +91,9 @@ def test_tokens_flops_and_hours_follow_from_the_knobs(capsys):
     text = dry_run(capsys, *(f"--{name}={value}" for name, value in SMALL.items()), *flags)
     tokens = 2 * 3 * 64 * 1000
     flops = GPT(GPTConfig(**SMALL)).flops_per_token() * tokens
-    assert "tokens: 384 a step, 1,000 steps, 0.00B in all" in text and f"{flops:.3g} in all" in text
+    assert "tokens: 384 a step, 1,000 steps, 384,000 in all" in text and f"{flops:.3g} in all" in text
     hours = flops / (312e12 * 0.5) / 3600
-    assert f"{hours:,.1f} on 1 GPU, {hours / 8:,.1f} on 8 GPUs" in text
+    assert f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs" in text
 
 
 def test_a_dry_run_needs_neither_data_nor_memory(monkeypatch, tmp_path, capsys):

@@ -41,13 +41,13 @@ def dry_run(knobs, config, plan):
     flops, peak = model.flops_per_token() * tokens, 1e12 * PEAK_TFLOPS[plan.gpu]
     lines = [
         f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn}",
-        f"tokens: {sequences * config.block_size:,} a step, {knobs.max_iters:,} steps, {tokens / 1e9:.2f}B in all",
+        f"tokens: {sequences * config.block_size:,} a step, {knobs.max_iters:,} steps, {tokens:,} in all",
         f"memory of one process, {knobs.batch_size} sequences at a time in {machine.dtype}, attention computed by "
         f"{mixers.choose_kernel(config, 'cpu')}:",
         *(f"  {name:11} {in_units(size):>10}" for name, size in memory.items()),
         f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
         f"hours on {plan.gpu} ({PEAK_TFLOPS[plan.gpu]} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
-        + ", ".join(f"{flops / (peak * plan.mfu * n) / 3600:,.1f} on {n} GPU{'s' * (n > 1)}" for n in GPUS)]
+        + ", ".join(f"{flops / (peak * plan.mfu * n) / 3600:.3g} on {n} GPU{'s' * (n > 1)}" for n in GPUS)]
     return "\n".join(lines)
 
 
@@ -59,8 +59,10 @@ def memory_of_a_step(knobs, config, machine):
     """The model, made of fake tensors, and {part: bytes} of one process during a training step. Their sum is its peak.
 
     activations: what the peak needs beyond the other parts. If a step is a single micro-batch, its gradients appear
-    while activations are freed, so they share memory. Not counted: evaluation, a second copy of the gradients that
-    several processes exchange, and gaps between tensors: allocators that keep freed memory need up to a third more."""
+    while activations are freed, so they share memory. Attention is counted as a CPU computes it: by torch's fused
+    softmax, or by the block loop, which needs somewhat more than a Triton kernel. Not counted: evaluation, a second
+    copy of the gradients that several processes exchange, and gaps between tensors: allocators that keep freed memory
+    need up to a third more."""
     with FakeTensorMode(), LiveMemory() as memory:
         model = GPT(config, knobs.seed)
         train_only(model, knobs)
