@@ -884,11 +884,6 @@ class Attention(Layer):
         log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
-    def flops_per_token(self):
-        """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys. The projections are not
-        included, and neither is a second view."""
-        return 12 * self.config.n_head * self.config.head_width * self.config.block_size
-
     @staticmethod
     def obstacles(config, device):
         """Triples: a kernel, whether it cannot run here, and the reason."""

@@ -85,6 +85,9 @@ class Block(nn.Module):
         if self.norm_place == "out":
             x = x + self.ln_1(self.attn(x, cache, importances))         # (B, T, C)
             return x + self.ln_2(self.mlp(x))                           # (B, T, C)
+        # parallel: as pre, but both branches read the same x (GPT-J, GPT-NeoX)
+        if self.norm_place == "parallel":
+            return x + self.attn(self.ln_1(x), cache, importances) + self.mlp(self.ln_2(x))
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
         x = x + self.attn(self.ln_1(x), cache, importances)             # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
@@ -118,13 +121,16 @@ class GPTConfig:
     qkv_bias: bool = knob(False, "biases of queries, keys and values, even without --bias")
     norm: str = knob("layernorm", "kind of norm, in each block and before the output layer", ("layernorm", "rmsnorm"))
     norm_place: str = knob(
-        "pre", "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
-        "(post, which needs a learning-rate warm-up)", ("pre", "out", "post"))
+        "pre", "norms before each branch (pre), the same with both branches reading one x (parallel), on what each "
+        "branch adds (out), or on the stream after each branch (post, which needs a learning-rate warm-up)",
+        ("pre", "parallel", "out", "post"))
     norm_eps: float = knob(1e-5, "epsilon of the norms")
+    embed_norm: bool = knob(False, "a norm on the token embeddings as well, as in BLOOM")
     mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP",
                     ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
     tied: bool = knob(True, "the output layer shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
+    rope_share: float = knob(1.0, "share of each head's channels, from the first on, that RoPE rotates; GPT-NeoX: 0.25")
     rope_scaling: str = knob(
         "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
         "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
@@ -194,6 +200,8 @@ class GPT(nn.Module):
         self.config = config
         self.ahead = SINKS[config.sink].ahead                           # learned tokens before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}            # of token ids
+        if config.embed_norm:
+            embeddings["ln_wte"] = make_norm(config)
         if places := POSITIONS[config.pos].embeds:
             embeddings["wpe"] = places(self.ahead + config.block_size, config.n_embd)   # of absolute positions
         self.transformer = nn.ModuleDict({      # GPT-2's names, which every checkpoint contains
@@ -266,6 +274,8 @@ class GPT(nn.Module):
 
         # embeddings of token ids, and of positions where these are absolute
         x = self.transformer.wte(idx)                                   # (B, T, C)
+        if "ln_wte" in self.transformer:
+            x = self.transformer.ln_wte(x)
         if ahead:
             x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)                # (B, 1+T, C)
         if "wpe" in self.transformer:
@@ -433,7 +443,8 @@ def check(config):
             ("dropout", 0 <= config.dropout < 1, "must lie in [0, 1)"),
             ("head_dim", config.head_dim >= 0, "must not be negative"),
             ("norm_eps", 0 < config.norm_eps < 1, "must lie between 0 and 1"),
-            ("rope_base", 0 < config.rope_base < math.inf, "must be a positive number")):
+            ("rope_base", 0 < config.rope_base < math.inf, "must be a positive number"),
+            ("rope_share", 0 < config.rope_share <= 1, "must lie in (0, 1]")):
         if not valid:
             raise ValueError(f"{name}={getattr(config, name)} {message}")
     mixers.check_axes(config)

@@ -3,6 +3,7 @@
     python train.py --attn=elastic                         on this machine's best device: CUDA, MPS or CPU
     torchrun --nproc_per_node=8 train.py --attn=elastic    on eight GPUs, or as eight CPU processes
     python train.py --attn=elastic --init_from=resume      continue a stopped or killed run from its last checkpoint
+    python train.py --preset=paper1-760m --dry_run         only print what a run would need: memory, FLOPs, hours
 
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), preset (--preset), default.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import attention
 import mixers
 from common import files
-from common.adapters import PROJECTIONS, add_lora, freeze_all_but, num_trained
+from common.adapters import PROJECTIONS, num_trained
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
 from common.machine import Machine
 from common.randomness import seed_dropout
@@ -36,9 +37,10 @@ from evals.report import report
 from model import GPT, GPTConfig
 from training import printing
 from training.balance import check_balance, losses
+from training.dry_run import DryRun, dry_run
 from training.presets import PRESETS
 from training.stopping import StopSignal, diverged
-from training.weights import resume, take_weights
+from training.weights import resume, take_weights, train_only
 
 # -------------------------------------------------------------------------------------------------------------- knobs
 
@@ -193,10 +195,7 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     model = GPT(config, knobs.seed)
     more = ("balance",) if knobs.head_balance or model.penalized else ()                # a column for additional losses
     run = Run(knobs.out_dir, machine, more)
-    if knobs.train_only == "lora":
-        add_lora(model, PROJECTIONS[knobs.lora_on], knobs.lora_rank, knobs.seed)
-    if knobs.train_only != "all":
-        freeze_all_but(model, knobs.train_only)
+    train_only(model, knobs)
     has_checkpoint = stored and run.checkpoint.exists()
     if knobs.init_from != "scratch" and not has_checkpoint:
         take_weights(model, knobs.init_from, run, machine)
@@ -326,10 +325,12 @@ def train(knobs, config, machine, folder, data, stored, flags):
 def main(argv):
     """Resolve all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
     parser = Parser(prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
-    add_flags(parser, Train, GPTConfig)
+    add_flags(parser, Train, DryRun, GPTConfig)
+    args = parser.parse_args(argv)
     try:
         # validate all flags before the GPU is used or anything is written
-        settled, stored = settle_knobs(parser.parse_args(argv))
+        settled, stored = settle_knobs(args)
+        plan = DryRun(**given_flags(args, DryRun))
         knobs = Train(**fields_of(Train, settled))
         vocab_size = settled.get("vocab_size", 0)                       # 0: take it from the data set, below
         config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})
@@ -345,6 +346,9 @@ def main(argv):
         parser.error(str(e))
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
+        if plan.dry_run:                        # needs data only to learn the size of the vocabulary
+            config.vocab_size = vocab_size or tokens.data_for(before, knobs.dataset, machine)[1]["vocab_size"]
+            return print(dry_run(knobs, config, plan))
         folder, data = tokens.data_for(before, knobs.dataset, machine)
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)

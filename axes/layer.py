@@ -159,6 +159,11 @@ class Layer(nn.Module):
         yield "triton", True, f"mixer {config.mixer} has no kernel"
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
+    def flops_per_token(self):
+        """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys. The projections are not
+        included, and neither is a second view."""
+        return 12 * self.config.n_head * self.config.head_width * self.config.block_size
+
     def finish_step(self, machine):
         """The training loop calls this after every step. Some mixers update themselves from its tokens."""
 

@@ -120,11 +120,12 @@ def t5_index_table(layer):
 
 
 def rope_frequencies(config, width, device):
-    """Radians per position of each pair of channels, (width // 2,): base^(-2c / width), scaled as rope_scaling says.
+    """Radians per position of each pair of channels, (R // 2,): base^(-2c / R), scaled as rope_scaling says. R: how
+    many of a head's `width` channels rotate, all by default.
 
-    An odd width leaves its last channel without a partner; the exponent is then -2c / (width - 1).
+    An odd R leaves its last channel without a partner; the exponent is then -2c / (R - 1).
     """
-    half = width // 2
+    half = int(width * config.rope_share) // 2
     frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     how, numbers = parse_rope_scaling(config.rope_scaling)
     return ROPE_SCALINGS[how](frequency, *numbers)
@@ -168,13 +169,13 @@ def parse_rope_scaling(text):
 
 
 def rotate(x, frequency, positions):
-    """RoPE: rotate the channels (x_c, x_{c + D/2}) of x (B, H, T, D) by the angle position * frequency_c.
+    """RoPE: rotate the channels (x_c, x_{c + R/2}) of x (B, H, T, D) by the angle position * frequency_c.
 
-    positions (T,), frequency (D // 2,). Channels are paired half by half, as in GPT-NeoX and LLaMA. An odd last channel
-    stays as it is. Source: Su et al. 2021.
+    positions (T,), frequency (R // 2,): the first R channels rotate, usually all D. They are paired half by half, as in
+    GPT-NeoX and LLaMA. An odd last channel stays as it is. Source: Su et al. 2021.
     """
-    half = x.shape[-1] // 2
-    angle = positions[:, None].float() * frequency                      # (T, D // 2)
+    half = len(frequency)
+    angle = positions[:, None].float() * frequency                      # (T, R // 2)
     cos, sin = angle.cos(), angle.sin()
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)

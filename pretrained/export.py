@@ -4,7 +4,8 @@
 
 It writes config.json, model.safetensors and the tokenizer. It can export plain softmax recipes with GPT-2's blocks
 (learned positions, LayerNorm, biases) or Llama's (rotary positions, RMSNorm, SwiGLU), the latter also as mistral,
-qwen2, qwen3 or olmo2. It refuses all others with the reason. Data in symbols has no tokenizer to write.
+qwen2, qwen3 or olmo2, and recipes with the blocks of gpt_neox or bloom. It refuses all others with the reason. Data in
+symbols has no tokenizer to write.
 """
 import dataclasses
 from pathlib import Path
@@ -15,7 +16,8 @@ from common.flags import Parser, fields_of
 from common.runs import read_run, read_weights
 from data import coders, lookup
 from model import GPTConfig
-from pretrained.families import BOS_AND_EOS, FAMILIES, config_for, config_from, is_turned, own_shapes, pieces
+from pretrained.families import (
+    BOS_AND_EOS, FAMILIES, config_for, config_from, is_by_head, is_turned, own_shapes, pieces, regrouped)
 
 
 def export(run, folder):
@@ -62,6 +64,8 @@ def their_tensors(state, config, names, path):
             raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
         parts = pieces(name, shape, config, names)
         value = state[name].t() if is_turned(name, shape, names) else state[name]
+        if is_by_head(name, names):
+            value = regrouped(value, (3, config.n_head))
         rows = value.split([part[0] for _, part in parts])
         tensors |= {their_name: row.contiguous() for (their_name, _), row in zip(parts, rows, strict=True)}
     return tensors
@@ -87,7 +91,8 @@ def exported_config(config):
 
 def decisive(config):
     """{field: value} of the fields of a config that affect the logits, in one spelling."""
-    ignored = ("attn", "kernel", "dropout", "bias_range", "n_inner", *([] if config.pos == "rope" else ["rope_base"]))
+    ignored = ["attn", "kernel", "dropout", "bias_range", "n_inner"]
+    ignored += [] if config.pos == "rope" else ["rope_base", "rope_share"]
     values = dataclasses.asdict(config) | {
         "head_dim": config.head_width, "rope_scaling": parse_rope_scaling(config.rope_scaling),
         "qkv_bias": config.bias or config.qkv_bias}

@@ -5,9 +5,10 @@ its tensors to ours. In this folder, `their name` is a tensor's name in the publ
 """
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from axes.positions import parse_rope_scaling
+from axes.positions import alibi_slopes, parse_rope_scaling
 from model import GPTConfig, shapes_of
 
 # ----------------------------------------------------------------------------------------------------------- the tables
@@ -33,6 +34,7 @@ ONLY = {                                        # {key: values that model.py can
     "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0],
     "use_sliding_window": [False], "layer_types": [set(), {"full_attention"}],
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
+    "use_parallel_residual": [True], "apply_residual_connection_post_layernorm": [False],
     "quantization_config": []}
 
 LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
@@ -42,6 +44,26 @@ LLAMA_NAMES = {                                 # {our module: theirs}; modules 
     "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
 OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
+NEOX_FIELDS = {
+    "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size", "mlp": "hidden_act",
+    "norm_eps": "layer_norm_eps", "rope_share": "partial_rotary_factor", "tied": "tie_word_embeddings"}
+NEOX_ONLY = {key: values for key, values in ONLY.items() if key != "partial_rotary_factor"} | {
+    "hidden_act": ACTIVATIONS, "attention_bias": [True]}
+NEOX_NAMES = {
+    "transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out",
+    "transformer.h": "gpt_neox.layers", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
+    "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h"}
+BLOOM_FIELDS = {
+    "block_size": "seq_length", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+    "n_embd": "hidden_size", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+BLOOM_NAMES = NEOX_NAMES | {
+    "transformer.wte": "transformer.word_embeddings", "transformer.ln_wte": "transformer.word_embeddings_layernorm",
+    "transformer.ln_f": "transformer.ln_f", "transformer.h": "transformer.h", "lm_head": "lm_head",
+    "attn.c_attn": "self_attention.query_key_value", "attn.c_proj": "self_attention.dense"}
+OLDER = {                                       # {key in published files: in transformers 5}
+    "n_embed": "hidden_size", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 
 
 class Family(NamedTuple):
@@ -51,6 +73,7 @@ class Family(NamedTuple):
     fields: dict = LLAMA_FIELDS                 # {field of GPTConfig: key of config.json}
     names: dict = LLAMA_NAMES                   # {our module: theirs}; empty: all names are equal
     optional: dict = OPTIONAL                   # {key of config.json that may be absent: its default}
+    only: dict = ONLY                           # {key: values that model.py can compute}
 
 
 BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: the ids that begin and end a text
@@ -63,6 +86,10 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", LLAMA | {"qkv_bias": True}),
     "qwen3": Family("Qwen3ForCausalLM", LLAMA | {"qk_norm": "head"}, optional=OPTIONAL | {"head_dim": 128}),
     "olmo2": Family("Olmo2ForCausalLM", LLAMA | {"qk_norm": "all", "norm_place": "out"}, names=OLMO2_NAMES),
+    "gpt_neox": Family("GPTNeoXForCausalLM", {"norm_place": "parallel", "pos": "rope", "bias": True}, NEOX_FIELDS,
+                       NEOX_NAMES, OPTIONAL | {"partial_rotary_factor": 0.25}, NEOX_ONLY),
+    "bloom": Family("BloomForCausalLM", {"embed_norm": True, "mlp": "gelu_tanh", "pos": "alibi", "bias": True},
+                    BLOOM_FIELDS, BLOOM_NAMES, OPTIONAL | {"seq_length": 2048, "tie_word_embeddings": True}),
 }
 
 
@@ -71,9 +98,10 @@ FAMILIES = {
 
 def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
+    config_json = {new: config_json[old] for old, new in OLDER.items() if old in config_json} | config_json
     check_computable(config_json, path)
     family, rope = FAMILIES[config_json["model_type"]], rope_parameters(config_json)
-    found = {field: config_json.get(key, family.optional.get(key)) for field, key in family.fields.items()}
+    found = {field: (config_json | rope).get(key, family.optional.get(key)) for field, key in family.fields.items()}
     found = {field: 0 if value is None else value for field, value in found.items()}    # 0: derived from other sizes
     if "mlp" in found:
         found["mlp"] = ACTIVATIONS.get(found["mlp"], found["mlp"])
@@ -96,7 +124,7 @@ def check_computable(config_json, path):
         raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
     layer_types = set(config_json.get("layer_types") or ())
     found = config_json | rope | {"rope_type": rope_type(rope), "layer_types": layer_types}
-    for key, right in ONLY.items():
+    for key, right in family.only.items():
         if key in found and found[key] is not None and found[key] not in right:
             raise ValueError(f"{path}: model.py cannot compute {key}={found[key]}, only "
                              f"{' or '.join(map(str, right))}")
@@ -132,10 +160,12 @@ def config_for(config, kind):
         key: values[field] for field, key in family.fields.items()}
     if family.choices["pos"] != "rope":
         return config_json
+    if "rope_share" in family.fields:
+        config_json |= {"rotary_pct": config.rope_share, "rotary_emb_base": config.rope_base}
     how, numbers = parse_rope_scaling(config.rope_scaling)
     numbers = [int(x) if x.is_integer() else x for x in numbers]        # transformers requires integers for positions
     scaling = {"rope_type": how} | dict(zip(ROPE_NUMBERS[how], numbers, strict=True)) if how else None
-    return config_json | {"rope_theta": config.rope_base, "rope_scaling": scaling, "hidden_act": "silu"}
+    return {"hidden_act": "silu"} | config_json | {"rope_theta": config.rope_base, "rope_scaling": scaling}
 
 
 # ---------------------------------------------------------------------------------------- their tensors and our tensors
@@ -169,7 +199,27 @@ def is_turned(name, shape, names):
     return not names and len(shape) == 2 and name.startswith("transformer.h.")
 
 
+def is_by_head(name, names):
+    """Does this tensor hold q, k and v head by head? Ours hold all heads of q first, then k, then v."""
+    return ".attn.c_attn." in name and names.get("attn.c_attn", "").endswith("query_key_value")
+
+
+def regrouped(rows, groups):
+    """Rows (a b D, ..) in groups (a, b), in the order (b, a): from (heads, 3) to (3, heads), or back."""
+    return rows.unflatten(0, (*groups, -1)).transpose(0, 1).flatten(0, 2)
+
+
 def own_shapes(config):
-    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte."""
+    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes: see
+    `slopes_of`."""
     return {name: shape for name, shape in shapes_of(config).items()
-            if not (config.tied and name == "lm_head.weight")}
+            if not (config.tied and name == "lm_head.weight" or name.endswith(".attn.alibi"))}
+
+
+def slopes_of(config):
+    """{name: value} of ALiBi's slopes, which a run stores and a public model does not."""
+    if config.pos != "alibi":
+        return {}
+    heads = SimpleNamespace(heads=config.n_head, score_heads=config.n_head)
+    return {f"transformer.h.{layer}.attn.{name}": value for layer in range(config.n_layer)
+            for name, value in alibi_slopes(heads).items()}

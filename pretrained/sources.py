@@ -44,8 +44,8 @@ class Source(NamedTuple):
     instruction_tuned: bool                     # it comes with a chat template
 
 
-# buffers in older files that are not weights: GPT-2's causal mask, RoPE's frequencies
-NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+# buffers in older files that are not weights: the causal mask of GPT-2 and GPT-NeoX, RoPE's frequencies
+NO_WEIGHT = re.compile(r"\.(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 @contextlib.contextmanager
@@ -86,7 +86,9 @@ def from_folder(path):
     for shard in shards:
         tensors |= tensors_in(shard)
     names = FAMILIES[config_json["model_type"]].names
-    if not names and "wte.weight" in tensors:   # OpenAI's files of GPT-2 omit the outermost name
+    first = f"{names.get('transformer.wte', 'transformer.wte')}.weight"
+    if first not in tensors and first.removeprefix("transformer.") in tensors:
+        # the published files of GPT-2 and BLOOM omit the outermost name
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     card = re.search(r"^license: *(\S+)", text_of(path / "README.md"), re.M)            # the model card
     return Source(

@@ -122,6 +122,14 @@ def test_rope_rotates_pairs_from_both_halves_of_a_head():
     close(turned, torch.tensor([math.cos(2), 10 * math.cos(2 / 10), math.sin(2), 10 * math.sin(2 / 10)]), terms=8)
 
 
+def test_rope_leaves_the_channels_beyond_its_share_as_they_are():
+    """GPT-NeoX rotates a quarter. The pairs and their frequencies are those of a head of that width."""
+    x, config = normal(2, 3, 9, 8), tiny_config(rope_share=0.5)
+    turned = rotate(x, rope_frequencies(config, 8, "cpu"), torch.arange(9))
+    close(turned[..., :4], rotate(x[..., :4], rope_frequencies(tiny_config(), 4, "cpu"), torch.arange(9)))
+    same(turned[..., 4:], x[..., 4:])
+
+
 def test_sinusoidal_positions_equal_their_formula():
     """sin, then cos, of position / 10000^(2c / C), Vaswani et al. 2017. They end at block_size and are not learned."""
     gpt = model(pos="sinusoidal")
@@ -185,7 +193,8 @@ SIZES = [
     ("mlp", "swiglu"), ("mlp", "relu2"), ("tied", False), ("bias", True), ("n_kv_head", 1), ("n_inner", 24),
     ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18), ("head_dim", 6), ("qkv_bias", True), ("norm_place", "out"),
     ("norm_eps", 1e-3), ("rope_scaling", "linear:4"), ("rope_scaling", "llama3:8,1,4,8"),
-    ("norm_place", "post"), ("rope_scaling", "ntk:2"), *(("pos", pos) for pos in attention.AXES["pos"])]
+    ("norm_place", "post"), ("norm_place", "parallel"), ("embed_norm", True), ("rope_share", 0.5),
+    ("rope_scaling", "ntk:2"), *(("pos", pos) for pos in attention.AXES["pos"])]
 
 
 @pytest.mark.parametrize("name, value", SIZES)

@@ -302,6 +302,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         *must(r"lie in \[0, 1\)", "dropout=1", "dropout=-0.1"),
         *must("lie between 0 and 1", "norm_eps=0"),
         *must("be a positive number", "rope_base=0", "rope_base=inf"),
+        *must(r"lie in \(0, 1\]", "rope_share=0", "rope_share=1.5"),
         ("--n_embd=17", "n_embd=17 is not divisible by n_head=2"),
         ("--n_kv_head=3", "n_head=2 is not divisible by n_kv_head=3"),
         # how to train
@@ -316,6 +317,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--beta1=-1", r"--beta1=-1.0 and --beta2=0.95 must lie in \[0, 1\)"),
         ("--beta2=1", r"--beta2=1.0 must lie in \[0, 1\)"),
         ("--train_only=lora", "trains only a part of the model.*--init_from"),
+        ("--mfu=0", r"--mfu=0.0 must lie in \(0, 1\]"),
+        ("--mfu=40", r"--mfu=40.0 must lie in \(0, 1\]"),
+        ("--gpu=nonsense", "H100.*A100"),
         # constants of a recipe
         ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe accepts none"),
         ("--attn=elastic --attn_args=nonsense=1", "unknown --attn_args key 'nonsense': .*tau_init"),
@@ -768,7 +772,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("export", "RUN, FOLDER")]),
     ("data/weights.py {llama} --out=out", INPUT, [
         *(("", says, edited("llama/config.json", **changes)) for changes, says in (
-            ({"model_type": "gemma"}, "model_type gemma is not among.*gpt2, llama, mistral, qwen2, qwen3, olmo2"),
+            ({"model_type": "gemma"}, "model_type gemma is not among.*gpt2, llama, mistral, qwen2.*bloom"),
             ({"hidden_act": "gelu"}, "cannot compute hidden_act=gelu, only silu"),
             ({"attention_bias": True}, "attention_bias=True"), ({"mlp_bias": True}, "mlp_bias=True"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),

@@ -408,8 +408,9 @@ def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, mon
 # ---------------------------------------------------------------------------------------------------------- presets
 
 @pytest.mark.parametrize("name, millions, counted, step_tokens", [
-    ("gpt2", 124.48, "all", 524_288), ("paper1", 359.84, "all", 524_288), ("paper2", 162.32, "all", 524_288),
-    ("paper5", 59.00, "blocks", 262_144)])
+    ("gpt2", 124.48, "all", 524_288), ("paper1", 359.84, "all", 524_288), ("paper1-760m", 756.82, "all", 524_288),
+    ("paper2", 162.32, "all", 524_288), ("paper5", 59.00, "blocks", 262_144),
+    ("paper5-1b", 1130.46, "blocks", 1_048_576)])
 def test_presets_have_the_size_that_they_state(name, millions, counted, step_tokens, monkeypatch):
     monkeypatch.setattr(GPT, "init_weights", lambda self, seed: None)
     preset = train_script.PRESETS[name]

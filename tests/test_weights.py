@@ -27,6 +27,10 @@ LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "eos_token_id": 2}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "bos_token_id": 1,
         "eos_token_id": 2}
+NEOX = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+BLOOM = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 64, "bos_token_id": 1,
+         "eos_token_id": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
 MODELS = {                                      # name: (model_type, its config)
@@ -40,6 +44,11 @@ MODELS = {                                      # name: (model_type, its config)
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
     "olmo2": ("olmo2", LLAMA),
+    "gpt_neox": ("gpt_neox", NEOX | {"rope_parameters": {"partial_rotary_factor": 0.25}}),
+    "gpt_neox half": ("gpt_neox", NEOX | {"tie_word_embeddings": True, "hidden_act": "gelu_new", "rope_parameters": {
+        "partial_rotary_factor": 0.5, "rope_theta": 500.0}}),
+    "bloom": ("bloom", BLOOM),
+    "bloom of 6 heads": ("bloom", BLOOM | {"n_head": 6, "hidden_size": 48}),
 }
 SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "added_tokens": []}
 
@@ -132,6 +141,33 @@ def test_gpt2_converts_from_files_in_their_first_form(tmp_path):
     tensors = {name.removeprefix("transformer."): value for name, value in safetensors.load_file(path).items()}
     path.write_bytes(safetensors.save(tensors | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}))
     assert_same_logits(converted(tmp_path / "gpt2", tmp_path / "run"), theirs)
+
+
+def rewritten(folder, config, rename, **more):
+    """Give a model's folder another config.json, and its tensors other names and more tensors beside them."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    files.write_json(folder / "config.json", config)
+    path = folder / "model.safetensors"
+    path.write_bytes(safetensors.save({rename(name): x for name, x in safetensors.load_file(path).items()} | more))
+
+
+def test_pythia_converts_from_files_in_their_published_form(tmp_path):
+    """config.json has older keys, and the files hold buffers."""
+    theirs = make(tmp_path / "pythia", "gpt_neox")
+    config = files.read_json(tmp_path / "pythia" / "config.json")
+    config |= {"rotary_pct": config.pop("rope_parameters")["partial_rotary_factor"], "rotary_emb_base": 10000}
+    rewritten(tmp_path / "pythia", config, str, **{"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 64, 64),
+                                                   "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2)})
+    assert_same_logits(converted(tmp_path / "pythia", tmp_path / "run"), theirs)
+
+
+def test_bloom_converts_from_files_in_their_published_form(tmp_path):
+    """config.json has an older key, and the tensors lack the prefix `transformer.`"""
+    theirs = make(tmp_path / "bloom", "bloom")
+    config = files.read_json(tmp_path / "bloom" / "config.json")
+    config["n_embed"] = config.pop("hidden_size")
+    rewritten(tmp_path / "bloom", config, lambda name: name.removeprefix("transformer."))
+    assert_same_logits(converted(tmp_path / "bloom", tmp_path / "run"), theirs)
 
 
 def test_a_converted_run_names_its_source(llama, tmp_path):

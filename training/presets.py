@@ -30,6 +30,15 @@ PRESETS = {
         "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
         "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "learning_rate": 4e-4,
         "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+    # the paper cites this scale from Titans: 760M in table 1, 730M in appendix C.2. It prints no sizes. These are GPT-3
+    # Large's, with SwiGLU's usual width: 729M parameters with the paper's 32,000 ids
+    "paper1-760m": {
+        "about": "Lazy Attention, table 1: 760M parameters, 30B tokens. The paper prints no depth, width or "
+                 "number of heads: they are GPT-3 Large's (760M). GPT-2's tokenizer, used here, makes it 757M",
+        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1536, "n_inner": 4096, "block_size": 4096,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
+        "batch_size": 4, "gradient_accumulation_steps": 32, "max_iters": 57_220, "learning_rate": 4e-4,
+        "weight_decay": 0.01, "warmup_iters": 2048, "eval_interval": 500, "eval_iters": 20},
     "paper2": {
         "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and an untied head, with the "
                  "paper's tokenizer and data. The paper trains for 190,730 steps; this is one pass over the data. The "
@@ -46,4 +55,14 @@ PRESETS = {
         "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
         "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "learning_rate": 4e-4,
         "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
+    # the paper prints "1B" and two losses. Everything else is from its code, configs/tinyllama_1b.yaml and its sigmoid
+    # twin: TinyLlama's sizes, but 16 heads, all with keys of their own; 42B tokens; one learning rate after the warm-up
+    "paper5-1b": {
+        "about": "When Attention Sink Emerges, 7.4: 1B models, --attn=softmax against --attn=sigmoid_raw. The blocks "
+                 "have 1.13B parameters. The paper prints no sizes: these are its code's. Data and tokenizer as in "
+                 "paper5",
+        "dataset": "fineweb_edu", "n_layer": 22, "n_head": 16, "n_embd": 2048, "n_inner": 5632, "block_size": 2048,
+        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
+        "batch_size": 4, "gradient_accumulation_steps": 128, "max_iters": 40_000, "learning_rate": 4e-4,
+        "decay_lr": False, "warmup_iters": 100, "eval_interval": 1000, "eval_iters": 20},
 }

@@ -1,10 +1,18 @@
 """Where a run's first weights come from: another run (--init_from=RUN), or its own last checkpoint (resume)."""
 from pathlib import Path
 
-from common.adapters import frozen
+from common.adapters import PROJECTIONS, add_lora, freeze_all_but, frozen
 from common.flags import fields_of
 from common.runs import load_weights, on_base, read_checkpoint, read_run, read_weights, what_is_new
 from model import GPTConfig
+
+
+def train_only(model, knobs):
+    """Add the matrices of LoRA if --train_only asks for them, and freeze all weights that it does not name."""
+    if knobs.train_only == "lora":
+        add_lora(model, PROJECTIONS[knobs.lora_on], knobs.lora_rank, knobs.seed)
+    if knobs.train_only != "all":
+        freeze_all_but(model, knobs.train_only)
 
 
 def take_weights(model, path, run, machine):

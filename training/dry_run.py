@@ -1,0 +1,82 @@
+"""What a training run would need, without running it (--dry_run): parameters, tokens, memory, FLOPs and hours.
+
+Memory is counted operation by operation. A training step runs on fake tensors: they have a shape and a data type but,
+like those of the meta device, no content. So a model of any size is counted in seconds, on any machine.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mixers
+from common.flags import knob
+from common.machine import PEAK_TFLOPS, LiveMemory, Machine
+from model import GPT
+from training.balance import losses
+from training.weights import train_only
+
+
+@dataclass
+class DryRun:
+    """Flags of a dry run"""
+    dry_run: bool = knob(False, "print what the run would need, and stop: parameters, tokens, memory, FLOPs, hours")
+    gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
+    mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
+
+    def __post_init__(self):
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"--mfu={self.mfu} must lie in (0, 1]")
+
+
+GPUS = (1, 8)
+
+
+def dry_run(knobs, config, plan):
+    """The text that a dry run prints. plan: a DryRun."""
+    machine = Machine("cpu", "bfloat16" if knobs.dtype == "auto" else knobs.dtype)      # auto: as on a GPU
+    model, memory = memory_of_a_step(knobs, config, machine)
+    memory["together"] = sum(memory.values())
+    sequences = knobs.batch_size * knobs.gradient_accumulation_steps
+    tokens = sequences * config.block_size * knobs.max_iters
+    flops, peak = model.flops_per_token() * tokens, 1e12 * PEAK_TFLOPS[plan.gpu]
+    lines = [
+        f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn}",
+        f"tokens: {sequences * config.block_size:,} a step, {knobs.max_iters:,} steps, {tokens:,} in all",
+        f"memory of one process, {knobs.batch_size} sequences at a time in {machine.dtype}, attention computed by "
+        f"{mixers.choose_kernel(config, 'cpu')}:",
+        *(f"  {name:11} {in_units(size):>10}" for name, size in memory.items()),
+        f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
+        f"hours on {plan.gpu} ({PEAK_TFLOPS[plan.gpu]} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
+        + ", ".join(f"{flops / (peak * plan.mfu * n) / 3600:.3g} on {n} GPU{'s' * (n > 1)}" for n in GPUS)]
+    return "\n".join(lines)
+
+
+def in_units(size):
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
+
+
+def memory_of_a_step(knobs, config, machine):
+    """The model, made of fake tensors, and {part: bytes} of one process during a training step. Their sum is its peak.
+
+    activations: what the peak needs beyond the other parts. If a step is a single micro-batch, its gradients appear
+    while activations are freed, so they share memory. Attention is counted as a CPU computes it: by torch's fused
+    softmax, or by the block loop, which needs somewhat more than a Triton kernel. Not counted: evaluation, a second
+    copy of the gradients that several processes exchange, and gaps between tensors: allocators that keep freed memory
+    need up to a third more."""
+    with FakeTensorMode(), LiveMemory() as memory:
+        model = GPT(config, knobs.seed)
+        train_only(model, knobs)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        weights = memory.now
+        if knobs.gradient_accumulation_steps > 1:                       # gradients of earlier micro-batches exist
+            for p in trained:
+                p.grad = torch.empty_like(p)
+        x, y = torch.zeros(2, knobs.batch_size, config.block_size, dtype=torch.long)
+        memory.peak = memory.now                # forget what only the initialisation needed
+        with machine.autocast():
+            loss, balance = losses(model, x, y, knobs, machine)
+            balance = balance + model.penalty()
+        (loss + balance).backward()
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    return model, {"weights": weights, "gradients": gradients, "optimizer": 2 * gradients,  # AdamW's two averages
+                   "activations": memory.peak - weights - gradients}
