@@ -31,6 +31,7 @@ from common.flags import Parser, add_flags, at_least, fields_of, given_flags, kn
 from common.machine import Machine
 from common.randomness import seed_dropout
 from common.runs import Run, as_base, describe, read_run
+from common.shards import gather, is_sharded, load_optimizer, shard, whole
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -99,6 +100,7 @@ class Train:
         "auto", "precision of matrix products (autocast); auto: bfloat16 where it is fast",
         ("auto", "float32", "bfloat16", "float16"))
     compile: bool = knob(False, "torch.compile the model")
+    shard: bool = knob(False, "on several ranks, split weights, gradients and optimizer state over them")
 
     def __post_init__(self):
         at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
@@ -201,11 +203,6 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
         take_weights(model, knobs.init_from, run, machine)
     model.to(machine.device)
 
-    # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
-    optimizer = model.configure_optimizers(
-        knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
-    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
-
     # meta.json: the settings of the run, and entries from the data set and from an earlier run
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
     meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
@@ -214,13 +211,23 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     if knobs.train_only != "all":
         base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
         meta |= {"trained": num_trained(model), "base": base}
-    if stored:
-        resume(run, stored, meta, model, optimizer, scaler)
+    checkpoint = resume(run, stored, meta, model) if stored else None
 
-    # the loop calls `running`: the same model, compiled and wrapped for several ranks
+    # the loop calls `running`: the same model, compiled and made ready for several ranks. Each of them holds a part of
+    # every weight (--shard), or all of them
+    if knobs.shard and machine.world > 1:
+        shard(model, machine)
     running = torch.compile(model) if knobs.compile else model
-    if machine.world > 1:
+    if machine.world > 1 and not knobs.shard:
         running = DistributedDataParallel(running)
+
+    # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
+    optimizer = model.configure_optimizers(
+        knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
+    if checkpoint:
+        load_optimizer(optimizer, checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint.get("scaler", {}))
 
     # up to here nothing was written to disk, so a wrong flag has destroyed no earlier run
     printing.introduce(knobs, model, machine, data, batches, kernel, run.saved)
@@ -256,7 +263,8 @@ def train(knobs, config, machine, folder, data, stored, flags):
             for micro, (x, y) in enumerate(micro_batches):
                 if config.dropout:              # seeded by these four numbers, so resuming needs no stored state
                     seed_dropout(knobs.seed, step, machine.rank, micro)
-                if machine.world > 1:           # the ranks average their gradients once, after the last micro-batch
+                # data-parallel ranks average their gradients once, after the last micro-batch
+                if isinstance(running, DistributedDataParallel):
                     running.require_backward_grad_sync = micro == len(micro_batches) - 1
                 with machine.autocast():        # products in 16 bits where they are fast, sums in float32
                     loss, balance = losses(running, x, y, knobs, machine)
@@ -271,7 +279,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
 
             # clip the gradient, to limit the effect of one unusual batch
             scaler.unscale_(optimizer)          # the norm is that of the unscaled gradient
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf).item()
+            norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)).item()
 
             # the step. A float16 gradient may overflow: then the scaler skips the step and lowers its scale
             if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
@@ -292,7 +300,8 @@ def train(knobs, config, machine, folder, data, stored, flags):
                 printing.show_on(bar, row)
             if evaluate:
                 windows = knobs.eval_iters * knobs.batch_size
-                row["val_loss"] = mean_loss(model, val, machine, windows, knobs.batch_size, batches.stride)
+                row["val_loss"] = mean_loss(model, val, machine, windows, knobs.batch_size, batches.stride,
+                                            share=not is_sharded(model))
                 if not math.isfinite(row["val_loss"]):
                     raise diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped", run)
                 run.meta["losses"] = {"step": step, "train": train_loss, "val": row["val_loss"]}
@@ -312,6 +321,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
         return False
     run.meta["seconds"] = round(time.perf_counter() - began, 1)
     run.meta["seconds_waiting_for_data"] = round(batches.waited, 3)
+    gather(model)                               # the report looks into the model on the main rank alone
     run.meta["report"] = report(model, machine, folder, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
     run.finish()
     if machine.main:
@@ -383,7 +393,7 @@ def settle_knobs(args):
 
 
 # knobs that may change on resume: none of them changes what a step computes
-MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "kernel", "max_iters", "eval_interval", "log_interval"}
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "kernel", "max_iters", "eval_interval", "log_interval"}
 
 
 def resume_knobs(given):

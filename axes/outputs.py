@@ -66,7 +66,7 @@ def dex_corrected(layer, o):
 
 def dex_correction(layer):
     E = layer.shapes["v"][1]
-    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Redrawn(0.0), "dex_lambda": torch.zeros(()),
+    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Redrawn(0.0), "dex_lambda": torch.zeros(1),
             "progress": Fixed(torch.zeros(()))}                         # GPT.set_progress sets it
 
 

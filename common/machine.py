@@ -36,9 +36,10 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
-            # Imported later, its functions would keep the group as a default argument. The group's threads would then
+            # Imported later, their functions would keep the group as a default argument. The group's threads would then
             # outlive close(), and now and then abort the process at its end.
-            importlib.import_module("torch.distributed.nn")
+            for name in ("torch.distributed.nn", "torch.distributed.fsdp"):
+                importlib.import_module(name)
             nccl = {"backend": "nccl", "device_id": self.device}
             dist.init_process_group(**(nccl if self.device.type == "cuda" else {"backend": "gloo"}))
 

@@ -29,6 +29,7 @@ import torch
 
 from common import files
 from common.adapters import frozen, merged
+from common.shards import whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,12 +93,12 @@ class Run:
 
     def save(self, model, optimizer, scaler, step):
         """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json, which does no harm."""
-        if not self.main:
-            return
         kept = frozen(model)                    # an adapter's base holds these
         learned = {name: value for name, value in model.state_dict().items() if name not in kept}
-        state = {"model": learned, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                 "step": step}
+        state = whole({"model": learned, "optimizer": optimizer.state_dict()}, keep=self.main)
+        if not self.main:
+            return
+        state |= {"scaler": scaler.state_dict(), "step": step}
         with self.writing(step):
             with files.replacing(self.checkpoint) as f:
                 torch.save(state, f)

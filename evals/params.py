@@ -123,8 +123,8 @@ def figures(module, x=None):
 def per_head(module, name, p):
     """(name, (heads,)) of a tensor: scalars as they are, vectors by their norms. A vector that a mixer adds for its
     whole layer counts as a vector, even if its length is the number of heads."""
-    if p.dim() == 0:
-        return name, p[None]
+    if p.numel() == 1:
+        return name, p.reshape(1)
     if p.dim() == 1 and len(p) in (module.heads, module.score_heads) and name not in module.added:
         return name, p
     return f"|{name}|", p.flatten(1).norm(dim=1) if p.dim() > 1 else p.norm()[None]

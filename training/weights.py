@@ -30,18 +30,18 @@ def take_weights(model, path, run, machine):
         print(what_is_new(added, path))
 
 
-def resume(run, stored, meta, model, optimizer, scaler):
-    """Load a run's own last checkpoint, if it has saved one. stored: its meta.json. meta: the new meta.json.
+def resume(run, stored, meta, model):
+    """Load the weights of a run's own last checkpoint. Returns the checkpoint, or None if the run has saved none.
+    stored: its meta.json. meta: the new meta.json.
 
     Raises ValueError if the data set is not the one that the run began with."""
     if stored.get("data_hash") != meta["data_hash"]:
         raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: "
                          "make it as it was, or start a new run")
     if not run.checkpoint.exists():             # killed before its first checkpoint: start again
-        return
+        return None
     checkpoint = read_checkpoint(run.checkpoint)
     load_weights(model, on_base(checkpoint["model"], stored, run.checkpoint), run.checkpoint)
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    scaler.load_state_dict(checkpoint.get("scaler", {}))
     run.saved = checkpoint["step"]
     meta["losses"] = stored["losses"]
+    return checkpoint

@@ -1,0 +1,94 @@
+"""train.py --shard=1: weights, gradients and optimizer state are split over the ranks, and nothing else changes."""
+import csv
+
+import pytest
+import torch
+from bounds import below, close, same
+from conftest import ROOT, assert_close_runs, by_default, meta, run, train, train_here, weights
+
+SHARED = ("--gradient_accumulation_steps=2", "--n_layer=2")
+
+
+def column(out_dir, name):
+    with open(out_dir / "log.csv", newline="") as f:
+        return [float(row[name]) for row in csv.DictReader(f)]
+
+
+@pytest.mark.parametrize("flags", [
+    ("--attn=elastic", "--grad_clip=0.1", "--dropout=0"),
+    *(by_default(False, flags) for flags in (
+        ("--attn=lazy",), ("--attn=tda",), ("--attn=gated_deltanet",), ("--attn=dex",),
+        ("--attn=focus", "--window=4", "--balance=softmax"),
+        ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1")))], ids=" ".join)
+def test_shards_train_like_one_process(flags, tmp_path, data):
+    """The ranks gather the same weights and average the same gradients."""
+    train(tmp_path / "2", data, *SHARED, *flags, "--shard=1", ranks=2)
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *SHARED, *flags)
+    assert_close_runs(tmp_path / "2", tmp_path / "1")
+    close(*(column(tmp_path / name, "grad_norm") for name in "21"), terms=1024, dtype=torch.float32)
+    close(*(meta(tmp_path / name)["report"]["sink"] for name in "21"), size=1.0, dtype=torch.float32)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("only", [("--train_only=lora",), ("--attn=focus", "--window=4", "--train_only=focus")],
+                         ids=["lora", "focus"])
+def test_a_sharded_adapter_holds_only_what_it_trained(only, tmp_path, data):
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}")
+    flags = (f"--init_from={tmp_path / 'base'}", "--max_iters=8", "--eval_interval=4", "--eval_iters=1",
+             "--batch_size=4", "--log_interval=1", "--device=cpu", "--dtype=float32", *only)
+    run("train.py", *flags, f"--out_dir={tmp_path / '2'}", "--shard=1", ranks=2)
+    train_here(*flags, f"--out_dir={tmp_path / '1'}")
+    assert_close_runs(tmp_path / "2", tmp_path / "1")
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), by_default(False, 1, 2), by_default(False, 2, 4)])
+def test_a_checkpoint_knows_nothing_of_shards(before, after, tmp_path, data):
+    """A run goes on from its checkpoint with another number of ranks."""
+    flags = (*SHARED, "--shard=1", "--attn=elastic", "--max_iters=4")
+    train(tmp_path / "parts", data, *flags, ranks=before)
+    checkpoint = torch.load(tmp_path / "parts/ckpt.pt", weights_only=True)          # plain tensors
+    averages = [value for group in checkpoint["optimizer"]["state"].values() for value in group.values()]
+    assert {(type(value), value.device.type) for value in averages} == {(torch.Tensor, "cpu")}
+    run("train.py", f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=8", ranks=after)
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'whole'}", *flags)
+    train_here(f"--out_dir={tmp_path / 'whole'}", "--init_from=resume", "--max_iters=8")
+    assert_close_runs(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_one_rank_has_nothing_to_split(tmp_path, data):
+    for name in "01":
+        train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", f"--shard={name}")
+    same(weights(tmp_path / "1"), weights(tmp_path / "0"))
+
+
+@pytest.mark.exhaustive
+def test_each_rank_holds_half_of_everything(tmp_path, data):
+    """Weights and AdamW's averages of a rank, after a step: half of those of one process, rounded up."""
+    script = tmp_path / "count.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from common.runs import Run
+from common.shards import is_split
+
+def count(self, model, optimizer, scaler, step):
+    local = [x.to_local() if is_split(x) else x for x in model.parameters()]
+    local += [x.to_local() if is_split(x) else x for group in optimizer.state.values() for x in group.values()]
+    with open(sys.argv[1] + f"/rank{{train.Machine().rank}}", "w") as f:
+        f.write(str(sum(x.numel() for x in local)))
+
+Run.save = count
+train.main(sys.argv[2:])
+""")
+    counts = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run(script, folder, f"--dataset={data}", f"--out_dir={folder}", "--max_iters=1", "--n_layer=2", "--n_embd=64",
+            "--n_head=2", "--block_size=16", "--batch_size=2", "--eval_iters=2", "--shard=1", "--device=cpu",
+            ranks=ranks)
+        counts.append([int(path.read_text()) for path in sorted(folder.glob("rank*"))])
+    (alone,), both = counts
+    assert len(both) == 2
+    below(max(both), 0.6 * alone)               # an odd number of rows cannot be halved
