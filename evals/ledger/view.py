@@ -99,7 +99,7 @@ def shown(claim, found, where):
     parts += [hanging("changed", f"{change.date}: {change.before} -> {change.after}; {' -> '.join(change.verdicts)}. "
                       f"{change.why}") for change in changes_of(claim.id)]
     for name, reading in readings(claim).items():
-        here = verdicts.get(name, NOT_RUN)
+        here = verdicts[name] if name in found else NOT_RUN
         parts.append(f"\n{name or 'as written'}: {here}{reason(here)} ({grade_of(reading)})")
         if name in found:
             parts += ["\n" + forest(here.quantities), "\n" + by_seed(found[name]), made(claim, found[name])]
