@@ -366,6 +366,10 @@ class GPT(nn.Module):
         """The sum of the layers' penalties for the last training batch."""
         return sum(block.attn.penalty for block in self.transformer.h)
 
+    def expert_load(self):
+        """The load of every expert in the last batch, (layers, 2, E), as MoE.load returns it. Only with mlp=moe."""
+        return torch.stack([block.mlp.load() for block in self.transformer.h])
+
     def num_params(self, embeddings=True, active=False):
         """Number of parameters, tied ones counted once.
 

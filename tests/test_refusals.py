@@ -316,6 +316,11 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--beta1=-1", r"--beta1=-1.0 and --beta2=0.95 must lie in \[0, 1\)"),
         ("--beta2=1", r"--beta2=1.0 must lie in \[0, 1\)"),
         ("--train_only=lora", "trains only a part of the model.*--init_from"),
+        # a mixture of experts
+        ("--expert_balance=0.1", "balances experts, which --mlp=gelu does not have: add --mlp=moe"),
+        ("--mlp=moe --expert_balance=-1", "--expert_balance=-1.0 must be a number of at least 0"),
+        ("--mlp=moe --n_expert=4 --n_active=5", "n_active=5 is more than n_expert=4"),
+        ("--mlp=moe --n_active=0", "n_active=0 must be at least 1"),
         # constants of a recipe
         ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe accepts none"),
         ("--attn=elastic --attn_args=nonsense=1", "unknown --attn_args key 'nonsense': .*tau_init"),
