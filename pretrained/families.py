@@ -39,7 +39,7 @@ ONLY = {                                        # {key: values that model.py can
     "truncate": [False], "attention_factor": [], "mscale": [], "mscale_all_dim": [],    # of YaRN
     "quantization_config": []}
 GPT_OSS_ONLY = ONLY | {
-    "attention_bias": [True], "layer_types": [["sliding_attention", "full_attention"], ["sliding_attention"], []],
+    "attention_bias": [True], "layer_types": [[], ["sliding_attention", "full_attention"]],
     "swiglu_alpha": [1.702], "swiglu_limit": [7.0], "quantization_config": ["mxfp4"]}
 
 LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
@@ -49,7 +49,7 @@ LLAMA_NAMES = {                                 # {our module: theirs}; modules 
     "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
 GPT_OSS_NAMES = LLAMA_NAMES | {                 # some are names of tensors, not of modules
-    "attn.sink_logit": "self_attn.sinks", "mlp.router": "mlp.router",
+    "attn.sink_logit": "self_attn.sinks",
     "mlp.c_fc.weight": "mlp.experts.gate_up_proj", "mlp.c_fc.bias": "mlp.experts.gate_up_proj_bias",
     "mlp.c_proj.weight": "mlp.experts.down_proj", "mlp.c_proj.bias": "mlp.experts.down_proj_bias"}
 OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}

@@ -787,6 +787,7 @@ REFUSALS = [                                    # (how a command line begins, ex
             *(({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
                | changes, says) for changes, says in (
                 ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*only .*sliding_attention"),
+                ({"layer_types": ["sliding_attention"] * 2}, r"layer_types=.'sliding_attention'., only"),
                 ({"swiglu_limit": 9.0}, "swiglu_limit=9.0, only 7.0"),
                 ({"num_experts_per_tok": 5}, "n_active=5 is more than n_expert=4"),
                 ({"attention_bias": False}, "attention_bias=False, only True"))),

@@ -11,9 +11,11 @@ from bounds import below, close, dice, same
 from conftest import ROOT, assert_says, complain, contents, meta, train_here, weights
 
 from common import files
+from common.machine import Machine
 from common.runs import read_run
 from data import lookup
 from data import weights as tool
+from evals import heads
 from evals.instrument import load_run
 from pretrained import convert, families
 
@@ -128,6 +130,18 @@ def test_weights_in_several_files_and_half_precision_keep_their_type(tmp_path):
     assert_same_logits(ours, type(theirs).from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval())
     assert meta(tmp_path / "run")["source"]["precision"] == "BF16"
     assert len(meta(tmp_path / "run")["source"]["sha256"]) > 2
+
+
+def test_heads_shows_the_weight_of_gpt_oss_sinks(tmp_path):
+    """alpha_sink is the weight that the keys of a row lack, and importance, the gate of eq. 8, is the rest."""
+    theirs = make(tmp_path / "theirs", "gpt_oss")
+    idx = some_tokens(25)
+    found = heads.measure(converted(tmp_path / "theirs", tmp_path / "run"), idx, Machine("cpu", "float32"), 2, 8)
+    with torch.no_grad():
+        rest = theirs(idx[:, :-1], output_attentions=True).attentions   # of the real keys, (B, H, T, T) in each layer
+    gate = torch.stack([w.sum(-1).mean((0, 2)) for w in rest])
+    close(found["importance"], gate)
+    close(found["alpha_sink"], 1 - gate, size=1.0)
 
 
 def pack_experts(folder):
