@@ -642,7 +642,8 @@ ATTENTIONS = {
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
-    # the attention of GPT-OSS alone. --qkv_bias and --rope_base=150000 add its biases and RoPE base; YaRN is not here
+    # the attention of GPT-OSS. --bias, --rope_base=150000 and --rope_scaling=yarn:32,32,1,4096 add its biases and
+    # positions, --norm=rmsnorm and --mlp=moe the rest of its blocks
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
     # two softmaxes, of which one is subtracted; Dex subtracts from the output instead
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},

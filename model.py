@@ -2,13 +2,14 @@
 
 A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.py, or another *mixer*, a layer that
 mixes tokens in its own way. The architecture and its names follow GPT-2 (Radford et al. 2019) and nanoGPT. RMSNorm,
-SwiGLU and RoPE follow LLaMA (Touvron et al. 2023).
+SwiGLU and RoPE follow LLaMA (Touvron et al. 2023), the mixture of experts GPT-OSS (OpenAI 2025).
 
-Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
+Shapes: B batch, T tokens, C = n_embd, V = vocab_size, E = n_expert.
 """
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -31,6 +32,14 @@ def make_norm(config):
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
+def hidden_width(config):
+    """The hidden width of the MLP, or of each expert."""
+    if config.n_inner:
+        return config.n_inner
+    # SwiGLU has three matrices instead of two. A width of 8/3 C gives it as many parameters as 4 C gives the others
+    return -(-8 * config.n_embd // 96) * 32 if config.mlp in ("swiglu", "moe") else 4 * config.n_embd
+
+
 class MLP(nn.Module):
     """Two linear layers with an activation between them. They act on each token alone: (B, T, C) to (B, T, C)."""
     ACTIVATIONS = {
@@ -42,9 +51,7 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        gated = config.mlp == "swiglu"
-        # SwiGLU has three matrices instead of two. A width of 8/3 C gives it as many parameters as 4 C gives the others
-        hidden = config.n_inner or (-(-8 * config.n_embd // 96) * 32 if gated else 4 * config.n_embd)
+        gated, hidden = config.mlp == "swiglu", hidden_width(config)
         self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
         self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
@@ -57,6 +64,65 @@ class MLP(nn.Module):
         else:
             x = self.activation(self.c_gate(x)) * self.c_fc(x)          # (B, T, hidden): SwiGLU, Shazeer 2020
         return self.dropout(self.c_proj(x))                             # (B, T, C)
+
+
+class ExpertLinear(nn.Module):
+    """One linear layer for each of E experts, in one weight (E, out, in) and one bias (E, out)."""
+
+    def __init__(self, experts, inputs, outputs, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, outputs, inputs) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
+
+    def unbind(self):
+        """The layers as E functions. An expert that is not called gets the gradient 0, not None, as DDP requires."""
+        biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
+        return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight.unbind(), biases, strict=True)]
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of one MLP, as in GPT-OSS: (B, T, C) to (B, T, C).
+
+    A router scores the experts for each token. The n_active experts with the highest scores read the token, and their
+    outputs are added, weighted by a softmax over these scores. Every expert is a SwiGLU that differs in three ways: its
+    inputs are clamped, the sigmoid's argument is multiplied by 1.702 (as in an approximation of GELU), and 1 is added
+    to the linear half. Source: gpt_oss/torch/model.py of OpenAI's release; router, Shazeer et al. 2017.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.active, hidden = config.n_active, hidden_width(config)
+        self.router = nn.Linear(config.n_embd, config.n_expert, bias=config.bias)
+        self.c_fc = ExpertLinear(config.n_expert, config.n_embd, 2 * hidden, config.bias)
+        self.c_proj = ExpertLinear(config.n_expert, hidden, config.n_embd, config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)                                        # (N, C)
+        scores = self.router(tokens)                                    # (N, E)
+        best, chosen = scores.topk(self.active)                         # (N, n_active)
+        weight = best.softmax(-1)                                       # (N, n_active)
+        y = torch.zeros_like(tokens, dtype=weight.dtype)
+        for expert, (enter, leave) in enumerate(zip(self.c_fc.unbind(), self.c_proj.unbind(), strict=True)):
+            token, place = (chosen == expert).nonzero(as_tuple=True)    # the tokens that chose this expert, (n,)
+            if len(token):
+                out = leave(self.activation(enter(tokens[token])))      # (n, C)
+                y.index_add_(0, token, weight[token, place, None] * out)
+        self.routed = scores, chosen            # of the last batch, for load()
+        return self.dropout(y.view_as(x))
+
+    @staticmethod
+    def activation(x):
+        """Clamped SwiGLU, (n, 2 hidden) to (n, hidden). Even channels are the gate, odd ones the linear half."""
+        gate, linear = x[:, ::2].clamp(max=7.0), x[:, 1::2].clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (linear + 1)
+
+    def load(self):
+        """The load of each expert in the last batch, (2, E): its share of all choices, and the mean probability that a
+        softmax over all scores gives it."""
+        scores, chosen = self.routed
+        count = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
+        return torch.stack([count / chosen.numel(), scores.float().softmax(-1).mean(0)])
 
 
 class Block(nn.Module):
@@ -72,7 +138,7 @@ class Block(nn.Module):
         self.ln_1 = make_norm(config)
         self.attn = mixers.layer_of(config, layer)
         self.ln_2 = make_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.mlp == "moe" else MLP(config)
         self.norm_place = config.norm_place
 
     def forward(self, x, cache=None, importances=None):
@@ -114,7 +180,10 @@ class GPTConfig:
     n_kv_head: int = knob(0, "key and value heads, each shared by a group of heads; 0: n_head")
     n_embd: int = knob(768, "width C of the residual stream")
     head_dim: int = knob(0, "width of each query and key; 0: n_embd / n_head")
-    n_inner: int = knob(0, "hidden width of the MLP; 0: 4 C (swiglu: 8/3 C, rounded up to a multiple of 32)")
+    n_inner: int = knob(0, "hidden width of the MLP, or of each expert; 0: 4 C (swiglu, moe: 8/3 C, rounded up to a "
+                           "multiple of 32)")
+    n_expert: int = knob(8, "mlp=moe: experts in each block")
+    n_active: int = knob(2, "mlp=moe: experts that each token uses")
     # around the attention
     dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
@@ -126,14 +195,14 @@ class GPTConfig:
         ("pre", "parallel", "out", "post"))
     norm_eps: float = knob(1e-5, "epsilon of the norms")
     embed_norm: bool = knob(False, "a norm on the token embeddings as well, as in BLOOM")
-    mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP",
-                    ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
+    mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP; moe: a mixture of experts, as in GPT-OSS",
+                    ("relu", "gelu", "gelu_tanh", "swiglu", "relu2", "moe"))
     tied: bool = knob(True, "the output layer shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
     rope_share: float = knob(1.0, "share of each head's channels, from the first on, that RoPE rotates; GPT-NeoX: 0.25")
     rope_scaling: str = knob(
-        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
-        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
+        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), "
+        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1), or yarn:FACTOR,FAST,SLOW,ORIGINAL (as in GPT-OSS)")
     bias_range: int = knob(512, "number of distances that a learned distance bias covers; it is 0 beyond them")
     # the attention: a recipe, its constants, the code that computes it
     attn: str = knob(
@@ -236,7 +305,7 @@ class GPT(nn.Module):
         """
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding, ExpertLinear)):
                 ends_a_branch = name.endswith("c_proj")
                 std[f"{name}.weight"] = 0.02 / math.sqrt(2 * self.config.n_layer) if ends_a_branch else 0.02
                 if getattr(module, "bias", None) is not None:
@@ -307,32 +376,45 @@ class GPT(nn.Module):
         """The sum of the layers' penalties for the last training batch."""
         return sum(block.attn.penalty for block in self.transformer.h)
 
-    def num_params(self, embeddings=True):
+    def expert_load(self):
+        """The load of every expert in the last batch, (layers, 2, E), as MoE.load returns it. Only with mlp=moe."""
+        return torch.stack([block.mlp.load() for block in self.transformer.h])
+
+    def num_params(self, embeddings=True, active=False):
         """Number of parameters, tied ones counted once.
 
         embeddings=False leaves out tables that are only looked up, as scaling laws do: the position embedding, and the
-        token embedding unless it is tied."""
+        token embedding unless it is tied. active=True counts only the n_active experts that one token uses."""
         count = sum(p.numel() for p in self.parameters())
         tables = [self.transformer.wpe] if "wpe" in self.transformer else []
         tables += [] if self.config.tied else [self.transformer.wte]
-        return count if embeddings else count - sum(p.numel() for table in tables for p in table.parameters())
+        if not embeddings:
+            count -= sum(p.numel() for table in tables for p in table.parameters())
+        if active:
+            experts = sum(p.numel() for module in self.modules() if isinstance(module, ExpertLinear)
+                          for p in module.parameters())
+            count -= experts // self.config.n_expert * (self.config.n_expert - self.config.n_active)
+        return count
 
     def flops_per_token(self):
         """Floating-point operations of training on one token, forward and backward, as in PaLM's appendix B: 6 N, plus
-        the operations of each attention layer, such as 12 C T."""
-        return 6 * self.num_params(embeddings=False) + sum(block.attn.flops_per_token() for block in self.transformer.h)
+        the operations of each attention layer, such as 12 C T. N counts the experts that one token uses."""
+        parameters = self.num_params(embeddings=False, active=True)
+        return 6 * parameters + sum(block.attn.flops_per_token() for block in self.transformer.h)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW on all parameters that require a gradient.
 
-        Matrices and embeddings decay; biases and norms do not. Parameters outside linear layers, embeddings and norms,
-        such as one scalar a head, do not decay either, and their learning rate is multiplied by head_lr."""
+        Matrices (also those of experts) and embeddings decay; biases and norms do not. Parameters outside linear
+        layers, embeddings and norms, such as one scalar a head, do not decay either, and their learning rate is
+        multiplied by head_lr."""
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
-            plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
-            for p in module.parameters(recurse=False):
+            plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ExpertLinear))
+            for name, p in module.named_parameters(recurse=False):
+                decays = name != "bias" and p.dim() > 1                 # experts have a matrix of biases
                 if p.requires_grad:
-                    groups["head" if not plain else "decay" if p.dim() > 1 else "no_decay"].append(p)
+                    groups["head" if not plain else "decay" if decays else "no_decay"].append(p)
         groups = [{
             "params": list(dict.fromkeys(params)),                      # a tied weight belongs to two modules
             "weight_decay": weight_decay if kind == "decay" else 0.0,
@@ -422,7 +504,8 @@ def shapes_of(config):
 
 # --------------------------------------------------------------------------------------------------------- validation
 
-POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias_range")
+POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_expert", "n_active",
+            "bias_range")
 
 
 def check(config):
@@ -440,6 +523,7 @@ def check(config):
             ("n_embd", divisible or config.head_dim, f"is not divisible by n_head={config.n_head}"),
             ("n_head", config.n_head % config.n_kv_head == 0, f"is not divisible by n_kv_head={config.n_kv_head}"),
             ("n_inner", config.n_inner >= 0, "must not be negative"),
+            ("n_active", config.n_active <= config.n_expert, f"is more than n_expert={config.n_expert}"),
             ("dropout", 0 <= config.dropout < 1, "must lie in [0, 1)"),
             ("head_dim", config.head_dim >= 0, "must not be negative"),
             ("norm_eps", 0 < config.norm_eps < 1, "must lie between 0 and 1"),

@@ -37,7 +37,7 @@ from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig
 from training import printing
-from training.balance import check_balance, losses
+from training.balance import check_balance, expert_loss, losses
 from training.dry_run import DryRun, dry_run
 from training.presets import PRESETS
 from training.stopping import StopSignal, diverged
@@ -89,6 +89,8 @@ class Train:
                                        "two flags exclude (eq. 9)", ("routed", "all"))
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes")
+    expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of --mlp=moe, which is 1 in "
+                                      "each layer with an even load; 0.01 is usual")
     # evaluations and checkpoints
     eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint")
     eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones")
@@ -105,7 +107,7 @@ class Train:
     def __post_init__(self):
         at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
                  log_interval=1, head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0,
-                 lora_rank=1, head_balance=0, balance_skip=0, balance_shared=0)
+                 lora_rank=1, head_balance=0, balance_skip=0, balance_shared=0, expert_balance=0)
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
                              "from a run: name it with --init_from")
@@ -195,8 +197,8 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
 
     # the model: fresh weights, or those of another run. Train all of them or a part
     model = GPT(config, knobs.seed)
-    more = ("balance",) if knobs.head_balance or model.penalized else ()                # a column for additional losses
-    run = Run(knobs.out_dir, machine, more)
+    extra = knobs.head_balance or knobs.expert_balance or model.penalized               # losses besides the model's own
+    run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
     train_only(model, knobs)
     has_checkpoint = stored and run.checkpoint.exists()
     if knobs.init_from != "scratch" and not has_checkpoint:
@@ -268,7 +270,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
                     running.require_backward_grad_sync = micro == len(micro_batches) - 1
                 with machine.autocast():        # products in 16 bits where they are fast, sums in float32
                     loss, balance = losses(running, x, y, knobs, machine)
-                    balance = balance + model.penalty()
+                    balance = balance + expert_loss(model, knobs, machine) + model.penalty()
                 share = len(x) * machine.world / batches.total
                 scaler.scale((loss + balance) * share).backward()
                 sums += torch.stack([loss.detach(), balance.detach()]) * share

@@ -4,7 +4,7 @@ import torch.nn as nn
 
 from axes import options
 from axes.base import Fixed, Normal, Redrawn, split_heads
-from axes.positions import no_bias, rope_frequencies, rotate
+from axes.positions import no_bias, rope_frequencies, rope_score_factor, rotate
 from axes.sight import Sight
 
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         # which keys a row sees, and the constant factor on scores
         windowed = layer % config.window_every == 0
-        scale = 1.0 if self.choices["scale"].bare else self.width ** -0.5
+        scale = rope_score_factor(config) * (1.0 if self.choices["scale"].bare else self.width ** -0.5)
         self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
         self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
         # what the choices learn

@@ -146,24 +146,45 @@ def llama3_frequencies(frequency, factor, low, high, original):
     return frequency * (kept + (1 - kept) / factor)
 
 
+def yarn_frequencies(frequency, factor, fast, slow, original):
+    """YaRN: waves that fit into the original context at least `fast` times keep their length. Waves that fit less than
+    `slow` times become `factor` times longer. The change in between is linear in the logarithm of the wavelength.
+    Source: Peng et al. 2309.00071, section 3.2; GPT-OSS.
+    Differs from the paper: there the change is linear in how often a wave fits, as in LLaMA 3.1. The released code of
+    YaRN and of GPT-OSS is as here, except that YaRN's rounds the ends of the change to whole pairs of channels."""
+    fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
+    kept = ((fits / slow).log() / math.log(fast / slow)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+def rope_score_factor(config):
+    """The factor on all scores that belongs to a rope_scaling. YaRN's is (0.1 log(factor) + 1)^2, because a row becomes
+    flatter when it has more keys; the others have none (1).
+    Source: Peng et al. 2309.00071, section 3.4. Released code multiplies queries and keys by the root of the factor."""
+    how, numbers = parse_rope_scaling(config.rope_scaling)
+    return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0
+
+
 ROPE_SCALINGS = {                               # frequencies, numbers -> frequencies
     "": lambda frequency: frequency,
     "linear": lambda frequency, factor: frequency / factor,             # position interpolation, Chen et al. 2023
     "ntk": ntk_frequencies,
     "llama3": llama3_frequencies,
+    "yarn": yarn_frequencies,
 }
 
 
 def parse_rope_scaling(text):
     """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError that names the valid forms."""
     how, _, numbers = text.partition(":")
-    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL"}
+    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL",
+             "yarn": "yarn:FACTOR,FAST,SLOW,ORIGINAL with FAST > SLOW"}
     try:
         numbers = [float(number) for number in numbers.split(",")] if text else []
     except ValueError:
         numbers = [math.nan]
     if how not in ROPE_SCALINGS or not all(0 < n < math.inf for n in numbers) or len(numbers) != {
-            "": 0, "linear": 1, "ntk": 1, "llama3": 4}[how]:
+            "": 0, "linear": 1, "ntk": 1, "llama3": 4, "yarn": 4}[how] or (how == "yarn" and numbers[1] <= numbers[2]):
         raise ValueError(f"--rope_scaling={text}: write {' or '.join(forms.values())}")
     return how, numbers
 

@@ -7,6 +7,7 @@ The instrument finds a layer's tensors by itself: all that belong to no linear l
 they are and vectors by their norms. Some raw tensors say little, such as the four vectors of a lambda or the weights of
 a gate. For these it shows the number that the layer computes from them.
 """
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,9 @@ def command(args, run):
     """The parameters that attention has learned outside its linear layers, next to their initial values."""
     modules = [block.attn for block in run.model.transformer.h]
     seed = run.meta["knobs"].get("seed", 1337)
-    fresh = [block.attn for block in GPT(run.model.config, seed).transformer.h] if learns(modules) else modules
+    # the initial values of attention do not depend on the MLP, which can be large
+    config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
+    fresh = [block.attn for block in GPT(config, seed).transformer.h] if learns(modules) else modules
     now = figures_on_text(run, args) if depends_on_text(modules) else [figures(module) for module in modules]
     start, kept = [figures(module) for module in fresh], dict(modules[0].named_buffers(recurse=False))
     numbers = {

@@ -1,6 +1,8 @@
 """The report that train.py prints at the end of a run: losses, a first look at the attention, a sample."""
+import torch
+
 from data import tokens
-from evals.instrument import table
+from evals.instrument import table, window_batches
 from evals.lab import lab_figures
 from evals.loss import bits_per_byte, mean_loss
 from evals.probe import probe
@@ -22,6 +24,7 @@ def report(model, machine, folder, windows, batch_size):
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
     print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
+    shares = load_of_experts(model, splits["val"], machine, stride) if model.config.mlp == "moe" else {}
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)
         print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
@@ -32,7 +35,23 @@ def report(model, machine, folder, windows, batch_size):
         prompt = as_ids(first_token(coder, splits.get), machine)
         ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
         print(f"a sample:\n{coder.decode(ids[0].tolist())}")
-    return losses | found
+    return losses | shares | found
+
+
+@torch.no_grad()
+def load_of_experts(model, split, machine, stride):
+    """Print how evenly the layers use their experts on 16 windows. Returns the mean over layers of the smallest and the
+    largest share of all choices that an expert gets."""
+    rows, = window_batches(model, split, machine, model.config.block_size, 16, 16, stride)
+    with machine.autocast():
+        model(rows[:, :-1])
+    shares = model.expert_load()[:, 0]                                  # (layers, E)
+    names = ("least_used_expert", "most_used_expert")
+    columns = dict(zip(names, (shares.amin(1), shares.amax(1)), strict=True))
+    lines = [[str(layer), *(column[layer].item() for column in columns.values())] for layer in range(len(shares))]
+    print(table(lines, ["layer", "least used expert", "most used"]))
+    print(f"shares of all choices; an even load gives each expert {1 / shares.shape[1]:.4f}\n")
+    return {name: column.mean().item() for name, column in columns.items()}
 
 
 def first_look(model, split, machine, stride):

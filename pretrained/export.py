@@ -27,7 +27,7 @@ def export(run, folder):
     config_json = exported_config(config)
     family, (tokenizer, separator) = FAMILIES[config_json["model_type"]], exported_tokenizer(meta, path.parent)
     config_json |= bos_and_eos(meta, separator)
-    config_json[family.fields["n_inner"]] = own_shapes(config)["transformer.h.0.mlp.c_fc.weight"][0]
+    config_json[family.fields["n_inner"]] = own_shapes(config)["transformer.h.0.mlp.c_proj.weight"][-1]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
@@ -63,7 +63,7 @@ def their_tensors(state, config, names, path):
         if name not in state or state[name].shape != shape:
             raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
         parts = pieces(name, shape, config, names)
-        value = state[name].t() if is_turned(name, shape, names) else state[name]
+        value = state[name].mT if is_turned(name, shape, names) else state[name]
         if is_by_head(name, names):
             value = regrouped(value, (3, config.n_head))
         rows = value.split([part[0] for _, part in parts])
@@ -93,6 +93,7 @@ def decisive(config):
     """{field: value} of the fields of a config that affect the logits, in one spelling."""
     ignored = ["attn", "kernel", "dropout", "bias_range", "n_inner"]
     ignored += [] if config.pos == "rope" else ["rope_base", "rope_share"]
+    ignored += [] if config.mlp == "moe" else ["n_expert", "n_active"]
     values = dataclasses.asdict(config) | {
         "head_dim": config.head_width, "rope_scaling": parse_rope_scaling(config.rope_scaling),
         "qkv_bias": config.bias or config.qkv_bias}

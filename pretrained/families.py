@@ -17,6 +17,8 @@ LLAMA_FIELDS = {                                # {field of GPTConfig: key of co
     "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size",
     "head_dim": "head_dim", "n_inner": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+GPT_OSS_FIELDS = LLAMA_FIELDS | {
+    "n_expert": "num_local_experts", "n_active": "num_experts_per_tok", "window": "sliding_window"}
 GPT2_FIELDS = {
     "block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
     "n_embd": "n_embd", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function",
@@ -28,14 +30,19 @@ ACTIVATIONS = {                                 # {theirs: ours}; of two names f
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 ROPE_NUMBERS = {                                # {rope_type: the numbers after the colon of --rope_scaling=}
     "default": [], "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+    "yarn": ["factor", "beta_fast", "beta_slow", "original_max_position_embeddings"]}
 ONLY = {                                        # {key: values that model.py can compute}; absent and null are accepted
     "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "rope_type": ROPE_NUMBERS,
     "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0],
-    "use_sliding_window": [False], "layer_types": [set(), {"full_attention"}],
+    "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # see `period`
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
     "use_parallel_residual": [True], "apply_residual_connection_post_layernorm": [False],
+    "truncate": [False], "attention_factor": [], "mscale": [], "mscale_all_dim": [],    # of YaRN
     "quantization_config": []}
+GPT_OSS_ONLY = ONLY | {
+    "attention_bias": [True], "layer_types": [[], ["sliding_attention", "full_attention"]],
+    "swiglu_alpha": [1.702], "swiglu_limit": [7.0], "quantization_config": ["mxfp4"]}
 
 LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
@@ -43,6 +50,10 @@ LLAMA_NAMES = {                                 # {our module: theirs}; modules 
     "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",                # three tensors there, one here
     "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
+GPT_OSS_NAMES = LLAMA_NAMES | {                 # some are names of tensors, not of modules
+    "attn.sink_logit": "self_attn.sinks",
+    "mlp.c_fc.weight": "mlp.experts.gate_up_proj", "mlp.c_fc.bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.c_proj.weight": "mlp.experts.down_proj", "mlp.c_proj.bias": "mlp.experts.down_proj_bias"}
 OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
 NEOX_FIELDS = {
     "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
@@ -71,9 +82,9 @@ class Family(NamedTuple):
     architecture: str                           # the name of its class there
     choices: dict                               # {field of GPTConfig: its value in this family}
     fields: dict = LLAMA_FIELDS                 # {field of GPTConfig: key of config.json}
-    names: dict = LLAMA_NAMES                   # {our module: theirs}; empty: all names are equal
+    names: dict = LLAMA_NAMES                   # {our module or tensor: theirs}; empty: all names are equal
     optional: dict = OPTIONAL                   # {key of config.json that may be absent: its default}
-    only: dict = ONLY                           # {key: values that model.py can compute}
+    only: dict = ONLY                           # {key of config.json: values that model.py can compute}
 
 
 BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: the ids that begin and end a text
@@ -90,6 +101,8 @@ FAMILIES = {
                        NEOX_NAMES, OPTIONAL | {"partial_rotary_factor": 0.25}, NEOX_ONLY),
     "bloom": Family("BloomForCausalLM", {"embed_norm": True, "mlp": "gelu_tanh", "pos": "alibi", "bias": True},
                     BLOOM_FIELDS, BLOOM_NAMES, OPTIONAL | {"seq_length": 2048, "tie_word_embeddings": True}),
+    "gpt_oss": Family("GptOssForCausalLM", LLAMA | {"attn": "gpt_oss", "mlp": "moe", "bias": True}, GPT_OSS_FIELDS,
+                      GPT_OSS_NAMES, OPTIONAL | {"sliding_window": 128, "head_dim": 64}, GPT_OSS_ONLY),
 }
 
 
@@ -122,15 +135,22 @@ def check_computable(config_json, path):
     lacking = [key for key in family.fields.values() if key not in config_json and key not in family.optional]
     if lacking:
         raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
-    layer_types = set(config_json.get("layer_types") or ())
-    found = config_json | rope | {"rope_type": rope_type(rope), "layer_types": layer_types}
+    found = config_json | rope | {"rope_type": rope_type(rope), "layer_types": period(config_json.get("layer_types"))}
+    if "quant_method" in (found.get("quantization_config") or ()):
+        found["quantization_config"] = found["quantization_config"]["quant_method"]
     for key, right in family.only.items():
         if key in found and found[key] is not None and found[key] not in right:
             raise ValueError(f"{path}: model.py cannot compute {key}={found[key]}, only "
                              f"{' or '.join(map(str, right))}")
-    needed = ["rope_theta", *ROPE_NUMBERS[found["rope_type"]]]
+    needed = ["rope_theta", *ROPE_NUMBERS[found["rope_type"]], *["truncate"] * (found["rope_type"] == "yarn")]
     if not rope.keys() >= set(needed):
         raise ValueError(f"{path}: rope_type={found['rope_type']} needs {', '.join(needed)}")
+
+
+def period(layer_types):
+    """The shortest list that repeated gives the types of all layers: [sliding, full] for [sliding, full, sliding]."""
+    types = layer_types or []
+    return next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
 
 
 def rope_parameters(config_json):
@@ -165,6 +185,8 @@ def config_for(config, kind):
     how, numbers = parse_rope_scaling(config.rope_scaling)
     numbers = [int(x) if x.is_integer() else x for x in numbers]        # transformers requires integers for positions
     scaling = {"rope_type": how} | dict(zip(ROPE_NUMBERS[how], numbers, strict=True)) if how else None
+    if how == "yarn":
+        scaling["truncate"] = False             # transformers' default is True
     return {"hidden_act": "silu"} | config_json | {"rope_theta": config.rope_base, "rope_scaling": scaling}
 
 
@@ -173,14 +195,14 @@ def config_for(config, kind):
 
 def pieces(name, shape, config, names):
     """[(their name, its shape)] of the tensors that make up one of ours: three where a family stores q, k and v apart,
-    otherwise one. names: the family's {our module: theirs}; empty for GPT-2."""
+    otherwise one. names: the family's {our module or tensor: theirs}; empty for GPT-2."""
     found = their_names(name, names)
     shapes = [shape]
     if len(found) > 1:                          # q, k and v, whose rows we stack
         heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         shapes = [(n * config.head_width, *shape[1:]) for n in heads]
     if is_turned(name, shape, names):
-        shapes = [part[::-1] for part in shapes]
+        shapes = [(*part[:-2], part[-1], part[-2]) for part in shapes]
     return list(zip(found, shapes, strict=True))
 
 
@@ -191,12 +213,15 @@ def their_names(name, names):
     above = ""
     if block := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", module):
         above, module = f"{names.get('transformer.h', 'transformer.h')}.{block[1]}.", block[2]
+    if tensor := names.get(f"{module}.{kind}"):                         # GPT-OSS names some tensors apart
+        return [f"{above}{tensor}"]
     return [f"{above}{part}.{kind}" for part in names.get(module, module).split()]
 
 
 def is_turned(name, shape, names):
-    """Is this a matrix of GPT-2's blocks, which are stored as (in, out)?"""
-    return not names and len(shape) == 2 and name.startswith("transformer.h.")
+    """Is this a matrix of GPT-2's blocks, or of experts (E, out, in)? Their files have out and in the other way round.
+    """
+    return len(shape) == 3 or not names and len(shape) == 2 and name.startswith("transformer.h.")
 
 
 def is_by_head(name, names):

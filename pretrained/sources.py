@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ def from_folder(path):
     for shard in shards:
         tensors |= tensors_in(shard)
     names = FAMILIES[config_json["model_type"]].names
+    tensors = with_mxfp4_unpacked(tensors)
     first = f"{names.get('transformer.wte', 'transformer.wte')}.weight"
     if first not in tensors and first.removeprefix("transformer.") in tensors:
         # the published files of GPT-2 and BLOOM omit the outermost name
@@ -130,9 +132,40 @@ def tensors_in(path):
     except (OSError, safetensors.SafetensorError) as e:
         raise ValueError(f"{path} is damaged, or was not fetched whole ({e}): fetch it again") from None
     for name, tensor in tensors.items():
-        if tensor.kind not in ("F32", "F16", "BF16") and not NO_WEIGHT.search(name):
+        packed = tensor.kind == "U8" and MXFP4.search(name)
+        if tensor.kind not in ("F32", "F16", "BF16") and not packed and not NO_WEIGHT.search(name):
             raise ValueError(f"{path} holds {name} as {tensor.kind}: only F32, F16 and BF16 are read from safetensors")
     return tensors
+
+
+# ------------------------------------------------------------------------------------------- GPT-OSS' experts in MXFP4
+
+MXFP4 = re.compile(r"_(blocks|scales)$")        # the two tensors that a weight in MXFP4 is stored as
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # 4 bits: a sign, two bits of exponent, one of mantissa (E2M1)
+FP4 = torch.tensor(FP4 + [-value for value in FP4], dtype=torch.bfloat16)
+
+
+def with_mxfp4_unpacked(tensors):
+    """The same {name: Tensor}, with one Tensor in place of every pair NAME_blocks and NAME_scales."""
+    found = {name: tensor for name, tensor in tensors.items() if not MXFP4.search(name)}
+    for name, blocks in tensors.items():
+        whole, scales = MXFP4.sub("", name), tensors.get(MXFP4.sub("_scales", name))
+        if name.endswith("_blocks") and scales:
+            experts, out, *inputs = blocks.shape                        # (E, out, in / 32, 16)
+            found[whole] = Tensor((experts, 2 * prod(inputs), out), "MXFP4",
+                                  partial(read_mxfp4, blocks.read, scales.read))
+    return found
+
+
+def read_mxfp4(blocks, scales):
+    """A weight (E, in, out) in bfloat16, which holds every number in MXFP4 exactly.
+
+    32 numbers of a row share a scale, a power of 2 stored as its exponent in one byte. A byte of blocks() holds two
+    numbers, the first in its lower half. blocks() is (E, out, in / 32, 16), scales() (E, out, in / 32).
+    Source: OCP Microscaling Formats (MX) Specification 1.0."""
+    packed, scale = blocks(), scales().view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    numbers = torch.stack([FP4[(packed & 15).int()], FP4[(packed >> 4).int()]], -1).flatten(-2)         # (.., 32)
+    return (numbers * scale[..., None]).flatten(-2).mT
 
 
 # --------------------------------------------------------------------------------------------- a Llama in one GGUF file

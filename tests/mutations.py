@@ -77,7 +77,7 @@ MUTATIONS = [
              [("b = k @ W - k.square().sum(-1, keepdim=True) / 2", "b = k @ W")]),
     # model.py, train.py: initial values, sampling, batches, steps
     Mutation("norms decay like matrices", "model.py", "model -k optimizer",
-             [('"decay" if p.dim() > 1 else "no_decay"', '"decay" if p.dim() > 0 else "no_decay"')]),
+             [('name != "bias" and p.dim() > 1', 'name != "bias" and p.dim() > 0')]),
     Mutation("top_p keeps one token too few", "model.py", "model -k top_p",
              [("ordered.cumsum(-1) - ordered >= top_p", "ordered.cumsum(-1) >= top_p")]),
     Mutation("every rank reads the first rank's sequences", "train.py", "train -k rank",

@@ -7,14 +7,14 @@ import torch
 import torch.nn as nn
 from bounds import below, close, same
 from conftest import CACHES, RECIPES, some_recipes, tiny_config
-from layers import assert_learns, normal, token_ids
+from layers import assert_learns, normal, token_ids, with_gradients
 
 import attention
 import mixers
 from attention import ATTENTIONS
 from axes.positions import POSITIONS, rope_frequencies, rotate
 from data import tokens
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, MoE
 
 recipes = pytest.mark.parametrize("attn", RECIPES)
 positions = pytest.mark.parametrize("pos", attention.AXES["pos"])
@@ -161,6 +161,17 @@ def test_rope_scaling_by_wavelength():
     close(llama3 / plain, smooth + (1 - smooth) / 8, terms=16)
 
 
+def test_yarn_changes_wavelengths_by_their_index_and_sharpens_scores():
+    """The formula of GPT-OSS: a ramp between two indices of pairs. Scores are multiplied by (0.1 log(factor) + 1)^2."""
+    plain, yarn = (frequencies(rope_base=150000.0, rope_scaling=text) for text in ("", "yarn:32,32,1,4096"))
+    low, high = (32 * math.log(4096 / (2 * math.pi * turns)) / math.log(150000) for turns in (32, 1))
+    ramp = ((torch.arange(32) - low) / (high - low)).clamp(0, 1)
+    assert ramp[0] == 0 and ramp[-1] == 1 and ((ramp > 0) & (ramp < 1)).sum() > 5
+    close(yarn / plain, 1 - ramp + ramp / 32, terms=64)                 # the ramp divides by log(32)
+    plain, yarn = (model(rope_scaling=text).transformer.h[0].attn.sight.scale for text in ("", "yarn:32,32,1,4096"))
+    close(yarn / plain, (0.1 * math.log(32) + 1) ** 2)
+
+
 def test_ntk_keeps_the_fastest_pair_and_scales_the_slowest():
     """It equals a larger base: base r^(D / (D - 2))."""
     plain, ntk, larger = (frequencies(**flags) for flags in (
@@ -190,11 +201,11 @@ def test_learned_norms_of_queries_and_keys_come_before_rotation(how):
 
 SIZES = [
     ("window", 5), ("window_every", 2), ("first", 2), ("norm", "rmsnorm"), ("mlp", "relu"), ("mlp", "gelu_tanh"),
-    ("mlp", "swiglu"), ("mlp", "relu2"), ("tied", False), ("bias", True), ("n_kv_head", 1), ("n_inner", 24),
-    ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18), ("head_dim", 6), ("qkv_bias", True), ("norm_place", "out"),
-    ("norm_eps", 1e-3), ("rope_scaling", "linear:4"), ("rope_scaling", "llama3:8,1,4,8"),
+    ("mlp", "swiglu"), ("mlp", "relu2"), ("mlp", "moe"), ("tied", False), ("bias", True), ("n_kv_head", 1),
+    ("n_inner", 24), ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18), ("head_dim", 6), ("qkv_bias", True),
+    ("norm_place", "out"), ("norm_eps", 1e-3), ("rope_scaling", "linear:4"), ("rope_scaling", "llama3:8,1,4,8"),
     ("norm_place", "post"), ("norm_place", "parallel"), ("embed_norm", True), ("rope_share", 0.5),
-    ("rope_scaling", "ntk:2"), *(("pos", pos) for pos in attention.AXES["pos"])]
+    ("rope_scaling", "ntk:2"), ("rope_scaling", "yarn:8,4,1,8"), *(("pos", pos) for pos in attention.AXES["pos"])]
 
 
 @pytest.mark.parametrize("name, value", SIZES)
@@ -216,6 +227,72 @@ def test_parameter_counts():
     assert gpt.num_params(embeddings=False) == gpt.num_params() - T * C
     untied = GPT(tiny_config(n_layer=2, bias=True, tied=False))
     assert untied.num_params(embeddings=False) == 2 * block + 2 * C + V * C
+
+
+# ------------------------------------------------------------------------------------------------ a mixture of experts
+
+
+def dense_experts(moe, x):
+    """The same mixture as a dense sum: every expert reads every token, and those that are not chosen get weight 0."""
+    scores = x @ moe.router.weight.T + moe.router.bias                  # (B, T, E)
+    least = scores.sort(-1, descending=True).values[..., moe.active - 1:moe.active]
+    weight = scores.exp() * (scores >= least)
+    weight = weight / weight.sum(-1, keepdim=True)
+    h = torch.einsum("bti,eoi->bteo", x, moe.c_fc.weight) + moe.c_fc.bias
+    gate, linear = h.unflatten(-1, (-1, 2)).unbind(-1)
+    gate, linear = torch.where(gate > 7, 7.0, gate), torch.where(linear.abs() > 7, 7 * linear.sign(), linear)
+    y = torch.einsum("bteh,eoh->bteo", gate / (1 + (-1.702 * gate).exp()) * (linear + 1), moe.c_proj.weight)
+    return (weight[..., None] * (y + moe.c_proj.bias)).sum(2)
+
+
+@pytest.mark.parametrize("experts, active", [(4, 1), (5, 2), (3, 3), (40, 2)])
+def test_experts_equal_a_dense_sum_in_output_and_gradients(experts, active):
+    """Of 40 experts, some are chosen by no token: their gradient is 0 and not None."""
+    moe = MoE(tiny_config(mlp="moe", n_expert=experts, n_active=active, bias=True)).double()
+    for n, p in enumerate(moe.parameters()):
+        p.data = 0.8 * normal(*p.shape, stream=n)                       # some inputs of SwiGLU are above 7
+    x = normal(2, 9, 16, stream=50)
+    found, expected = (with_gradients(function, [x], tuple(moe.parameters()))
+                       for function in (moe, lambda x: dense_experts(moe, x)))
+    close(found, expected, size=max(part.abs().max().item() for part in expected))
+    unused = moe.load()[0] == 0
+    assert unused.any() == (experts == 40)
+    for gradient in found[4:]:                  # after those of output, input and router
+        assert (gradient[unused] == 0).all() and gradient[~unused].any()
+
+
+def test_parameters_and_operations_count_the_experts_that_a_token_uses():
+    C, F, E, V = 16, 24, 5, 31
+    expert = 2 * F * C + 2 * F + C * F + C
+    gpt = GPT(tiny_config(mlp="moe", n_expert=E, n_active=2, n_inner=F, bias=True, norm="rmsnorm"))
+    rest = V * C + 3 * C + 4 * (C * C + C) + E * (C + 1)                # embedding, norms, attention, router
+    assert gpt.num_params() == rest + E * expert
+    assert gpt.num_params(active=True) == rest + 2 * expert
+    attention_alone = gpt.transformer.h[0].attn.flops_per_token()
+    assert gpt.flops_per_token() == 6 * (rest + 2 * expert) + attention_alone
+
+
+@pytest.mark.parametrize("layers, experts, total, active", [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)])
+def test_gpt_oss_has_the_size_of_its_model_card(layers, experts, total, active, monkeypatch):
+    """In billions (table 1). The card counts the output layer as active, and the embedding not."""
+    monkeypatch.setattr(GPT, "init_weights", lambda self, seed: None)
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(attn="gpt_oss", mlp="moe", n_layer=layers, n_expert=experts, n_active=4, n_embd=2880,
+                            n_inner=2880, n_head=64, n_kv_head=8, head_dim=64, vocab_size=201088, norm="rmsnorm",
+                            bias=True, tied=False))
+    assert round(gpt.num_params() / 1e9, 2) == total
+    assert round(gpt.num_params(embeddings=False, active=True) / 1e9, 2) == active
+
+
+def test_load_is_the_share_of_choices_and_the_mean_probability():
+    moe = MoE(tiny_config(mlp="moe", n_expert=3, n_active=2)).double()
+    moe.router.weight.data.zero_()
+    moe.router.weight.data[:, 0] = torch.tensor([1.0, 0.0, -1.0])
+    x = torch.zeros(1, 4, 16).double()
+    x[0, :, 0] = torch.tensor([2.0, 1.0, 1.0, -1.0])                    # three tokens choose 0 and 1, one 2 and 1
+    moe(x)
+    close(moe.load()[0], torch.tensor([3 / 8, 4 / 8, 1 / 8]).double(), dtype=torch.float32)
+    close(moe.load()[1], (x[0, :, :1] * torch.tensor([1.0, 0.0, -1.0])).softmax(-1).mean(0), dtype=torch.float32)
 
 
 # ----------------------------------------------------------------------------------------- initial weights, optimizer
@@ -240,6 +317,14 @@ def test_initial_values_are_those_of_gpt2():
             below((value.std() / expected - 1).abs(), 8 / math.sqrt(2 * value.numel()))
         else:
             assert (value == (1 if "ln_" in name and name.endswith("weight") else 0)).all(), name
+
+
+def test_optimizer_decays_the_matrices_of_experts_and_not_their_biases():
+    gpt = GPT(tiny_config(mlp="moe", bias=True))
+    decay = {id(p): group["weight_decay"] for group in gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9)).param_groups
+             for p in group["params"]}
+    for name, p in gpt.transformer.h[0].mlp.named_parameters():
+        assert decay[id(p)] == (0.3 if name.endswith("weight") else 0.0), name
 
 
 @recipes

@@ -320,6 +320,11 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--mfu=0", r"--mfu=0.0 must lie in \(0, 1\]"),
         ("--mfu=40", r"--mfu=40.0 must lie in \(0, 1\]"),
         ("--gpu=nonsense", "H100.*A100"),
+        # a mixture of experts
+        ("--expert_balance=0.1", "balances experts, which --mlp=gelu does not have: add --mlp=moe"),
+        ("--mlp=moe --expert_balance=-1", "--expert_balance=-1.0 must be a number of at least 0"),
+        ("--mlp=moe --n_expert=4 --n_active=5", "n_active=5 is more than n_expert=4"),
+        ("--mlp=moe --n_active=0", "n_active=0 must be at least 1"),
         # constants of a recipe
         ("--attn=softmax --attn_args=tau_init=1", "unknown --attn_args key 'tau_init': this recipe accepts none"),
         ("--attn=elastic --attn_args=nonsense=1", "unknown --attn_args key 'nonsense': .*tau_init"),
@@ -330,8 +335,8 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--attn=elastic --attn_args=learn_tau=maybe", "learn_tau=maybe: use 1 or 0"),
         ("--attn=elastic --attn_args=per_length=row", "per_length=row: use 1 or 0, or block"),
         # positions
-        *((f"--rope_scaling={text}", "write linear:FACTOR or ntk:RATIO or llama3:FACTOR,LOW,HIGH,ORIGINAL")
-          for text in ("ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192")),
+        *((f"--rope_scaling={text}", "write linear:FACTOR or ntk:RATIO or llama3:FACTOR,LOW,HIGH,ORIGINAL or yarn:F")
+          for text in ("ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192", "yarn:8,1,4,9")),
         ("--rope_scaling=linear:2 --pos=learned", "--rope_scaling=linear:2 needs rotary positions.*--pos=rope"),
         # choices that cannot be combined
         ("--attn=elastic --sink=one", "--sink=one needs --rule=softmax"),
@@ -776,9 +781,20 @@ REFUSALS = [                                    # (how a command line begins, ex
             ({"hidden_act": "gelu"}, "cannot compute hidden_act=gelu, only silu"),
             ({"attention_bias": True}, "attention_bias=True"), ({"mlp_bias": True}, "mlp_bias=True"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-            ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only .*linear or llama3"),
+            ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic, only .*llama3 or yarn"),
+            ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn needs .*beta_fast.* truncate"),
+            ({"rope_parameters": {"rope_type": "yarn", "truncate": True}}, "truncate=True, only False"),
             ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_type=llama3 needs .*low_freq"),
             ({"quantization_config": {"bits": 4}}, "quantization_config"),
+            ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config=mxfp4"),
+            ({"model_type": "gpt_oss"}, "config.json lacks num_local_experts, num_experts_per_tok"),
+            *(({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
+               | changes, says) for changes, says in (
+                ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*only .*sliding_attention"),
+                ({"layer_types": ["sliding_attention"] * 2}, r"layer_types=.'sliding_attention'., only"),
+                ({"swiglu_limit": 9.0}, "swiglu_limit=9.0, only 7.0"),
+                ({"num_experts_per_tok": 5}, "n_active=5 is more than n_expert=4"),
+                ({"attention_bias": False}, "attention_bias=False, only True"))),
             ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
             ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
             ({"hidden_size": ...}, "config.json lacks hidden_size"),

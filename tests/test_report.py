@@ -24,6 +24,15 @@ def test_the_report_prints_losses_measures_and_a_sample(data, capsys):
     assert len(said.split("sparsity")[1]) > 200
 
 
+def test_the_report_of_a_mixture_of_experts_shows_its_load(data, capsys):
+    model = GPT(tiny_config(vocab_size=257, mlp="moe", n_layer=2, n_expert=5)).eval()
+    found = report(model, Machine("cpu", "float32"), str(data), 4, 4)
+    said = capsys.readouterr().out
+    assert list(found) == [*LOSSES, "least_used_expert", "most_used_expert", *FIGURES[2:]]
+    assert 0 <= found["least_used_expert"] < 0.2 < found["most_used_expert"] <= 0.5     # 0.5: every token chooses it
+    assert "layer  least used expert  most used\n" in said and "an even load gives each expert 0.2000" in said
+
+
 def test_ranks_other_than_the_main_one_print_nothing(data, capsys):
     machine = Machine("cpu", "float32")
     machine.rank = 1

@@ -373,6 +373,47 @@ def test_heads_are_balanced_over_all_ranks(tmp_path, data):
     assert_close_runs(tmp_path / "2", tmp_path / "1")
 
 
+# ------------------------------------------------------------------------------------------------ balancing experts
+
+
+def test_the_loss_of_experts_is_one_for_an_even_load_and_grows_with_the_busiest(data):
+    """E sum_e f_e P_e. Its gradient lowers the probability of the expert that is chosen most."""
+    machine = SimpleNamespace(mean=lambda x: x)
+    model, knobs = GPT(tiny_config(n_layer=2, mlp="moe", n_expert=4)), train_script.Train(expert_balance=0.5)
+    load = torch.full((2, 2, 4), 0.25, requires_grad=True)
+    model.expert_load = lambda: load
+    assert balance.expert_loss(model, knobs, machine).item() == 0.5 * 2
+    share, probability = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.tensor([0.4, 0.3, 0.2, 0.1])
+    load = torch.stack([share, probability]).expand(2, 2, 4).clone().requires_grad_()
+    loss = balance.expert_loss(model, knobs, machine)
+    close(loss, 0.5 * 2 * 4 * (0.28 + 0.03 + 0.02 + 0.01), dtype=torch.float32)
+    loss.backward()
+    assert (load.grad[:, 1].argmax(-1) == 0).all()
+    assert balance.expert_loss(model, train_script.Train(), machine) == 0
+
+
+def test_the_loss_of_experts_makes_their_load_even(tmp_path, data, capsys):
+    flags = (f"--dataset={data}", "--mlp=moe", "--n_expert=6", "--max_iters=40", "--learning_rate=1e-2")
+    for name, weight in (("off", 0), ("on", 1)):
+        train_here(*flags, f"--out_dir={tmp_path / name}", f"--expert_balance={weight}")
+    said = capsys.readouterr().out
+    assert "M of them active" in said and "an even load gives each expert 0.1667" in said
+    off, on = (meta(tmp_path / name)["report"] for name in ("off", "on"))
+    assert off["least_used_expert"] < 1 / 6 < off["most_used_expert"]
+    below(on["most_used_expert"] - 1 / 6, (off["most_used_expert"] - 1 / 6) / 2)
+    header, *rows = [line.split(",") for line in (tmp_path / "on" / "log.csv").read_text().splitlines()]
+    assert header[-1] == "balance" and all(0.99 < float(row[-1]) < 6 for row in rows)
+    assert "balance" not in (tmp_path / "off" / "log.csv").read_text()
+
+
+def test_experts_train_alike_on_two_ranks_also_those_that_no_token_of_a_rank_chooses(tmp_path, data):
+    """Each rank has 64 tokens with 2 choices each for 64 experts. The load is balanced over both ranks."""
+    flags = ("--mlp=moe", "--n_expert=64", "--n_inner=8", "--bias=1", "--expert_balance=0.1")
+    train(tmp_path / "2", data, *flags, "--batch_size=4", "--gradient_accumulation_steps=2", ranks=2)
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *flags, "--batch_size=8", "--eval_iters=1")
+    assert_close_runs(tmp_path / "2", tmp_path / "1")
+
+
 @pytest.mark.exhaustive
 def test_two_agents_on_this_machine_train_like_one_process(data, tmp_path):
     """The flags of torchrun set up two nodes."""

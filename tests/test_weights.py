@@ -11,9 +11,11 @@ from bounds import below, close, dice, same
 from conftest import ROOT, assert_says, complain, contents, meta, train_here, weights
 
 from common import files
+from common.machine import Machine
 from common.runs import read_run
 from data import lookup
 from data import weights as tool
+from evals import heads
 from evals.instrument import load_run
 from pretrained import convert, families
 
@@ -33,6 +35,10 @@ BLOOM = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_le
          "eos_token_id": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 64, "truncate": False}
+GPT_OSS = LLAMA | {"num_hidden_layers": 3, "head_dim": 16, "hidden_size": 32, "intermediate_size": 64,
+                   "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN}
 MODELS = {                                      # name: (model_type, its config)
     "gpt2": ("gpt2", GPT2),
     "gpt2 untied": ("gpt2", GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "relu"}),
@@ -49,6 +55,8 @@ MODELS = {                                      # name: (model_type, its config)
         "partial_rotary_factor": 0.5, "rope_theta": 500.0}}),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", BLOOM | {"n_head": 6, "hidden_size": 48}),
+    "llama yarn": ("llama", LLAMA | {"head_dim": 16, "rope_parameters": YARN}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
 }
 SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "added_tokens": []}
 
@@ -131,6 +139,56 @@ def test_weights_in_several_files_and_half_precision_keep_their_type(tmp_path):
     assert_same_logits(ours, type(theirs).from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval())
     assert meta(tmp_path / "run")["source"]["precision"] == "BF16"
     assert len(meta(tmp_path / "run")["source"]["sha256"]) > 2
+
+
+def test_heads_shows_the_weight_of_gpt_oss_sinks(tmp_path):
+    """alpha_sink is the weight that the keys of a row lack, and importance, the gate of eq. 8, is the rest."""
+    theirs = make(tmp_path / "theirs", "gpt_oss")
+    idx = some_tokens(25)
+    found = heads.measure(converted(tmp_path / "theirs", tmp_path / "run"), idx, Machine("cpu", "float32"), 2, 8)
+    with torch.no_grad():
+        rest = theirs(idx[:, :-1], output_attentions=True).attentions   # of the real keys, (B, H, T, T) in each layer
+    gate = torch.stack([w.sum(-1).mean((0, 2)) for w in rest])
+    close(found["importance"], gate)
+    close(found["alpha_sink"], 1 - gate, size=1.0)
+
+
+def pack_experts(folder):
+    """Replace the experts of a GPT-OSS by random ones in MXFP4, stored as OpenAI stores them."""
+    safetensors, random = pytest.importorskip("safetensors.torch"), dice(5)
+    path = folder / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(256, shape, generator=random, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, shape[:-1], generator=random, dtype=torch.uint8)
+    path.write_bytes(safetensors.save(tensors, metadata={"format": "pt"}))
+    config = files.read_json(folder / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
+    files.write_json(folder / "config.json", config)
+    return tensors
+
+
+def test_experts_in_mxfp4_are_unpacked(tmp_path):
+    """The logits are those of transformers, and each number is sign * 2^scale * its value by the specification."""
+    make(tmp_path / "gpt_oss", "gpt_oss", torch.bfloat16)
+    packed = pack_experts(tmp_path / "gpt_oss")
+    ours = converted(tmp_path / "gpt_oss", tmp_path / "run")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "gpt_oss", quantization_config=transformers.Mxfp4Config(dequantize=True)).float().eval()
+    assert_same_logits(ours, theirs)
+    assert meta(tmp_path / "run")["source"]["precision"] == "MXFP4, BF16"
+    found = weights(tmp_path / "run")["transformer.h.1.mlp.c_proj.weight"]
+    name = "model.layers.1.mlp.experts.down_proj"
+    for place in ((0, 0, 0), (3, 17, 63), (2, 31, 32)):                 # expert, output, input
+        expert, row, column = place
+        byte = packed[f"{name}_blocks"][expert, row, column // 32, column % 32 // 2].item()
+        bits = byte >> 4 if column % 2 else byte & 15
+        exponent, mantissa = bits >> 1 & 3, bits & 1
+        value = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+        scale = 2.0 ** (packed[f"{name}_scales"][expert, row, column // 32].item() - 127)
+        assert found[place].item() == (-value if bits & 8 else value) * scale
 
 
 def test_gpt2_converts_from_files_in_their_first_form(tmp_path):

@@ -22,8 +22,9 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
     axes = [f"{name} {getattr(config, name)}" for name, default in mixers.DEFAULTS.items()
             if name in ("rule", "pos") or getattr(config, name) != default]
     tokenizer = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
+    used = f", {model.num_params(active=True) / 1e6:.2f}M of them active" if config.mlp == "moe" else ""
     part = f" ({num_trained(model):,} of them trained)" if knobs.train_only != "all" else ""
-    print(f"model: {model.num_params() / 1e6:.2f}M parameters{part}, --attn={config.attn} "
+    print(f"model: {model.num_params() / 1e6:.2f}M parameters{used}{part}, --attn={config.attn} "
           f"({', '.join(axes)}), computed by {kernel}\n"
           f"machine: {machine}\n"
           f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a "
