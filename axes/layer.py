@@ -22,6 +22,7 @@ class Layer(nn.Module):
     retrofit = False                            # can `added` be trained alone, on top of a run (--train_only)?
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
+    trains = True                               # False: for the evaluation of a model that was trained with softmax
     penalized, penalty = False, 0.0             # does the layer add a penalty to the loss, and its value
     fused_by = ()                               # a mixer's own Triton functions, in the order of their calls
 

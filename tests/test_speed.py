@@ -7,6 +7,7 @@ from bounds import below
 import eval as eval_script
 from attention import ATTENTIONS
 from evals import kernels as kernel_speed
+from mixers import trained_recipes
 
 SOFTMAXES = {"softmax (sdpa)", "softmax (torch)"}
 
@@ -21,7 +22,7 @@ def speed(evaluate):
     pytest.param(("--tokens=64", "--lengths=32,64"), marks=pytest.mark.exhaustive)])
 def test_every_recipe_is_timed_and_the_output_is_saved(model, speed, tmp_path):
     found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", *model)
-    assert all(set(rows) == SOFTMAXES | set(ATTENTIONS) - {"softmax"} for rows in found["lengths"].values())
+    assert all(set(rows) == SOFTMAXES | set(trained_recipes()) - {"softmax"} for rows in found["lengths"].values())
     assert all(row[name] > 0 for rows in found["lengths"].values() for row in rows.values()
                for name in ("tokens_per_s", "step", "forward", "both"))
     assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
