@@ -160,6 +160,11 @@ class Layer(nn.Module):
         yield "triton", True, f"mixer {config.mixer} has no kernel"
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
+    def bytes_read(self, q, k, v, x, table=None, sight=None):
+        """The bytes of the cache that a decoding step must read, from the arguments of its attend."""
+        per_token = k.shape[1] * self.width * k.element_size() + v.shape[1] * v.shape[3] * v.element_size()
+        return k.shape[0] * k.shape[2] * per_token
+
     def finish_step(self, machine):
         """The training loop calls this after every step. Some mixers update themselves from its tokens."""
 

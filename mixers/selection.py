@@ -337,7 +337,7 @@ class Selection(Layer):
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
-        """What the index costs, and the selected keys and values."""
+        """What the choice reads, and the selected keys and values of every head."""
         T, i = k.shape[2], torch.tensor([k.shape[2] - 1], device=k.device)
         q, k = self.featured(q), self.featured(k)
         kept = self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, T, dtype=torch.bool))[0]

@@ -154,7 +154,7 @@ def by_default(chosen, *values):
 # the default recipes of tests with many cases. They cover every rule and every axis; --all runs all recipes
 FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
        "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
-       "elu_norm", "linear", "mlp_norm", "focus", "retnet", "gated_deltanet", "ttt")
+       "elu_norm", "linear", "mlp_norm", "focus", "sparq", "magicpig", "retnet", "gated_deltanet", "ttt")
 
 
 def some_recipes(*names, among=tuple(attention.ATTENTIONS)):

@@ -4,10 +4,9 @@ import math
 import pytest
 import torch
 from bounds import SEED, below, close, same
-from conftest import complain, tiny_config
+from conftest import tiny_config
 from layers import inputs, layer, normal, token_ids
 
-import train as train_script
 from evals.instrument import load_run
 from mixers import trained_recipes
 from model import GPT
@@ -229,14 +228,3 @@ def test_selection_adds_nothing_that_can_be_trained(toy_run):
         plain, _ = load_run(toy_run, "cpu")
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
         assert attn not in trained_recipes()
-
-
-def test_what_selection_refuses(capsys):
-    code, line = complain(train_script.main, capsys, "--attn=sparq")
-    assert code == 2 and "train with --attn=softmax, then give --attn=sparq to eval.py" in line
-    with pytest.raises(ValueError, match="depends on its tables"):
-        tiny_config(attn="magicpig", topk=32)
-    with pytest.raises(ValueError, match="selects among all earlier keys"):
-        tiny_config(attn="topk", window=16)
-    with pytest.raises(ValueError, match="know nothing of a bias"):
-        tiny_config(attn="topk", pos="alibi")
