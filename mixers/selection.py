@@ -107,8 +107,8 @@ def channels(layer, k, v, old):
 
 def by_page(layer, q, k, index, i, seen):
     """The keys of the --topk / page pages of the highest bounds, among them always the row's own page."""
-    page, T = layer.args["page"], k.shape[2]
-    low, high = (y[:, :, :T // page].mT for y in (index["low"], index["high"]))         # (B, Hk, D, P) of whole pages
+    page, T, q = layer.args["page"], k.shape[2], wide(q)
+    low, high = (wide(index[name])[:, :, :T // page].mT for name in ("low", "high"))    # (B, Hk, D, P) of whole pages
     bound = grouped(q.relu(), high) - grouped((-q).relu(), low)         # (B, H, R, P)
     p, own = torch.arange(-(-T // page), device=q.device), i[:, None] // page
     rank = F.pad(bound.detach(), (0, len(p) - bound.shape[-1]))         # the last page may be incomplete
