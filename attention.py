@@ -683,6 +683,11 @@ ATTENTIONS = {
     # softmax among the tokens of a cluster, mixers/routing.py; or estimated by random features, mixers/performer.py
     "routing": {"mixer": "routing", "rule": "softmax"},
     "performer": {"mixer": "performer", "rule": "favor", "normalize": "sum"},
+    # a few keys for each query, in a model that was trained with softmax: mixers/selection.py
+    "topk": {"mixer": "selection", "rule": "softmax", "select": "topk", "topk": 32},
+    "sparq": {"mixer": "selection", "rule": "softmax", "select": "sparq", "topk": 32},
+    "quest": {"mixer": "selection", "rule": "softmax", "select": "quest", "topk": 32},
+    "magicpig": {"mixer": "selection", "rule": "softmax", "select": "magicpig"},
     # a state instead of keys: the rules and axes of mixers/recurrent.py
     "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},    # `linear` in O(T)
     "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope", "out_norm": "head",

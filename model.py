@@ -221,6 +221,7 @@ class GPTConfig:
     conv: str | None = axis("conv")
     balance: str | None = axis("balance")
     affinity: str | None = axis("affinity")
+    select: str | None = axis("select")
     topk: int | None = axis("topk")
     pos: str | None = axis("pos")
     qk_norm: str | None = axis("qk_norm")

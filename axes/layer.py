@@ -22,6 +22,7 @@ class Layer(nn.Module):
     retrofit = False                            # can `added` be trained alone, on top of a run (--train_only)?
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
+    trains = True                               # False: for the evaluation of a model that was trained with softmax
     penalized, penalty = False, 0.0             # does the layer add a penalty to the loss, and its value
     fused_by = ()                               # a mixer's own Triton functions, in the order of their calls
 
@@ -163,6 +164,11 @@ class Layer(nn.Module):
         """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys. The projections are not
         included, and neither is a second view."""
         return 12 * self.config.n_head * self.config.head_width * self.config.block_size
+
+    def bytes_read(self, q, k, v, x, table=None, sight=None):
+        """The bytes of the cache that a decoding step must read, from the arguments of its attend."""
+        per_token = k.shape[1] * self.width * k.element_size() + v.shape[1] * v.shape[3] * v.element_size()
+        return k.shape[0] * k.shape[2] * per_token
 
     def finish_step(self, machine):
         """The training loop calls this after every step. Some mixers update themselves from its tokens."""

@@ -299,8 +299,9 @@ def whole_numbers(text, flag=""):
 
 
 def recipe_names(text):
-    """The list in "softmax,elastic", or every recipe for "all". Raises ValueError on an unknown recipe."""
-    names = list(attention.ATTENTIONS) if text == "all" else text.split(",")
+    """The list in "softmax,elastic", or every recipe that can be trained for "all". Raises ValueError on an unknown
+    recipe."""
+    names = mixers.trained_recipes() if text == "all" else text.split(",")
     for name in names:
         attention.recipe(name)
     return names

@@ -77,7 +77,7 @@ def command(args, run):
     about = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"]}
     numbers = about | {"runs": runs}
     # only a whole lab may replace the committed results
-    whole = set(recipes) == set(attention.ATTENTIONS) and not args.train_args and len(seeds) >= 3
+    whole = set(recipes) == set(recipe_names("all")) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
     files.write_json(f"{place}.json", numbers)

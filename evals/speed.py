@@ -2,16 +2,17 @@
 
 All recipes take turns in one process, for many rounds (Machine.race). Other programs on the machine slow all of them
 alike, so ratios are reliable even if seconds are not. --kernels is in evals/kernels.py, --live in evals/live.py,
---focus in evals/sparse.py.
+--focus in evals/sparse.py, --decode in evals/decode.py.
 """
 import os
 from dataclasses import dataclass
 
 import torch
 
+import attention
 from common.flags import at_least, knob
 from common.machine import Machine
-from evals import kernels, live, sparse
+from evals import decode, kernels, live, sparse
 from evals.instrument import Common, OpenedRun, recipe_names, save_numbers, table, whole_numbers
 from model import GPT, GPTConfig
 
@@ -21,8 +22,8 @@ class Speed:
     """Flags of speed"""
     attn: str = knob("all", "recipes, separated by commas")
     lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; with --kernels 1024,4096,16384 "
-                            "(on a CPU 64,128); with --focus 1024,4096,16384 (on a GPU up to a million); with --live "
-                            "the run's block_size")
+                            "(on a CPU 64,128); with --focus 1024,4096,16384 (on a GPU up to a million); with "
+                            "--decode 1024,4096,16384; with --live the run's block_size")
     memory: str = knob("4096,8192,16384", "measure the attention's memory at these lengths, separated by commas; "
                                           "empty: skip it")
     tokens: int = knob(0, "tokens of a training step, or of a call of a kernel; "
@@ -37,6 +38,8 @@ class Speed:
     live: bool = knob(False, "instead, for a trained run (--out_dir): measure the share of tiles with nonzero weights, "
                              "and the time that skipping the others saves")
     focus: bool = knob(False, "instead, time the sparse form of Focus and full attention")
+    decode: bool = knob(False, "instead, time a decoding step of one layer with long caches, and count the bytes of "
+                               "keys, values or state that it reads")
     out_dir: str = knob("", "with --live: the run")
     widths: str = knob("64,128", "with --kernels: head dimensions, separated by commas")
     out: str = knob("", "also save the figures as JSON in this file; "
@@ -54,6 +57,8 @@ def command(args, run):
         return kernels.command(args, run)
     if args.focus:
         return sparse.command(args, run)
+    if args.decode:
+        return decode.command(args, list(attention.ATTENTIONS) if args.attn == "all" else recipe_names(args.attn))
     if args.live:
         return live.command(args, open_run(args))
     machine, cases = Machine(args.device, args.dtype), cases_of(recipe_names(args.attn))

@@ -9,10 +9,11 @@ from mixers.focus import Focus
 from mixers.performer import Performer
 from mixers.recurrent import Recurrent
 from mixers.routing import Routing
+from mixers.selection import Selection
 
 MIXERS = {                                      # the first is the default
     "attention": attention.Attention, "focus": Focus, "routing": Routing, "performer": Performer,
-    "recurrent": Recurrent}
+    "recurrent": Recurrent, "selection": Selection}
 # {axis: the values that any mixer accepts}. Each mixer lists only the axes it supports
 AXES = {"mixer": MIXERS}
 for _mixer in MIXERS.values():
@@ -26,7 +27,7 @@ RETROFITS = tuple(name for name, mixer in MIXERS.items() if mixer.retrofit)     
 MEANINGS = {                                    # {axis: its help text}
     "mixer": "layer that mixes tokens: attention; focus: distant pairs need a common group; routing: all pairs need a "
              "common cluster; recurrent: every token changes and reads a state; performer: such a state that "
-             "approximates softmax",
+             "approximates softmax; selection: each query selects a few keys of a model trained with softmax",
     "rule": "how scores become attention weights; for a state: how a token changes it",
     "forget": "what a state loses at each token: nothing, a fixed share, or a share computed from the token",
     "write": "how much of its value a token writes into the state",
@@ -34,7 +35,10 @@ MEANINGS = {                                    # {axis: its help text}
     "balance": "how a token's scores become its shares of Focus' groups",
     "affinity": "how Focus' gate acts on the score of a distant pair: its logarithm is added (log), or it multiplies "
                 "the score (score)",
-    "topk": "how many of Focus' groups a token belongs to when the model is evaluated; 0: soft gates",
+    "select": "how a query selects keys: the highest scores (topk), the highest scores in its largest components "
+              "(sparq), pages by a bound (quest), or colliding hashes (magicpig)",
+    "topk": "how many keys a query selects, 0: all; with Focus how many groups a token belongs to when the model is "
+            "evaluated, 0: soft gates",
     "pos": "positions: rotary; none; an embedding of each position, fixed or learned; or a bias on the score: a slope "
            "(alibi), T5's learned buckets, the bucket numbers themselves (a negative control), or a learned bias per "
            "head and distance, also with rotary",
@@ -63,6 +67,11 @@ MEANINGS = {                                    # {axis: its help text}
 def layer_of(config, layer):
     """The mixer of one block. layer: the block's number, which decides whether it has a window."""
     return MIXERS[config.mixer](config, layer)
+
+
+def trained_recipes():
+    """The recipes that can be trained, a list. The others change a model that was trained with softmax."""
+    return [name for name, axes in attention.ATTENTIONS.items() if MIXERS[axes.get("mixer", "attention")].trains]
 
 
 def has_weights(recipe):

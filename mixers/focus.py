@@ -531,6 +531,16 @@ class Focus(Layer):
             w = F.pad(w if share is None else w * share, (0, T - end))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
+    def bytes_read(self, q, k, v, x, table=None, sight=None, g=None):
+        """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never shut."""
+        every, T = super().bytes_read(q, k, v, x), k.shape[2]
+        if not self.hard:
+            return every + g.nbytes
+        members = self.memberships(g, self.hard)                        # (B, T, K)
+        near = torch.arange(T, device=g.device) > T - 1 - self.local
+        is_open = near | (members & members[:, -1:]).any(-1)
+        return every * is_open.double().mean().item() + g.nbytes
+
     # ------------------------------------------------------------------ limits
 
     @staticmethod

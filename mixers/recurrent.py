@@ -741,6 +741,11 @@ class Recurrent(Layer):
             if start >= T - R:
                 yield w
 
+    def bytes_read(self, q, k, v, x, table=None, sight=None, past=None):
+        """The state, and what else the cache holds."""
+        return sum(y.nbytes for value in past.values() if not isinstance(value, int)
+                   for y in ([value] if isinstance(value, torch.Tensor) else value))
+
     def derivatives(self, q, k, x, hidden=-1):
         """weight_blocks of any other rule: the mean over channels c of the derivative of o_ic with respect to v_jc. For
         attention, that is w_ij.

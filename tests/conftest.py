@@ -26,6 +26,7 @@ import bounds  # noqa: E402
 
 import attention  # noqa: E402
 import kernels  # noqa: E402
+import mixers  # noqa: E402
 from common import files  # noqa: E402
 from data import tokens  # noqa: E402
 
@@ -153,17 +154,17 @@ def by_default(chosen, *values):
 # the default recipes of tests with many cases. They cover every rule and every axis; --all runs all recipes
 FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
        "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
-       "elu_norm", "linear", "mlp_norm", "focus", "retnet", "gated_deltanet", "ttt")
+       "elu_norm", "linear", "mlp_norm", "focus", "sparq", "magicpig", "retnet", "gated_deltanet", "ttt")
 
 
-def some_recipes(*names):
+def some_recipes(*names, among=tuple(attention.ATTENTIONS)):
     """All recipes as test parameters. Those not named here run only with --all."""
-    return [by_default(name in names, name) for name in attention.ATTENTIONS]
+    return [by_default(name in names, name) for name in among]
 
 
-RECIPES = some_recipes(*FEW)
+RECIPES = some_recipes(*FEW, among=mixers.trained_recipes())
 # one recipe for each kind of cache, for tests of whole models
-CACHES = some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet")
+CACHES = some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet", "sparq", "quest", "magicpig")
 
 
 # ------------------------------------------------------------------------------------------------------------- the data

@@ -7,10 +7,15 @@ import mixers
 from evals.instrument import instead
 
 
+# selection from sequences of a few dozen tokens
+SELECTING = {"sparq": "components=3", "quest": "page=4", "magicpig": "first=1,recent=3,bits=2,tables=6"}
+
+
 def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
     """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks."""
-    windowed = {"window": 7} if "window" in mixers.attention.ATTENTIONS[attn] else {}
-    config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32, "bias": True} | windowed | choices)
+    few = {name: small for name, small in (("window", 7), ("topk", 6)) if name in mixers.attention.ATTENTIONS[attn]}
+    few |= {"attn_args": SELECTING[attn]} if attn in SELECTING else {}
+    config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32, "bias": True} | few | choices)
     module = mixers.layer_of(config, 0).to(dtype).eval()
     random = dice(stream)
     with torch.no_grad():

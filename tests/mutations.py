@@ -75,6 +75,8 @@ MUTATIONS = [
              [('for _ in range(layer.args["iterations"]):', 'for _ in range(layer.args["iterations"] - 1):')]),
     Mutation("random features without their normaliser", "mixers/performer.py", "performer",
              [("b = k @ W - k.square().sum(-1, keepdim=True) / 2", "b = k @ W")]),
+    Mutation("colliding keys without their probability", "mixers/selection.py", "selection -k unbiased",
+             [("return torch.where(is_exact(layer, i, j), 0.0, u.log())", "return 0 * u.log()")]),
     # model.py, train.py: initial values, sampling, batches, steps
     Mutation("norms decay like matrices", "model.py", "model -k optimizer",
              [('name != "bias" and p.dim() > 1', 'name != "bias" and p.dim() > 0')]),

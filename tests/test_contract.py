@@ -251,8 +251,10 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
 
 
 def without_jumps(choices, T):
-    """Routing gets clusters of all T tokens, so that rounding cannot change their members."""
-    return choices | ({"attn_args": f"cluster_size={T}"} if choices["attn"] == "routing" else {})
+    """Routing has clusters of all T tokens, and selection selects all T keys: rounding cannot change which they are."""
+    whole = {"routing": {"attn_args": f"cluster_size={T}"}, "magicpig": {"attn_args": f"recent={T}"}}
+    whole |= dict.fromkeys(("topk", "sparq", "quest"), {"topk": 0})
+    return choices | whole.get(choices["attn"], {})
 
 
 @every

@@ -28,6 +28,7 @@ from evals.instrument import markdown
 from evals.lab import lab_figures, true_process
 from evals.lab_runs import RECIPES, flags_of, folder_of, train_flags
 from evals.ledger import experiments
+from mixers import trained_recipes
 from model import GPT, GPTConfig
 
 MACHINE = Machine("cpu", "float32")
@@ -306,7 +307,7 @@ def runs():
 
 
 def test_the_committed_results_have_every_recipe_and_three_seeds(runs):
-    assert set(runs) == {*ATTENTIONS, "blind"}
+    assert set(runs) == {*trained_recipes(), "blind"}
     assert all(len(group) == 3 for group in runs.values())
 
 

@@ -378,6 +378,15 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--normalize=none", "it accepts sum"),
         ("--window=4", "a state holds no keys"),
         ("--attn_args=features=-1", "features=WHOLE NUMBER from 0")]),
+    ("train.py {new} --attn=sparq", FLAGS, [
+        ("--topk=8", "--attn=sparq selects keys .*train with --attn=softmax, then give --attn=sparq to eval.py"),
+        ("--window=4", "selects among all earlier keys"),
+        ("--pos=alibi", "know nothing of a bias by distance"),
+        ("--rule=elastic", "selects keys for softmax"),
+        ("--attn_args=components=0", "from 1 to")]),
+    ("train.py {new} --attn=magicpig", FLAGS, [
+        ("--topk=8", "depends on its tables"),
+        ("--attn_args=tables=1", "from 2 to")]),
     ("train.py {new} --attn=retnet", FLAGS, [
         ("--window=8", "a state holds no keys"),
         ("--sink=one", "nothing to take"),

@@ -7,6 +7,7 @@ from bounds import below
 import eval as eval_script
 from attention import ATTENTIONS
 from evals import kernels as kernel_speed
+from mixers import trained_recipes
 
 SOFTMAXES = {"softmax (sdpa)", "softmax (torch)"}
 
@@ -21,7 +22,7 @@ def speed(evaluate):
     pytest.param(("--tokens=64", "--lengths=32,64"), marks=pytest.mark.exhaustive)])
 def test_every_recipe_is_timed_and_the_output_is_saved(model, speed, tmp_path):
     found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", *model)
-    assert all(set(rows) == SOFTMAXES | set(ATTENTIONS) - {"softmax"} for rows in found["lengths"].values())
+    assert all(set(rows) == SOFTMAXES | set(trained_recipes()) - {"softmax"} for rows in found["lengths"].values())
     assert all(row[name] > 0 for rows in found["lengths"].values() for row in rows.values()
                for name in ("tokens_per_s", "step", "forward", "both"))
     assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
@@ -69,3 +70,31 @@ def test_every_kernel_is_timed(speed):
 def test_every_rule_has_a_number_of_products():
     rules = {axes["rule"] for axes in ATTENTIONS.values() if "mixer" not in axes}
     assert set(kernel_speed.PRODUCTS) == {*rules, "tda"}
+
+
+# ----------------------------------------------------------------------------------------------------- decoding steps
+
+
+def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
+    """A key and its value take 1024 bytes: float32, two heads of width 64. The step adds a token to the cache."""
+    found = speed("--decode", "--attn=all", "--lengths=40,256")["lengths"]
+    few, many = found["40"], found["256"]
+    assert {"softmax", "streaming", "lazy", "focus", "focus (1 of 4 groups)", "sparq", "titans"} <= few.keys()
+    assert "routing" not in few
+    assert all(number > 0 for rows in found.values() for row in rows.values() for number in row.values())
+    token = 2 * 2 * 64 * 4
+    assert few["softmax"]["bytes"] == 41 * token and many["softmax"]["bytes"] == 257 * token
+    assert many["window"]["bytes"] == 128 * token and many["streaming"]["bytes"] == 132 * token
+    assert many["focus"]["bytes"] == 257 * token + 257 * 4 * 4          # and the shares of four groups
+    assert 128 * token < many["focus (1 of 4 groups)"]["bytes"] < many["focus"]["bytes"]
+    assert many["topk"]["bytes"] == 257 * token // 2 + 32 * token
+    assert many["sparq"]["bytes"] == 257 * token // 8 + 32 * token      # a quarter of the keys' components
+    assert many["quest"]["bytes"] == 16 * token + 17 * token            # 16 bounds; a whole page, and one of one key
+    assert many["retnet"]["bytes"] == few["retnet"]["bytes"] == 2 * 64 * 64 * 4
+    assert many["softmax"]["traffic"] == many["softmax"]["layer"] == many["softmax"]["attend"] == 1
+
+
+def test_the_table_of_decoding_steps_is_readable(capsys):
+    eval_script.main(["speed", "--decode", "--attn=topk", "--device=cpu", "--repeats=1", "--lengths=20"])
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("20 tokens in the cache", "KB read", "traffic alone", "softmax", "topk"))

@@ -1,0 +1,350 @@
+"""Token selection: each query of a model that was trained with softmax attends to a few keys only. Nothing is trained.
+
+A decoding step of softmax attention reads every cached key and value. Here it first reads a smaller index, which
+decides on a set S_i of keys for query i. Then it reads the keys and values of S_i alone:
+
+    o_i = sum_{j in S_i} w_ij v_j,          w_i = softmax of (s_ij - log u_ij) over j in S_i
+
+The axis `select` chooses S_i. u_ij is the probability that a random choice finds key j, and 1 for the other methods.
+
+    topk        the --topk keys of the highest scores. Its index is the keys themselves. The others approximate it
+    sparq       the keys of the highest approximate scores, from the largest components of the query
+    quest       whole pages of keys, by an upper bound on their scores
+    magicpig    keys whose hashes collide with the query's, at random; it has no --topk
+
+    python eval.py loss --out_dir=out/smollm2 --attn=sparq --topk=128
+
+All of them are causal: S_i depends on the keys up to i alone.
+
+Differs from the papers: they select in decoding steps only, after a prefill with full attention. Here every row
+selects, so the loss of a text measures the selection. Quest and MagicPIG exempt a few layers, and SparQ's code selects
+the same keys for all heads that share a key head. Here each head of each layer selects its own keys.
+
+Shapes: B batch, H heads, Hk key heads, R query rows (the last R of T positions), T keys, D width of q and k, E of v,
+m selected keys, L tables, P pages.
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+import kernels
+from attention import RULES, LogSumExp, softmax
+from axes import options
+from axes.base import Choice, Constant, Fixed, only, wide
+from axes.layer import Layer
+from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
+from axes.positions import WITHOUT_BIAS
+from axes.queries_keys import QK_NORMS, SCALES
+from axes.rows import SINKS, share_of_keys, spent
+from axes.sight import visible, visible_count
+from kernels import grouped, scaled_scores, weighted_sum
+
+# ------------------------------------------------------------------------------- the axis select: which keys a row sees
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Select(Choice):
+    """One way to choose keys. An index is a dict of tensors about the keys."""
+    index: Callable = lambda layer, k, v, old: {}           # k and v of T tokens, the index of the first ones -> index
+    kept: Callable | None = None                # layer, q, k, index, i (R,), seen (R, T) -> a mask of the chosen keys
+                                                # (B, H, R, T), and their estimated share of softmax (B, H, R, 1), or
+                                                # None if they have all of it
+    log_chance: Callable | None = None          # layer, q, k, index, i, j -> log u of the keys k at positions j
+    scanned: Callable | None = None             # layer, k, index -> the bytes that `kept` reads for one query
+
+
+def best(layer, rank, seen, always):
+    """The mask of the --topk visible keys with the highest rank (B, H, R, T). Keys in `always` come first."""
+    rank = rank.detach().masked_fill(always & seen, math.inf).masked_fill(~seen, -math.inf)
+    places = rank.topk(min(layer.config.topk or rank.shape[-1], rank.shape[-1]), -1).indices
+    return torch.zeros_like(rank, dtype=torch.bool).scatter(-1, places, True) & seen
+
+
+def by_score(layer, q, k, index, i, seen):
+    """The keys of the highest scores s_ij. Source: the oracle in SparQ, Quest and MagicPIG."""
+    return best(layer, scaled_scores(q, k, layer.sight.scale), seen, torch.zeros_like(seen)), None
+
+
+# SparQ. s^_ij = sum of q_id k_jd / sqrt(D) over the r components d with the largest |q_id|, divided by sqrt(c_i), where
+# c_i = (sum of these |q_id|) / (sum of all |q_id|). Ribar et al. 2312.04985, section 4 and algorithm 1
+
+
+def by_largest_components(layer, q, k, index, i, seen):
+    """The keys of the highest approximate scores s^_ij, among them always the most recent --attn_args=local of them.
+
+    With --attn_args=realloc=1 the keys that are not chosen count with their mean: o_i = a_i o_i + (1 - a_i) mean of the
+    values up to i. a_i is the share that softmax(s^_i) gives to the chosen keys.
+    Differs from the paper: the mean is over the row's visible values, in the paper over all in the cache. While
+    decoding they are the same."""
+    top = q.abs().topk(min(layer.args["components"], q.shape[-1]), -1)  # (B, H, R, r)
+    if q.shape[2] == 1 and "channels" in index: # the index has the components of all keys, each of them in one piece
+        s = q.gather(-1, top.indices) @ picked(index["channels"], top.indices[:, :, 0])
+    else:
+        s = grouped(q * torch.zeros_like(q).scatter(-1, top.indices, 1.0), k.mT)        # (B, H, R, T)
+    tiny = torch.finfo(q.dtype).tiny            # of a query that is 0
+    share = top.values.sum(-1, keepdim=True) / q.abs().sum(-1, keepdim=True).clamp(min=tiny)
+    s = wide(s * layer.sight.scale) / share.clamp(min=tiny).sqrt()
+    j = torch.arange(k.shape[2], device=k.device)
+    kept = best(layer, s, seen, i[:, None] - j < int(layer.args["local"] * layer.config.topk))
+    return kept, (softmax(s, seen) * kept).sum(-1, keepdim=True) if layer.args["realloc"] else None
+
+
+def channels(layer, k, v, old):
+    """Keys in the order of their components (B, Hk, D, T), and the sum of all values (B, Hk, 1, E)."""
+    known = old["channels"].shape[-1] if old else 0
+    new, total = k[:, :, known:].mT, wide(v[:, :, known:]).sum(2, keepdim=True)
+    return {"channels": torch.cat([old["channels"], new], -1) if old else new.contiguous(),
+            "total": old["total"] + total if old else total}
+
+
+# Quest. A page is --attn_args=page=16 keys in a row. With the smallest and the largest value m_d and M_d of each
+# component in a page, none of its keys has a score above sum_d max(q_d m_d, q_d M_d). Tang et al. 2406.10774, section 3
+
+
+def by_page(layer, q, k, index, i, seen):
+    """The keys of the --topk / page pages of the highest bounds, among them always the row's own page."""
+    page, T, q = layer.args["page"], k.shape[2], wide(q)
+    low, high = (wide(index[name])[:, :, :T // page].mT for name in ("low", "high"))    # (B, Hk, D, P) of whole pages
+    bound = grouped(q.relu(), high) - grouped((-q).relu(), low)         # (B, H, R, P)
+    p, own = torch.arange(-(-T // page), device=q.device), i[:, None] // page
+    rank = F.pad(bound.detach(), (0, len(p) - bound.shape[-1]))         # the last page may be incomplete
+    rank = rank.masked_fill(p >= own, -math.inf).masked_fill(p == own, math.inf)
+    count = -(-(layer.config.topk or T) // page)
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, rank.topk(min(count, len(p)), -1).indices, True)
+    return chosen.repeat_interleave(page, -1)[..., :T] & seen, None
+
+
+def page_bounds(layer, k, v, old):
+    """The smallest and the largest value of each component in every whole page: (B, Hk, P, D) each."""
+    page = layer.args["page"]
+    known, whole = old["low"].shape[2] if old else 0, k.shape[2] // page
+    new = k[:, :, known * page:whole * page].unflatten(2, (whole - known, page))
+    found = {"low": new.amin(3), "high": new.amax(3)}
+    return {name: torch.cat([old[name], y], 2) for name, y in found.items()} if old else found
+
+
+# MagicPIG. A table gives a vector the signs of its products with K random directions as a hash. The hashes of q and k
+# are equal with the probability p^K, p = 1 - angle(q, k) / pi, and those of two or more of L tables are with
+# u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1). Chen et al. 2410.16179, section 4 and algorithm 1
+
+
+def by_collision(layer, q, k, index, i, seen):
+    """The keys whose hashes equal the query's in two or more tables; always the first keys and the recent ones."""
+    T, codes = k.shape[2], index["codes"]       # (B, Hk, L, T)
+    own = hashes(layer, q).unflatten(1, (codes.shape[1], -1))           # (B, Hk, H / Hk, L, R)
+    count = torch.zeros(*own.shape[:3], q.shape[2], T, dtype=torch.int16, device=q.device)
+    for table in range(codes.shape[2]):
+        count += own[..., table, :, None] == codes[:, :, None, table, None, :T]
+    j = torch.arange(T, device=k.device)
+    return seen & (is_exact(layer, i[:, None], j) | (count >= 2).flatten(1, 2)), None
+
+
+def is_exact(layer, i, j):
+    """The first keys and the recent ones, which every row sees: u = 1."""
+    return (j < layer.args["first"]) | (i - j < layer.args["recent"])
+
+
+def log_collision_chance(layer, q, k, index, i, j):
+    """log u_ij, (B, H, R, T), for keys k (B, Hk or H, T, D) at positions j."""
+    k = wide(k) - index["centre"].repeat_interleave(k.shape[1] // index["centre"].shape[1], 1)
+    cosine = grouped(F.normalize(wide(q), dim=-1), F.normalize(k, dim=-1).mT)
+    near = 1 - 4 * torch.finfo(cosine.dtype).eps                        # the slope of acos is infinite at 1
+    equal, L = (1 - torch.acos(cosine.clamp(-near, near)) / math.pi) ** layer.args["bits"], layer.args["tables"]
+    # (1 - x)^(L - 1) (1 + (L - 1) x) = 1 - u, in logarithms, since u may be far smaller than 1
+    u = -torch.expm1((L - 1) * torch.log1p(-equal) + torch.log1p((L - 1) * equal))
+    u = u.clamp(min=torch.finfo(u.dtype).eps ** 2)                      # no key of so small a chance is ever found
+    return torch.where(is_exact(layer, i, j), 0.0, u.log())
+
+
+def hashed_keys(layer, k, v, old):
+    """The hashes of all keys (B, Hk, L, T) after subtraction of a `centre` (B, Hk, 1, D), since keys lie far from 0.
+
+    Differs from the paper: its centre is the mean of all keys of the prompt, of which early rows may not know. Here it
+    is the mean of the first keys that are not exact in every row. When a row samples its first key, they are known."""
+    first, recent = layer.args["first"], layer.args["recent"]
+    known = old["codes"].shape[-1] if old and old["codes"].shape[-1] >= first + recent else 0
+    if not known:                               # so far all keys are exact
+        some = wide(k[:, :, first:first + recent])
+        old = {"centre": some.sum(2, keepdim=True) / max(1, some.shape[2])}
+    new = hashes(layer, wide(k[:, :, known:]) - old["centre"])
+    return {"centre": old["centre"], "codes": torch.cat([old["codes"], new], -1) if known else new}
+
+
+def hashes(layer, x):
+    """The hash of x (B, H, T, D) in every table, a number of K bits: (B, H, L, T)."""
+    with torch.autocast(x.device.type, enabled=False):
+        bits = wide(x.detach()) @ layer.planes.to(wide(x).dtype) > 0    # (B, H, T, L K)
+    bits = bits.unflatten(-1, (layer.args["tables"], layer.args["bits"])).short()
+    powers = 2 ** torch.arange(bits.shape[-1], device=x.device, dtype=torch.short)
+    return (bits * powers).sum(-1).short().mT.contiguous()
+
+
+def random_planes(layer):
+    """The directions of all hashes (D, L K), drawn from --attn_args=seed and the layer's number."""
+    generator = torch.Generator().manual_seed(1000 * layer.args["seed"] + layer.depth)
+    shape = layer.width, layer.args["tables"] * layer.args["bits"]
+    return {"planes": Fixed(torch.randn(shape, generator=generator, device="cpu"))}
+
+
+def has_no_topk(config, args, choices):
+    if config.topk:
+        return (f"--topk={config.topk}: how many keys magicpig finds depends on its tables: leave it out, and give "
+                "--attn_args=bits=NUMBER,tables=NUMBER")
+
+
+SELECTS = {
+    "topk": Select(kept=by_score, scanned=lambda layer, k, index: k.nbytes),
+    "sparq": Select(args={"components": Constant(16, 1, 65536), "local": Constant(0.25, 0.0, 1.0),
+                          "realloc": Constant(False)},
+                    index=channels, kept=by_largest_components, scanned=lambda layer, k, index: (
+                        layer.heads / k.shape[1] * min(1, layer.args["components"] / layer.width) * k.nbytes)),
+    "quest": Select(args={"page": Constant(16, 1, 65536)}, index=page_bounds, kept=by_page,
+                    scanned=lambda layer, k, index: index["low"].nbytes + index["high"].nbytes),
+    "magicpig": Select(args={"bits": Constant(8, 1, 15), "tables": Constant(75, 2, 32767),
+                             "first": Constant(4, 0, 65536), "recent": Constant(64, 1, 65536),
+                             "seed": Constant(0, 0, 2**31)},
+                       learns=random_planes, refuse=has_no_topk, index=hashed_keys, kept=by_collision,
+                       log_chance=log_collision_chance, scanned=lambda layer, k, index: index["codes"].nbytes),
+}
+
+AXES = options.defaults_but(
+    only(RULES, "softmax"), select=SELECTS, pos=WITHOUT_BIAS, qk_norm=QK_NORMS, scale=SCALES, value_bias=VALUE_BIASES,
+    out_norm=OUT_NORMS, gate=GATES, sink=SINKS)
+
+# ---------------------------------------------------------------------------------------------------------- the layer
+
+
+def picked(y, places):
+    """The rows of y (B, Hk, N, W) at places (B, H, m), for each of the H heads: (B, H, m, W)."""
+    B, H, _ = places.shape
+    batch, head = torch.arange(B, device=y.device), torch.arange(H, device=y.device) // (H // y.shape[1])
+    return y[batch[:, None, None], head[:, None], places]
+
+
+def places_of(mask):
+    """Where a mask (B, H, 1, T) is true: the places (B, H, m), and whether they count (B, H, 1, m), because m is the
+    largest number of places of a head."""
+    counts = mask.sum(-1)                       # (B, H, 1)
+    places = torch.nn.utils.rnn.pad_sequence(mask.nonzero()[:, -1].split(counts.flatten().tolist()), batch_first=True)
+    places = places.view(*mask.shape[:2], -1)
+    return places, torch.arange(places.shape[-1], device=mask.device) < counts[..., None]
+
+
+class Selection(Layer):
+    """A layer of softmax attention over selected keys: (B, T, C) to (B, T, C).
+
+    past, the cache of generation, also holds the index of the keys.
+    """
+    axes, added, trains = AXES, ("planes",), False
+    numbers = {"topk": options.Number(0)}
+    refused = {
+        "window": "it selects among all earlier keys", "window_every": "it has no window", "first": "it has no window",
+        "pos": "its indexes know nothing of a bias by distance: use rope, none, sinusoidal or learned",
+        "rule": "it selects keys for softmax"}
+
+    def forward(self, x, past=None, importances=None):
+        """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and their index."""
+        q, k, v = self.heads_of(self.c_attn(x))
+        if past is not None:
+            k, v, _ = self.recall(past, k, v)
+        if self.choices["pos"].rotates:
+            q, k = self.rotated(q, k)
+        indexed = {}                            # without a cache attend makes the index
+        if past is not None:
+            past["index"] = self.choices["select"].index(self, self.featured(k), v, past.get("index"))
+            indexed = {"index": past["index"]}
+        return self.output(self.attend(q, k, v, x, None, **indexed))
+
+    def attend(self, q, k, v, x, table=None, sight=None, index=None):
+        """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
+        With fewer queries than keys, the queries are the last positions. sight: only its `hidden` is used. index: of
+        all T keys."""
+        dtype, sight = v.dtype, sight or self.sight
+        q, k, index = self.prepare(q, k, v, sight, index)
+        if q.shape[2] == 1 and sight.hidden < 0:
+            o, *r = self.step(q, k, v, index)
+        else:
+            o, *r = kernels.run_blocks(partial(self.block, index, sight), sight, ("rows", "keys", "keys"), q, k, v)
+        o = spent(self, o, q, r[0] if r else None, None)                # an extra key takes its share of the weights
+        o = self.choices["value_bias"].shifted(self, o)
+        o = self.choices["out_norm"].normed(self, o)
+        return self.choices["gate"].gated(self, o, x).to(dtype)
+
+    def prepare(self, q, k, v, sight, index=None):
+        """q and k after norm and learned factor, and the index of all keys, in which a hidden key is 0."""
+        q, k = self.featured(q), self.featured(k)
+        if index is None:
+            j = torch.arange(k.shape[2], device=k.device)
+            index = self.choices["select"].index(self, k.masked_fill((j == sight.hidden)[:, None], 0.0), v, None)
+        if self.choices["scale"].factor:
+            i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+            q = (q * self.choices["scale"].factor(self, visible_count(i, sight).to(wide(q).dtype))).to(q.dtype)
+        return q, k, index
+
+    @property
+    def dropout(self):
+        return self.config.dropout if self.training else 0.0
+
+    def step(self, q, k, v, index):
+        """One query, which reads only the keys and values that it selects: output (B, H, 1, E), and the log-sum-exp if
+        an extra key needs it."""
+        T, i = k.shape[2], torch.tensor([k.shape[2] - 1], device=k.device)
+        kept, mass = self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, T, dtype=torch.bool))
+        places, count = places_of(kept)
+        w, *r = self.weights(q, picked(k, places), index, count, i, places[:, :, None])
+        o = weighted_sum(w, picked(v, places), self.dropout)
+        if mass is not None:
+            o = mass * o + (1 - mass) * self.for_score_heads(index["total"], 1) / T
+        return o, *r
+
+    def block(self, index, sight, i, q, k, v):
+        """The rows at positions i, computed with all scores and a mask."""
+        w, *r = self.row_weights(index, sight, i, q, k)
+        return weighted_sum(w, v, self.dropout), *r
+
+    def row_weights(self, index, sight, i, q, k):
+        """The weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if it is needed."""
+        j = torch.arange(k.shape[2], device=k.device)
+        seen = visible(i[:, None], j, sight)    # (R, keys)
+        kept, mass = self.choices["select"].kept(self, q, k, index, i, seen)
+        w, *r = self.weights(q, k, index, kept, i[:, None], j)
+        return w if mass is None else mass * w + (1 - mass) * seen / seen.sum(-1, keepdim=True), *r
+
+    def weights(self, q, k, index, kept, i, j):
+        """The softmax (B, H, R, keys) over the chosen keys, and its log-sum-exp if an extra key needs it."""
+        s = scaled_scores(q, k, self.sight.scale)
+        if chance := self.choices["select"].log_chance:
+            s = s - chance(self, q, k, index, i, j)
+        w = softmax(s, kept)
+        return (w, LogSumExp.apply(s, kept, w)) if self.has_extra_key else (w,)
+
+    # ------------------------------------------------------------------ for instruments
+
+    def weight_blocks(self, q, k, x, table=None, sight=None):
+        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
+        sight = sight or self.sight
+        q, k, index = self.prepare(q, k, k, sight)                      # the values do not change the weights
+        R, T = q.shape[2], k.shape[2]
+        for block, i in kernels.row_blocks(R, T, q.device):
+            end = i[-1] + 1
+            w, *r = self.row_weights(index, sight, i, q[:, :, block], k[:, :, :end])
+            share = share_of_keys(self, q[:, :, block], r[0] if r else None, None)
+            w = F.pad(w if share is None else w * share, (0, T - end))
+            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
+
+    def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
+        """What the choice reads, and the selected keys and values of every head."""
+        T, i = k.shape[2], torch.tensor([k.shape[2] - 1], device=k.device)
+        q, k = self.featured(q), self.featured(k)
+        kept = self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, T, dtype=torch.bool))[0]
+        found = kept.sum().item() * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
+        return self.choices["select"].scanned(self, k, index) + found
+
+    @staticmethod
+    def cannot_learn(config):
+        return (f"--attn={config.attn} selects keys in a model that was trained with softmax, and is not trained "
+                f"itself: train with --attn=softmax, then give --attn={config.attn} to eval.py")
