@@ -107,7 +107,7 @@ OF_THEIR_OWN = {                                # these train or build their own
     # the code itself
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
-    "curve": Command(curve.Curve, curve.command, curve.draw),
+    "curve": Command(curve.Curve, curve.command, curve.draw, page=curve.page),
     "show": Command(show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN
