@@ -49,8 +49,9 @@ def recorded(name, constants):
               "n": torch.tensor([float(KEYS)]), **{name: torch.tensor(start) for name, start in starts.items()}}
     with torch.no_grad(), Tape(inputs) as tape:
         w, outside = row_weights(layer, **inputs)
-    about = inspect.getdoc(attention.RULES[axes["rule"]].weights).split("\n\n")[0]
-    sliders = [{"name": constant, "start": round(starts[constant], 4), "least": least, "most": most, "step": step,
+    card = layer.choices["sink"] if layer.has_extra_key else attention.RULES[axes["rule"]].weights
+    about = inspect.getdoc(card).split("\n\n")[0].split("\nSource")[0]
+    sliders = [{"name": constant, "start": round(starts[constant], 2), "least": least, "most": most, "step": step,
                 "about": meaning} for constant, (least, most, step, meaning) in constants.items()]
     return {"name": name, "about": " ".join(about.split()), "constants": sliders, "program": tape.program(w, outside)}
 

@@ -1,7 +1,7 @@
 """The page of `maps --html`: every head of a model on one sentence, to look at in a browser.
 
-evals/maps.html is the page; this module puts the numbers in. A page is one file that needs no network. Weights are 11
-bits each, on the scale of the colours, so a page shows them with an error of at most 0.03 percent of the largest.
+evals/maps.html is the page; this module puts the numbers in. A page is one file that needs no network. To keep it
+small, each weight has 11 bits: it is shown with an error of at most 0.0005 if the largest is 1.
 """
 import base64
 import zlib
@@ -19,7 +19,7 @@ from evals.stream import watching
 
 SHOWN = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")        # measures that colour the heads
 COST = "how much the loss of this sentence rises without the head, in nats per token"
-LEVELS = 2047                                   # a weight is a whole number up to this, and a sign
+LEVELS, FINE = 2047, 32767                      # a weight, or a sum of a row, is a whole number up to this, and a sign
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
@@ -85,26 +85,34 @@ def in_words(path, numbers):
 
 def page(path, found):
     """Write the page. Several runs are tabs."""
-    save_page(path, "maps.html", {"levels": LEVELS, "runs": [tab(place, numbers) for place, numbers in found.items()]})
+    save_page(path, "maps.html", {"levels": LEVELS, "fine": FINE,
+                                   "runs": [tab(place, numbers) for place, numbers in found.items()]})
 
 
 def tab(place, numbers):
     """The data of one run, as evals/maps.html reads it."""
-    weights = np.array([found["weights"] for found in numbers["maps"]])                 # (maps, T, keys)
-    hidden = np.array([found["hidden"] for found in numbers["maps"]])
-    most = max(np.abs(weights).max(), np.abs(hidden).max(), 1e-30)
+    w = torch.tensor([[found[kind] for found in numbers["maps"]] for kind in ("weights", "hidden")],
+                     dtype=torch.float64)       # (2, maps, T, keys)
+    tokens = w[..., numbers["first"]:]
+    share = tokens.abs() / tokens.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+    rows = {"weights": w, "sums": tokens.sum(-1), "entropies": torch.special.entr(share).sum(-1),       # as in measures
+            "value_norms": torch.tensor(numbers["value_norms"])}
+    most = {name: max(values.abs().max().item(), 1e-30) for name, values in rows.items()}
+    root = (w.abs() / most["weights"]).sqrt() * w.sign()        # small weights are as exact as their colours
+    packs = {"weights": packed(root, LEVELS)} | {
+        name: packed(rows[name] / most[name], FINE) for name in ("sums", "entropies", "value_norms")}
     meanings = {name: MEASURES.get(name, COST) for name in numbers["measures"]}
-    return {"name": place.removeprefix("out/"), "most": most, "meanings": meanings, "about": numbers["about"],
-            "weights": packed(weights, most), "hidden": packed(hidden, most),
-            **{name: numbers[name] for name in ("queries", "keys", "first", "measures")},
-            "value_norms": brief(numbers["value_norms"]), "stream": brief(numbers["stream"])}
+    return {"name": place.removeprefix("out/"), "most": most, "packed": packs, "meanings": meanings,
+            **{name: numbers[name] for name in ("about", "queries", "keys", "first", "measures")},
+            "stream": brief(numbers["stream"])}
 
 
-def packed(weights, most):
-    """Weights as text: the square root of each |w| / most in LEVELS steps, the sign above it; all high bytes, then all
-    low ones; deflated; base64. Only an exact zero becomes 0."""
-    codes = np.round(np.sqrt(np.abs(weights) / most) * LEVELS).astype(np.uint16)
-    codes = np.maximum(codes, weights != 0) + (LEVELS + 1) * (weights < 0).astype(np.uint16)
+def packed(values, levels):
+    """Values from -1 to 1 as text: the size of each in so many steps, the sign in the bit above; all high bytes, then
+    all low ones; deflated; base64. Only an exact zero becomes 0."""
+    values = np.asarray(values)
+    codes = np.maximum(np.round(np.abs(values) * levels), values != 0) + (levels + 1) * (values < 0)
+    codes = codes.astype(np.uint16)
     planes = (codes >> 8).astype(np.uint8).tobytes() + (codes & 255).astype(np.uint8).tobytes()
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 

@@ -1,6 +1,8 @@
 """The pages of `maps --html` and `curve --html`, in a real browser: what they show, and what a visitor can do."""
+import base64
 import json
 import re
+import zlib
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from conftest import complain, train_here
 
 import eval as eval_script
 from evals import maps_page
-from evals.maps_page import LEVELS, packed
+from evals.maps_page import packed
 
 # ---------------------------------------------------------------------------------------------------- the page of maps
 
@@ -44,7 +46,7 @@ def summary(w, first):
     return w.sum(), -(p[p > 0] * np.log(p[p > 0])).sum(), outside, w[0]
 
 
-NEAR = 2 / LEVELS                               # of the numbers of a row: the codes of its weights, and three digits
+NEAR = 1e-3                                     # three digits of numbers, and 11 bits of weights
 
 
 def shown(browser):
@@ -86,7 +88,7 @@ def test_rows_have_the_weights_of_json_in_every_tab(maps, browser):
                     assert shown(browser) == [pytest.approx(x, abs=NEAR) for x in
                                               summary(found[kind][row], run["first"])]
                     titles = browser.run("return [...document.querySelectorAll('#text button')].map(b => +b.title)")
-                    assert titles == [pytest.approx(w, abs=NEAR / 2) for w in found[kind][row]]
+                    assert titles == [pytest.approx(w, abs=NEAR) for w in found[kind][row]]
     assert browser.errors() == []
 
 
@@ -127,7 +129,7 @@ def test_keys_and_pointer_choose_heads_rows_and_tabs(maps, browser):
     assert browser.text("#row").startswith("row 6")
     weight = runs[0]["maps"][4]["weights"][6][2]
     assert float(browser.run("return document.getElementById('map').title").split()[-1]) == pytest.approx(
-        weight, abs=NEAR / 2)
+        weight, abs=NEAR)
     browser.press("h")
     assert "with the first key" in browser.text("#row") and browser.run("return hide.value") == "1"
     assert browser.named("slider", "hide the first key")["value"]["value"] == 1
@@ -151,7 +153,7 @@ def test_norms_are_those_of_json(maps, browser):
     assert found == [pytest.approx(x, rel=1e-3) for x in (stream[0], stream[7], np.mean(stream[1:]))]
     norms = run["value_norms"][1][1]
     assert [float(n) for n in re.findall(r" (\d+\.\d+)", browser.text("#value"))] == [
-        pytest.approx(x, rel=1e-3) for x in (norms[0], norms[7])]
+        pytest.approx(x, rel=6e-3) for x in (norms[0], norms[7])]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -186,11 +188,9 @@ def test_a_page_of_270_heads_and_64_tokens_is_at_most_2_mb(tmp_path):
 
 
 def test_only_an_exact_zero_is_packed_as_zero():
-    import base64
-    import zlib
-    high, low = np.frombuffer(zlib.decompress(base64.b64decode(packed(np.array([[0, 1e-12, 1, -1, -1e-12]]), 1.0))),
-                              np.uint8).reshape(2, -1).astype(int)
-    assert (high * 256 + low).tolist() == [0, 1, LEVELS, 2 * LEVELS + 1, LEVELS + 2]
+    data = zlib.decompress(base64.b64decode(packed([0, 1e-12, 1, -1, -1e-12], 7)))
+    high, low = np.frombuffer(data, np.uint8).reshape(2, -1).astype(int)
+    assert (high * 256 + low).tolist() == [0, 1, 7, 15, 9]
 
 
 def test_a_label_cannot_end_the_data(softmax_run, tmp_path, browser, capsys):
