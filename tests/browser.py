@@ -32,7 +32,8 @@ class Browser:
         port = next(filter(None, (re.search(r"started successfully on port (\d+)", line) for line in said)))[1]
         self.url = f"http://127.0.0.1:{port}/session"
         options = {"binary": chromium, "args": [*FLAGS, f"--user-data-dir={folder}"]}
-        asked = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        asked = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"},
+                 "timeouts": {"script": 300_000, "pageLoad": 300_000}}          # of a busy machine
         self.url += "/" + self.ask("POST", "", {"capabilities": {"alwaysMatch": asked}})["sessionId"]
 
     def ask(self, method, path, body=None):
@@ -40,7 +41,7 @@ class Browser:
         data = None if method != "POST" else json.dumps(body or {}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as e:
             raise AssertionError(f"{method} {path}: {json.load(e)['value']['message']}") from None
