@@ -40,7 +40,8 @@ Time, compile and read the code, without a run:
     show      a recipe on one page: its choices, PyTorch, Triton, and where they are (python eval.py show elastic)
 
 eval.py rebuilds the model from the run's meta.json. --attn and the flags of its axes replace the run's own choices if
-its parameters still fit. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another.
+its parameters still fit. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another, and
+--attn=softmax,softmax1 at a run under several recipes.
 evals/measures.py and evals/stream.py give the sources of the measures.
 """
 import json
@@ -71,7 +72,7 @@ from evals import (
     show,
     speed,
 )
-from evals.instrument import Common, OpenedRun, Overrides, Picture, check_overrides, runs_named
+from evals.instrument import Common, OpenedRun, Overrides, Picture, check_overrides, recipe_names, runs_named
 
 
 class Command(NamedTuple):
@@ -82,6 +83,7 @@ class Command(NamedTuple):
                                                 # that opens no run, draw(path, numbers)
     tell: Callable | None = None                # tell(args, {run: numbers}) -> text: several runs in one table
     check: Callable | None = None               # check(args, runs): raises ValueError on runs that cannot be compared
+    page: Callable | None = None                # page(path, found), as draw: writes the page for --html
 
 
 OF_A_RUN = {                                    # eval.py opens the trained run that these look at
@@ -92,7 +94,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "probe": Command(probe.ProbeFlags, probe.command, probe.draw, probe.tell),
     "heads": Command(heads.Heads, heads.command, heads.draw, heads.tell),
     "params": Command(params.Params, params.command, params.draw, params.tell),
-    "maps": Command(maps.Maps, maps.command, maps.draw),
+    "maps": Command(maps.Maps, maps.command, maps.draw, page=maps.page),
     "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
     "routers": Command(routers.Routers, routers.command, routers.draw, routers.tell),
     # benchmarks
@@ -106,7 +108,7 @@ OF_THEIR_OWN = {                                # these train or build their own
     # the code itself
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
-    "curve": Command(curve.Curve, curve.command, curve.draw),
+    "curve": Command(curve.Curve, curve.command, curve.draw, page=curve.page),
     "show": Command(show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN
@@ -127,6 +129,8 @@ def main(argv):
         parser.error("which run? give --out_dir=out/...")
     try:
         args = command.flags(**given_flags(parsed, command.flags))
+        if of_a_run and parsed.attn is not None:
+            recipe_names(parsed.attn)
     except ValueError as e:
         parser.error(str(e))
     # the flags are valid; from here on an error is about a run, its data or the disk
@@ -135,35 +139,45 @@ def main(argv):
             look(command, args, parsed)
             return
         numbers, text = command.run(args, None)
-        if command.draw and parsed.png:
-            command.draw(parsed.png, numbers)
+        write_files(command, parsed, numbers)
         print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
 
 
 def look(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model, and print the results."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
-    alone = len(places) == 1
+    recipes = overrides.get("attn", "").split(",")                      # one run may be looked at under several
+    views = {place if len(recipes) == 1 else f"{place} --attn={attn}":
+             (place, overrides | ({"attn": attn} if attn else {})) for place in places for attn in recipes}
+    alone = len(views) == 1
     if command.check:                           # before the work begins
         command.check(args, places)
-    if overrides and not alone:
-        for place in places:
-            check_overrides(place, overrides)
+    if not alone:
+        for place, changed in views.values():
+            if changed:
+                check_overrides(place, changed)
     found, texts = {}, {}
-    for place in places:
-        run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), overrides)
-        found[place], texts[place] = command.run(args, run)
+    for name, (place, changed) in views.items():
+        run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)
+        found[name], texts[name] = command.run(args, run)
         run.machine.close()
     if not run.machine.main:                    # only one rank draws and prints
         return
-    if command.draw and parsed.png:
-        command.draw(parsed.png, found)
+    write_files(command, parsed, found)
     if parsed.json:
-        print(json.dumps(found[places[0]] if alone else found, indent=2))
+        print(json.dumps(found[name] if alone else found, indent=2))
     elif command.tell:
         print(command.tell(args, found))
     else:
-        print(texts[places[0]] if alone else "\n\n".join(f"{place}\n\n{text}" for place, text in texts.items()))
+        print(texts[name] if alone else "\n\n".join(f"{name}\n\n{text}" for name, text in texts.items()))
+
+
+def write_files(command, parsed, found):
+    """Draw the picture for --png and write the page for --html, if they were asked for."""
+    if command.draw and parsed.png:
+        command.draw(parsed.png, found)
+    if command.page and parsed.html:
+        command.page(parsed.html, found)
 
 
 if __name__ == "__main__":

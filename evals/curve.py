@@ -2,6 +2,7 @@
 
     python eval.py curve softmax,elastic,entmax,tda --png=curve.png
     python eval.py curve softmax,elastic --spread=0.5       an idle row: no key is better than another
+    python eval.py curve --html=rules.html                  a page on which one drags the scores
 
 The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All recipes get the same
 query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential
@@ -13,11 +14,12 @@ import torch
 
 import attention
 from common.flags import at_least, knob
+from evals import curve_page
 from evals.instrument import recipe_names, table
 from evals.pictures import frame, pyplot, save_figure
 from model import GPTConfig
 
-WIDTH = 64                                      # head dimension
+WIDTH = curve_page.WIDTH                        # head dimension
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Curve:
     recipes: str = knob("softmax,elastic,entmax,tda", "recipes, separated by commas", positional=True)
     spread: float = knob(4.0, "the largest score of the row; the smallest is minus that")
     keys: int = knob(64, "how many keys the row sees")
+    html: str = knob("", "also write a page for a browser into this file, on which one drags the scores and sees the "
+                         "weights under every rule")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
@@ -42,6 +46,8 @@ def command(args, run=None):
     found = {name: {"on_keys": sum(w), "extra": extra, "zeros": sum(x == 0 for x in w) / len(w), "largest": max(w),
                     "weights": w} for name, (w, extra) in rows.items()}
     numbers = {"scores": scores.tolist(), "recipes": found}
+    if args.html:
+        numbers["rules"] = curve_page.rules_for_page()
     cells = [[name, row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
     text = table(cells, ["recipe", "sum", "zeros", "largest weight"])
     about = f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}"
@@ -76,6 +82,9 @@ def row_of(name, scores):
     w = w[0, 0, 0]                              # (T,), or (1 + T,) with an extra key first
     outside = len(w) - len(scores)
     return w[outside:].tolist(), float(w[:outside].sum())
+
+
+page = curve_page.page
 
 
 def draw(path, found):

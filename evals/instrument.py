@@ -10,6 +10,7 @@ An instrument is one file in this folder, with
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
     draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
+    page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps_page.py
     tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 
@@ -65,8 +66,10 @@ LONG = 1024                                     # the longest window that a lapt
 LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help of --length
 
 # these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
+RECIPES = {"attn": {"help": "attention recipe in place of the run's own; several: softmax,elastic", "choices": None}}
 Overrides = dataclasses.make_dataclass("Overrides", [
-    (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in dataclasses.fields(GPTConfig)
+    (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})))
+    for f in dataclasses.fields(GPTConfig)
     if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)])
 Overrides.__doc__ = "Overrides of the run's own choices"
 

@@ -2,7 +2,8 @@
 
 These are Lazy Attention's figure 7 and Threshold Differential Attention's figure 2. A row is a query, a column a key,
 and the colour is the attention weight. Signed weights are red above 0 and blue below, exact zeros are yellow. For
-differential recipes, --views shows both views next to their difference.
+differential recipes, --views shows both views next to their difference. --html writes a page for a browser, with every
+head (evals/maps_page.py).
 """
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from common.flags import knob
+from evals import maps_page
 from evals.instrument import table, watch, whole_numbers
 from evals.pictures import SHARES, pyplot, save_figure, signed
 from evals.sample import as_ids
@@ -28,18 +30,29 @@ class Maps:
     heads: str = knob("", "heads, counted from 0, separated by commas; empty: in each layer the one with the most "
                           "weight on the first token and, without --views, the one with the least")
     views: bool = knob(False, "also show the two views of a differential recipe")
+    html: str = knob("", "also write a page for a browser into this file, with all heads of all layers; several runs, "
+                         "or several recipes in --attn=a,b, are tabs")
+    cost: bool = knob(False, "with --html: also measure how much the loss of the sentence rises without each head, in "
+                             "one pass per head")
 
     def __post_init__(self):
         if self.text is not None and not self.text.strip():
             raise ValueError("--text is empty: write a sentence, or leave the flag out")
+        if self.html and (self.layers or self.heads or self.views):
+            raise ValueError("--html shows every head and no views: leave out --layers, --heads and --views")
+        if self.cost and not self.html:
+            raise ValueError("--cost is for the page: add --html=FILE")
 
 
 def command(args, run):
     """The attention maps of a sentence."""
     ids, labels = sentence(args.text, run)
+    if args.cost and len(ids) < 2:
+        raise ValueError("--cost needs a sentence of two tokens or more: the loss is that of the second and later ones")
     modules = [block.attn for block in run.model.transformer.h]
-    layers = chosen("layers", args.layers, len(modules)) or spread(len(modules))
-    heads = chosen("heads", args.heads, modules[0].heads)
+    all_layers, all_heads = range(len(modules)), range(modules[0].heads)
+    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or spread(len(modules))
+    heads = all_heads if args.html else chosen("heads", args.heads, modules[0].heads)
     if args.views and not modules[0].choices["diff"].mix:
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
@@ -53,6 +66,14 @@ def command(args, run):
             maps += [{"layer": layer, "head": head, "kind": kind, "weights": rounded(w[head])}
                      for kind, w in kinds.items()]
     numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps}
+    if args.html:
+        numbers |= maps_page.seen_in_every_head(run, ids)
+        hidden = numbers.pop("hidden")          # {layer: (heads, T, keys)}
+        for found in maps:
+            found["hidden"] = rounded(hidden[found["layer"]][found["head"]])
+        if args.cost:
+            numbers["measures"]["cost"] = maps_page.costs(run, ids)
+        return numbers, maps_page.in_words(args.html, numbers)
     return numbers, in_words(numbers)
 
 
@@ -159,7 +180,9 @@ def kind_of(found, before):
     return "" if found["kind"] == "weights" else before + found["kind"]
 
 
-# ---------------------------------------------------------------------------------------------------------- the picture
+# --------------------------------------------------------------------------------------------- the page and the picture
+
+page = maps_page.page
 
 
 def draw(path, found):

@@ -1,4 +1,8 @@
-"""Drawing functions that the instruments share: a heat map, a panel of lines, colours, and saving the picture."""
+"""Drawing functions that the instruments share: a heat map, a panel of lines, colours, and saving a picture or a page.
+"""
+import json
+from pathlib import Path
+
 import numpy as np
 
 from common import files
@@ -24,6 +28,16 @@ def save_figure(figure, path):
     with files.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)
     pyplot().close(figure)
+
+
+def save_page(path, template, data):
+    """Write a page for a browser: a template of this folder, with data as JSON in its element "data". The page is one
+    file and needs no network."""
+    page = (Path(__file__).parent / template).read_text(encoding="utf-8")
+    # "<" must not end the element. JSON has no nan, and the browser would refuse it
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    with files.replacing(path, "w") as f:
+        f.write(page.replace("DATA", text, 1))
 
 
 def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):

@@ -1,0 +1,144 @@
+"""The page of `curve --html`, in a real browser: its weights are those of the rules."""
+import math
+import re
+
+import pytest
+import torch
+
+import attention
+import eval as eval_script
+from evals import curve_page
+from model import GPTConfig
+
+NEAR = 1e-3                                     # what the page promises
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "rules.html"
+    eval_script.main(["curve", f"--html={path}"])
+    return path
+
+
+@pytest.fixture
+def opened(page, browser):
+    browser.open(page)
+    return browser
+
+
+RULES = ["softmax", "sink", *(name for name in attention.RULES if name != "softmax")]
+SCORES = {"even": [0.7] * 12, "one peak": [4.0] + [-1.0] * 9, "two keys": [-6.0, 6.0], "low": [-3.5, -3.0, -2.5, -5.0],
+          "noise": [3 * math.sin(5 * i) for i in range(64)]}
+
+
+def rule_weights(name, s, args=""):
+    """The weights of one row of scores by the rule's definition, in float64."""
+    config = GPTConfig(n_head=1, n_embd=64, block_size=64, attn=name, kernel="torch", attn_args=args)
+    layer, s = attention.Attention(config, 0).double(), torch.tensor(s, dtype=torch.float64)
+    n = torch.tensor([float(len(s))], dtype=torch.float64)
+    t = layer.rule.row_input(layer, n) if layer.rule.row_input else None
+    seen = torch.ones(len(s), dtype=torch.bool)
+    with torch.no_grad():
+        return layer.rule.weights(s, seen, t if t is None else t.flatten()).tolist()
+
+
+def on_page(browser, rule, scores, **constants):
+    """The page's weights of a rule, and outside the sequence."""
+    found = browser.run("const [name, scores, constants] = arguments, i = page.rules.findIndex(r => r.name === name)\n"
+                        "return weightsOf(page.rules[i].program, scores, {...state.constants[i], ...constants})",
+                        rule, scores, constants)
+    return found["weights"], found["outside"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_are_those_of_the_rule(rule, opened):
+    for scores in SCORES.values():
+        found, outside = on_page(opened, rule, scores)
+        expected = rule_weights(rule, scores)
+        if rule == "sink":                      # an extra key of score 0
+            total = sum(math.exp(s) for s in scores) + 1
+            expected = [math.exp(s) / total for s in scores]
+            assert outside == pytest.approx(1 / total, abs=NEAR)
+        assert found == [pytest.approx(w, abs=NEAR) for w in expected]
+        # a weight within rounding of 0 may be 0 in one precision
+        assert [w == 0 for w in found] == [w == 0 or abs(w) < 1e-12 for w in expected]
+
+
+@pytest.mark.parametrize("rule, constant, value, args", [
+    ("elastic", "tau", 0.3, "tau_init=0.3"), ("elastic", "tau", -0.5, "tau_init=-0.5"),
+    ("entmax", "alpha", 1.2, "alpha=1.2"), ("entmax", "alpha", 2.0, "alpha=2"), ("lssar", "power", 3.0, "power=3"),
+    ("tra", "beta", 2.0, "beta_init=2"), ("tra", "kappa", 4.0, "kappa=4"), ("tra", "power", 1.0, "power=1"),
+    ("sigmoid", "t", 0.0, "length_bias=0")])
+def test_constants_do_what_they_do_in_the_rule(rule, constant, value, args, opened):
+    for scores in SCORES.values():
+        found, _ = on_page(opened, rule, scores, **{constant: value})
+        assert found == [pytest.approx(w, abs=NEAR) for w in rule_weights(rule, scores, args)]
+
+
+def test_the_score_of_an_extra_key(opened):
+    scores = SCORES["noise"]
+    total = sum(math.exp(s) for s in scores) + math.exp(2)
+    assert on_page(opened, "sink", scores, sink_logit=2) == (
+        [pytest.approx(math.exp(s) / total, abs=NEAR) for s in scores], pytest.approx(math.exp(2) / total, abs=NEAR))
+
+
+def numbers_of(browser, rule):
+    """What the page says of a rule: {"sum": .., "zeros": .., ..}."""
+    text = browser.text(f"article[aria-label={rule}] .numbers")
+    return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
+
+
+def test_numbers_are_those_of_the_weights(opened):
+    opened.run("setScores(arguments[0])", [2.0, 0.5, 0.0, -1.0])
+    p = torch.tensor([2.0, 0.5, 0.0, -1.0]).double().softmax(0)
+    found = numbers_of(opened, "softmax")
+    assert found == {"sum": 1, "zeros": 0, "entropy": pytest.approx(-(p * p.log()).sum().item(), abs=NEAR),
+                     "largest": pytest.approx(p.max().item(), abs=NEAR)}
+    w = (p - 0.25).clamp(min=0)
+    found = numbers_of(opened, "elastic")
+    assert found["sum"] == pytest.approx(w.sum().item(), abs=NEAR) and found["zeros"] == 75
+    total = 1 + math.exp(2) + math.exp(0.5) + 1 + math.exp(-1)          # with the extra key
+    assert numbers_of(opened, "sink")["outside"] == pytest.approx(1 / total, abs=NEAR)
+
+
+def test_presets_keys_bars_and_sliders(opened):
+    assert opened.names("button") == ["even", "one peak", "noise", "a sink"]
+    opened.click("#presets :first-child")
+    assert opened.run("return state.scores") == [0] * 24
+    assert numbers_of(opened, "elastic")["sum"] == 0 and numbers_of(opened, "softmax")["sum"] == 1
+    opened.run("keys.focus()")
+    opened.press("home")
+    assert len(opened.run("return state.scores")) == 2
+    opened.press("end")
+    assert len(opened.run("return state.scores")) == 64
+    box = opened.run("return [scores.clientWidth, scores.clientHeight]")
+    opened.point("#scores", (3.5 / 64 - 0.5) * box[0], 0, drag=((3.5 / 64 - 0.5) * box[0], -box[1] / 3))
+    score = opened.run("return state.scores[3]")
+    assert score == pytest.approx(4, abs=0.2)   # a third of the height above the middle
+    assert opened.named("slider", "score of key 3")["value"]["value"] == pytest.approx(score, abs=0.01)
+    opened.run("document.querySelector('[data-key=\"3\"]').focus()")
+    opened.press("up", "down", "down")
+    assert opened.run("return state.scores[3]") == pytest.approx(score - 0.2)
+    assert numbers_of(opened, "elastic")["sum"] > 0
+    before = numbers_of(opened, "elastic")["sum"]
+    opened.run("document.querySelector('[data-constant=tau]').focus()")
+    opened.press("home")                        # τ = -1: nothing is cut off
+    assert numbers_of(opened, "elastic")["sum"] == pytest.approx(2, abs=NEAR) and before < 1
+    assert opened.errors() == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width, height", [(400, 800), (1024, 768), (1920, 1080)])
+def test_the_page_fits_windows_of_all_sizes(width, height, dark, page, browser):
+    browser.open(page, width, height, dark)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    assert len(browser.screenshot()) > 10_000 and browser.errors() == []
+    assert {f"weights of {rule}" for rule in RULES} == {name.split(":")[0] for name in browser.names("image")}
+
+
+def test_every_rule_has_a_program_of_known_operations(page):
+    """Also where there is no browser: an operation that the page lacks is seen here."""
+    known = re.findall(r"(\w+):", page.read_text(encoding="utf-8").split("OPERATIONS = {")[1].split("\n}\n")[0])
+    rules = curve_page.rules_for_page()
+    assert [rule["name"] for rule in rules] == RULES
+    assert {step[0] for rule in rules for step in rule["program"]["steps"]} <= set(known)
