@@ -54,6 +54,7 @@ def shown(browser):
     return [float(number) for number in re.findall(r"-?\d+\.\d+", browser.text("#row").partition("(")[0])]
 
 
+@pytest.mark.exhaustive
 def test_the_heads_have_the_measures_of_json(maps, browser):
     path, runs = maps
     browser.open(path)
@@ -143,6 +144,7 @@ def test_keys_and_pointer_choose_heads_rows_and_tabs(maps, browser):
     assert browser.errors() == []
 
 
+@pytest.mark.exhaustive
 def test_norms_are_those_of_json(maps, browser):
     path, (run, *_) = maps
     browser.open(path)
@@ -156,6 +158,7 @@ def test_norms_are_those_of_json(maps, browser):
         pytest.approx(x, rel=6e-3) for x in (norms[0], norms[7])]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width, height", [(400, 800), (1024, 768), (1920, 1080)])
 def test_the_page_fits_windows_of_all_sizes(width, height, dark, maps, browser):
@@ -169,10 +172,12 @@ def test_the_page_fits_windows_of_all_sizes(width, height, dark, maps, browser):
     assert width == 400 or bottom <= height                             # heads, map and row are seen without scrolling
 
 
+@pytest.mark.exhaustive
 def test_costs_are_the_losses_without_a_head(maps):
     assert all(np.shape(run["measures"]["cost"]) == (3, 2) and np.any(run["measures"]["cost"]) for run in maps[1])
 
 
+@pytest.mark.exhaustive
 def test_a_page_of_270_heads_and_64_tokens_is_at_most_2_mb(tmp_path):
     """Weights of untrained heads, which are hard to compress: softmax of scores with deviation 2."""
     s = torch.randn(30, 9, 64, 64).mul(2).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
@@ -193,6 +198,7 @@ def test_only_an_exact_zero_is_packed_as_zero():
     assert (high * 256 + low).tolist() == [0, 1, 7, 15, 9]
 
 
+@pytest.mark.exhaustive
 def test_a_label_cannot_end_the_data(softmax_run, tmp_path, browser, capsys):
     path = tmp_path / "x.html"
     eval_script.main(["maps", f"--out_dir={softmax_run}", "--text=</script><b>", "--device=cpu", f"--html={path}"])
