@@ -47,6 +47,7 @@ MEANINGS = {                                    # name: its meaning, printed bel
     "|centroids|": "norm of the centroid of each Focus group; the columns are groups, not heads",
     "|potential|": "norm of the vector that Focus subtracts from its groups' scores to keep the groups even; training "
                    "changes it without a gradient",
+    "|planes|": "norm of each channel of MagicPIG's random directions; the columns are channels, not heads",
     "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
     "gate_offset": "the similarity g_i . g_j of two tokens at which their gate is 1/2",
     "dex_lambda": "factor on Dex's correction, which is subtracted",

@@ -76,10 +76,11 @@ class Page:
     def __init__(self, config, meta=None):
         self.name, self.config, self.meta = config.attn, config, meta
         self.layer = mixers.layer_of(self.config, 0)
-        # {axis: value} without defaults, but always with the rule and the positions
+        # {axis: value} without defaults, but always with the rule, the positions, and what the recipe names
         self.axes = {axis: getattr(self.config, axis) for axis in mixers.DEFAULTS}
         self.chosen = {axis: value for axis, value in self.axes.items()
-                       if axis in ("rule", "pos") or value != mixers.DEFAULTS[axis]}
+                       if axis in ("rule", "pos", *attention.ATTENTIONS.get(self.name, ()))
+                       or value != mixers.DEFAULTS[axis]}
 
     def __str__(self):
         return "\n".join([

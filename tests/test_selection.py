@@ -218,7 +218,7 @@ def test_every_instrument_takes_a_selection_over_a_softmax_run(flags, toy_run, e
     full = evaluate("loss", run)["loss"]
     assert math.isfinite(evaluate("loss", run, *flags)["loss"]) and math.isfinite(full)
     assert evaluate("loss", run, "--attn=topk", "--topk=1000")["loss"] == pytest.approx(full, abs=1e-5)
-    for command in (["probe"], ["heads"], ["maps"], ["sample", "--num_samples=1", "--max_new_tokens=4"]):
+    for command in (["probe"], ["heads"], ["maps"], ["sample", "--tokens=4"]):
         evaluate(*command, run, *flags)
 
 
