@@ -192,7 +192,10 @@ def test_the_cache_has_the_index_of_all_tokens(attn, args):
     _, k = module.rotated(q, k)
     expected = module.choices["select"].index(module, k, v, None)
     for name, value in expected.items():
-        same(past["index"][name], value) if name == "codes" else close(past["index"][name], value, terms=45)
+        if name == "codes":                     # a product near 0 may have the other sign after rounding
+            below((past["index"][name] != value).double().mean() + 1e-9, 0.01)
+        else:
+            close(past["index"][name], value, terms=45)
     assert past["index"].keys() == expected.keys()
 
 
