@@ -19,7 +19,7 @@ from evals.stream import watching
 
 SHOWN = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")        # measures that colour the heads
 COST = "how much the loss of this sentence rises without the head, in nats per token"
-LEVELS, FINE = 2047, 32767                      # a weight, or a sum of a row, is a whole number up to this, and a sign
+LEVELS, FINE = 1023, 32767                      # a weight, or a sum of a row, is a whole number up to this, and a sign
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
