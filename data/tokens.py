@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -370,11 +371,20 @@ def data_for(run, dataset, machine):
 
 
 def make(dataset, folder, run):
-    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON."""
+    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON. The files are
+    written elsewhere and moved when complete, meta.json last: two runs that begin together may both make them."""
     flags = [] if folder == HERE / dataset else [f"--tokenizer={reference(run)}"]
     print(f"making {folder}: {' '.join(['python', f'data/{dataset}.py', *flags])}", file=sys.stderr, flush=True)
-    if subprocess.run([sys.executable, HERE / f"{dataset}.py", *flags], stdout=2).returncode:
-        raise ValueError(f"data/{dataset}.py failed: see the line above")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as scratch:
+        made = Path(scratch) / folder.name
+        done = subprocess.run([sys.executable, HERE / f"{dataset}.py", *flags, f"--out_dir={made}"],
+                              stdout=subprocess.PIPE, text=True)
+        print(done.stdout.replace(str(made), str(folder)), end="", file=sys.stderr)
+        if done.returncode:
+            raise ValueError(f"data/{dataset}.py failed: see the line above")
+        for path in sorted(made.iterdir(), key=lambda path: path.name == "meta.json"):
+            os.replace(path, folder / path.name)
 
 
 def command_for(run, dataset):

@@ -175,7 +175,7 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
             ("eval.py", "    curve,\n", "    curve,\n    ends,\n"),
             ("eval.py", "OF_A_RUN = {", f"OF_A_RUN = {{\n{row}"),
             ("mixers/__init__.py", "from mixers.focus", "from mixers.average import Average\nfrom mixers.focus"),
-            ("mixers/__init__.py", "Recurrent}", f"Recurrent,\n{entry}}}"),
+            ("mixers/__init__.py", "Selection}", f"Selection,\n{entry}}}"),
             ("attention.py", "    # fewer keys", f"{recipe}    # fewer keys")):
         source = (tmp_path / file).read_text(encoding="utf-8")
         (tmp_path / file).write_text(source.replace(old, new, 1), encoding="utf-8")
