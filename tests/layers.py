@@ -7,14 +7,19 @@ import mixers
 from evals.instrument import instead
 
 
-# selection from sequences of a few dozen tokens
+# what a value of the axis `select` is given to choose from a few dozen tokens
 SELECTING = {"sparq": "components=3", "quest": "page=4", "magicpig": "first=1,recent=3,bits=2,tables=6"}
+
+
+def selection(attn="softmax", **choices):
+    """How a layer selects keys: its value on the axis `select`, or None."""
+    return choices.get("select", mixers.attention.ATTENTIONS[attn].get("select"))
 
 
 def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
     """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks."""
     few = {name: small for name, small in (("window", 7), ("topk", 6)) if name in mixers.attention.ATTENTIONS[attn]}
-    few |= {"attn_args": SELECTING[attn]} if attn in SELECTING else {}
+    few |= {"attn_args": SELECTING[select]} if (select := selection(attn, **choices)) in SELECTING else {}
     config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32, "bias": True} | few | choices)
     module = mixers.layer_of(config, 0).to(dtype).eval()
     random = dice(stream)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bounds import below, close, moved_by_rounding, same
 from conftest import DEVICE, FEW, tiny_config
-from layers import assert_learns, attend_and_gradients, inputs, layer, normal, rows_of, scalars, token_ids
+from layers import assert_learns, attend_and_gradients, inputs, layer, normal, rows_of, scalars, selection, token_ids
 from torch.nn import functional as F
 
 import kernels
@@ -252,9 +252,9 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
 
 def without_jumps(choices, T):
     """Routing has clusters of all T tokens, and selection selects all T keys: rounding cannot change which they are."""
-    whole = {"routing": {"attn_args": f"cluster_size={T}"}, "magicpig": {"attn_args": f"recent={T}"}}
-    whole |= dict.fromkeys(("topk", "sparq", "quest"), {"topk": 0})
-    return choices | whole.get(choices["attn"], {})
+    whole = {"magicpig": {"attn_args": f"recent={T}"}} | dict.fromkeys(("topk", "sparq", "quest"), {"topk": 0})
+    routing = {"attn_args": f"cluster_size={T}"} if choices["attn"] == "routing" else {}
+    return choices | routing | whole.get(selection(**choices), {})
 
 
 @every
