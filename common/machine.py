@@ -161,7 +161,8 @@ def pick_dtype(name, device_type):
     if name != "auto":
         return name
     if device_type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        # without this flag torch also says yes where bfloat16 is emulated (a T4), which is slow
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     return "bfloat16" if device_type == "cpu" and cpu_has_bf16() else "float32"
 
 

@@ -34,6 +34,7 @@ COLUMNS = ("sm", "dtype", "width", "call", "kernel", "tile", "warps", "registers
 DTYPES = ("float32", "bfloat16", "float16")
 HOPPER = 232448                                 # bytes of shared memory for one program on sm_90 and sm_100
 OTHERS = 101376                                 # the same on sm_86, sm_89 and sm_120, which use the tiles of sm_80
+TENSOR_MEMORY = 512                             # columns of the memory that holds the products of sm_100
 
 # Calls of the attention kernels: a rule, with or without options. EXPONENTIALS: how many the rule computes for a score.
 # busy: with a table, a tail, a slope, a window and first keys. mix: two views at once. sets: the call of Focus in which
@@ -206,10 +207,12 @@ def rows_of(case, only=""):
 def row_of(case, name, sizes, warps, compiled):
     ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
     registers, stack = registers_and_stack(compiled.asm["cubin"])
-    newest, older, exps = (ptx.count(word) for word in ("wgmma.mma_async", "mma.sync", "ex2.approx"))
+    hopper, blackwell, older, exps = map(ptx.count, ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "ex2.approx"))
+    newest = hopper + blackwell
     problems = [what for what, bad in (
         ("spills", stack > 0),
         ("too much shared memory", shared > (HOPPER if case.sm // 10 in (9, 10) else OTHERS)),
+        ("too much tensor memory", (getattr(compiled.metadata, "tmem_size", 0) or 0) > TENSOR_MEMORY),
         ("no tensor cores", case.dtype != "float32" and not (newest or older and may_be_older(case))),
         ("wrong number of exponentials", case.call in ATTENTION and not is_expected(exps, case, name, sizes, warps)),
     ) if bad]
@@ -232,8 +235,9 @@ def registers_and_stack(cubin):
 
 
 def may_be_older(case):
-    """May this call use the older matrix instructions? Hopper's own need tiles of 64 rows, too large for some calls."""
-    return case.sm // 10 != 9 or case.width > 128 or case.call in STATES or "+mix" in ATTENTION[case.call][1]
+    """May this call use the older matrix instructions? Those of sm_90 and sm_100 need tiles of 64 rows, too large for
+    some calls."""
+    return case.sm // 10 not in (9, 10) or case.width > 128 or case.call in STATES or "+mix" in ATTENTION[case.call][1]
 
 
 def is_expected(exps, case, name, sizes, warps):

@@ -31,15 +31,18 @@ TIGHT = ("--sm=90", "--width=128", "--dtype=bfloat16", "--calls=elastic+busy,gat
 # the call of each group that needs the most registers. The command itself prints the whole table
 FULLEST = "--calls=softmax+sets,elastic+busy,lssar+busy,tra+mix+busy,gated_deltanet,delta+channels"
 WIDEST = "--calls=elastic+busy,lssar+busy,gla"
+# generations that take their tiles from the tables of others: their limits are checked by one call
+OTHERS = [(f"--sm={sm}", *TIGHT[1:]) for sm in (86, 89, 100, 120)]
 TABLE = [(f"--dtype={dtype}", f"--sm={sm}") for dtype in ("float32", "bfloat16") for sm in (80, 90)]
 
 
-@pytest.mark.parametrize("flags", [TIGHT, *(pytest.param((*row, f"--width={width}", FULLEST), marks=exhaustive)
-                                            for row in TABLE for width in (64, 128))])
+@pytest.mark.parametrize("flags", [TIGHT, *(pytest.param(flags, marks=exhaustive) for flags in OTHERS + [
+    (*row, f"--width={width}", FULLEST) for row in TABLE for width in (64, 128)])])
 def test_kernels_compile_without_problems(flags):
     """Kernels do not spill, fit into the shared memory of every GPU that uses these tiles, use tensor cores, and
-    compute as many exponentials as designed. The tiles were chosen with Triton 3.9; older versions may spill some."""
-    few = 72 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 0
+    compute as many exponentials as designed. The tiles were chosen with Triton 3.9 for Ampere and Hopper: older
+    versions may spill some, and so does sm_100."""
+    few = 72 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 16 if "--sm=100" in flags else 0
     bad = [row for row in compiled(*flags)["kernels"] if row["stack"] > few or {*row["problems"]} - {"spills"}]
     assert not bad, "\n".join(map(str, bad))
 

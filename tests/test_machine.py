@@ -1,7 +1,10 @@
 """common/machine.py: peak speeds of known GPUs, and live memory."""
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from common.machine import LiveMemory, Machine
+from common.machine import LiveMemory, Machine, pick_dtype
 
 
 def test_peaks_are_known_by_name_and_only_for_16_bits(monkeypatch):
@@ -10,6 +13,17 @@ def test_peaks_are_known_by_name_and_only_for_16_bits(monkeypatch):
     assert machine.peak_flops() is None
     machine.device, machine.dtype = torch.device("cuda"), "bfloat16"
     assert machine.peak_flops() == 756e12
+
+
+@pytest.mark.parametrize("generation, dtype", [(7, "float16"), (8, "bfloat16"), (12, "bfloat16")])
+def test_bfloat16_is_chosen_where_the_gpu_multiplies_it(generation, dtype, monkeypatch):
+    """A T4 (7.5) has bfloat16 tensors, but multiplies them in software."""
+    about = SimpleNamespace(major=generation)
+    for name, value in {"is_available": True, "current_device": 0, "get_device_properties": about,
+                        "_check_bf16_tensor_supported": True}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert pick_dtype("auto", "cuda") == dtype
+    assert pick_dtype("float32", "cuda") == "float32"
 
 
 def test_live_memory_counts_a_storage_once_and_drops_freed_ones():
