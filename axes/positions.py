@@ -177,14 +177,15 @@ ROPE_SCALINGS = {                               # frequencies, numbers -> freque
 def parse_rope_scaling(text):
     """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError that names the valid forms."""
     how, _, numbers = text.partition(":")
-    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL",
+    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH",
              "yarn": "yarn:FACTOR,FAST,SLOW,ORIGINAL with FAST > SLOW"}
     try:
         numbers = [float(number) for number in numbers.split(",")] if text else []
     except ValueError:
         numbers = [math.nan]
-    if how not in ROPE_SCALINGS or not all(0 < n < math.inf for n in numbers) or len(numbers) != {
-            "": 0, "linear": 1, "ntk": 1, "llama3": 4, "yarn": 4}[how] or (how == "yarn" and numbers[1] <= numbers[2]):
+    counts = {"": 0, "linear": 1, "ntk": 1, "llama3": 4, "yarn": 4}
+    if (how not in ROPE_SCALINGS or len(numbers) != counts[how] or not all(0 < n < math.inf for n in numbers)
+            or how == "llama3" and numbers[1] >= numbers[2] or how == "yarn" and numbers[1] <= numbers[2]):
         raise ValueError(f"--rope_scaling={text}: write {' or '.join(forms.values())}")
     return how, numbers
 

@@ -17,6 +17,7 @@ from evals.loss import bits_per_byte, loss_and_error
 from evals.measures import MEASURES
 from evals.pictures import frame, pyplot, save_figure
 from evals.probe import probe
+from model import GPTConfig
 
 LOSSES = {"loss": "{:.4f}", "perplexity": "{:.3f}", "bits per byte": "{:.4f}"}          # less is better
 PROBED = ("sink", "share", "times_uniform", "density", "row_mass", "extra", "sparsity", "value_norm_ratio")
@@ -79,10 +80,10 @@ def check(args, places):
 
 def terms_of(meta):
     """The properties that must be the same in all runs of a table, {name: value}."""
-    sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp")
+    sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp", "n_expert", "n_active")
     return {"training data (hash)": meta.get("data_hash"), "tokenizer": meta.get("tokenizer"),
             "tokens trained on": trained_on(meta), "--init_from": begun_from(meta),
-            **{name: meta["knobs"].get(name) for name in sizes}}
+            **{name: meta["knobs"].get(name, getattr(GPTConfig, name)) for name in sizes}}
 
 
 def trained_on(meta):

@@ -130,3 +130,10 @@ def test_runs_of_different_budgets_are_compared_with_anyway(flags, runs, data, t
     capsys.readouterr()
     call(f"--out_dir={runs}/softmax-0,{tmp_path / 'other'}", "--anyway")
     assert "softmax --" in capsys.readouterr().out
+
+
+def test_experts_are_a_part_of_the_size_and_runs_from_before_them_have_the_usual_number(runs):
+    new = meta(runs / "softmax-1")
+    old = new | {"knobs": {name: value for name, value in new["knobs"].items() if name != "n_expert"}}
+    more = new | {"knobs": new["knobs"] | {"n_expert": new["knobs"]["n_expert"] + 1}}
+    assert compare.terms_of(old) == compare.terms_of(new) != compare.terms_of(more)

@@ -335,8 +335,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--attn=elastic --attn_args=learn_tau=maybe", "learn_tau=maybe: use 1 or 0"),
         ("--attn=elastic --attn_args=per_length=row", "per_length=row: use 1 or 0, or block"),
         # positions
-        *((f"--rope_scaling={text}", "write linear:FACTOR or ntk:RATIO or llama3:FACTOR,LOW,HIGH,ORIGINAL or yarn:F")
-          for text in ("ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192", "yarn:8,1,4,9")),
+        *((f"--rope_scaling={text}", "write linear:FACTOR or ntk:RATIO or llama3:FACTOR,LOW,HIGH,ORIGINAL with L")
+          for text in ("ntk", "linear", "linear:x", "linear:0", "llama3:8,1,4", "llama3:inf,1,4,8192",
+                       "llama3:8,4,4,8192", "yarn:8,1,4,9")),
         ("--rope_scaling=linear:2 --pos=learned", "--rope_scaling=linear:2 needs rotary positions.*--pos=rope"),
         # choices that cannot be combined
         ("--attn=elastic --sink=one", "--sink=one needs --rule=softmax"),
