@@ -51,6 +51,9 @@ def recorded(name, constants):
         w, outside = row_weights(layer, **inputs)
     card = layer.choices["sink"] if layer.has_extra_key else attention.RULES[axes["rule"]].weights
     about = inspect.getdoc(card).split("\n\n")[0].split("\nSource")[0]
+    users = {recipe: own for recipe, own in attention.ATTENTIONS.items() if own.get("rule") == name}
+    if users and all((own.get("qk_norm"), own.get("scale")) == ("l2", "one") for own in users.values()):
+        about += f" In its recipes ({', '.join(users)}) scores are cosines, from -1 to 1."
     sliders = [{"name": constant, "start": round(starts[constant], 2), "least": least, "most": most, "step": step,
                 "about": meaning} for constant, (least, most, step, meaning) in constants.items()]
     return {"name": name, "about": " ".join(about.split()), "constants": sliders, "program": tape.program(w, outside)}

@@ -50,11 +50,16 @@ def seen_in_every_head(run, ids):
     for name in ("extra", "negative"):          # 0 in most recipes
         if not any(map(any, measures[name])):
             del measures[name]
-    module = run.model.transformer.h[0].attn
-    about = f"--attn={run.model.config.attn}" + ("" if module.exact else ": derivatives of outputs with respect to "
-                                                 "values, since this recipe has no attention weights")
-    return {"about": about, "measures": measures, "hidden": hidden, "value_norms": value_norms,
+    return {"about": about(run), "measures": measures, "hidden": hidden, "value_norms": value_norms,
             "stream": list(stream.values())}
+
+
+def about(run):
+    """The recipe, and what a reader of its maps must know."""
+    attn, trained = run.model.config.attn, run.meta["knobs"]["attn"]
+    derivatives = "" if run.model.transformer.h[0].attn.exact else (
+        ": derivatives of outputs with respect to values, since this recipe has no attention weights")
+    return f"--attn={attn}{derivatives}" + (f"; the model was trained with {trained}" if trained != attn else "")
 
 
 def costs(run, ids):

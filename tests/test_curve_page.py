@@ -108,6 +108,7 @@ def test_numbers_are_those_of_the_weights(opened):
 def test_presets_keys_bars_and_sliders(opened):
     assert opened.names("button") == ["even", "one peak", "noise", "a sink"]
     opened.click("#presets :first-child")
+    assert opened.run("return document.querySelector('[aria-pressed=true]').textContent") == "even"
     assert opened.run("return state.scores") == [0] * 24
     assert numbers_of(opened, "elastic")["sum"] == 0 and numbers_of(opened, "softmax")["sum"] == 1
     opened.run("keys.focus()")
@@ -120,6 +121,7 @@ def test_presets_keys_bars_and_sliders(opened):
     score = opened.run("return state.scores[3]")
     assert score == pytest.approx(4, abs=0.2)   # a third of the height above the middle
     assert opened.named("slider", "score of key 3")["value"]["value"] == pytest.approx(score, abs=0.01)
+    assert opened.text("#score") == f"score of key 3: {score:.2f}"
     opened.run("document.querySelector('[data-key=\"3\"]').focus()")
     opened.press("up", "down", "down")
     assert opened.run("return state.scores[3]") == pytest.approx(score - 0.2)

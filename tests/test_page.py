@@ -80,6 +80,7 @@ def test_rows_have_the_weights_of_json_in_every_tab(maps, browser):
     for number, run in enumerate(runs):
         browser.press(str(number + 1))
         assert browser.text("#about").startswith(f"--attn={tabs[number]};")
+        assert ("trained with softmax" in browser.text("#about")) == (tabs[number] != "softmax")
         for found in run["maps"][1::2]:         # head 1 of every layer
             browser.run("openHead(arguments[0], arguments[1])", found["layer"], found["head"])
             for row in (0, 4, len(SENTENCE) - 1):
@@ -129,14 +130,21 @@ def test_keys_and_pointer_choose_heads_rows_and_tabs(maps, browser):
     browser.point("#map", box[0] + 2.5 * box[2], box[1] + 6.5 * box[2])         # row 6, key 2
     assert browser.text("#row").startswith("row 6")
     weight = runs[0]["maps"][4]["weights"][6][2]
-    assert float(browser.run("return document.getElementById('map').title").split()[-1]) == pytest.approx(
-        weight, abs=NEAR)
+    assert float(browser.text("#at").split()[-1]) == pytest.approx(weight, abs=NEAR)
+    browser.click("#map")                       # the middle: row 7. A click keeps its row, the next click lets it go
+    browser.point("#text button:nth-of-type(5)")
+    assert browser.text("#row").startswith("row 7 (kept)")
+    browser.click("#map")
+    browser.point("#text button:nth-of-type(7)")
+    assert browser.text("#row").startswith("row 6,")
     browser.press("h")
     assert "with the first key" in browser.text("#row") and browser.run("return hide.value") == "1"
     assert browser.named("slider", "hide the first key")["value"]["value"] == 1
     browser.run("hide.focus()")
     browser.press("left")                                               # the slider's own arrow key
     assert "with the first key" not in browser.text("#row") and browser.text("#title") == "layer 2, head 0"
+    browser.press("up")                         # not the slider's
+    assert "with the first key" not in browser.text("#row") and browser.text("#title") == "layer 1, head 0"
     browser.click("#tabs :nth-child(3)")
     assert browser.run("return state.run") == 2
     browser.press("right", "right")
