@@ -21,6 +21,7 @@ from axes.positions import POSITIONS
 from axes.rows import SINKS
 from common.flags import knob
 from common.randomness import generator_of
+from common.shards import draw
 
 # --------------------------------------------------------------------------------------------------------- the layers
 
@@ -71,7 +72,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts, inputs, outputs, bias):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, outputs, inputs) * 0.02)
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, outputs, inputs), std=0.02))
         self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
 
     def unbind(self):
@@ -302,7 +303,7 @@ class GPT(nn.Module):
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
         lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
-        recipes share the initial values of the tensors that they share.
+        recipes share the initial values of the tensors that they share. Of a sharded model each rank keeps its part.
         """
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
@@ -315,9 +316,9 @@ class GPT(nn.Module):
             std |= {f"transformer.h.{layer}.attn.{name}": value for name, value in block.attn.init_std.items()}
         for name, p in self.named_parameters():                         # lists a tied head once, as wte
             if name in std:
-                p.normal_(0.0, std[name], generator=generator_of(seed, name.removesuffix(".weight")))
+                draw(p, std[name], generator_of(seed, name.removesuffix(".weight")))
         if self.ahead:
-            self.sink_token.normal_(0.0, 0.02, generator=generator_of(seed, ".sink_token"))
+            draw(self.sink_token, 0.02, generator_of(seed, ".sink_token"))
 
     def beyond(self, config):
         """Names of attention's parameters and buffers, sink token included, that a model of `config` lacks."""

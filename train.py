@@ -12,6 +12,7 @@ names its base, the run of --init_from.
 -h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some defaults:
 see the presets at the end.
 """
+import contextlib
 import math
 import sys
 import time
@@ -31,7 +32,7 @@ from common.flags import Parser, add_flags, at_least, fields_of, given_flags, kn
 from common.machine import Machine
 from common.randomness import seed_dropout
 from common.runs import Run, as_base, describe, read_run
-from common.shards import gather, is_sharded, load_optimizer, shard, whole
+from common.shards import WithoutMatrices, gather, is_sharded, load_optimizer, shard, whole
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -195,15 +196,20 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     val = tokens.Tokens(folder, "val")
     tokens.fixed_windows(val, config.block_size, 1, stride)             # raises if the split is too short
 
-    # the model: fresh weights, or those of another run. Train all of them or a part
-    model = GPT(config, knobs.seed)
+    # the model: fresh weights, or those of another run. Train all of them or a part. Each rank holds a part of every
+    # weight (--shard), or all of them
+    split = knobs.shard and machine.world > 1
+    with WithoutMatrices() if split else contextlib.nullcontext():
+        model = GPT(config, knobs.seed)
     extra = knobs.head_balance or knobs.expert_balance or model.penalized               # losses besides the model's own
     run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
     train_only(model, knobs)
+    if split:
+        shard(model, machine, knobs.seed)
+    model.to(machine.device)
     has_checkpoint = stored and run.checkpoint.exists()
     if knobs.init_from != "scratch" and not has_checkpoint:
         take_weights(model, knobs.init_from, run, machine)
-    model.to(machine.device)
 
     # meta.json: the settings of the run, and entries from the data set and from an earlier run
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
@@ -215,12 +221,9 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
         meta |= {"trained": num_trained(model), "base": base}
     checkpoint = resume(run, stored, meta, model) if stored else None
 
-    # the loop calls `running`: the same model, compiled and made ready for several ranks. Each of them holds a part of
-    # every weight (--shard), or all of them
-    if knobs.shard and machine.world > 1:
-        shard(model, machine)
+    # the loop calls `running`: the same model, compiled and made ready for several ranks
     running = torch.compile(model) if knobs.compile else model
-    if machine.world > 1 and not knobs.shard:
+    if machine.world > 1 and not split:
         running = DistributedDataParallel(running)
 
     # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing

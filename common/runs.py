@@ -29,7 +29,7 @@ import torch
 
 from common import files
 from common.adapters import frozen, merged
-from common.shards import whole
+from common.shards import fill, whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -265,15 +265,18 @@ def load_weights(model, state, path, new=(), copy=True):
     new: names of parameters that may be missing; they keep their initial values. Raises ValueError that names the first
     tensor that does not fit, or the recipe if it is the reason."""
     expected = model.state_dict()
-    state = model.without_unused_additions(state)
-    state = {name: expected[name] for name in new if name not in state} | state
+    loaded = model.without_unused_additions(state)
+    state = {name: expected[name] for name in new if name not in loaded} | loaded
     for name in [*expected, *state]:
         if name not in expected or name not in state or expected[name].shape != state[name].shape:
             theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, expected))
             check_projections(model.config, name, theirs, ours)
             raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
                              "model; use the run's own --attn and axes, or ones with the same parameters")
-    model.load_state_dict(state, assign=not copy)
+    if copy:
+        fill(expected, loaded)
+    else:
+        model.load_state_dict(state, assign=True)
     model.tie()
 
 

@@ -1,10 +1,16 @@
 """train.py --shard=1: weights, gradients and optimizer state are split over the ranks, and nothing else changes."""
 import csv
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from bounds import below, close, same
-from conftest import ROOT, assert_close_runs, by_default, meta, run, train, train_here, weights
+from conftest import ROOT, assert_close_runs, by_default, meta, run, tiny_config, train, train_here, weights
+
+from attention import ATTENTIONS
+from common.shards import WithoutMatrices, is_split, shard
+from model import GPT
 
 SHARED = ("--gradient_accumulation_steps=2", "--n_layer=2")
 
@@ -59,6 +65,80 @@ def test_one_rank_has_nothing_to_split(tmp_path, data):
     for name in "01":
         train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", f"--shard={name}")
     same(weights(tmp_path / "1"), weights(tmp_path / "0"))
+
+
+# ------------------------------------------------------------------------------------------------------ initial weights
+
+@pytest.fixture
+def ranks():
+    """Start a process group of which only this rank exists: ranks(rank, world). Parts are split, and nothing is sent.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(rank, world):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        return SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
+    yield start
+    dist.destroy_process_group()
+
+
+def sharded(config, seed, machine):
+    with WithoutMatrices():
+        model = GPT(config, seed)
+    shard(model, machine, seed)
+    return model
+
+
+OTHERS = [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")] + [
+    {"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
+
+
+@pytest.mark.parametrize("rank, world", [by_default(False, 0, 2), by_default(False, 1, 2), (2, 3)])
+def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, ranks):
+    """Also of tensors that cannot be split evenly, and of buffers, which are not split."""
+    machine = ranks(rank, world)
+    for choices in ({"attn": attn} for attn in ATTENTIONS) if world == 2 else OTHERS:
+        config = tiny_config(n_layer=2, **choices)
+        found, expected = sharded(config, 7, machine).state_dict(), GPT(config, 7).state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            if is_split(value):
+                part, = (p.dim for p in value.placements)
+                rows = [*expected[name].chunk(world, part), *[expected[name][:0]] * world][rank]
+                same(value.to_local(), rows)
+            else:
+                same(value, expected[name])
+
+
+@pytest.mark.exhaustive
+def test_no_rank_ever_holds_all_initial_weights(tmp_path, data):
+    """The memory of a rank grows by its part of the weights and by one matrix until the training begins."""
+    script = tmp_path / "peak.py"
+    script.write_text(f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def count(*args):
+    before = peak()
+    weights = 4 * set_up(*args)[3].num_params()
+    with open(sys.argv[1] + f"/rank{{train.Machine().rank}}", "w") as f:
+        f.write(str((peak() - before) / weights))
+    sys.exit()
+
+set_up, train.set_up = train.set_up, count
+train.main(sys.argv[2:])
+""")
+    run(script, tmp_path, f"--dataset={data}", f"--out_dir={tmp_path}", "--n_layer=8", "--n_embd=768", "--n_head=2",
+        "--batch_size=4", "--device=cpu", "--shard=1", ranks=4)
+    shares = [float(path.read_text()) for path in tmp_path.glob("rank*")]
+    assert len(shares) == 4
+    below(max(shares), 0.6)                     # a quarter, a matrix, and room for Python's own objects
 
 
 @pytest.mark.exhaustive
