@@ -2,8 +2,10 @@
 
 Data parallelism alone keeps all of these on every rank. With shards, the memory of a rank falls with the number of
 ranks: the weights of a block are gathered just before they are needed, and freed afterwards. ckpt.pt is whole, so only
-train.py knows of shards.
+train.py knows of shards. Where no host can hold it, --sharded_ckpt=1 writes parts by torch.distributed.checkpoint.
 """
+import warnings
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -102,6 +104,7 @@ def draw(p, std, generator):
 
 def load_optimizer(optimizer, state):
     """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split."""
+    state = by_number(state)
     weights = [p for group in optimizer.param_groups for p in group["params"]]
 
     def as_its_weight(p, value):                # AdamW's averages are split, its count of steps is not
@@ -110,3 +113,50 @@ def load_optimizer(optimizer, state):
     averages = {i: {name: as_its_weight(weights[i], value) for name, value in found.items()}
                 for i, found in state["state"].items()}
     optimizer.load_state_dict(state | {"state": averages})
+
+
+def by_number(state):
+    """An optimizer's state with numbers for its weights, as in torch.optim. In a ckpt.pt that was joined from parts, it
+    has their names."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    groups = [group | {"params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+
+
+# ------------------------------------------------------------------------------------------- checkpoints in many parts
+
+
+def save_parts(folder, weights, model, optimizer, scaler, step):
+    """Write a checkpoint into a folder: every rank writes its parts. weights: those of the model to save.
+
+    torch writes the folder's file .metadata last, and renames it when complete. Without it, nothing there counts."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "scaler": scaler.state_dict(),
+             "step": step}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")         # torch warns of a single rank
+        try:
+            dcp.save(state, checkpoint_id=folder)
+        except dcp.CheckpointException as e:    # it is no Exception. It contains the errors of the ranks
+            raise OSError(str(next(iter(e.failures.values()))[0])) from None
+
+
+def load_parts(folder, weights, model, optimizer, scaler):
+    """Load what save_parts wrote, with any number of ranks, into weights, optimizer and scaler. Returns the step."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "scaler": scaler.state_dict(),
+             "step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder)   # each rank reads only its parts, into the tensors in `state`
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    return state["step"]
+
+
+def is_complete(folder):
+    """Did save_parts finish in this folder?"""
+    return (folder / ".metadata").exists()

@@ -1,13 +1,17 @@
 """train.py --shard=1: weights, gradients and optimizer state are split over the ranks, and nothing else changes."""
 import csv
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from bounds import below, close, same
-from conftest import ROOT, assert_close_runs, by_default, meta, run, tiny_config, train, train_here, weights
+from conftest import (ROOT, TINY, assert_close_runs, assert_same_run, by_default, complain, meta, run, tiny_config,
+                      train, train_here, weights)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import eval as eval_script
 from attention import ATTENTIONS
 from common.shards import WithoutMatrices, is_split, shard
 from model import GPT
@@ -65,6 +69,72 @@ def test_one_rank_has_nothing_to_split(tmp_path, data):
     for name in "01":
         train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", f"--shard={name}")
     same(weights(tmp_path / "1"), weights(tmp_path / "0"))
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints in parts
+
+def trained(ranks, *flags):
+    """Train in this process, or in several."""
+    if ranks == 1:
+        return train_here(*flags)
+    new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
+    run("train.py", *new, *flags, ranks=ranks)
+
+
+def join(out_dir):
+    """Make a run's ckpt.pt from its parts, as torch's command does."""
+    parts, = (out_dir / "sharded_ckpt").iterdir()
+    dcp_to_torch_save(parts, out_dir / "ckpt.pt")
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), by_default(False, 2, 1), by_default(False, 2, 4)])
+def test_a_run_goes_on_from_a_checkpoint_in_parts(before, after, tmp_path, data):
+    """With another number of ranks as well. A run has one checkpoint: its last one, whole or in parts."""
+    flags = (f"--dataset={data}", *SHARED, "--shard=1", "--attn=elastic", "--max_iters=4", "--eval_interval=2")
+    for name, more in (("parts", ["--sharded_ckpt=1"]), ("whole", [])):
+        trained(before, *flags, f"--out_dir={tmp_path / name}", *more)
+    assert [path.name for path in (tmp_path / "parts/sharded_ckpt").iterdir()] == ["4"]
+    assert not (tmp_path / "parts/ckpt.pt").exists()
+    shutil.copytree(tmp_path / "parts", tmp_path / "joined")
+    join(tmp_path / "joined")
+    same(weights(tmp_path / "joined"), weights(tmp_path / "whole"))
+    shutil.rmtree(tmp_path / "joined/sharded_ckpt")
+    for name, more in (("parts", []), ("joined", ["--sharded_ckpt=0"]), ("whole", [])):
+        trained(after, f"--out_dir={tmp_path / name}", "--init_from=resume", "--max_iters=8", *more)
+    assert_same_run(tmp_path / "joined", tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "parts/sharded_ckpt").iterdir()] == ["8"]
+    trained(after, f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=9", "--sharded_ckpt=0")
+    trained(after, f"--out_dir={tmp_path / 'whole'}", "--init_from=resume", "--max_iters=9", "--sharded_ckpt=1")
+    assert (tmp_path / "parts/ckpt.pt").exists() and not (tmp_path / "parts/sharded_ckpt").exists()
+    join(tmp_path / "whole")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("only", ["lora", "all"])
+def test_a_run_from_other_weights_goes_on_from_parts(only, ranks, tmp_path, data):
+    """Also an adapter: its parts hold only what it trained, and its base the rest."""
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}")
+    flags = (f"--init_from={tmp_path / 'base'}", "--eval_interval=4", "--eval_iters=1", "--batch_size=4",
+             "--log_interval=1", "--device=cpu", "--dtype=float32", "--decay_lr=0", "--shard=1",
+             f"--train_only={only}")
+    trained(ranks, *flags, f"--out_dir={tmp_path / 'parts'}", "--max_iters=4", "--sharded_ckpt=1")
+    trained(ranks, f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=8")
+    join(tmp_path / "parts")
+    trained(ranks, *flags, f"--out_dir={tmp_path / 'whole'}", "--max_iters=8")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys):
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'parts'}", "--sharded_ckpt=1")
+    capsys.readouterr()
+    said = complain(eval_script.main, capsys, "loss", f"--out_dir={tmp_path / 'parts'}")[1]
+    assert said.endswith("python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+                         f"{tmp_path / 'parts/sharded_ckpt/8'} {tmp_path / 'parts/ckpt.pt'}\n")
+    # another run in the same folder keeps them
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'parts'}", "--max_iters=1")
+    assert (tmp_path / "parts/old/1/sharded_ckpt/8/.metadata").exists() and (tmp_path / "parts/ckpt.pt").exists()
 
 
 # ------------------------------------------------------------------------------------------------------ initial weights
