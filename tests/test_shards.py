@@ -1,18 +1,23 @@
 """train.py --shard=1: weights, gradients and optimizer state are split over the ranks, and nothing else changes."""
 import csv
+import os
 import shutil
+import signal
+import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from bounds import below, close, same
-from conftest import (ROOT, TINY, assert_close_runs, assert_same_run, by_default, complain, meta, run, tiny_config,
-                      train, train_here, weights)
+from conftest import (FILES, ROOT, TINY, assert_close_runs, assert_same_run, by_default, command, complain, losses,
+                      meta, run, tiny_config, train, train_here, weights)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import eval as eval_script
 from attention import ATTENTIONS
+from common.runs import last_checkpoint
 from common.shards import WithoutMatrices, is_split, shard
 from model import GPT
 
@@ -29,14 +34,31 @@ def column(out_dir, name):
     *(by_default(False, flags) for flags in (
         ("--attn=lazy",), ("--attn=tda",), ("--attn=gated_deltanet",), ("--attn=dex",),
         ("--attn=focus", "--window=4", "--balance=softmax"),
-        ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1")))], ids=" ".join)
+        ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1"),
+        ("--attn=gated", "--n_head=4", "--head_balance=0.1"), ("--attn=softmax1", "--head_balance=0.1"),
+        ("--mlp=moe", "--expert_balance=0.1"), ("--pos=t5",)))], ids=" ".join)
 def test_shards_train_like_one_process(flags, tmp_path, data):
-    """The ranks gather the same weights and average the same gradients."""
+    """The ranks gather the same weights and average the same gradients, also those of balancing losses. Buffers that
+    training sets, such as Dex's progress, are equal as well."""
     train(tmp_path / "2", data, *SHARED, *flags, "--shard=1", ranks=2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *SHARED, *flags)
     assert_close_runs(tmp_path / "2", tmp_path / "1")
     close(*(column(tmp_path / name, "grad_norm") for name in "21"), terms=1024, dtype=torch.float32)
     close(*(meta(tmp_path / name)["report"]["sink"] for name in "21"), size=1.0, dtype=torch.float32)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")),
+                    reason="torch.compile needs a C++ compiler on a CPU")
+def test_shards_can_be_compiled(tmp_path, data, monkeypatch):
+    """As simple a layer as that of the test without shards: the C++ compiler takes a second for each kernel."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    flags = (*SHARED, "--attn=elastic", "--pos=none", "--mlp=relu", "--norm=rmsnorm", "--max_iters=4")
+    train(tmp_path / "compiled", data, *flags, "--shard=1", "--compile", ranks=2)
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'eager'}", *flags)
+    found, expected = weights(tmp_path / "compiled"), weights(tmp_path / "eager")
+    assert found.keys() == expected.keys()
+    close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), dtype=torch.float32)
 
 
 @pytest.mark.exhaustive
@@ -124,6 +146,57 @@ def test_a_run_from_other_weights_goes_on_from_parts(only, ranks, tmp_path, data
     join(tmp_path / "parts")
     trained(ranks, *flags, f"--out_dir={tmp_path / 'whole'}", "--max_iters=8")
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("in_parts, after", [(0, 1), (1, 1), (1, 4)])
+def test_killed_while_saving_goes_on_from_the_older_checkpoint(in_parts, after, tmp_path, data):
+    """Two ranks are killed when the data of step 4 is written, in part or without its last file. Any number resumes."""
+    script = tmp_path / "stop.py"
+    script.write_text(f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+import torch, train
+from torch.distributed.checkpoint import FileSystemWriter
+
+place, saves = Path(sys.argv[1]), 0
+(place / ("pid" + os.environ["RANK"])).write_text(str(os.getpid()))
+
+def wait_at_the_second(function, half):
+    def stopping(*args, **kwargs):
+        global saves
+        saves += 1
+        if saves < 2:
+            return function(*args, **kwargs)
+        half(*args, **kwargs)
+        (place / "saving").touch()
+        time.sleep(600)
+    return stopping
+
+if {in_parts}:                                  # its finish() writes .metadata
+    FileSystemWriter.finish = wait_at_the_second(FileSystemWriter.finish, lambda *args, **kwargs: None)
+else:
+    torch.save = wait_at_the_second(torch.save, lambda state, f: f.write(b"half a file"))
+train.main(sys.argv[2:])
+""")
+    out, flags = tmp_path / "out", (f"--dataset={data}", *SHARED, "--shard=1", f"--sharded_ckpt={in_parts}",
+                                    "--attn=elastic", "--max_iters=6", "--eval_interval=2")
+    process = subprocess.Popen(command(script, tmp_path, *TINY, *flags, f"--out_dir={out}", ranks=2),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "saving").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    for path in tmp_path.glob("pid*"):
+        os.kill(int(path.read_text()), signal.SIGKILL)
+    assert process.wait(timeout=60) != 0
+    assert last_checkpoint(out) == (out / "sharded_ckpt/2" if in_parts else out / "ckpt.pt")
+    assert (out / "sharded_ckpt/4").exists() == bool(in_parts)
+    trained(after, f"--out_dir={out}", "--init_from=resume", "--sharded_ckpt=0")
+    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
+    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--sharded_ckpt=0")
+    assert_close_runs(out, tmp_path / "whole")
 
 
 def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys):
