@@ -160,6 +160,18 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
 
 
+class Importances:
+    """The importance (heads,) of each layer's heads, which the layers append.
+
+    This is not a list. Blocks that FSDP has sharded get a copy of each list among their arguments (--shard)."""
+
+    def __init__(self):
+        self.of_layers = []
+
+    def append(self, importance):
+        self.of_layers.append(importance)
+
+
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
@@ -358,10 +370,10 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
-        importances = [] if importance else None
+        importances = Importances() if importance else None
         for layer, block in enumerate(self.transformer.h):
             x = block(x, None if cache is None else cache[layer], importances)
-        more = (torch.stack(importances),) if importance else ()
+        more = (torch.stack(importances.of_layers),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
         logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)
