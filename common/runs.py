@@ -105,6 +105,7 @@ class Run:
         if in_parts:
             with self.writing(step):
                 save_parts(path, learned(model), model, optimizer, scaler, step)
+            self.saved = step
         else:
             state = whole({"model": learned(model), "optimizer": optimizer.state_dict()}, keep=self.main)
         if not self.main:
@@ -113,7 +114,7 @@ class Run:
             if not in_parts:
                 with files.replacing(path) as f:
                     torch.save(state | {"scaler": scaler.state_dict(), "step": step}, f)
-            self.saved = step
+                self.saved = step
             # a run has one checkpoint. The others are deleted only now, after the new one is complete
             for old in {self.checkpoint, self.parts, *self.parts.glob("*")} - {path, path.parent}:
                 old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bounds import below, close, same
 from conftest import (FILES, ROOT, TINY, assert_close_runs, assert_same_run, by_default, command, complain, losses,
                       meta, run, tiny_config, train, train_here, weights)
+from test_runs import small_disk
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import eval as eval_script
@@ -112,7 +113,7 @@ def join(out_dir):
 
 @pytest.mark.parametrize("before, after", [(1, 1), by_default(False, 2, 1), by_default(False, 2, 4)])
 def test_a_run_goes_on_from_a_checkpoint_in_parts(before, after, tmp_path, data):
-    """With another number of ranks as well. A run has one checkpoint: its last one, whole or in parts."""
+    """With another number of ranks as well."""
     flags = (f"--dataset={data}", *SHARED, "--shard=1", "--attn=elastic", "--max_iters=4", "--eval_interval=2")
     for name, more in (("parts", ["--sharded_ckpt=1"]), ("whole", [])):
         trained(before, *flags, f"--out_dir={tmp_path / name}", *more)
@@ -126,11 +127,24 @@ def test_a_run_goes_on_from_a_checkpoint_in_parts(before, after, tmp_path, data)
         trained(after, f"--out_dir={tmp_path / name}", "--init_from=resume", "--max_iters=8", *more)
     assert_same_run(tmp_path / "joined", tmp_path / "whole")
     assert [path.name for path in (tmp_path / "parts/sharded_ckpt").iterdir()] == ["8"]
-    trained(after, f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=9", "--sharded_ckpt=0")
-    trained(after, f"--out_dir={tmp_path / 'whole'}", "--init_from=resume", "--max_iters=9", "--sharded_ckpt=1")
-    assert (tmp_path / "parts/ckpt.pt").exists() and not (tmp_path / "parts/sharded_ckpt").exists()
-    join(tmp_path / "whole")
+    join(tmp_path / "parts")
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+def test_a_run_has_one_checkpoint_whole_or_in_parts(copy, elastic_run):
+    """It changes its kind on resume."""
+    flags = (f"--out_dir={copy}", "--init_from=resume")
+    train_here(*flags, "--max_iters=10", "--sharded_ckpt=1")
+    assert not (copy / "ckpt.pt").exists() and last_checkpoint(copy) == copy / "sharded_ckpt/10"
+    train_here(*flags, "--max_iters=12", "--sharded_ckpt=0")
+    assert last_checkpoint(copy) == copy / "ckpt.pt" and not (copy / "sharded_ckpt").exists()
+    (copy / "ckpt.pt").rename(copy / "twelve.pt")
+    shutil.copy(elastic_run / "ckpt.pt", copy)
+    train_here(*flags, "--max_iters=10")
+    train_here(*flags, "--max_iters=12", "--sharded_ckpt=1")
+    join(copy)
+    same(weights(copy), torch.load(copy / "twelve.pt", weights_only=True)["model"])
 
 
 @pytest.mark.exhaustive
@@ -198,6 +212,17 @@ train.main(sys.argv[2:])
     assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
     train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--sharded_ckpt=0")
     assert_close_runs(out, tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+def test_a_full_disk_keeps_the_last_parts(tmp_path, data):
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--sharded_ckpt=1")
+    flags = ("--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=12")
+    done = run("train.py", *flags, ok=False, preexec_fn=small_disk)
+    assert "Traceback" not in done.stderr and "the checkpoint of step 8 is still there" in done.stderr
+    assert last_checkpoint(tmp_path) == tmp_path / "sharded_ckpt/8"
+    train_here(*flags)
+    assert last_checkpoint(tmp_path) == tmp_path / "sharded_ckpt/12"
 
 
 def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys):
