@@ -21,6 +21,7 @@ from axes.positions import POSITIONS
 from axes.rows import SINKS
 from common.flags import knob
 from common.randomness import generator_of
+from common.shards import draw
 
 # --------------------------------------------------------------------------------------------------------- the layers
 
@@ -71,7 +72,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts, inputs, outputs, bias):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, outputs, inputs) * 0.02)
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, outputs, inputs), std=0.02))
         self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
 
     def unbind(self):
@@ -157,6 +158,18 @@ class Block(nn.Module):
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
         x = x + self.attn(self.ln_1(x), cache, importances)             # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
+
+
+class Importances:
+    """The importance (heads,) of each layer's heads, which the layers append.
+
+    This is not a list. Blocks that FSDP has sharded get a copy of each list among their arguments (--shard)."""
+
+    def __init__(self):
+        self.of_layers = []
+
+    def append(self, importance):
+        self.of_layers.append(importance)
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -302,7 +315,7 @@ class GPT(nn.Module):
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
         lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
-        recipes share the initial values of the tensors that they share.
+        recipes share the initial values of the tensors that they share. Of a sharded model each rank keeps its part.
         """
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
@@ -315,9 +328,9 @@ class GPT(nn.Module):
             std |= {f"transformer.h.{layer}.attn.{name}": value for name, value in block.attn.init_std.items()}
         for name, p in self.named_parameters():                         # lists a tied head once, as wte
             if name in std:
-                p.normal_(0.0, std[name], generator=generator_of(seed, name.removesuffix(".weight")))
+                draw(p, std[name], generator_of(seed, name.removesuffix(".weight")))
         if self.ahead:
-            self.sink_token.normal_(0.0, 0.02, generator=generator_of(seed, ".sink_token"))
+            draw(self.sink_token, 0.02, generator_of(seed, ".sink_token"))
 
     def beyond(self, config):
         """Names of attention's parameters and buffers, sink token included, that a model of `config` lacks."""
@@ -357,10 +370,10 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
-        importances = [] if importance else None
+        importances = Importances() if importance else None
         for layer, block in enumerate(self.transformer.h):
             x = block(x, None if cache is None else cache[layer], importances)
-        more = (torch.stack(importances),) if importance else ()
+        more = (torch.stack(importances.of_layers),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
         logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)

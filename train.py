@@ -7,11 +7,13 @@
 
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), preset (--preset), default.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
-and log.csv. With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json
-names its base, the run of --init_from.
+and log.csv. With --sharded_ckpt=1 it writes the checkpoint in parts; common/runs.py says how to join them to a ckpt.pt.
+With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json names its base, the
+run of --init_from.
 -h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some defaults:
 see the presets at the end.
 """
+import contextlib
 import math
 import sys
 import time
@@ -30,8 +32,8 @@ from common.adapters import PROJECTIONS, num_trained
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
 from common.machine import Machine
 from common.randomness import seed_dropout
-from common.runs import Run, as_base, describe, read_run
-from common.shards import gather, is_sharded, load_optimizer, shard, whole
+from common.runs import Run, as_base, describe, last_checkpoint, read_run
+from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -103,6 +105,9 @@ class Train:
         ("auto", "float32", "bfloat16", "float16"))
     compile: bool = knob(False, "torch.compile the model")
     shard: bool = knob(False, "on several ranks, split weights, gradients and optimizer state over them")
+    sharded_ckpt: bool = knob(
+        False, "for models that do not fit into the memory of one machine: checkpoints in parts, one or more per rank, "
+               "in out_dir/sharded_ckpt, which all ranks must see")
 
     def __post_init__(self):
         at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
@@ -195,15 +200,20 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     val = tokens.Tokens(folder, "val")
     tokens.fixed_windows(val, config.block_size, 1, stride)             # raises if the split is too short
 
-    # the model: fresh weights, or those of another run. Train all of them or a part
-    model = GPT(config, knobs.seed)
+    # the model: fresh weights, or those of another run. Train all of them or a part. Each rank holds a part of every
+    # weight (--shard), or all of them
+    split = knobs.shard and machine.world > 1
+    with WithoutMatrices() if split else contextlib.nullcontext():
+        model = GPT(config, knobs.seed)
     extra = knobs.head_balance or knobs.expert_balance or model.penalized               # losses besides the model's own
     run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
     train_only(model, knobs)
-    has_checkpoint = stored and run.checkpoint.exists()
+    if split:
+        shard(model, machine, knobs.seed)
+    model.to(machine.device)
+    has_checkpoint = stored and last_checkpoint(run.folder)
     if knobs.init_from != "scratch" and not has_checkpoint:
         take_weights(model, knobs.init_from, run, machine)
-    model.to(machine.device)
 
     # meta.json: the settings of the run, and entries from the data set and from an earlier run
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
@@ -213,23 +223,18 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     if knobs.train_only != "all":
         base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
         meta |= {"trained": num_trained(model), "base": base}
-    checkpoint = resume(run, stored, meta, model) if stored else None
 
-    # the loop calls `running`: the same model, compiled and made ready for several ranks. Each of them holds a part of
-    # every weight (--shard), or all of them
-    if knobs.shard and machine.world > 1:
-        shard(model, machine)
+    # the loop calls `running`: the same model, compiled and made ready for several ranks
     running = torch.compile(model) if knobs.compile else model
-    if machine.world > 1 and not knobs.shard:
+    if machine.world > 1 and not split:
         running = DistributedDataParallel(running)
 
     # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
     optimizer = model.configure_optimizers(
         knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
-    if checkpoint:
-        load_optimizer(optimizer, checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint.get("scaler", {}))
+    if stored:
+        resume(run, stored, meta, model, optimizer, scaler)
 
     # up to here nothing was written to disk, so a wrong flag has destroyed no earlier run
     printing.introduce(knobs, model, machine, data, batches, kernel, run.saved)
@@ -312,7 +317,7 @@ def train(knobs, config, machine, folder, data, stored, flags):
             if record:
                 run.log(**row)
             if evaluate or stop:
-                run.save(model, optimizer, scaler, step)
+                run.save(model, optimizer, scaler, step, in_parts=knobs.sharded_ckpt)
             if record:                          # the speed of the next row does not include the evaluation
                 pace.restart(step)
             if stop:
@@ -323,8 +328,11 @@ def train(knobs, config, machine, folder, data, stored, flags):
         return False
     run.meta["seconds"] = round(time.perf_counter() - began, 1)
     run.meta["seconds_waiting_for_data"] = round(batches.waited, 3)
-    gather(model)                               # the report looks into the model on the main rank alone
-    run.meta["report"] = report(model, machine, folder, knobs.eval_iters * knobs.batch_size, knobs.batch_size)
+    # most of the report looks into the model on the main rank alone
+    in_parts = is_sharded(model) and knobs.sharded_ckpt
+    if not in_parts:
+        gather(model)
+    run.meta["report"] = report(model, machine, folder, knobs.eval_iters * knobs.batch_size, knobs.batch_size, in_parts)
     run.finish()
     if machine.main:
         printing.say_what_next(knobs, config, run.meta, batches.waited)
@@ -395,7 +403,8 @@ def settle_knobs(args):
 
 
 # knobs that may change on resume: none of them changes what a step computes
-MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "kernel", "max_iters", "eval_interval", "log_interval"}
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "sharded_ckpt", "kernel", "max_iters", "eval_interval",
+              "log_interval"}
 
 
 def resume_knobs(given):

@@ -64,6 +64,12 @@ def frozen(model):
     return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
+def learned(model):
+    """The part of a model's state_dict() that its checkpoints contain. An adapter's base has the rest."""
+    kept = frozen(model)
+    return {name: value for name, value in model.state_dict().items() if name not in kept}
+
+
 def num_trained(model):
     """Number of parameters that are trained."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

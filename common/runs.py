@@ -7,9 +7,12 @@
     log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu, with --head_balance
                 also that loss. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
+    sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
+                torch.distributed.checkpoint. Every other command needs ckpt.pt; torch itself joins the parts to it:
+                python -m torch.distributed.checkpoint.format_utils dcp_to_torch RUN/sharded_ckpt/STEP RUN/ckpt.pt
 
 Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last
-checkpoint. Only rank 0 writes.
+checkpoint. Only rank 0 writes, except for the parts: each rank writes its own.
 """
 import contextlib
 import csv
@@ -19,6 +22,7 @@ import itertools
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -28,8 +32,8 @@ import numpy as np
 import torch
 
 from common import files
-from common.adapters import frozen, merged
-from common.shards import whole
+from common.adapters import learned, merged
+from common.shards import fill, is_complete, save_parts, whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +47,7 @@ class Run:
     def __init__(self, folder, machine, more=()):
         """more: columns of the log beyond the usual ones."""
         self.folder, self.main = Path(folder), machine.main
-        self.checkpoint = self.folder / "ckpt.pt"
+        self.checkpoint, self.parts = self.folder / "ckpt.pt", self.folder / PARTS
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.saved = None                       # the step of the last checkpoint, None before the first
         self.meta = {}                          # the content of meta.json
@@ -59,7 +63,10 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".*.tmp"):                     # left by a kill during a save
                 left.unlink()
-            if self.saved is None and self.checkpoint.exists():
+            for left in self.parts.glob("*"):
+                if not is_complete(left):
+                    shutil.rmtree(left)
+            if self.saved is None and last_checkpoint(self.folder):
                 self.move_aside()
             rows = [] if self.saved is None else self.rows_until(self.saved)
             with files.replacing(self.log_csv, "w") as f:
@@ -70,7 +77,7 @@ class Run:
         """Move the earlier run to old/1, old/2, ..., its checkpoint last: until then it counts as not yet moved."""
         old = next(path for path in (self.folder / "old" / str(n) for n in itertools.count(1)) if not path.exists())
         old.mkdir(parents=True)
-        for path in (self.log_csv, self.folder / "tokenizer.json", self.meta_json, self.checkpoint):
+        for path in (self.log_csv, self.folder / "tokenizer.json", self.meta_json, self.parts, self.checkpoint):
             if path.exists():
                 os.replace(path, old / path.name)
         print(f"the earlier run in {self.folder} was moved to {old}")
@@ -91,18 +98,26 @@ class Run:
             with self.writing(row["step"]), open(self.log_csv, "a", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerow(cells)
 
-    def save(self, model, optimizer, scaler, step):
-        """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json, which does no harm."""
-        kept = frozen(model)                    # an adapter's base holds these
-        learned = {name: value for name, value in model.state_dict().items() if name not in kept}
-        state = whole({"model": learned, "optimizer": optimizer.state_dict()}, keep=self.main)
+    def save(self, model, optimizer, scaler, step, in_parts=False):
+        """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json, which does no harm.
+        in_parts: every rank writes its parts of the tensors, so none needs memory for all of them."""
+        path = self.parts / str(step) if in_parts else self.checkpoint
+        if in_parts:
+            with self.writing(step):
+                save_parts(path, learned(model), model, optimizer, scaler, step)
+            self.saved = step
+        else:
+            state = whole({"model": learned(model), "optimizer": optimizer.state_dict()}, keep=self.main)
         if not self.main:
             return
-        state |= {"scaler": scaler.state_dict(), "step": step}
         with self.writing(step):
-            with files.replacing(self.checkpoint) as f:
-                torch.save(state, f)
-            self.saved = step
+            if not in_parts:
+                with files.replacing(path) as f:
+                    torch.save(state | {"scaler": scaler.state_dict(), "step": step}, f)
+                self.saved = step
+            # a run has one checkpoint. The others are deleted only now, after the new one is complete
+            for old in {self.checkpoint, self.parts, *self.parts.glob("*")} - {path, path.parent}:
+                old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)
             files.write_json(self.meta_json, self.meta)
 
     def finish(self):
@@ -203,10 +218,28 @@ def finished_run(folder, flags):
     return meta if "report" in meta and meta["flags"] == flags else None
 
 
+PARTS = "sharded_ckpt"                          # the folder of a run for checkpoints in parts, each named by its step
+
+
+def last_checkpoint(folder):
+    """The path of a run's last checkpoint: its ckpt.pt, or a folder sharded_ckpt/STEP. None before the first one."""
+    whole = Path(folder) / "ckpt.pt"
+    steps = {int(path.name): path for path in (Path(folder) / PARTS).glob("[0-9]*") if is_complete(path)}
+    if not steps:
+        return whole if whole.exists() else None
+    # a run has both only if it was killed between the writing of one and the deletion of the other
+    newer = whole.exists() and read_checkpoint(whole, mmap=True)["step"] >= max(steps)
+    return whole if newer else steps[max(steps)]
+
+
 def read_checkpoint(path, mmap=False):
     """The dict in a ckpt.pt: model, optimizer, step. mmap: tensors stay on the disk until they are copied, so memory
     holds a large model only once. Raises ValueError if the file is no checkpoint of this project."""
     if not Path(path).exists():
+        if parts := last_checkpoint(Path(path).parent):
+            raise ValueError(f"{path} does not exist, because the run was trained with --sharded_ckpt=1: join its "
+                             f"parts with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {parts} "
+                             f"{path}")
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -265,15 +298,18 @@ def load_weights(model, state, path, new=(), copy=True):
     new: names of parameters that may be missing; they keep their initial values. Raises ValueError that names the first
     tensor that does not fit, or the recipe if it is the reason."""
     expected = model.state_dict()
-    state = model.without_unused_additions(state)
-    state = {name: expected[name] for name in new if name not in state} | state
+    loaded = model.without_unused_additions(state)
+    state = {name: expected[name] for name in new if name not in loaded} | loaded
     for name in [*expected, *state]:
         if name not in expected or name not in state or expected[name].shape != state[name].shape:
             theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, expected))
             check_projections(model.config, name, theirs, ours)
             raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
                              "model; use the run's own --attn and axes, or ones with the same parameters")
-    model.load_state_dict(state, assign=not copy)
+    if copy:
+        fill(expected, loaded)
+    else:
+        model.load_state_dict(state, assign=True)
     model.tie()
 
 

@@ -9,9 +9,9 @@ from evals.probe import probe
 from evals.sample import as_ids, first_token
 
 
-def report(model, machine, folder, windows, batch_size):
+def report(model, machine, folder, windows, batch_size, in_parts=False):
     """Print the losses, then a first look at the attention and a sample, or in the sink lab the lab's figures. folder:
-    that of the data set.
+    that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses.
 
     Returns all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses.
     Only the main rank prints; the others get {}.
@@ -19,11 +19,14 @@ def report(model, machine, folder, windows, batch_size):
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
     stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
-    losses = {name: mean_loss(model, split, machine, windows, batch_size, stride) for name, split in splits.items()}
+    losses = {name: mean_loss(model, split, machine, windows, batch_size, stride, share=not in_parts)
+              for name, split in splits.items()}
     if not machine.main:                        # the ranks do not share the rest
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
     print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
+    if in_parts:
+        return losses
     shares = load_of_experts(model, splits["val"], machine, stride) if model.config.mlp == "moe" else {}
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)

@@ -1,9 +1,11 @@
 """Where a run's first weights come from: another run (--init_from=RUN), or its own last checkpoint (resume)."""
 from pathlib import Path
 
-from common.adapters import PROJECTIONS, add_lora, freeze_all_but, frozen
+from common.adapters import PROJECTIONS, add_lora, freeze_all_but, frozen, learned
 from common.flags import fields_of
-from common.runs import load_weights, on_base, read_checkpoint, read_run, read_weights, what_is_new
+from common.runs import (find_base, last_checkpoint, load_weights, on_base, read_checkpoint, read_run, read_weights,
+                         what_is_new)
+from common.shards import is_sharded, load_optimizer, load_parts
 from model import GPTConfig
 
 
@@ -30,18 +32,24 @@ def take_weights(model, path, run, machine):
         print(what_is_new(added, path))
 
 
-def resume(run, stored, meta, model):
-    """Load the weights of a run's own last checkpoint. Returns the checkpoint, or None if the run has saved none.
-    stored: its meta.json. meta: the new meta.json.
+def resume(run, stored, meta, model, optimizer, scaler):
+    """Load a run's own last checkpoint, if it has saved one. stored: its meta.json. meta: the new meta.json.
 
     Raises ValueError if the data set is not the one that the run began with."""
     if stored.get("data_hash") != meta["data_hash"]:
         raise ValueError(f"the data set {meta['knobs']['dataset']} has changed since {run.folder} began: "
                          "make it as it was, or start a new run")
-    if not run.checkpoint.exists():             # killed before its first checkpoint: start again
-        return None
-    checkpoint = read_checkpoint(run.checkpoint)
-    load_weights(model, on_base(checkpoint["model"], stored, run.checkpoint), run.checkpoint)
-    run.saved = checkpoint["step"]
+    path = last_checkpoint(run.folder)
+    if path is None:                            # killed before its first checkpoint: start again
+        return
+    if path.is_dir():                           # in parts
+        if "base" in stored:
+            load_weights(model, read_weights(find_base(stored, run.folder)), path, new=learned(model))
+        run.saved = load_parts(path, learned(model), model, optimizer, scaler)
+    else:
+        checkpoint = read_checkpoint(path, mmap=is_sharded(model))      # a rank reads only its parts into memory
+        load_weights(model, on_base(checkpoint["model"], stored, path), path)
+        load_optimizer(optimizer, checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint.get("scaler", {}))
+        run.saved = checkpoint["step"]
     meta["losses"] = stored["losses"]
-    return checkpoint
