@@ -50,7 +50,7 @@ def with_sizes(args, machine):
     defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
         "lengths": "64,128", "tokens": 128, "n_embd": 128}
     if gpu:
-        defaults["out"] = file_of_gpu("speed")
+        defaults["out"] = file_of_gpu("speed", machine.device)
     return dataclasses.replace(args, **{name: getattr(args, name) or default for name, default in defaults.items()})
 
 
@@ -78,14 +78,19 @@ def torch_cases(q, k, v):
     return cases
 
 
-def our_cases(q, k, v):
-    """Our kernels, in the same form. Row inputs (T,) have the values that a layer gives them."""
+def row_inputs(q):
+    """{rule: its row input (T,)}, with the values that a layer gives."""
     n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
-    row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
-                  "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
+    return {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
+            "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
+
+
+def our_cases(q, k, v):
+    """Our kernels, in the same form."""
+    inputs = row_inputs(q)
 
     def attend(rule, v=v, **mix):               # [0]: the output without the row statistic
-        return kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
+        return kernels.attend(rule, q, k, v, inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
 
     cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
     if q.shape[1] % 2 == 0:                     # half of the heads are second views and share values

@@ -2,7 +2,7 @@
 
 All recipes take turns in one process, for many rounds (Machine.race). Other programs on the machine slow all of them
 alike, so ratios are reliable even if seconds are not. --kernels is in evals/kernels.py, --live in evals/live.py,
---focus in evals/sparse.py, --decode in evals/decode.py.
+--focus in evals/sparse.py, --decode in evals/decode.py, --tune in evals/tune.py, --everything in evals/everything.py.
 """
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 import attention
 from common.flags import at_least, knob
 from common.machine import Machine
-from evals import decode, kernels, live, sparse
+from evals import decode, everything, kernels, live, sparse, tune
 from evals.instrument import Common, OpenedRun, recipe_names, save_numbers, table, whole_numbers
 from model import GPT, GPTConfig
 
@@ -40,19 +40,29 @@ class Speed:
     focus: bool = knob(False, "instead, time the sparse form of Focus and full attention")
     decode: bool = knob(False, "instead, time a decoding step of one layer with long caches, and count the bytes of "
                                "keys, values or state that it reads")
+    tune: bool = knob(False, "instead, choose the kernels' tiles by timing them on this GPU; the kernels use them from "
+                             "then on")
+    everything: bool = knob(False, "instead, measure on this GPU, in a few minutes, all that needs one, and write "
+                                   "docs/gpu.md")
+    minutes: float = knob(0.0, "budget of --tune (0: 5) and of --everything (0: 8)")
     out_dir: str = knob("", "with --live: the run")
-    widths: str = knob("64,128", "with --kernels: head dimensions, separated by commas")
+    widths: str = knob("64,128", "with --kernels or --tune: head dimensions, separated by commas")
     out: str = knob("", "also save the figures as JSON in this file; "
-                        "empty: on a GPU with --kernels or --focus a file in results/, otherwise nowhere")
+                        "empty: on a GPU with --kernels, --focus or --tune a file in results/, otherwise nowhere. "
+                        "With --everything a folder; empty: results/, without a GPU out/everything")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
-        at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, repeats=1)
+        at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, repeats=1, minutes=0)
 
 
 def command(args, run):
     """Time training steps of every recipe, and its attention alone, relative to softmax in torch's own fused kernel.
     All recipes take turns in one process."""
+    if args.everything:
+        return everything.command(args, run)
+    if args.tune:
+        return tune.command(args, run)
     if args.kernels:
         return kernels.command(args, run)
     if args.focus:

@@ -1,0 +1,2 @@
+def command(args, run):
+    pass

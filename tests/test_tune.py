@@ -1,0 +1,202 @@
+"""eval.py speed --tune: the fastest tile is written to a file, the kernels read it, and a run keeps its tiles."""
+import json
+
+import pytest
+import torch
+from bounds import same
+from conftest import DEVICE, complain, log_rows, meta, needs_triton, train_here, weights
+from test_kernels import draw, outputs_and_gradients
+
+import eval as eval_script
+import kernels
+from common.machine import Machine, gpu_name
+from evals import tune
+from mixers import recurrent_kernels
+
+pytestmark = needs_triton
+GPU = gpu_name(torch.device(DEVICE))
+SMALL = ("--widths=16", "--n_embd=32", "--lengths=40", "--tokens=40", "--dtype=float32", "--repeats=1")
+
+
+@pytest.fixture(autouse=True)
+def results(monkeypatch, tmp_path):
+    """A results folder of the test's own, from which the kernels read their tiles. Nothing was read before."""
+    monkeypatch.setattr(kernels, "RESULTS", tmp_path)
+    monkeypatch.setattr(kernels, "CHOSEN", {})
+    return tmp_path / f"tiles-{GPU}.json"
+
+
+def write_record(path, tiles, **other):
+    record = {"gpu": GPU, "triton": kernels.triton.__version__, "tiles": tiles} | other
+    path.write_text(json.dumps(record))
+
+
+def name(column, row="plain"):
+    return kernels.tile_name(column, row, 64, torch.float32)
+
+
+@pytest.fixture
+def fake_clock(monkeypatch):
+    """A device on which one tile is fast: call it with {part of a tile's name: tile}. The time of a call follows from
+    the tiles in use. And minutes: one passes with every look at the clock."""
+    fast = {}
+
+    def seconds(machine, run):
+        run()
+        return 1.0 if any(part in name and tile == fast[part] for name, tile in kernels.CHOSEN[GPU].items()
+                          for part in fast) else 2.0
+
+    looks = iter(range(0, 10**6, 60))
+    monkeypatch.setattr(Machine, "seconds", seconds)
+    monkeypatch.setattr(tune, "clock", lambda: next(looks))
+    return fast.update
+
+
+def test_the_fastest_tile_is_chosen_saved_and_used(fake_clock, evaluate, results):
+    """The budget is three looks at the clock after the first. A second call goes on with what is left."""
+    fake_clock({"forward, plain": (16, 16, 4, 1), "backward_rows, plain": (32, 32, 4, 1)})
+    found = evaluate("speed", "--tune", "--minutes=3", f"--out={results}", *SMALL)
+    assert found["tiles"] == {name("forward"): [16, 16, 4, 1], name("forward with U"): [32, 16, 4, 1],
+                              name("backward_rows"): [32, 32, 4, 1]}
+    assert json.loads(results.read_text())["tiles"] == found["tiles"] and len(found["left"]) > 10
+    assert found["gpu"] == GPU and found["torch"] == torch.__version__ and found["triton"]
+    chosen = found["choices"][name("forward")]
+    assert chosen["table"] == [32, 16, 4, 1] and chosen["gain"] == 2 and chosen["noise"] == tune.MARGIN
+    used = tiles_of_a_call()
+    assert used["forward"] == (16, 16, 4, 1) and used["backward_rows"] == (32, 32, 4, 1)
+    assert used["backward_keys"] == (16, 32, 4, 1)                      # the table's
+    again = evaluate("speed", "--tune", "--minutes=2", f"--out={results}", *SMALL)
+    assert len(again["tiles"]) == 5 and again["tiles"].items() >= found["tiles"].items()
+    assert again["left"] == found["left"][2:]
+
+
+def tiles_of_a_call():
+    """The tile that each kernel takes in a call of softmax, in a process that has read nothing yet."""
+    kernels.CHOSEN.clear()
+    x = torch.empty(1, 1, 40, 16)
+    call, rule = kernels.Call("softmax", x, x, x, *[None] * 5, 1.0, 0, 0), kernels.named("softmax")
+    return {kernel: kernels.tile(kernel, rule, call) for kernel in ("forward", "backward_rows", "backward_keys")}
+
+
+@pytest.mark.parametrize("choice", [
+    tune.Choice("backward_table", "heavy+busy", 64, torch.float32), tune.Choice("forward", "mix+busy", 64, torch.float32),
+    tune.Choice("state", "states", 64, torch.float32),
+    *(pytest.param(tune.Choice(column, row, 64, torch.float32), marks=pytest.mark.exhaustive)
+      for row in tune.ROWS for column in kernels.COLUMNS if "states" not in row
+      and not ("mix" in row and column == "forward with U") and ("busy" in row or column != "backward_table")),
+    pytest.param(tune.Choice("state", "states+channels", 64, torch.float32), marks=pytest.mark.exhaustive)])
+def test_every_kind_of_kernel_can_be_chosen(choice, fake_clock, monkeypatch, evaluate):
+    """The first neighbour is the fastest, and it runs in all calls of its row."""
+    first, *_ = tune.neighbours(choice.column, choice.present(torch.device(DEVICE)))
+    fake_clock({choice.column: first})
+    monkeypatch.setattr(tune, "all_choices", lambda *_: [choice])
+    found = evaluate("speed", "--tune", *SMALL)["choices"][choice.name]
+    assert tuple(found["tile"]) == first and found["gain"] == 2 and not found["left_out"]
+
+
+def test_a_tile_that_does_not_run_or_computes_something_else_is_left_out(fake_clock, monkeypatch, evaluate):
+    wrong, broken = (64, 16, 4, 1), (16, 16, 4, 1)
+    launch = kernels.launch
+
+    def faulty(kernel, rule, call, args, diagonals=None):
+        if kernel is kernels.forward and kernels.tile("forward", rule, call) == broken:
+            raise RuntimeError("out of resource: shared memory")
+        launch(kernel, rule, call, args, diagonals)
+        if kernel is kernels.forward and kernels.tile("forward", rule, call) == wrong:
+            args[1].at.mul_(1.001)
+
+    monkeypatch.setattr(kernels, "launch", faulty)
+    monkeypatch.setattr(tune, "all_choices", lambda *_: [tune.Choice("forward", "plain", 64, torch.float32)])
+    fake_clock({"forward": wrong})
+    found = evaluate("speed", "--tune", *SMALL)["choices"][name("forward")]
+    assert found["tile"] == found["table"] and found["gain"] == 1
+    assert "another result" in found["left_out"]["64x16x4x1"] and "shared memory" in found["left_out"]["16x16x4x1"]
+
+
+def test_a_gain_within_the_noise_does_not_count(monkeypatch, evaluate):
+    """The table's tile takes 2.0 seconds and, the second time, 2.3. So 1.8 seconds are no gain, and 1.6 are."""
+    monkeypatch.setattr(tune, "all_choices", lambda *_: [tune.Choice("forward", "plain", 64, torch.float32)])
+    for time_of_others, gains in ((1.8, False), (1.6, True)):
+        monkeypatch.setattr(Machine, "race", lambda machine, cases, rounds, time=time_of_others: {
+            case: {0: 2.0, len(cases) - 1: 2.3}.get(number, time) for number, case in enumerate(cases)})
+        kernels.CHOSEN.clear()
+        found = evaluate("speed", "--tune", *SMALL)["choices"][name("forward")]
+        assert (found["tile"] != found["table"]) == gains
+
+
+# ------------------------------------------------------------------------------------------------------ reading the file
+
+
+def test_a_state_reads_the_same_file(results):
+    q = torch.empty(1, 1, 40, 16)
+    write_record(results, {name("state", "states"): [16, 32, 32, 16]})
+    assert recurrent_kernels.tiles(q, False) == (16, 32, 32, 16)
+    assert recurrent_kernels.tiles(q, True) == recurrent_kernels.SMALL[True]
+
+
+def test_the_result_is_the_same_with_other_tiles(results):
+    x, options = draw("elastic", 45, W=9)
+    expected = outputs_and_gradients(kernels.attend, "elastic", x, options)
+    tiles = {name(column, "plain+busy"): [16, 16, 4, 1] for column in kernels.COLUMNS}
+    write_record(results, tiles)
+    kernels.CHOSEN.clear()
+    found = outputs_and_gradients(kernels.attend, "elastic", x, options)
+    assert tune.largest_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("content, says", [
+    ("{", "not valid JSON"), ("[]", "does not hold tiles"), ('{"tiles": {"forward, plain": [24, 16, 4, 1]}}', "does not"),
+    ('{"tiles": {"backward_table, plain+busy": [32, 16, 4, 1]}}', "does not"),
+    ('{"gpu": "h200", "tiles": {}}', "the tiles of h200, but this GPU is")])
+def test_a_damaged_or_foreign_file_is_one_line(content, says, results, data, capsys):
+    import train
+    results.write_text(content)
+    run = ("--attn=softmax", "--kernel=triton", "--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16",
+           f"--device={DEVICE}", "--dtype=float32", f"--dataset={data}", f"--out_dir={results.parent / 'run'}")
+    code, line = complain(train.main, capsys, *run)
+    assert code == 1 and says in line and "delete it" in line and results.name in line
+    assert not (results.parent / "run").exists()
+    code, line = complain(eval_script.main, capsys, "speed", "--tune", f"--device={DEVICE}", *SMALL)
+    assert says in line
+
+
+def test_tiles_that_another_triton_chose_are_not_used(results):
+    write_record(results, {name("forward"): [16, 16, 4, 1]}, triton="2.0")
+    assert tiles_of_a_call()["forward"] != (16, 16, 4, 1)
+
+
+# ------------------------------------------------------------------------------------------------------ a run's tiles
+
+OTHER = {name(column): [16, 16, 4, 1] for column in ("forward", "backward_rows", "backward_keys")}
+RUN = ("--attn=softmax", "--kernel=triton", "--block_size=40", "--batch_size=1", "--lr_decay_iters=4", "--eval_interval=2",
+       f"--device={DEVICE}")
+
+
+def trained(folder, data, *flags):
+    kernels.CHOSEN.clear()                      # as in a new process
+    train_here(f"--dataset={data}", f"--out_dir={folder}", *RUN, *flags)
+    return weights(folder)
+
+
+def test_a_run_resumes_with_its_tiles_when_the_file_is_gone(results, data, tmp_path):
+    """It then equals an uninterrupted run bit for bit, and a run with the table's tiles does not."""
+    tables = trained(tmp_path / "tables", data, "--max_iters=4")
+    write_record(results, OTHER)
+    whole = trained(tmp_path / "whole", data, "--max_iters=4")
+    trained(tmp_path / "resumed", data, "--max_iters=2")
+    assert meta(tmp_path / "resumed")["tiles"]["tiles"] == OTHER and not meta(tmp_path / "tables")["tiles"]["tiles"]
+    results.unlink()
+    kernels.CHOSEN.clear()
+    train_here(f"--out_dir={tmp_path / 'resumed'}", "--init_from=resume", "--max_iters=4")
+    same(weights(tmp_path / "resumed"), whole)
+    assert log_rows(tmp_path / "resumed") == log_rows(tmp_path / "whole")
+    assert meta(tmp_path / "resumed")["tiles"]["tiles"] == OTHER
+    assert any((whole[part] != tables[part]).any() for part in whole)
+
+
+def test_an_instrument_uses_the_tiles_of_its_run(results, data, tmp_path, evaluate):
+    trained(tmp_path / "run", data, "--max_iters=2")                    # without a file: the table's tiles
+    write_record(results, OTHER)
+    kernels.CHOSEN.clear()
+    evaluate("loss", f"--out_dir={tmp_path / 'run'}", "--windows=1", "--kernel=triton")
+    assert kernels.CHOSEN == {GPU: {}}
