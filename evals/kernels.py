@@ -1,4 +1,4 @@
-"""speed --kernels: our fused kernels and torch's own, without a model.
+"""speed --kernels: our fused kernels, torch's own, and the algorithm of Triton's tutorial, without a model.
 
 Every kernel gets two figures. TFLOP/s counts the matrix products that the rule needs, so it tells how well the kernel
 uses the device. The speed relative to our softmax tells what the rule costs.
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import kernels
 from common.machine import Machine
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
+from evals.plain_flash import PlainFlash
 
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio")
 # torch's names of its fused softmaxes; only the last one also computes in float32
@@ -105,7 +106,10 @@ def time_kernels(T, width, args, machine):
     batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # equal work at all sizes
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
-    cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
+    cases = torch_cases(q, k, v)
+    if kernels.AVAILABLE:
+        cases["triton tutorial"] = partial(PlainFlash.apply, q, k, v), *PRODUCTS["softmax"]
+        cases |= our_cases(q, k, v)
     backward, rows = {}, {}
     for name, (attend, *_) in cases.items():
         try:
