@@ -1234,7 +1234,8 @@ run_backward.register_autograd(refuse)
 # warps would repeat each other's work.
 #
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
-# were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python eval.py compile
+# were chosen by hand from what it shows. `python eval.py speed --tune` times them on a GPU, and its choices override
+# these tables there (see the end of this file). To choose again, `python eval.py compile
 # --choose=backward_keys --sm=90 --width=64 --calls=plain+busy` tries the tiles of one kernel, the largest first, and
 # stops at one that is clean for every rule.
 

@@ -19,11 +19,12 @@ import torch
 
 import kernels
 import mixers
-from common.flags import fields_of
+from common import files
 from common.machine import Machine, gpu_name
 from common.runs import ROOT
 from evals import live, sparse
-from evals.instrument import Common, OpenedRun, markdown, progress, save_numbers, train_if_missing
+from evals.instrument import (Common, OpenedRun, markdown, model_config, progress, save_numbers,
+                              train_if_missing)
 from evals.kernels import time_kernels
 from evals.steps import compare, training_step
 from evals.tune import largest_error, rounding
@@ -62,7 +63,7 @@ class Sizes:
 
 # without a GPU: a trial in Triton's interpreter that shows that all parts run
 TRIAL = Sizes(
-    lengths=(128,), widths=(16,), tokens=128, n_embd=32, check=(20, 2, 16), live=(20,), focus=(300,), states=(20,),
+    lengths=(32,), widths=(16,), tokens=32, n_embd=32, check=(20, 2, 16), live=(16,), focus=(300,), states=(20,),
     heads=2, trained=("--attn=tda", "--preset=lab", "--max_iters=2", "--eval_interval=2", "--eval_iters=1"),
     preset={"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 257, "batch_size": 1})
 
@@ -112,8 +113,8 @@ def rows_of(step):
 def save(found, name, folder, page, machine):
     """Write the file of this part, and the page."""
     save_numbers(folder / f"gpu-{name}-{gpu_name(machine.device)}.json", found[name])
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(page_of(found) + "\n", encoding="utf-8")
+    with files.replacing(page, "w") as f:
+        f.write(page_of(found) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
@@ -172,8 +173,7 @@ def one_step(name, attn, kernel, preset, machine):
     row = {}
 
     def measure():
-        config = fields_of(GPTConfig, preset) | mixers.attention.recipe(attn) | {"attn": attn, "kernel": kernel}
-        model = GPT(GPTConfig(**config)).to(machine.device)
+        model = GPT(model_config(preset, {"attn": attn, "kernel": kernel})).to(machine.device)
         step = training_step(model, machine, preset["batch_size"])
         speed = preset["batch_size"] * preset["block_size"] / machine.race({name: step}, 5)[name]
         peak = machine.peak_flops()
@@ -242,20 +242,28 @@ PARTS = {
 
 def page_of(found):
     """The page, from the numbers of all parts so far."""
-    lines = ["# On a GPU", "`python eval.py speed --everything` measured these numbers and wrote this page."]
+    first = next(iter(found.values()))
+    lines = ["# On a GPU", "`python eval.py speed --everything` measured these numbers and wrote this page.",
+             f"Machine: {first['machine']}, triton {first['triton']}."]
     for numbers in found.values():
-        lines += [f"## {numbers['about']}", f"{numbers['machine']}, triton {numbers['triton']}"]
+        lines.append(f"## {numbers['about']}")
         for title, rows in numbers["tables"].items():
-            columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-            cells = [[name, *(shown(row.get(column)) for column in columns)] for name, row in rows.items()]
-            lines += [f"{title}:", markdown(cells, ["", *columns])]
+            lines += [f"{title}:", *table_and_notes(rows)]
         if numbers["left"]:
             lines.append(f"No time was left for {len(numbers['left'])} steps: {', '.join(numbers['left'])}.")
     return "\n\n".join(lines)
 
 
+def table_and_notes(rows):
+    """The rows as a table, and below it why rows are missing."""
+    notes = {name: row.get("error") or row.get("missing") for name, row in rows.items()}
+    rows = {name: row for name, row in rows.items() if not notes[name]}
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    cells = [[name, *(shown(row.get(column)) for column in columns)] for name, row in rows.items()]
+    return ([markdown(cells, ["", *columns])] if cells else []) + [
+        f"{name} is missing: {why}" for name, why in notes.items() if why]
+
+
 def shown(value):
     """A cell: three digits, or all of a large number."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
