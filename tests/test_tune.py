@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from bounds import below, same
-from conftest import DEVICE, by_default, complain, meta, needs_triton, train_here, weights
+from conftest import DEVICE, by_default, complain, log_rows, meta, needs_triton, train_here, weights
 from test_kernels import draw, outputs_and_gradients
 
 import eval as eval_script
@@ -187,23 +187,37 @@ RUN = ("--attn=linear_state", "--kernel=triton", "--block_size=20", "--batch_siz
        "--lr_decay_iters=3", f"--device={DEVICE}")
 
 
-def trained(folder, data, *flags):
-    kernels.CHOSEN.clear()                      # as in a new process
-    train_here(f"--dataset={data}", f"--out_dir={folder}", *RUN, *flags)
-    return weights(folder)
+@pytest.fixture
+def trained(monkeypatch, data):
+    """Train a run, without the report at its end, which takes most of the time in the interpreter and changes nothing.
+    Returns its weights."""
+    monkeypatch.setattr("train.report", lambda *_: {})
+
+    def call(folder, *flags):
+        kernels.CHOSEN.clear()                  # as in a new process
+        new = () if "--init_from=resume" in flags else (*RUN, f"--dataset={data}")
+        train_here(*new, f"--out_dir={folder}", *flags)
+        return weights(folder)
+    return call
 
 
-def test_a_run_resumes_with_its_tiles_when_the_file_is_gone(results, data, tmp_path):
+def test_a_run_resumes_with_its_tiles_when_the_file_is_gone(results, trained, tmp_path):
     """It then equals an uninterrupted run bit for bit."""
     write_record(results, OTHER)
-    whole = trained(tmp_path / "whole", data, "--max_iters=2")
-    trained(tmp_path / "resumed", data, "--max_iters=1")
+    whole = trained(tmp_path / "whole", "--max_iters=3")
+    trained(tmp_path / "resumed", "--max_iters=1")
     results.unlink()
-    kernels.CHOSEN.clear()
-    train_here(f"--out_dir={tmp_path / 'resumed'}", "--init_from=resume", "--max_iters=2")
-    same(weights(tmp_path / "resumed"), whole)
+    same(trained(tmp_path / "resumed", "--init_from=resume", "--max_iters=3"), whole)
+    assert log_rows(tmp_path / "resumed")[2:] == log_rows(tmp_path / "whole")[2:]
     assert meta(tmp_path / "resumed")["tiles"] == meta(tmp_path / "whole")["tiles"]
     assert meta(tmp_path / "whole")["tiles"]["tiles"] == OTHER
+
+
+def test_a_run_without_chosen_tiles_resumes_without_them(results, trained, tmp_path):
+    trained(tmp_path, "--max_iters=1")
+    write_record(results, OTHER)
+    trained(tmp_path, "--init_from=resume", "--max_iters=2")
+    assert kernels.CHOSEN == {GPU: {}} and meta(tmp_path)["tiles"]["tiles"] == {}
 
 
 def test_other_tiles_add_in_another_order(results):
@@ -217,8 +231,8 @@ def test_other_tiles_add_in_another_order(results):
     assert (outputs[0] != outputs[1]).any()
 
 
-def test_an_instrument_uses_the_tiles_of_its_run(results, data, tmp_path, evaluate):
-    trained(tmp_path / "run", data, "--max_iters=1")                    # without a file: the table's tiles
+def test_an_instrument_uses_the_tiles_of_its_run(results, trained, tmp_path, evaluate):
+    trained(tmp_path / "run", "--max_iters=1")                          # without a file: the table's tiles
     write_record(results, OTHER)
     kernels.CHOSEN.clear()
     evaluate("loss", f"--out_dir={tmp_path / 'run'}", "--windows=1", "--kernel=triton")
