@@ -7,6 +7,7 @@ then are on the disk. A step that fails is noted with its error, and the next on
 the steps for which no time was left.
 """
 import dataclasses
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -170,17 +171,19 @@ def training_steps(sizes, machine, folder):
 
 def one_step(name, attn, kernel, preset, machine):
     """{name: tokens per second, share of the device's peak FLOP/s, and memory with weights and optimizer}."""
-    row = {}
+    gc.collect()                                # the last model is gone from memory
+    made = {}
 
-    def measure():
-        model = GPT(model_config(preset, {"attn": attn, "kernel": kernel})).to(machine.device)
-        step = training_step(model, machine, preset["batch_size"])
-        speed = preset["batch_size"] * preset["block_size"] / machine.race({name: step}, 5)[name]
-        peak = machine.peak_flops()
-        row.update({"tokens_per_s": speed, "mfu": model.flops_per_token() * speed / peak if peak else None})
+    def two_steps():
+        made["model"] = GPT(model_config(preset, {"attn": attn, "kernel": kernel})).to(machine.device)
+        made["step"] = training_step(made["model"], machine, preset["batch_size"])
+        made["step"](), made["step"]()
 
-    row["memory_gb"] = machine.peak_memory(measure) / 2**30
-    return {name: row}
+    memory = machine.peak_memory(two_steps)
+    speed = preset["batch_size"] * preset["block_size"] / machine.race({name: made["step"]}, 5)[name]
+    peak = machine.peak_flops()
+    mfu = made["model"].flops_per_token() * speed / peak if peak else None
+    return {name: {"tokens_per_s": speed, "mfu": mfu, "memory_gb": memory / 2**30}}
 
 
 def skipped_tiles(sizes, machine, folder):
@@ -195,9 +198,11 @@ def skipped_tiles(sizes, machine, folder):
     def look(T):
         run = OpenedRun(Common(out_dir=str(out_dir), device=str(machine.device), dtype=machine.dtype),
                         {"kernel": "triton"})
+        layers = live.look_at_layers(run, T, sizes.rounds(T))
+        kernels.keep_tiles(None, "")            # later parts use this GPU's tiles, not those of the run
         return {f"layer {layer}": {"live tiles": row["live_tiles"] / row["tiles"],
                                    "live pairs": row["live_pairs"] / row["pairs"], "gain": row["gain"]}
-                for layer, row in enumerate(live.look_at_layers(run, T, sizes.rounds(T)))}
+                for layer, row in enumerate(layers)}
 
     return [Step("the trained model", "", train),
             *(Step(f"T = {T:,}: shares of tiles and pairs, and gain of speed by skipping", "", partial(look, T))

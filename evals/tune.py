@@ -171,7 +171,7 @@ def neighbours(column, tile):
                  times(twice, half, 1, 1), times(half, twice, 1, 1)]
     found += [times(1, 1, twice, 1), times(1, 1, half, 1)]
     found += [(*tile[:3], tile[3] + more) for more in (1, -1)]
-    return [t for t in found if 16 <= min(t[:2]) and max(t[:2]) <= 256 and 1 <= t[2] <= 16 and 1 <= t[3] <= 4]
+    return [t for t in found if 16 <= min(t[:2]) and max(t[:2]) <= 128 and 1 <= t[2] <= 16 and 1 <= t[3] <= 4]
 
 
 def what_is_wrong(run, expected):
