@@ -31,6 +31,7 @@ Legend                                              shapes in comments
 """
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ from torch.utils.checkpoint import checkpoint
 
 from axes.base import wide
 from axes.sight import Sight, visible
+from common import files
+from common.machine import gpu_name
 
 try:
     import triton
@@ -1231,7 +1234,8 @@ run_backward.register_autograd(refuse)
 # warps would repeat each other's work.
 #
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
-# were chosen by hand from what it shows, and are to be timed on a GPU. To choose again, `python eval.py compile
+# were chosen by hand from what it shows. `python eval.py speed --tune` times them on a GPU, and its choices override
+# these tables there (see the end of this file). To choose again, `python eval.py compile
 # --choose=backward_keys --sm=90 --width=64 --calls=plain+busy` tries the tiles of one kernel, the largest first, and
 # stops at one that is clean for every rule.
 
@@ -1289,23 +1293,98 @@ def generation(device):
 
 
 def tile(kernel, rule, call):
-    """(BM, BN, warps, stages) of a kernel in this call."""
+    """(BM, BN, warps, stages) of a kernel in this call: those chosen on this GPU, otherwise those of the tables."""
     column = "forward with U" if kernel == "forward" and rule.save_u else kernel
+    kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
+    busy = call.table is not None or call.far is not None or call.has_window
+    where = column, kind + "+busy" * busy, padded(max(64, call.q.shape[-1], call.v.shape[-1])), call.q.dtype
+    return chosen_tile(call.q.device, tile_name(*where)) or tile_of_tables(*where, call.q.device)
+
+
+def tile_of_tables(column, row, width, dtype, device):
+    """The tile of a kernel, a column of the tables, at a padded width. row: plain, heavy or mix, with +busy or not."""
     if INTERPRETED:
         return SMALL[COLUMNS.index(column)]
-    key = tile_key(call)
-    instead = HEAVY.get(key, {}) if rule.heavy else {}
-    instead = instead if call.mix is None else instead | MIXED.get(key, {})
+    kind, _, busy = row.partition("+")
+    key = (0 if dtype == torch.float32 else generation(device), width, bool(busy))
+    key = key if key in TILES else (*key[:2], True)
+    instead = {} if kind == "plain" else HEAVY.get(key, {}) if kind == "heavy" else MIXED.get(key, {})
     return instead.get(column) or TILES[key][COLUMNS.index(column)]
-
-
-def tile_key(call):
-    """The row of the tables for this call."""
-    width = max(64, padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    device = 0 if call.q.dtype == torch.float32 else generation(call.q.device)
-    busy = call.table is not None or call.far is not None or call.has_window
-    return (device, width, busy) if (device, width, busy) in TILES else (device, width, True)
 
 
 def padded(width):
     return max(16, 1 << (width - 1).bit_length())           # tl.dot needs sides of at least 16
+
+
+# ---- tiles chosen on this GPU
+# `python eval.py speed --tune` times tiles and writes the fastest into results/tiles-<gpu>.json, a *record*: the names
+# of GPU, torch and Triton, and {name of a tile: its four numbers}. A tile decides in which order numbers are added. So
+# a run stores in its meta.json which tiles it used, and keeps them when it resumes.
+
+RESULTS = Path(__file__).parent / "results"
+CHOSEN = {}                     # {GPU: {name of a tile: its numbers}}: what was read so far
+
+
+def tile_name(column, row, width, dtype):
+    """The name of a tile in a record, such as "backward_keys, plain+busy, width 64, 16 bits". The kernels of a state
+    (mixers/recurrent_kernels.py) have the column "state"."""
+    return f"{column}, {row}, width {width}, {8 * dtype.itemsize} bits"
+
+
+@torch.compiler.assume_constant_result          # torch.compile need not trace how the file is read
+def chosen_tile(device, name):
+    """The tile of this name that was chosen on this GPU, or None."""
+    return chosen_tiles(device).get(name)
+
+
+def chosen_tiles(device):
+    """The tiles chosen on this GPU, {name: numbers}; {} if nobody has chosen there. Read once. Raises ValueError if
+    the file is damaged or another GPU's."""
+    gpu = gpu_name(device)
+    if gpu not in CHOSEN:
+        path = file_of_tiles(gpu)
+        CHOSEN[gpu] = tiles_of(files.read_json(path), gpu, path) if path.exists() else {}
+    return CHOSEN[gpu]
+
+
+def file_of_tiles(gpu):
+    return RESULTS / f"tiles-{gpu}.json"
+
+
+def tiles_of(record, gpu, place):
+    """The tiles in a record for this GPU; {} if another Triton chose them, since they may not fit into its registers
+    or shared memory. Raises ValueError, with the record's place, if it is damaged or another GPU's."""
+    record = record if isinstance(record, dict) else {}
+    tiles = record.get("tiles")
+    if not isinstance(tiles, dict) or not all(is_tile(name, tile) for name, tile in tiles.items()):
+        raise ValueError(f"{place} does not hold tiles of kernels: delete it, and write it again with "
+                         "python eval.py speed --tune")
+    if record.get("gpu") != gpu:
+        raise ValueError(f"{place} has the tiles of {record.get('gpu')}, but this GPU is {gpu}: delete it, and write "
+                         "it again with python eval.py speed --tune")
+    return {name: tuple(tile) for name, tile in tiles.items()} if record.get("triton") == triton.__version__ else {}
+
+
+def is_tile(name, tile):
+    """Could a kernel run with this tile? Sides are powers of two, from 16 on; that of backward_table is square."""
+    if not isinstance(tile, (list, tuple)) or len(tile) != 4 or not all(type(n) is int and n > 0 for n in tile):
+        return False
+    powers = tile if name.startswith("state") else tile[:3]
+    sides = tile if name.startswith("state") else tile[:2]
+    square = tile[0] == tile[1] or not name.startswith("backward_table")
+    return all(n & (n - 1) == 0 for n in powers) and min(sides) >= 16 and square
+
+
+def record_of_tiles(device):
+    """The record of the tiles in use on this GPU, as meta.json and results/tiles-<gpu>.json store it."""
+    return {"gpu": gpu_name(device), "torch": torch.__version__, "triton": triton.__version__,
+            "tiles": dict(chosen_tiles(device))}
+
+
+def keep_tiles(record, place):
+    """From now on use a run's tiles, on the GPU of its record. None: those of the GPU's file. place: the run's
+    meta.json, for error messages."""
+    CHOSEN.clear()
+    if record is not None and AVAILABLE:
+        gpu = record.get("gpu") if isinstance(record, dict) else None
+        CHOSEN[gpu] = tiles_of(record, gpu, place)

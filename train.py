@@ -26,6 +26,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import attention
+import kernels
 import mixers
 from common import files
 from common.adapters import PROJECTIONS, num_trained
@@ -193,6 +194,8 @@ def learning_rate(step, knobs):
 def set_up(knobs, config, machine, folder, data, stored, flags):
     """Prepare data, model, optimizer and folder of a run, and return what the loop needs. Arguments: as in `train`."""
     kernel = mixers.choose_kernel(config, machine.device.type)
+    # a resumed run keeps its tiles, which decide in which order the kernels add numbers
+    kernels.keep_tiles((stored or {}).get("tiles"), Path(knobs.out_dir) / "meta.json")
 
     # the data: batches to train on, and a split to evaluate on
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data set has sequences
@@ -218,6 +221,8 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     # meta.json: the settings of the run, and entries from the data set and from an earlier run
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
     meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
+    if kernel == "triton":
+        meta["tiles"] = kernels.record_of_tiles(machine.device)
     earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
     meta |= {name: earlier[name] for name in ("ends",) if name in earlier}              # stop tokens of chat
     if knobs.train_only != "all":

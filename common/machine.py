@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import re
 import time
 import weakref
 
@@ -138,6 +139,13 @@ class Machine:
 
 
 # --------------------------------------------------------------------------------------- what "auto" means on a machine
+
+
+def gpu_name(device):
+    """The name of a GPU in the names of files: h200, a100-sxm4-80gb. For another device its type, such as cpu."""
+    if device.type != "cuda":
+        return device.type
+    return re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower().removeprefix("nvidia "))
 
 
 def pick_device(name, local_rank):

@@ -32,11 +32,12 @@ import torch
 from tqdm import tqdm
 
 import attention
+import kernels
 import mixers
 from axes.positions import POSITIONS
 from common import files
 from common.flags import fields_of, knob, with_recipe
-from common.machine import Machine
+from common.machine import Machine, gpu_name
 from common.runs import ROOT, finished_run, load_weights, read_run, read_weights, what_is_new
 from data import tokens
 from model import GPT, GPTConfig
@@ -178,8 +179,10 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     values.
 
     Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The large matrices have the
-    precision of matrix products, dtype; otherwise autocast would convert them in every forward pass."""
+    precision of matrix products, dtype; otherwise autocast would convert them in every forward pass. From then on the
+    kernels use the run's tiles."""
     meta, path = read_run(out_dir)
+    kernels.keep_tiles(meta.get("tiles"), path.with_name("meta.json"))
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
         model = GPT(config)                     # shapes only
@@ -343,9 +346,9 @@ def mean_and_error(values):
     return float(values.mean()), error
 
 
-def file_of_gpu(stem):
+def file_of_gpu(stem, device):
     """The path in results/ for the figures of this GPU, such as results/STEM-h200.json."""
-    return str(ROOT / "results" / f"{stem}-{torch.cuda.get_device_name().split()[-1].lower()}.json")
+    return str(ROOT / "results" / f"{stem}-{gpu_name(device)}.json")
 
 
 def save_numbers(path, numbers):

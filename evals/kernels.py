@@ -1,4 +1,4 @@
-"""speed --kernels: our fused kernels and torch's own, without a model.
+"""speed --kernels: our fused kernels, torch's own, and the algorithm of Triton's tutorial, without a model.
 
 Every kernel gets two figures. TFLOP/s counts the matrix products that the rule needs, so it tells how well the kernel
 uses the device. The speed relative to our softmax tells what the rule costs.
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import kernels
 from common.machine import Machine
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
+from evals.plain_flash import PlainFlash
 
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio")
 # torch's names of its fused softmaxes; only the last one also computes in float32
@@ -50,7 +51,7 @@ def with_sizes(args, machine):
     defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
         "lengths": "64,128", "tokens": 128, "n_embd": 128}
     if gpu:
-        defaults["out"] = file_of_gpu("speed")
+        defaults["out"] = file_of_gpu("speed", machine.device)
     return dataclasses.replace(args, **{name: getattr(args, name) or default for name, default in defaults.items()})
 
 
@@ -78,14 +79,19 @@ def torch_cases(q, k, v):
     return cases
 
 
-def our_cases(q, k, v):
-    """Our kernels, in the same form. Row inputs (T,) have the values that a layer gives them."""
+def row_inputs(q):
+    """{rule: its row input (T,)}, with the values that a layer gives."""
     n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
-    row_inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
-                  "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
+    return {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
+            "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
+
+
+def our_cases(q, k, v):
+    """Our kernels, in the same form."""
+    inputs = row_inputs(q)
 
     def attend(rule, v=v, **mix):               # [0]: the output without the row statistic
-        return kernels.attend(rule, q, k, v, row_inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
+        return kernels.attend(rule, q, k, v, inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
 
     cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
     if q.shape[1] % 2 == 0:                     # half of the heads are second views and share values
@@ -100,7 +106,10 @@ def time_kernels(T, width, args, machine):
     batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # equal work at all sizes
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
-    cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
+    cases = torch_cases(q, k, v)
+    if kernels.AVAILABLE:
+        cases["triton tutorial"] = partial(PlainFlash.apply, q, k, v), *PRODUCTS["softmax"]
+        cases |= our_cases(q, k, v)
     backward, rows = {}, {}
     for name, (attend, *_) in cases.items():
         try:

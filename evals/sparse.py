@@ -27,7 +27,7 @@ def command(args, run):
     gpu = machine.device.type == "cuda"
     lengths = args.lengths or "1024,4096,16384" + ",65536,262144,1048576" * gpu
     if gpu and not args.out:
-        args = dataclasses.replace(args, out=file_of_gpu("speed-focus"))
+        args = dataclasses.replace(args, out=file_of_gpu("speed-focus", machine.device))
     found = {T: time_length(T, args.n_head, args.repeats, machine) for T in whole_numbers(lengths, "lengths")}
     triton = kernels.triton.__version__ if kernels.AVAILABLE else None
     numbers = {"machine": str(machine), "triton": triton, "heads": args.n_head, "width": WIDTH, "window": WINDOW,

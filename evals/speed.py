@@ -2,19 +2,17 @@
 
 All recipes take turns in one process, for many rounds (Machine.race). Other programs on the machine slow all of them
 alike, so ratios are reliable even if seconds are not. --kernels is in evals/kernels.py, --live in evals/live.py,
---focus in evals/sparse.py, --decode in evals/decode.py.
+--focus in evals/sparse.py, --decode in evals/decode.py, --tune in evals/tune.py, --everything in evals/everything.py.
 """
 import os
 from dataclasses import dataclass
 
-import torch
-
 import attention
 from common.flags import at_least, knob
 from common.machine import Machine
-from evals import decode, kernels, live, sparse
+from evals import decode, everything, kernels, live, sparse, tune
 from evals.instrument import Common, OpenedRun, recipe_names, save_numbers, table, whole_numbers
-from model import GPT, GPTConfig
+from evals.steps import cases_of, compare, memory_of, sequences
 
 
 @dataclass
@@ -40,19 +38,29 @@ class Speed:
     focus: bool = knob(False, "instead, time the sparse form of Focus and full attention")
     decode: bool = knob(False, "instead, time a decoding step of one layer with long caches, and count the bytes of "
                                "keys, values or state that it reads")
+    tune: bool = knob(False, "instead, choose the kernels' tiles by timing them on this GPU; the kernels use them from "
+                             "then on")
+    everything: bool = knob(False, "instead, measure on this GPU, in a few minutes, all that needs one, and write "
+                                   "docs/gpu.md")
+    minutes: float = knob(0.0, "budget of --tune (0: 5) and of --everything (0: 8)")
     out_dir: str = knob("", "with --live: the run")
-    widths: str = knob("64,128", "with --kernels: head dimensions, separated by commas")
+    widths: str = knob("64,128", "with --kernels or --tune: head dimensions, separated by commas")
     out: str = knob("", "also save the figures as JSON in this file; "
-                        "empty: on a GPU with --kernels or --focus a file in results/, otherwise nowhere")
+                        "empty: on a GPU with --kernels, --focus or --tune a file in results/, otherwise nowhere. "
+                        "With --everything a folder; empty: results/, without a GPU out/everything")
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
-        at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, repeats=1)
+        at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, repeats=1, minutes=0)
 
 
 def command(args, run):
     """Time training steps of every recipe, and its attention alone, relative to softmax in torch's own fused kernel.
     All recipes take turns in one process."""
+    if args.everything:
+        return everything.command(args, run)
+    if args.tune:
+        return tune.command(args, run)
     if args.kernels:
         return kernels.command(args, run)
     if args.focus:
@@ -77,94 +85,6 @@ def open_run(args):
     if not args.out_dir:
         raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
     return OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
-
-
-def cases_of(names):
-    """{name: (recipe, kernel)}: first softmax in two ways, to which the others are compared."""
-    # torch's own fused kernel, and the block loop that computes recipes without a kernel
-    softmax = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
-    return softmax | {name: (name, "auto") for name in names if name != "softmax"}
-
-
-def make_model(case, T, args, machine):
-    """A model of one case for sequences of T bytes."""
-    attn, kernel = case
-    config = GPTConfig(
-        attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head,
-        n_embd=args.n_embd or 128, bias_range=min(T, 512))
-    return GPT(config).to(machine.device)
-
-
-# --------------------------------------------------------------------------------------------- the timed functions
-
-
-def sequences(T, args):
-    """The number of sequences of T tokens in a step. Every length has the same number of tokens."""
-    return max(1, (args.tokens or 2048) // T)
-
-
-def compare(cases, T, args, machine):
-    """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens per second of
-    training, then speeds relative to the first case: of a training step, and of attention alone, forward and both
-    ways."""
-    models, batch = {name: make_model(case, T, args, machine) for name, case in cases.items()}, sequences(T, args)
-
-    def race(start, *more):
-        return machine.race({name: start(model, machine, batch, *more) for name, model in models.items()}, args.repeats)
-
-    # all cases race together at one kind of work, then at the next
-    seconds = {"step": race(training_step), "forward": race(attention_call, False), "both": race(attention_call)}
-    first = next(iter(cases))
-    return {name: {"tokens_per_s": batch * T / seconds["step"][name]} | {
-        way: times[first] / times[name] for way, times in seconds.items()} for name in cases}
-
-
-def training_step(model, machine, batch):
-    """A function that takes one training step on random sequences. The time does not depend on the tokens."""
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
-    rows = torch.randint(model.config.vocab_size, (batch, model.config.block_size + 1), device=machine.device)
-
-    def take_step():
-        with machine.autocast():
-            loss = model(rows[:, :-1], rows[:, 1:])[1]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)   # as in train.py: gradients take no memory between steps
-
-    return take_step
-
-
-def attention_call(model, machine, batch, backward=True):
-    """A function that runs the first layer's attention alone, between the projections, forward or both ways."""
-    module, T = model.transformer.h[0].attn, model.config.block_size
-    like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
-
-    def draw(heads, width):                     # (B, heads, T, width), with the memory layout of a projection
-        return torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
-
-    q, k, v = (draw(*shape) for shape in module.shapes.values())
-    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # the input of gates
-    with machine.autocast(), torch.no_grad():
-        do = torch.randn_like(module.attend(q, k, v, x))        # the gradient of the output
-
-    def attend():
-        with machine.autocast(), torch.set_grad_enabled(backward):
-            o = module.attend(q, k, v, x, module.distance())
-        if backward:
-            o.backward(do)
-
-    return attend
-
-
-def memory_of(cases, lengths, args, machine):
-    """MB of one layer's attention, forward and backward, without its inputs, for one sequence: {name: {length: MB}}."""
-    memory = {name: {} for name in cases}
-    for name, case in cases.items():
-        for T in lengths:
-            # the model is made before the count begins, so only the call itself counts
-            used = machine.peak_memory(attention_call(make_model(case, T, args, machine), machine, 1))
-            memory[name][T] = round(used / 2**20, 3)
-    return memory
 
 
 # --------------------------------------------------------------------------------------------------------- the tables

@@ -500,8 +500,16 @@ SMALL = {False: (32, 16, 32, 16), True: (16, 16, 32, 16)}       # interpreter: e
 
 
 def tiles(q, channels):
-    """(C, BD, BE, BE of `gradients`) of a call: tokens of a chunk, columns of q and k, columns of v."""
+    """(C, BD, BE, BE of `gradients`) of a call: tokens of a chunk, columns of q and k, columns of v. Those chosen on
+    this GPU, otherwise those of the table."""
+    where = "states" + "+channels" * channels, padded(max(64, q.shape[3])), q.dtype
+    name = kernels.tile_name("state", *where)
+    return kernels.chosen_tile(q.device, name) or tiles_of_table(*where, q.device)
+
+
+def tiles_of_table(row, width, dtype, device):
+    """The tiles at a padded width. row: states, or states+channels if each channel decays at its own rate."""
+    channels = row == "states+channels"
     if INTERPRETED:
         return SMALL[channels]
-    device = 0 if q.dtype == torch.float32 else kernels.generation(q.device)
-    return TILES[device, max(64, padded(q.shape[3])), channels]
+    return TILES[0 if dtype == torch.float32 else kernels.generation(device), width, channels]

@@ -190,7 +190,8 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
 
 
 def test_no_reference_page_is_left_out():
-    assert all(page == "README.md" or f"({page})" in PAGES["README.md"] for page in PAGES)
+    written = "docs/gpu.md"                         # by `eval.py speed --everything`, on a machine with a GPU
+    assert all(page in ("README.md", written) or f"({page})" in PAGES["README.md"] for page in PAGES)
 
 
 def test_variants_has_a_row_for_every_recipe():
