@@ -229,7 +229,7 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
     if checkpoint:
         load_optimizer(optimizer, checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint.get("scaler", {}))
+        scaler.load_state_dict(scaler.state_dict() | checkpoint.get("scaler", {}))
 
     # up to here nothing was written to disk, so a wrong flag has destroyed no earlier run
     printing.introduce(knobs, model, machine, data, batches, kernel, run.saved)

@@ -39,7 +39,7 @@ def write_json(path, value):
 def read_json(path):
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:                     # not JSON, or not even text
+    except (ValueError, RecursionError) as e:   # not JSON, or not even text, or a thousand lists inside each other
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
 
 
@@ -64,6 +64,10 @@ def optional(module):
         raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
 
 
+# torch's words for a tensor that does not fit into memory, the last two for one that fits into no memory
+NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """End a command with one sentence instead of a traceback if the input or the disk is at fault."""
@@ -73,11 +77,12 @@ def one_line_errors():
     except BrokenPipeError:                     # the reader of the output has closed it, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes its buffer there
         sys.exit(1)
-    except (ValueError, OSError, KeyboardInterrupt, RuntimeError) as e:
-        if isinstance(e, RuntimeError):         # the only RuntimeError to explain: not enough memory
-            if not re.search("out of memory|can't allocate memory|not enough memory", str(e)):
+    except (ValueError, OSError, KeyboardInterrupt, RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError | MemoryError):                   # to explain: not enough memory
+            if isinstance(e, RuntimeError) and not re.search(NO_MEMORY, str(e)):
                 raise
-            e = f"there is not enough memory ({str(e).splitlines()[0]}): lower --batch_size or --block_size"
+            why = (str(e) or "an allocation failed").splitlines()[0]
+            e = f"there is not enough memory ({why}): lower --batch_size or --block_size"
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback
             raise
         what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"

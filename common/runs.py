@@ -191,9 +191,19 @@ def read_run(out_dir):
         raise ValueError(f"no run in {out_dir} (no meta.json there): "
                          f"train one with python train.py --out_dir={out_dir}")
     meta = files.read_json(out_dir / "meta.json")
-    if not isinstance(meta, dict) or "knobs" not in meta:
-        raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs)")
+    if not is_meta(meta):
+        raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, or others): restore "
+                         "it, or train the run again")
     return meta, out_dir / "ckpt.pt"
+
+
+def is_meta(meta):
+    """Does the meta.json of a run have all entries that any command needs, with the right types?"""
+    if not isinstance(meta, dict) or not isinstance(meta.get("knobs"), dict):
+        return False
+    base = meta.get("base", {"path": "", "weights": ""})                # only an adapter has one
+    return (isinstance(meta["knobs"].get("dataset"), str) and isinstance(meta.get("losses", {}), dict)
+            and isinstance(base, dict) and all(isinstance(base.get(name), str) for name in ("path", "weights")))
 
 
 def finished_run(folder, flags):
@@ -213,9 +223,22 @@ def read_checkpoint(path, mmap=False):
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
-    if not isinstance(checkpoint, dict) or not {"model", "optimizer", "step"} <= checkpoint.keys():
+    if not is_checkpoint(checkpoint):
         raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step")
     return checkpoint
+
+
+def is_checkpoint(found):
+    """Does the content of a ckpt.pt have all entries, with the right types?"""
+    types = {"model": dict, "optimizer": dict, "scaler": dict, "step": int}
+    if not isinstance(found, dict):
+        return False
+    found = {"scaler": {}} | found              # older runs have none
+    if not all(isinstance(found.get(name), kind) for name, kind in types.items()):
+        return False
+    tensors = all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found["model"].items())
+    numbers = all(isinstance(value, int | float) for value in (found["step"], *found["scaler"].values()))
+    return tensors and numbers and found["step"] >= 0
 
 
 def read_weights(out_dir):

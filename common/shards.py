@@ -4,6 +4,7 @@ Data parallelism alone keeps all of these on every rank. With shards, the memory
 ranks: the weights of a block are gathered just before they are needed, and freed afterwards. What is written to disk is
 whole again, so only train.py knows of shards.
 """
+import torch
 
 
 def shard(model, machine):
@@ -35,8 +36,14 @@ def is_split(x):
 
 
 def load_optimizer(optimizer, state):
-    """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split."""
+    """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split. Settings
+    such as betas stay those of the run's knobs. Raises ValueError if the state is not that of AdamW for these weights,
+    since torch would overwrite memory."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = optimizer.state_dict()["param_groups"]
+    if not fits(state, weights, groups):
+        raise ValueError("the checkpoint's optimizer state does not fit the model: it is damaged. Start a new run from "
+                         "its weights: name its folder with --init_from and another one with --out_dir")
 
     def as_its_weight(p, value):                # AdamW's averages are split, its count of steps is not
         if not is_split(p) or value.shape != p.shape:
@@ -46,7 +53,24 @@ def load_optimizer(optimizer, state):
 
     averages = {i: {name: as_its_weight(weights[i], value) for name, value in found.items()}
                 for i, found in state["state"].items()}
-    optimizer.load_state_dict(state | {"state": averages})
+    optimizer.load_state_dict({"state": averages, "param_groups": groups})
+
+
+def fits(state, weights, groups):
+    """Is this AdamW's state for these weights, in these groups? A weight without a gradient so far has no entry."""
+    entries, found = state.get("state"), state.get("param_groups")
+    if not (isinstance(entries, dict) and isinstance(found, list) and all(isinstance(group, dict) for group in found)):
+        return False
+    return [group.get("params") for group in found] == [group["params"] for group in groups] and all(
+        i in range(len(weights)) and is_entry(entry, weights[i].shape) for i, entry in entries.items())
+
+
+def is_entry(entry, shape):
+    """Is this AdamW's state of one weight of this shape: two averages, and the number of steps?"""
+    shapes = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+    return isinstance(entry, dict) and entry.keys() == shapes.keys() and all(
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shapes[name]
+        for name, value in entry.items())
 
 
 def is_sharded(model):

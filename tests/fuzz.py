@@ -91,8 +91,8 @@ WORDY = ("", " ", "x", "none", "None", "nan", "inf", "-inf", "1e400", "true", "0
          "-", "%s", "{}", "[", "*", "1,2", "8,4,", "..", "/dev/null", "./data", "./run", "data/meta.json", "é\n",
          "\udcff", "a" * 300, "softmax,elastic", "3:4", "1/8", "linear:1e400")
 # a large value of these is valid and only takes long
-LONG = {"n_layer", "max_iters", "gradient_accumulation_steps", "batch_size", "eval_iters", "n_expert", "samples",
-        "tokens", "repeats", "trials", "n_embd", "n_inner", "head_dim", "limit"}
+LONG = {"n_layer", "max_iters", "gradient_accumulation_steps", "eval_iters", "n_expert", "samples", "tokens", "repeats",
+        "trials", "limit"}
 # these compile, train other runs or make data sets
 SLOW = {"compile", "shard", "dataset", "sweep", "out_dir", "run", "preset", "finetune"}
 
@@ -307,7 +307,7 @@ SCRIPTS = {
     "data/text.py --source={pages}/some.jsonl --tokenizer=bytes --out_dir=out": (
         "source", "tokenizer", "tokenizer_files", "name", "val", "val_share", "fixed_at", "length"),
     "data/fineweb_edu.py --source={pages}/some.jsonl --tokenizer=bytes --out_dir=out --shard_tokens=9000": (
-        "source", "tokenizer", "shard_tokens", "train_shards"),
+        "source", "tokenizer", "train_shards"),
     "data/backcopy.py --out_dir=out --sequences=9 --val_sequences=3": ("seed", "length", "sequences", "val_sequences",
                                                                         "fixed_at", "no_bos"),
     "data/benchmarks.py --source={questions} --out_dir=out": ("tasks", "source"),

@@ -43,5 +43,5 @@ def resume(run, stored, meta, model):
     checkpoint = read_checkpoint(run.checkpoint)
     load_weights(model, on_base(checkpoint["model"], stored, run.checkpoint), run.checkpoint)
     run.saved = checkpoint["step"]
-    meta["losses"] = stored["losses"]
+    meta["losses"] = stored.get("losses", {})
     return checkpoint
