@@ -3,6 +3,7 @@
 This module imports no other module of this repository.
 """
 import contextlib
+import glob
 import hashlib
 import importlib
 import json
@@ -19,6 +20,7 @@ def replacing(path, mode="wb"):
     """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
@@ -28,6 +30,25 @@ def replacing(path, mode="wb"):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(path):
+    """Delete the temporary files of this path that killed processes have left: a checkpoint may be large."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = left.name.split(".")[-2]
+        if process.isdigit() and not is_alive(int(process)):
+            left.unlink(missing_ok=True)
+
+
+def is_alive(process):
+    """Is there a process with this id on this machine?"""
+    try:
+        os.kill(process, 0)                     # the signal 0 only asks
+    except ProcessLookupError:
+        return False
+    except OSError:                             # another user's
+        pass
+    return True
 
 
 def write_json(path, value):

@@ -150,11 +150,17 @@ def git(*args):
     return found.stdout.strip() if found.returncode == 0 else None
 
 
+def process_of(script, *flags, env=None, **how):
+    """Run a script of this repository to its end, by subprocess.run. If this process is killed, so is the script: see
+    common/machine.py. env: added to its environment."""
+    env = os.environ | (env or {}) | {"STARTED_BY": str(os.getpid())}
+    return subprocess.run([sys.executable, ROOT / script, *flags], env=env, **how)
+
+
 def output_of(script, *flags, **variables):
     """The output of a script of this repository, run in a process of its own, so that runs cannot affect each other
     through memory. variables: added to its environment. Raises ValueError with its last line if it fails."""
-    done = subprocess.run([sys.executable, ROOT / script, *flags], capture_output=True, text=True,
-                          env=os.environ | variables)
+    done = process_of(script, *flags, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{script} {' '.join(flags)} failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
     return done.stdout
@@ -210,7 +216,7 @@ def finished_run(folder, flags):
     """meta.json of a finished run with these flags in a folder. None if there is no run, it is unfinished, or it has
     other flags."""
     meta = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
-    return meta if "report" in meta and meta["flags"] == flags else None
+    return meta if isinstance(meta, dict) and "report" in meta and meta.get("flags") == flags else None
 
 
 def read_checkpoint(path, mmap=False):
