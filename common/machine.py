@@ -142,7 +142,7 @@ class Machine:
         return memory.peak
 
 
-# ----------------------------------------------------------------------------------------------- whoever is killed first
+# -------------------------------------------------------------------------------------------------- a killed launcher
 
 
 def end_with_parent():
@@ -163,7 +163,7 @@ def check_launcher():
     try:
         socket.create_connection(place, timeout=30).close()
     except OSError as e:
-        raise ValueError(f"torchrun has ended, which started this rank (at {place[0]}:{place[1]}: {e})") from None
+        raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it again") from None
 
 
 # --------------------------------------------------------------------------------------- what "auto" means on a machine

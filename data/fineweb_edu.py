@@ -111,9 +111,9 @@ def resume(out, plan, coder):
 
 def is_state(state):
     """Does a progress.json or meta.json say where to continue? "next" is None at the end of the source."""
-    if not tokens.has({"next": []} | state if isinstance(state, dict) else {}, next=list | None, shards=dict):
+    if not tokens.has(state, next=list | None, shards=dict) or "next" not in state:
         return False
-    position = state.get("next") or [0, 0, 0]
+    position = state["next"] or [0, 0, 0]
     return len(position) == 3 and all(isinstance(number, int) and number >= 0 for number in position) and all(
         tokens.is_shard(row) for row in state["shards"].values())
 
