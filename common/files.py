@@ -3,6 +3,7 @@
 This module imports no other module of this repository.
 """
 import contextlib
+import errno
 import glob
 import hashlib
 import importlib
@@ -28,6 +29,10 @@ def replacing(path, mode="wb"):
             f.flush()
             os.fsync(f.fileno())                # on the disk before it gets its final name
         os.replace(temporary, path)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and e.filename is None:
+            raise OSError(f"{path} could not be written ({e.strerror}): free some space there") from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

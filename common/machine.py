@@ -151,6 +151,11 @@ def end_with_parent():
     set_signal_of_parents_death = 1             # from prctl.h
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(set_signal_of_parents_death, signal.SIGKILL)
+    check_parent()
+
+
+def check_parent():
+    """Raise ValueError if the instrument that started this process has ended before this process could ask Linux."""
     if os.environ.get("STARTED_BY", str(os.getppid())) != str(os.getppid()):
         raise ValueError("the command that started this one has ended")
 

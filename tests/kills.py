@@ -48,10 +48,17 @@ def processes(mark):
         with contextlib.suppress(OSError):      # it has just ended
             environment = dict(entry.split("=", 1) for entry in
                                (folder / "environ").read_bytes().decode(errors="replace").split("\0") if "=" in entry)
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if environment.get("KILLS_MARK") == mark and state != "Z":
+            if environment.get("KILLS_MARK") == mark and is_running(folder.name):
                 found[int(folder.name)] = environment
     return found
+
+
+def is_running(process):
+    """Is there a process with this id that has not ended?"""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Command:
@@ -314,12 +321,14 @@ def kill_writer(make, name, expected, seconds, rng, folder):
     return kills, wrong
 
 
-def writer_kills(count, seed, only=None):
-    """Kill writers `count` times in all, in turn. Returns the number of findings."""
+def writer_kills(count, seed, only=None, sources=None):
+    """Kill writers `count` times in all, in turn. only: the name of one writer. sources: a folder and what make_sources
+    returned for it. Returns the number of findings."""
     rng, total, findings = random.Random(seed), 0, 0
     with tempfile.TemporaryDirectory() as home:
         home = Path(home)
-        found = {name: make for name, make in writers(home, make_sources(home)).items() if only in (None, name)}
+        found = writers(*(sources or (home, make_sources(home))))
+        found = {name: make for name, make in found.items() if only in (None, name)}
         expected = {}
         for name, make in itertools.cycle(found.items()):
             if total >= count:
