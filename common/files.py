@@ -16,6 +16,10 @@ from pathlib import Path
 # -------------------------------------------------------------------------------------------------------------- files
 
 
+# also a full quota, or a limit on the size of a file
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextlib.contextmanager
 def replacing(path, mode="wb"):
     """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file."""
@@ -30,7 +34,7 @@ def replacing(path, mode="wb"):
             os.fsync(f.fileno())                # on the disk before it gets its final name
         os.replace(temporary, path)
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and e.filename is None:
+        if e.errno in FULL_DISK and e.filename is None:
             raise OSError(f"{path} could not be written ({e.strerror}): free some space there") from None
         raise
     finally:

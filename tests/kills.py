@@ -370,7 +370,7 @@ def size_of(folder):
     return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file())
 
 
-def full_disks(seed):
+def full_disks(seed, only=None):
     """Every writer, and training, on disks with too little space, then with enough. Returns the number of findings."""
     findings, rng = 0, random.Random(seed)
     with tempfile.TemporaryDirectory() as home:
@@ -381,6 +381,8 @@ def full_disks(seed):
             "train.py", f"--out_dir={out / 'run'}",
             *(["--init_from=resume"] if (out / "run/meta.json").exists() else new))}
         for name, make in commands.items():
+            if only not in (None, name):
+                continue
             whole = home / f"whole-{name}"
             whole.mkdir()
             done = Command(make(whole))
@@ -413,12 +415,12 @@ def main():
     parser.add_argument("what", nargs="?", default="train", choices=("train", "writers", "disk"))
     parser.add_argument("--count", type=int, default=100, help="number of kills")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="only this writer")
+    parser.add_argument("--only", help="only this writer, or train on a full disk")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_DYNAMIC": "FALSE"}
     torch.set_num_threads(1)
     found = (train_kills(args.count, args.seed) if args.what == "train" else
-             writer_kills(args.count, args.seed, args.only) if args.what == "writers" else full_disks(args.seed))
+             writer_kills(args.count, args.seed, args.only) if args.what == "writers" else full_disks(args.seed, args.only))
     sys.exit(found > 0)
 
 
