@@ -420,7 +420,8 @@ def main():
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_DYNAMIC": "FALSE"}
     torch.set_num_threads(1)
     found = (train_kills(args.count, args.seed) if args.what == "train" else
-             writer_kills(args.count, args.seed, args.only) if args.what == "writers" else full_disks(args.seed, args.only))
+             writer_kills(args.count, args.seed, args.only) if args.what == "writers" else
+             full_disks(args.seed, args.only))
     sys.exit(found > 0)
 
 
