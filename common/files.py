@@ -3,6 +3,8 @@
 This module imports no other module of this repository.
 """
 import contextlib
+import errno
+import glob
 import hashlib
 import importlib
 import json
@@ -14,11 +16,16 @@ from pathlib import Path
 # -------------------------------------------------------------------------------------------------------------- files
 
 
+# also a full quota, or a limit on the size of a file
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextlib.contextmanager
 def replacing(path, mode="wb"):
     """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
@@ -26,8 +33,31 @@ def replacing(path, mode="wb"):
             f.flush()
             os.fsync(f.fileno())                # on the disk before it gets its final name
         os.replace(temporary, path)
+    except OSError as e:
+        if e.errno in FULL_DISK and e.filename is None:
+            raise OSError(f"{path} could not be written ({e.strerror}): free some space there") from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(path):
+    """Delete the temporary files of this path that killed processes have left: a checkpoint may be large."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = left.name.split(".")[-2]
+        if process.isdigit() and not is_alive(int(process)):
+            left.unlink(missing_ok=True)
+
+
+def is_alive(process):
+    """Is there a process with this id on this machine?"""
+    try:
+        os.kill(process, 0)                     # the signal 0 only asks
+    except ProcessLookupError:
+        return False
+    except OSError:                             # another user's
+        pass
+    return True
 
 
 def write_json(path, value):
@@ -39,7 +69,7 @@ def write_json(path, value):
 def read_json(path):
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:                     # not JSON, or not even text
+    except (ValueError, RecursionError) as e:   # not JSON, or not even text, or a thousand lists inside each other
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
 
 
@@ -64,6 +94,10 @@ def optional(module):
         raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
 
 
+# torch's words for a tensor that does not fit into memory, the last two for one that fits into no memory
+NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """End a command with one sentence instead of a traceback if the input or the disk is at fault."""
@@ -73,11 +107,12 @@ def one_line_errors():
     except BrokenPipeError:                     # the reader of the output has closed it, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes its buffer there
         sys.exit(1)
-    except (ValueError, OSError, KeyboardInterrupt, RuntimeError) as e:
-        if isinstance(e, RuntimeError):         # the only RuntimeError to explain: not enough memory
-            if not re.search("out of memory|can't allocate memory|not enough memory", str(e)):
+    except (ValueError, OSError, KeyboardInterrupt, RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError | MemoryError):                   # to explain: not enough memory
+            if isinstance(e, RuntimeError) and not re.search(NO_MEMORY, str(e)):
                 raise
-            e = f"there is not enough memory ({str(e).splitlines()[0]}): lower --batch_size or --block_size"
+            why = (str(e) or "an allocation failed").splitlines()[0]
+            e = f"there is not enough memory ({why}): lower --batch_size or --block_size"
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback
             raise
         what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"

@@ -83,14 +83,20 @@ class Parser(argparse.ArgumentParser):
 
 def given_flags(args, *groups):
     """{name: value} of the knobs of these dataclasses that were given on the command line."""
-    return {name: value for group in groups
-            for name, value in fields_of(group, vars(args)).items() if value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return {name: value for group in groups for name, value in fields_of(group, given).items()}
 
 
 def fields_of(group, values):
-    """The entries of a dict that are fields of a dataclass."""
-    names = {field.name for field in dataclasses.fields(group)}
-    return {name: value for name, value in values.items() if name in names}
+    """The entries of a dict that are fields of a dataclass. Raises ValueError if one has another type than its field,
+    as in a damaged meta.json."""
+    types = inspect.get_annotations(group, eval_str=True)
+    found = {name: value for name, value in values.items() if name in types}
+    for name, value in found.items():
+        if not isinstance(value, types[name] | int if types[name] is float else types[name]):
+            kind = getattr(types[name], "__name__", types[name])
+            raise ValueError(f"{name}={value!r} must be of type {kind}: restore the run's meta.json, or train it again")
+    return found
 
 
 def with_recipe(base, given, recipes, axes):

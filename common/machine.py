@@ -7,6 +7,8 @@ import ctypes
 import importlib
 import os
 import re
+import signal
+import socket
 import time
 import weakref
 
@@ -30,6 +32,8 @@ class Machine:
         # torchrun sets these; without it there is one rank
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+        if self.world > 1 or "STARTED_BY" in os.environ:                # by torchrun, or by an instrument
+            end_with_parent()
         self.device = pick_device(device, self.local_rank)
         self.dtype = pick_dtype(dtype, self.device.type)
         if self.device.type == "cuda":
@@ -41,6 +45,7 @@ class Machine:
             # outlive close(), and now and then abort the process at its end.
             for name in ("torch.distributed.nn", "torch.distributed.fsdp"):
                 importlib.import_module(name)
+            check_launcher()
             nccl = {"backend": "nccl", "device_id": self.device}
             dist.init_process_group(**(nccl if self.device.type == "cuda" else {"backend": "gloo"}))
 
@@ -136,6 +141,35 @@ class Machine:
         with LiveMemory() as memory:
             run()
         return memory.peak
+
+
+# -------------------------------------------------------------------------------------------------- a killed launcher
+
+
+def end_with_parent():
+    """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would otherwise train on,
+    and write into the folder in which the next call of its parent trains."""
+    set_signal_of_parents_death = 1             # from prctl.h
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(set_signal_of_parents_death, signal.SIGKILL)
+    check_parent()
+
+
+def check_parent():
+    """Raise ValueError if the instrument that started this process has ended before this process could ask Linux."""
+    if os.environ.get("STARTED_BY", str(os.getppid())) != str(os.getppid()):
+        raise ValueError("the command that started this one has ended")
+
+
+def check_launcher():
+    """Raise ValueError if torchrun has ended, since the ranks would wait half an hour for each other."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":        # rank 0 opens the port itself, later
+        return
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(place, timeout=30).close()
+    except OSError as e:
+        raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it again") from None
 
 
 # --------------------------------------------------------------------------------------- what "auto" means on a machine

@@ -165,11 +165,17 @@ def git(*args):
     return found.stdout.strip() if found.returncode == 0 else None
 
 
+def process_of(script, *flags, env=None, **how):
+    """Run a script of this repository to its end, by subprocess.run. If this process is killed, so is the script: see
+    common/machine.py. env: added to its environment."""
+    env = os.environ | (env or {}) | {"STARTED_BY": str(os.getpid())}
+    return subprocess.run([sys.executable, ROOT / script, *flags], env=env, **how)
+
+
 def output_of(script, *flags, **variables):
     """The output of a script of this repository, run in a process of its own, so that runs cannot affect each other
     through memory. variables: added to its environment. Raises ValueError with its last line if it fails."""
-    done = subprocess.run([sys.executable, ROOT / script, *flags], capture_output=True, text=True,
-                          env=os.environ | variables)
+    done = process_of(script, *flags, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{script} {' '.join(flags)} failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
     return done.stdout
@@ -206,16 +212,26 @@ def read_run(out_dir):
         raise ValueError(f"no run in {out_dir} (no meta.json there): "
                          f"train one with python train.py --out_dir={out_dir}")
     meta = files.read_json(out_dir / "meta.json")
-    if not isinstance(meta, dict) or "knobs" not in meta:
-        raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs)")
+    if not is_meta(meta):
+        raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, or others): restore "
+                         "it, or train the run again")
     return meta, out_dir / "ckpt.pt"
+
+
+def is_meta(meta):
+    """Does the meta.json of a run have all entries that any command needs, with the right types?"""
+    if not isinstance(meta, dict) or not isinstance(meta.get("knobs"), dict):
+        return False
+    base = meta.get("base", {"path": "", "weights": ""})                # only an adapter has one
+    return (isinstance(meta["knobs"].get("dataset"), str) and isinstance(meta.get("losses", {}), dict)
+            and isinstance(base, dict) and all(isinstance(base.get(name), str) for name in ("path", "weights")))
 
 
 def finished_run(folder, flags):
     """meta.json of a finished run with these flags in a folder. None if there is no run, it is unfinished, or it has
     other flags."""
     meta = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
-    return meta if "report" in meta and meta["flags"] == flags else None
+    return meta if isinstance(meta, dict) and "report" in meta and meta.get("flags") == flags else None
 
 
 PARTS = "sharded_ckpt"                          # the folder of a run for checkpoints in parts, each named by its step
@@ -246,9 +262,22 @@ def read_checkpoint(path, mmap=False):
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
-    if not isinstance(checkpoint, dict) or not {"model", "optimizer", "step"} <= checkpoint.keys():
+    if not is_checkpoint(checkpoint):
         raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step")
     return checkpoint
+
+
+def is_checkpoint(found):
+    """Does the content of a ckpt.pt have all entries, with the right types?"""
+    types = {"model": dict, "optimizer": dict, "scaler": dict, "step": int}
+    if not isinstance(found, dict):
+        return False
+    found = {"scaler": {}} | found              # older runs have none
+    if not all(isinstance(found.get(name), kind) for name, kind in types.items()):
+        return False
+    tensors = all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found["model"].items())
+    numbers = all(isinstance(value, int | float) for value in (found["step"], *found["scaler"].values()))
+    return tensors and numbers and found["step"] >= 0
 
 
 def read_weights(out_dir):

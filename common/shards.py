@@ -103,25 +103,56 @@ def draw(p, std, generator):
 
 
 def load_optimizer(optimizer, state):
-    """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split."""
+    """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split. Settings
+    such as betas stay those of the run's knobs. Raises ValueError if the state is not that of AdamW for these weights,
+    since torch would overwrite memory."""
     state = by_number(state)
     weights = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = optimizer.state_dict()["param_groups"]
+    if not fits(state, weights, groups):
+        raise ValueError("the checkpoint's optimizer state does not fit the model: it is damaged. Start a new run from "
+                         "its weights: name its folder with --init_from and another one with --out_dir")
 
     def as_its_weight(p, value):                # AdamW's averages are split, its count of steps is not
         return part_of(value, p).clone() if is_split(p) and value.shape == p.shape else value
 
     averages = {i: {name: as_its_weight(weights[i], value) for name, value in found.items()}
                 for i, found in state["state"].items()}
-    optimizer.load_state_dict(state | {"state": averages})
+    optimizer.load_state_dict({"state": averages, "param_groups": groups})
+
+
+def fits(state, weights, groups):
+    """Is this AdamW's state for these weights, in these groups? A weight without a gradient so far has no entry."""
+    return has_groups(state) and (
+        [group["params"] for group in state["param_groups"]] == [group["params"] for group in groups]) and all(
+        i in range(len(weights)) and is_entry(entry, weights[i].shape) for i, entry in state["state"].items())
+
+
+def has_groups(state):
+    """Has this the form of an optimizer's state: entries, and groups that list the numbers or names of weights?"""
+    groups = state.get("param_groups")
+    return isinstance(state.get("state"), dict) and isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) and
+        all(isinstance(name, int | str) for name in group["params"]) for group in groups)
+
+
+def is_entry(entry, shape):
+    """Is this AdamW's state of one weight of this shape: two averages, and the number of steps?"""
+    shapes = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+    return isinstance(entry, dict) and entry.keys() == shapes.keys() and all(
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shapes[name]
+        for name, value in entry.items())
 
 
 def by_number(state):
     """An optimizer's state with numbers for its weights, as in torch.optim. In a ckpt.pt that was joined from parts, it
-    has their names."""
+    has their names. Anything else stays as it is: `fits` refuses it."""
+    if not has_groups(state):
+        return state
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     groups = [group | {"params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+    return {"state": {number.get(name): value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 # ------------------------------------------------------------------------------------------- checkpoints in many parts

@@ -238,16 +238,18 @@ def read_rows(name, path):
     with tokens.unpacked(path) as f:
         for number, line in enumerate(f, 1):
             try:
-                rows.append(checked(task.read(json.loads(line))))
-            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                rows.append(checked(name, task.read(json.loads(line))))
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as e:
                 what = f"it lacks {e}" if isinstance(e, KeyError) else e
                 raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the file "
                                  f"again, in the form of {task.url}") from None
     return rows
 
 
-def checked(row):
-    """The same Row. Raises ValueError if it cannot be scored."""
+def checked(name, row):
+    """The same Row of a task. Raises ValueError if it cannot be scored."""
+    if len(row.choices) < 2 and name != "lambada":
+        raise ValueError("there is nothing to choose from")
     if not all(isinstance(text, str) for text in row.contexts + row.choices):
         raise ValueError("a context or a choice is no text")
     if not all(row.choices):

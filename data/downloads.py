@@ -40,6 +40,9 @@ def download(url, path, size, digest, what, otherwise):
         if have < size:
             append_rest(url, part, have)
     except (OSError, http.client.HTTPException) as e:   # no network, unknown address, timeout, broken connection
+        if getattr(e, "errno", None) in files.FULL_DISK:
+            raise ValueError(f"{what} could not be written to {part.parent} ({e.strerror}): free some space there and "
+                             "run this again to continue the download") from None
         raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): "
                          f"run this again with network, or {otherwise}") from None
     have = part.stat().st_size

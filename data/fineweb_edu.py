@@ -97,6 +97,8 @@ def resume(out, plan, coder):
     for path in (out / "progress.json", out / "meta.json"):
         if path.exists():
             state = files.read_json(path)
+            if not is_state(state):
+                raise ValueError(f"{path} is damaged: delete {out} and run this again")
             another = tokens.content_of(out) not in (None, coder.content)           # tokenizer of the same name
             if another or plan != {key: state.get(key) for key in plan}:
                 raise ValueError(f"{out} holds a data set from other sources or with other flags: "
@@ -105,6 +107,15 @@ def resume(out, plan, coder):
                 tokens.read_shard(out / name)
             return state
     return plan | {"next": [0, 0, 0], "shards": {}}
+
+
+def is_state(state):
+    """Does a progress.json or meta.json say where to continue? "next" is None at the end of the source."""
+    if not tokens.has(state, next=list | None, shards=dict) or "next" not in state:
+        return False
+    position = state["next"] or [0, 0, 0]
+    return len(position) == 3 and all(isinstance(number, int) and number >= 0 for number in position) and all(
+        tokens.is_shard(row) for row in state["shards"].values())
 
 
 def prepare(args):

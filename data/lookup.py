@@ -79,7 +79,8 @@ def meta_of(folder):
 
 def tokenizer_name(folder):
     """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in older runs."""
-    return meta_of(folder).get("tokenizer") if folder else None
+    name = meta_of(folder).get("tokenizer") if folder else None
+    return name if isinstance(name, str) else None
 
 
 def content_of(folder):

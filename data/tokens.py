@@ -310,12 +310,21 @@ def read_meta(folder, verify=True):
 
 
 def is_whole(meta):
-    """Does meta.json have all required entries?"""
-    try:
-        rows = meta["shards"].values()
-        return {"vocab_size", "tokenizer"} <= meta.keys() and all({"tokens", "sha256"} <= row.keys() for row in rows)
-    except (AttributeError, KeyError, TypeError):
+    """Does meta.json have all required entries, with the right types?"""
+    if not has(meta, vocab_size=int, tokenizer=str, shards=dict) or not has({"stride": 1} | meta, stride=int):
         return False
+    in_bounds = 0 < meta["vocab_size"] <= 1 << 32 and meta.get("stride", 1) > 0
+    return in_bounds and all(is_shard(row) for row in meta["shards"].values())
+
+
+def is_shard(row):
+    """Does the row of a shard in meta.json have all required entries? Only text has bytes."""
+    return has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
+
+
+def has(entry, **types):
+    """Is this a dict with entries of these types?"""
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
 
 
 def check_shard(path, digest, vocab_size):

@@ -85,7 +85,8 @@ def judge(name, rows, answers, guess):
         value, error = (perplexity if "perplexity" in measure else mean_and_error)(values[measure])
         found[measure] = {"value": value, "stderr": error, "rows": packed(values[measure])}
         if measure.startswith("acc"):
-            found[measure] |= {"adjusted": (value - guess) / (1 - guess),
+            left = 1 - guess or 1.0             # 1 if guessing is always right, so nothing is left to gain
+            found[measure] |= {"adjusted": (value - guess) / left,
                                "than_guessing": than_guessing(value, guess, len(rows))}
     return found
 

@@ -79,7 +79,7 @@ def command(args, run):
     """The claims of five papers, and our results: the committed numbers, or with --run new ones."""
     where = Place(args.out_dir, args.books, args.train_args)
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
-    results = {"claims": readable(files.read_json(place)["claims"] if place.exists() else {})}
+    results = {"claims": stored(place) if place.exists() else {}}
     asked = wanted(args) if args.run else []
     if asked:
         measure(asked, args, where, results)
@@ -91,6 +91,14 @@ def command(args, run):
     names = {claim.id for claim, *_ in asked} or CLAIMS.keys()
     text = view.shown(CLAIMS[args.show], found, where) if args.show else view.ledger(found, names)
     return results | {"verdicts": verdicts}, text
+
+
+def stored(place):
+    """{claim: {where: numbers}} of a file of results. Raises ValueError if it is damaged."""
+    try:
+        return readable(files.read_json(place)["claims"])
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{place} holds no results of claims: restore it, or name another file by --results") from None
 
 
 def write_pages(folder, results):

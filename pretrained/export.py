@@ -28,7 +28,7 @@ def export(run, folder):
     family, (tokenizer, separator) = FAMILIES[config_json["model_type"]], exported_tokenizer(meta, path.parent)
     config_json |= bos_and_eos(meta, separator)
     config_json[family.fields["n_inner"]] = own_shapes(config)["transformer.h.0.mlp.c_proj.weight"][-1]
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not (folder.is_dir() and is_free(folder)):
         raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
     tensors = their_tensors(read_weights(path), config, family.names, path)
@@ -39,6 +39,12 @@ def export(run, folder):
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     files.write_json(folder / "config.json", config_json)
     return config_json
+
+
+def is_free(folder):
+    """Is this folder empty, or does it hold only what an interrupted export has left? The last file is config.json."""
+    return all(path.name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+               or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
 
 
 def exported_tokenizer(meta, run):

@@ -245,10 +245,13 @@ CONTROL = 3                                     # the token type of special toke
 def gguf_tokenizer(field, path):
     """The byte-level BPE of a GGUF as a tokenizer.json."""
     kind, words = field.get("tokenizer.ggml.model"), field.get("tokenizer.ggml.pre")
+    lists = [field.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges")]
+    if not all(isinstance(found, list) for found in lists):
+        raise ValueError(f"{path} is damaged: it lacks the tokens, their types or the merges of its tokenizer")
     if kind != "gpt2" or words not in PRE_TOKENIZERS:
         raise ValueError(f"{path}: its tokenizer ({kind}, {words}) cannot be read from the file: put the model's "
                          "tokenizer.json beside it")
-    tokens, types = field["tokenizer.ggml.tokens"], field["tokenizer.ggml.token_type"]
+    tokens, types, merges = lists
     vocab = {token: i for i, token in enumerate(tokens)}
-    special = {tokens[i]: i for i, type in enumerate(types) if type == CONTROL}
-    return coders.byte_pairs(vocab, field["tokenizer.ggml.merges"], special, PRE_TOKENIZERS[words])
+    special = {token: i for i, (token, type) in enumerate(zip(tokens, types, strict=False)) if type == CONTROL}
+    return coders.byte_pairs(vocab, merges, special, PRE_TOKENIZERS[words])

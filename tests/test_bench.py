@@ -212,6 +212,8 @@ def test_chance_is_the_accuracy_of_the_best_guess():
     close(bench.chance("arc_easy", [two, three]), (1 / 2 + 1 / 3) / 2)
     assert bench.chance("boolq", [two._replace(gold=0)] * 3 + [two]) == 0.75
     assert bench.chance("lambada", []) == 0 and bench.chance("wikitext", []) is None
+    same_answer = bench.judge("boolq", [two] * 2, answers((-1, -2), (-2, -1)), bench.chance("boolq", [two] * 2))
+    assert same_answer["acc"]["adjusted"] <= 0                          # guessing is always right
 
 
 def test_averages_weigh_all_tasks_equally():

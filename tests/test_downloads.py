@@ -1,4 +1,5 @@
 """data/downloads.py: a download resumes where it broke off, and only a file with the known hash is kept."""
+import errno
 import hashlib
 
 import pytest
@@ -35,6 +36,18 @@ def test_a_silent_server_times_out(server, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="could not be fetched .*timed out.*do without"):
         get(server.url + "/stuck", tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+def test_a_full_disk_keeps_what_is_there(server, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ValueError, match="stopped"):
+        get(server.url + "/half", tmp_path / "file")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="No space left.*: free some space there"):
+        patch.setattr(downloads, "append_rest", full)
+        get(server.url + "/whole", tmp_path / "file")
+    get(server.url + "/whole", tmp_path / "file")
+    assert [first for _, first, _ in server.asked][-1] == len(CONTENT) // 2
 
 
 def test_a_file_with_another_hash_is_refused(server, tmp_path):

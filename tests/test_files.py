@@ -22,9 +22,22 @@ def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
     assert path.read_text() == "after" and os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_temporary_files_of_killed_processes_are_deleted(tmp_path):
+    gone, here = tmp_path / ".a.txt.4999999.tmp", tmp_path / f".a.txt.{os.getppid()}.tmp"
+    for left in (gone, here):                   # no process has the first id, and the second one is alive
+        left.write_text("half")
+    with files.replacing(tmp_path / "a.txt", "w") as f:
+        f.write("whole")
+    assert sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
+
+
 def test_too_little_memory_is_reported_in_one_line(capsys):
     with pytest.raises(SystemExit), files.one_line_errors():
         torch.empty(1 << 50)
     assert re.search("not enough memory.*lower --batch_size", capsys.readouterr().err)
+    for error in (MemoryError(), MemoryError("5 GB"), RuntimeError("Storage size calculation overflowed, sizes=[9]")):
+        with pytest.raises(SystemExit), files.one_line_errors():
+            raise error
+        assert capsys.readouterr().err.count("there is not enough memory") == 1
     with pytest.raises(RuntimeError, match="another"), files.one_line_errors():
         raise RuntimeError("another")

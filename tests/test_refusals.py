@@ -133,6 +133,12 @@ def fail_to_save(*args):
     raise RuntimeError("no space")
 
 
+def grown(found):
+    """A checkpoint in which one average of AdamW has twice as many rows as its weight."""
+    found["optimizer"]["state"][0]["exp_avg"] = found["optimizer"]["state"][0]["exp_avg"].repeat(2, 1)
+    return found
+
+
 class Stranger:
     """A class that a pickle can contain and a checkpoint must not contain."""
 
@@ -299,6 +305,7 @@ REFUSALS = [                                    # (how a command line begins, ex
               "block_size=0", "vocab_size=-1", "bias_range=0"),
         *must("be at least 0", "window=-1"),
         *must("not be negative", "head_dim=-1", "n_inner=-1"),
+        *must(r"be below 2\*\*31", f"n_embd={1 << 31}", f"vocab_size={10 ** 30}"),
         *must(r"lie in \[0, 1\)", "dropout=1", "dropout=-0.1"),
         *must("lie between 0 and 1", "norm_eps=0"),
         *must("be a positive number", "rope_base=0", "rope_base=inf"),
@@ -454,6 +461,11 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("", "meta.json.*make", written("data/meta.json", [1, 2])),
         ("", "meta.json.*shards.*make", edited("data/meta.json", shards=...)),
         ("", "meta.json.*vocab_size.*make", edited("data/meta.json", vocab_size=...)),
+        *(("", "meta.json lacks vocab_size, tokenizer or shards", edited("data/meta.json", **wrong)) for wrong in (
+            {"vocab_size": 257.5}, {"vocab_size": 0}, {"vocab_size": 1 << 40}, {"tokenizer": {}}, {"stride": "x"},
+            {"stride": 0}, {"shards": {"train.bin": 3}}, {"shards": {"train.bin": {"tokens": 1, "sha256": None}}},
+            {"shards": {"train.bin": {"tokens": 1, "sha256": "x", "bytes": []}}})),
+        ("", "meta.json is not valid JSON", written("data/meta.json", "[" * 100_000)),
         ("", "train.*block_size", of_tokens("data", WORDS[:16], WORDS)),
         ("", "val.*block_size", of_tokens("data", WORDS, WORDS[:16])),
         ("", "train.*no tokens.*run", of_tokens("data", WORDS[:0], WORDS)),
@@ -487,6 +499,13 @@ REFUSALS = [                                    # (how a command line begins, ex
         (f"--attn={attn}", rf"--attn={attn} \(--diff={diff}\).*projections.*cannot use these.*softmax, .*elastic")
         for attn, diff in (("diff2", "v2"), ("tda", "subtract"), ("diff_rela", "subtract"))
     ]) for how in ("train.py --init_from={softmax} --out_dir=out", "eval.py loss --out_dir={softmax}")),
+    ("train.py --init_from=resume --out_dir={run} --max_iters=9", INPUT, [
+        ("", "optimizer state does not fit the model: .*--init_from", saved("run/ckpt.pt", what, change))
+        for what, change in (
+            ("with averages of another shape", lambda found: grown(found)),
+            ("without an optimizer", lambda found: found | {"optimizer": {}}),
+            ("with another order of weights", lambda found: found | {"optimizer": found["optimizer"] | {
+                "param_groups": found["optimizer"]["param_groups"][::-1]}}))]),
     # adapters
     ("train.py --init_from={pair}/base", INPUT, [
         ("--out_dir=out --train_only=focus", "--attn=softmax adds nothing.*--attn=focus"),
@@ -518,6 +537,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("", "ckpt.pt.*train.py", saved("run/ckpt.pt", "is a tensor", lambda _: torch.ones(2))),
         ("", "ckpt.pt.*train.py", saved("run/ckpt.pt", "is nanoGPT's", lambda _: {"model": {}, "optimizer": {},
                                                                                 "iter_num": 5})),
+        *(("", "ckpt.pt was not written by train.py", saved("run/ckpt.pt", f"with {wrong}", lambda found, wrong=wrong:
+                                                            found | wrong)) for wrong in (
+            {"step": "x"}, {"step": -1}, {"model": 3}, {"model": {"x": 3}}, {"optimizer": []}, {"scaler": {"a": "x"}})),
         ("", "ckpt.pt.*transformer.wte.weight", saved("run/ckpt.pt", "without weights", lambda found:
                                                       found | {"model": {}})),
         ("", "attn.tau", weights_changed("run/ckpt.pt", "without tau", lambda state:
@@ -535,6 +557,10 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("", "meta.json.*not written by train.py", written("run/meta.json", b'{"a": 1}')),
         ("", "meta.json.*not written by train.py", written("run/meta.json", b"[]")),
         ("", "n_head=3", edited_knobs("run/meta.json", n_head=3)),
+        ("", "n_layer='x' must be of type int", edited_knobs("run/meta.json", n_layer="x")),
+        ("", "meta.json was not written by train.py", edited_knobs("run/meta.json", dataset=3)),
+        ("", "meta.json was not written by train.py", edited("run/meta.json", knobs=[])),
+        ("", "meta.json was not written by train.py", edited("run/meta.json", base={"path": 3})),
         ("", "attn=nonsense.*softmax", edited_knobs("run/meta.json", attn="nonsense")),
         ("", "norm=batchnorm is not among layernorm, rmsnorm", edited_knobs("run/meta.json", norm="batchnorm"))
     ]) for how, code in (("eval.py loss --out_dir={run}", INPUT),
@@ -694,6 +720,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         *((f"--out_dir={{run}} --tasks={name}", says, task_file(name, row)) for name, row, says in (
             ("piqa", {"question": "?", "label": 0}, "line 1 is no row of piqa .it lacks 'goal'"),
             ("piqa", [1], "no row of piqa"),
+            ("hellaswag", {"query": "a", "choices": ["b"], "gold": 0}, "there is nothing to choose from"),
             ("piqa", {"goal": "a", "sol1": "b", "sol2": "", "label": 0}, "a choice is empty"),
             ("piqa", {"goal": "a", "sol1": "b", "sol2": 7, "label": 0}, "no text"),
             ("siqa", {"context": "a", "question": "b", "answerA": "c", "answerB": "d", "answerC": "e", "label": 4},
@@ -717,6 +744,8 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--run=lab,nonsense", "no claim 'nonsense'.*--run also takes lab")]),
     ("eval.py claims --out_dir=out", INPUT, [
         ("--run=lazy-vs-recurrent", "out of reach"),
+        *(("--results=claims.json", "claims.json holds no results of claims", written("claims.json", wrong))
+          for wrong in ([], {}, {"claims": 3}, {"claims": {"postnorm": {"": 3}}})),
         *((f"--run={claim}", "wants a GPU.*--train_args", NO_GPU) for claim in ("gpu-minutes", "focus-speed",
                                                                               "elastic-two-pass"))]),
     # ---------------------------------------------------------------------------------------------------- data scripts
@@ -770,6 +799,9 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("", "--source|pip install pyarrow", OFFLINE)]),
     ("data/fineweb_edu.py --tokenizer=bytes --source={pages}/some.jsonl --out_dir={pages}/made", INPUT, [
         ("--shard_tokens=3000", "made holds a data set from other sources or with other flags"),
+        *(("--shard_tokens=4000", "progress.json is damaged: delete .*made and run this again",
+           written("pages/made/progress.json", wrong)) for wrong in (
+               [], {"shards": {}}, {"next": [1], "shards": {}}, {"next": None, "shards": {"val_000000.bin": 3}})),
         ("--shard_tokens=4000", "made holds a data set from other sources or with other flags",
          changed("pages/some.jsonl", "with a row more", lambda b: b + b'{"text": "one more"}\n'))]),
     ("data/shakespeare.py --out_dir=out", INPUT, [
@@ -852,6 +884,8 @@ REFUSALS = [                                    # (how a command line begins, ex
          changed("gguf/small.gguf", "of a Gemma", lambda b: b.replace(b"llama", b"gemma"))),
         ("{gguf}/small.gguf --out=out", r"its tokenizer \(gpt2, smallm\) cannot be read from the file",
          changed("gguf/small.gguf", "with another tokenizer", lambda b: b.replace(b"smollm", b"smallm"))),
+        ("{gguf}/small.gguf --out=out", "small.gguf is damaged: it lacks the tokens, their types or the merges",
+         changed("gguf/small.gguf", "without merges", lambda b: b.replace(b"ggml.merges", b"ggml.merged"))),
         ("smollm2 --source={gguf}/small.gguf --out=out",
          "small.gguf is not the public smollm2 .it has 2 layers of width 16, not 30 of 576"),
         ("smollm2 --source={gguf}/small.gguf --out=out", "is not the public smollm2 .sha256 differs", SMALL_PUBLIC),

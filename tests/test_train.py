@@ -196,6 +196,13 @@ def test_a_finished_run_can_be_made_longer_also_with_its_flags_repeated(repeated
     assert log_rows(copy)[:9] == log_rows(elastic_run)
 
 
+def test_a_run_in_float32_continues_in_float16(copy):
+    """float16 needs a scaler, of which the checkpoint holds nothing."""
+    train_here(f"--out_dir={copy}", "--init_from=resume", "--max_iters=10", "--dtype=float16")
+    scaler = torch.load(copy / "ckpt.pt", weights_only=True)["scaler"]
+    assert scaler["scale"] > 0 and meta(copy)["losses"]["step"] == 10
+
+
 def test_resuming_a_preset_continues_its_own_run(backcopy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ("--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--batch_size=2", "--device=cpu")

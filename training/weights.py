@@ -50,6 +50,6 @@ def resume(run, stored, meta, model, optimizer, scaler):
         checkpoint = read_checkpoint(path, mmap=is_sharded(model))      # a rank reads only its parts into memory
         load_weights(model, on_base(checkpoint["model"], stored, path), path)
         load_optimizer(optimizer, checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint.get("scaler", {}))
+        scaler.load_state_dict(scaler.state_dict() | checkpoint.get("scaler", {}))
         run.saved = checkpoint["step"]
-    meta["losses"] = stored["losses"]
+    meta["losses"] = stored.get("losses", {})

@@ -126,7 +126,7 @@ def result_of(job):
         return {} if (job.place / "meta.json").exists() else None
     kept = files.read_json(job.place) if job.place.exists() else {}
     before = [run.place / "meta.json" for run in job.after]
-    if kept.get("words") != list(job.words) or not all(path.exists() for path in before):
+    if not isinstance(kept, dict) or kept.get("words") != list(job.words) or not all(path.exists() for path in before):
         return None
     young = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in before)
     return kept["found"] if young else None
