@@ -1357,11 +1357,11 @@ def tiles_of(record, gpu, place):
     record = record if isinstance(record, dict) else {}
     tiles = record.get("tiles")
     if not isinstance(tiles, dict) or not all(is_tile(name, tile) for name, tile in tiles.items()):
-        raise ValueError(f"{place} does not hold tiles of kernels: delete it, and write it again with "
-                         "python eval.py speed --tune")
+        raise ValueError(f"{place} does not hold tiles of kernels: delete it "
+                         "(python eval.py speed --tune writes such a file anew)")
     if record.get("gpu") != gpu:
-        raise ValueError(f"{place} has the tiles of {record.get('gpu')}, but this GPU is {gpu}: delete it, and write "
-                         "it again with python eval.py speed --tune")
+        raise ValueError(f"{place} has the tiles of {record.get('gpu')}, but this GPU is {gpu}: delete it "
+                         "(python eval.py speed --tune writes such a file anew)")
     return {name: tuple(tile) for name, tile in tiles.items()} if record.get("triton") == triton.__version__ else {}
 
 
@@ -1381,10 +1381,10 @@ def record_of_tiles(device):
             "tiles": dict(chosen_tiles(device))}
 
 
-def keep_tiles(record, place):
-    """From now on use a run's tiles, on the GPU of its record. None: those of the GPU's file. place: the run's
-    meta.json, for error messages."""
+def keep_tiles(record, meta):
+    """From now on use a run's tiles, the entry "tiles" of its meta.json, on the GPU that it names. None: those of the
+    GPU's file. meta: the path of meta.json, for error messages."""
     CHOSEN.clear()
     if record is not None and AVAILABLE:
         gpu = record.get("gpu") if isinstance(record, dict) else None
-        CHOSEN[gpu] = tiles_of(record, gpu, place)
+        CHOSEN[gpu] = tiles_of(record, gpu, f'the entry "tiles" in {meta}')

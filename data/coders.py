@@ -209,8 +209,8 @@ class HuggingFace:
         for hints in id_hints:
             ids, token = hints.get(f"{role}_token_id"), hints.get(f"{role}_token")
             found += ids if isinstance(ids, list) else [ids]
-            found += self.ids_of(token["content"] if isinstance(token, dict) else token)
-        return list(dict.fromkeys(i for i in found if i is not None and i < self.vocab_size))
+            found += self.ids_of(token.get("content") if isinstance(token, dict) else token)
+        return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size))
 
     def ends(self, id_hints):
         """The ids that end a model's text: those in its files, and the end of a turn in a conversation."""
@@ -218,7 +218,7 @@ class HuggingFace:
 
     def ids_of(self, token):
         """The id of one token by its spelling, as a list; empty if it does not exist."""
-        found = self.coder.token_to_id(token or "")
+        found = self.coder.token_to_id(token if isinstance(token, str) else "")
         return [] if found is None else [found]
 
     @functools.cached_property

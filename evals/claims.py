@@ -95,9 +95,13 @@ def command(args, run):
 
 def stored(place):
     """{claim: {where: numbers}} of a file of results. Raises ValueError if it is damaged."""
+    content = files.read_json(place)
     try:
-        return readable(files.read_json(place)["claims"])
-    except (AttributeError, KeyError, TypeError):
+        found = readable(content["claims"])
+        for name in found:                      # raises if the numbers are no numbers
+            verdicts_of(CLAIMS[name], found[name])
+        return found
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise ValueError(f"{place} holds no results of claims: restore it, or name another file by --results") from None
 
 

@@ -111,6 +111,14 @@ FAMILIES = {
 
 def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
+    try:
+        return read_config(config_json, path)
+    except (AttributeError, TypeError) as e:    # an entry of another type
+        raise ValueError(f"{path} describes no model: {e}") from None
+
+
+def read_config(config_json, path):
+    """config_from for entries of the right types."""
     config_json = {new: config_json[old] for old, new in OLDER.items() if old in config_json} | config_json
     check_computable(config_json, path)
     family, rope = FAMILIES[config_json["model_type"]], rope_parameters(config_json)
@@ -122,7 +130,7 @@ def config_from(config_json, path):
         found |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": rope_scaling(rope)}
     try:
         return GPTConfig(**family.choices, **found)
-    except (TypeError, ValueError) as e:
+    except ValueError as e:
         raise ValueError(f"{path} describes no model: {e}") from None
 
 

@@ -101,8 +101,13 @@ def from_folder(path):
 def shards_of(folder):
     """Paths of the files that hold the weights: those that the index names, or model.safetensors."""
     index = folder / "model.safetensors.index.json"
-    names = set(files.read_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    return [existing(folder / name) for name in sorted(names)]
+    if not index.exists():
+        return [existing(folder / "model.safetensors")]
+    content = files.read_json(index)
+    place = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
+        raise ValueError(f"{index} does not say which files hold the tensors: fetch it again")
+    return [existing(folder / name) for name in sorted(set(place.values()))]
 
 
 def has_chat_template(folder):

@@ -105,7 +105,9 @@ class Command:
 # ----------------------------------------------------------------------------------------------------------- training
 
 FLAGS = ("--attn=elastic", "--n_layer=2", "--max_iters=160", "--eval_interval=8", "--log_interval=3",
-         "--gradient_accumulation_steps=2", "--dropout=0")              # dropout depends on the number of ranks
+         "--gradient_accumulation_steps=2",
+         "--dropout=0",                         # dropout depends on the number of ranks
+         "--learning_rate=3e-5")                # AdamW turns rounding of a gradient near 0 into a step of this size
 WHO = ("0", "1", "both", "launcher")
 
 

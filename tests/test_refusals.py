@@ -745,7 +745,9 @@ REFUSALS = [                                    # (how a command line begins, ex
     ("eval.py claims --out_dir=out", INPUT, [
         ("--run=lazy-vs-recurrent", "out of reach"),
         *(("--results=claims.json", "claims.json holds no results of claims", written("claims.json", wrong))
-          for wrong in ([], {}, {"claims": 3}, {"claims": {"postnorm": {"": 3}}})),
+          for wrong in ([], {}, {"claims": 3}, {"claims": {"postnorm": {"": 3}}},
+                        {"claims": {"postnorm": {"": {"numbers": {
+                            "x uniform": {"postnorm": ["x"]}, "raw": {"postnorm": [1], "softmax": [1]}}}}}})),
         *((f"--run={claim}", "wants a GPU.*--train_args", NO_GPU) for claim in ("gpu-minutes", "focus-speed",
                                                                               "elastic-two-pass"))]),
     # ---------------------------------------------------------------------------------------------------- data scripts
@@ -840,7 +842,9 @@ REFUSALS = [                                    # (how a command line begins, ex
             ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
             ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
             ({"hidden_size": ...}, "config.json lacks hidden_size"),
-            ({"hidden_size": "wide"}, "config.json describes no model"),
+            ({"hidden_size": "wide"}, "config.json describes no model: n_embd='wide' must be a whole number"),
+            ({"num_hidden_layers": 2.5}, "config.json describes no model: n_layer=2.5 must be a whole number"),
+            ({"rope_scaling": [1]}, "config.json describes no model"), ({"layer_types": 3}, "describes no model"),
             ({"num_key_value_heads": 3}, "n_head=4 is not divisible by n_kv_head=3"),
             ({"num_hidden_layers": 3}, r"model.layers.2\S+ is missing, but .* must be"),
             ({"num_hidden_layers": 1}, r"model.layers.1\S+ has no place"),
@@ -855,6 +859,8 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("", "model.safetensors is missing", removed("llama/model.safetensors")),
         ("", "model-1.safetensors is missing", written("llama/model.safetensors.index.json", {
             "weight_map": {"lm_head.weight": "model-1.safetensors"}})),
+        *(("", "index.json does not say which files hold", written("llama/model.safetensors.index.json", wrong))
+          for wrong in ([], {"weight_map": 3}, {"weight_map": {"lm_head.weight": 3}})),
         ("", "config.json is not valid JSON", written("llama/config.json", "{")),
         ("", "config.json is missing", removed("llama/config.json")),
         ("", "the tokenizer llama has ids up to 300, the embedding 257 rows",

@@ -9,13 +9,14 @@ from test_kernels import draw, outputs_and_gradients
 
 import eval as eval_script
 import kernels
+from common import files
 from common.machine import Machine, gpu_name
 from evals import tune
 from evals.compile import ATTENTION, CALLS
 from evals.speed import Speed
 from mixers import recurrent_kernels
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]      # see test_kernels.py
 GPU = gpu_name(torch.device(DEVICE))
 SMALL = ("--widths=16", "--n_embd=32", "--lengths=17", "--tokens=17", "--dtype=float32", "--repeats=1")
 
@@ -229,6 +230,14 @@ def test_other_tiles_add_in_another_order(results):
         kernels.CHOSEN.clear()
         outputs.append(recurrent_kernels.recur(*x))
     assert (outputs[0] != outputs[1]).any()
+
+
+def test_a_damaged_entry_of_a_run_is_one_line(trained, tmp_path, capsys):
+    trained(tmp_path, "--max_iters=1")
+    files.write_json(tmp_path / "meta.json", meta(tmp_path) | {"tiles": [1]})
+    capsys.readouterr()
+    code, line = complain(eval_script.main, capsys, "loss", f"--out_dir={tmp_path}")
+    assert code == 1 and f'the entry "tiles" in {tmp_path / "meta.json"} does not hold tiles' in line
 
 
 def test_an_instrument_uses_the_tiles_of_its_run(results, trained, tmp_path, evaluate):
