@@ -23,6 +23,7 @@ import mixers
 from common import files
 from common.machine import Machine, gpu_name
 from common.runs import ROOT
+from common.tiles import keep_tiles
 from evals import live, sparse
 from evals.instrument import (Common, OpenedRun, markdown, model_config, progress, save_numbers,
                               train_if_missing)
@@ -199,7 +200,7 @@ def skipped_tiles(sizes, machine, folder):
         run = OpenedRun(Common(out_dir=str(out_dir), device=str(machine.device), dtype=machine.dtype),
                         {"kernel": "triton"})
         layers = live.look_at_layers(run, T, sizes.rounds(T))
-        kernels.keep_tiles(None, "")            # later parts use this GPU's tiles, not those of the run
+        keep_tiles(None, "")                    # later parts use this GPU's tiles, not those of the run
         return {f"layer {layer}": {"live tiles": row["live_tiles"] / row["tiles"],
                                    "live pairs": row["live_pairs"] / row["pairs"], "gain": row["gain"]}
                 for layer, row in enumerate(layers)}

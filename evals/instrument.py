@@ -32,13 +32,13 @@ import torch
 from tqdm import tqdm
 
 import attention
-import kernels
 import mixers
 from axes.positions import POSITIONS
 from common import files
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine, gpu_name
 from common.runs import ROOT, finished_run, load_weights, process_of, read_run, read_weights, what_is_new
+from common.tiles import keep_tiles
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -182,7 +182,7 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     precision of matrix products, dtype; otherwise autocast would convert them in every forward pass. From then on the
     kernels use the run's tiles."""
     meta, path = read_run(out_dir)
-    kernels.keep_tiles(meta.get("tiles"), path.with_name("meta.json"))
+    keep_tiles(meta.get("tiles"), path.with_name("meta.json"))
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
         model = GPT(config)                     # shapes only

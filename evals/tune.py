@@ -6,8 +6,8 @@ warps or stages. A neighbour that does not run, or whose result differs by more 
 take turns in one race, in which the table's tile runs twice. What its two times differ by is noise, and a neighbour
 wins only if it gains more than that.
 
-Every choice is saved in results/tiles-<gpu>.json at once (kernels.py says how kernels read it). A second call goes on
-with the choices that are left.
+Every choice is saved in results/tiles-<gpu>.json at once (see common/tiles.py). A second call goes on with the choices
+that are left.
 """
 import dataclasses
 import itertools
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import kernels
 from common import files
 from common.machine import Machine, gpu_name
+from common.tiles import CHOSEN, file_of_tiles, record_of_tiles, tile_name, tiles_of
 from evals import compile
 from evals.instrument import progress, save_numbers, table, whole_numbers
 from evals.kernels import row_inputs, with_sizes
@@ -47,7 +48,7 @@ class Choice(NamedTuple):
 
     @property
     def name(self):
-        return kernels.tile_name(self.column, self.row, self.width, self.dtype)
+        return tile_name(self.column, self.row, self.width, self.dtype)
 
     @property
     def call(self):
@@ -72,8 +73,8 @@ def command(args, run):
             raise ValueError(why)
     gpu, path = machine.device.type == "cuda", file_to_write(args, machine)
     args = with_sizes(dataclasses.replace(args, out=path, lengths=args.lengths or "4096" * gpu), machine)
-    record = {"machine": str(machine)} | kernels.record_of_tiles(machine.device) | earlier_choices(path, machine)
-    kernels.CHOSEN[record["gpu"]] = tiles = record["tiles"]     # from now on the kernels take what is put here
+    record = {"machine": str(machine)} | record_of_tiles(machine.device) | earlier_choices(path, machine)
+    CHOSEN[record["gpu"]] = tiles = record["tiles"]     # from now on the kernels take what is put here
     left, end = [], clock() + 60 * (args.minutes or MINUTES)
     for choice in progress(list(all_choices(args, machine)), True):
         if choice.name in tiles:
@@ -89,13 +90,13 @@ def command(args, run):
 def file_to_write(args, machine):
     """The file that the kernels of this GPU read. Without a GPU nothing is saved unless --out names a file."""
     gpu = machine.device.type == "cuda"
-    return args.out or (str(kernels.file_of_tiles(gpu_name(machine.device))) if gpu else "")
+    return args.out or (str(file_of_tiles(gpu_name(machine.device))) if gpu else "")
 
 
 def earlier_choices(path, machine):
     """The entries "tiles" and "choices" of the file, empty if there is none or another Triton made it."""
     stored = files.read_json(path) if path and Path(path).exists() else None
-    tiles = {} if stored is None else kernels.tiles_of(stored, gpu_name(machine.device), path)
+    tiles = {} if stored is None else tiles_of(stored, gpu_name(machine.device), path)
     choices = stored.get("choices", {}) if tiles else {}
     return {"tiles": tiles, "choices": {name: choices[name] for name in tiles if name in choices}}
 

@@ -30,6 +30,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
+from common.tiles import chosen_tile, tile_name
 from kernels import INTERPRETED, Matrix, begin, count, jit, matrix, padded, times, tl
 
 
@@ -503,8 +504,8 @@ def tiles(q, channels):
     """(C, BD, BE, BE of `gradients`) of a call: tokens of a chunk, columns of q and k, columns of v. Those chosen on
     this GPU, otherwise those of the table."""
     where = "states" + "+channels" * channels, padded(max(64, q.shape[3])), q.dtype
-    name = kernels.tile_name("state", *where)
-    return kernels.chosen_tile(q.device, name) or tiles_of_table(*where, q.device)
+    name = tile_name("state", *where)
+    return chosen_tile(q.device, name) or tiles_of_table(*where, q.device)
 
 
 def tiles_of_table(row, width, dtype, device):

@@ -11,6 +11,7 @@ import eval as eval_script
 import kernels
 from common import files
 from common.machine import Machine, gpu_name
+from common.tiles import CHOSEN, tile_name
 from evals import tune
 from evals.compile import ATTENTION, CALLS
 from evals.speed import Speed
@@ -24,9 +25,10 @@ SMALL = ("--widths=16", "--n_embd=32", "--lengths=17", "--tokens=17", "--dtype=f
 @pytest.fixture(autouse=True)
 def results(monkeypatch, tmp_path):
     """A results folder of the test's own, from which the kernels read their tiles. Nothing was read before."""
-    monkeypatch.setattr(kernels, "RESULTS", tmp_path)
-    monkeypatch.setattr(kernels, "CHOSEN", {})
-    return tmp_path / f"tiles-{GPU}.json"
+    monkeypatch.setattr("common.tiles.RESULTS", tmp_path)
+    CHOSEN.clear()
+    yield tmp_path / f"tiles-{GPU}.json"
+    CHOSEN.clear()
 
 
 def write_record(path, tiles, **other):
@@ -35,7 +37,7 @@ def write_record(path, tiles, **other):
 
 
 def name(column, row="plain"):
-    return kernels.tile_name(column, row, 64, torch.float32)
+    return tile_name(column, row, 64, torch.float32)
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def fake_clock(monkeypatch):
     fast = {}
 
     def seconds(machine, run):
-        tile, name = run.args[0], list(kernels.CHOSEN[GPU])[-1]         # the timed tile, and the choice of this moment
+        tile, name = run.args[0], list(CHOSEN[GPU])[-1]                  # the timed tile, and the choice of this moment
         return 1.0 if any(part in name and tile == fast[part] for part in fast) else 2.0
 
     looks = iter(range(0, 10**6, 60))
@@ -88,7 +90,7 @@ def test_all_rows_of_the_tables_are_chosen():
 
 def tiles_of_a_call():
     """The tile that each kernel takes in a call of softmax, in a process that has read nothing yet."""
-    kernels.CHOSEN.clear()
+    CHOSEN.clear()
     x = torch.empty(1, 1, 40, 16)
     call, rule = kernels.Call("softmax", x, x, x, *[None] * 5, 1.0, 0, 0), kernels.named("softmax")
     return {kernel: kernels.tile(kernel, rule, call) for kernel in ("forward", "backward_keys")}
@@ -133,7 +135,7 @@ def test_a_gain_within_the_noise_does_not_count(monkeypatch, evaluate):
     for time_of_others, gains in ((1.8, False), (1.6, True)):
         monkeypatch.setattr(Machine, "race", lambda machine, cases, rounds, time=time_of_others: {
             case: {0: 2.0, len(cases) - 1: 2.3}.get(number, time) for number, case in enumerate(cases)})
-        kernels.CHOSEN.clear()
+        CHOSEN.clear()
         found = evaluate("speed", "--tune", *SMALL)["choices"][name("forward")]
         assert (found["tile"] != found["table"]) == gains
 
@@ -153,7 +155,7 @@ def test_the_result_is_the_same_with_other_tiles(results):
     expected = outputs_and_gradients(kernels.attend, "elastic", x, options)
     tiles = {name(column, "plain+busy"): [16, 16, 4, 1] for column in kernels.COLUMNS}
     write_record(results, tiles)
-    kernels.CHOSEN.clear()
+    CHOSEN.clear()
     found = outputs_and_gradients(kernels.attend, "elastic", x, options)
     below(tune.largest_error(found.values(), expected.values()), 1e-5)
 
@@ -195,7 +197,7 @@ def trained(monkeypatch, data):
     monkeypatch.setattr("train.report", lambda *_: {})
 
     def call(folder, *flags):
-        kernels.CHOSEN.clear()                  # as in a new process
+        CHOSEN.clear()                          # as in a new process
         new = () if "--init_from=resume" in flags else (*RUN, f"--dataset={data}")
         train_here(*new, f"--out_dir={folder}", *flags)
         return weights(folder)
@@ -218,7 +220,7 @@ def test_a_run_without_chosen_tiles_resumes_without_them(results, trained, tmp_p
     trained(tmp_path, "--max_iters=1")
     write_record(results, OTHER)
     trained(tmp_path, "--init_from=resume", "--max_iters=2")
-    assert kernels.CHOSEN == {GPU: {}} and meta(tmp_path)["tiles"]["tiles"] == {}
+    assert CHOSEN == {GPU: {}} and meta(tmp_path)["tiles"]["tiles"] == {}
 
 
 def test_other_tiles_add_in_another_order(results):
@@ -227,7 +229,7 @@ def test_other_tiles_add_in_another_order(results):
     outputs = []
     for tiles in ({}, OTHER):
         write_record(results, tiles)
-        kernels.CHOSEN.clear()
+        CHOSEN.clear()
         outputs.append(recurrent_kernels.recur(*x))
     assert (outputs[0] != outputs[1]).any()
 
@@ -243,6 +245,6 @@ def test_a_damaged_entry_of_a_run_is_one_line(trained, tmp_path, capsys):
 def test_an_instrument_uses_the_tiles_of_its_run(results, trained, tmp_path, evaluate):
     trained(tmp_path / "run", "--max_iters=1")                          # without a file: the table's tiles
     write_record(results, OTHER)
-    kernels.CHOSEN.clear()
+    CHOSEN.clear()
     evaluate("loss", f"--out_dir={tmp_path / 'run'}", "--windows=1", "--kernel=triton")
-    assert kernels.CHOSEN == {GPU: {}}
+    assert CHOSEN == {GPU: {}}
