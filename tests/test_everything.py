@@ -28,7 +28,8 @@ def minutes(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the sizes of this trial are those without a GPU")
-@pytest.mark.parametrize("all_rules", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("all_rules", [False, True])
 def test_every_part_runs_from_end_to_end(all_rules, minutes, monkeypatch, data, tmp_path, capsys):
     trained = (*TINY, "--attn=tda", f"--dataset={data}", "--n_head=1", "--max_iters=2")
     monkeypatch.setattr(everything, "TRIAL", dataclasses.replace(everything.TRIAL, trained=trained))

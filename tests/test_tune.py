@@ -98,7 +98,7 @@ def tiles_of_a_call():
 
 # the others are chosen with --all
 @pytest.mark.parametrize("column, row", [
-    by_default((choice.column, choice.row) == ("backward_table", "mix+busy"), choice.column, choice.row)
+    by_default(False, choice.column, choice.row)
     for choice in tune.all_choices(Speed(widths="64", dtype="float32"), Machine("cpu", "float32"))])
 def test_every_kind_of_kernel_can_be_chosen(column, row, fake_clock, monkeypatch, evaluate):
     """The first neighbour is the fastest, and it runs in all calls of its row."""
@@ -129,6 +129,7 @@ def test_a_tile_that_does_not_run_or_computes_something_else_is_left_out(fake_cl
     assert "another result" in found["left_out"]["64x16x4x1"] and "shared memory" in found["left_out"]["16x16x4x1"]
 
 
+@pytest.mark.exhaustive
 def test_a_gain_within_the_noise_does_not_count(monkeypatch, evaluate):
     """The table's tile takes 2.0 seconds and, the second time, 2.3. So 1.8 seconds are no gain, and 1.6 are."""
     monkeypatch.setattr(tune, "all_choices", choices(("forward", "plain")))
@@ -150,6 +151,7 @@ def test_a_state_reads_the_same_file(results):
     assert recurrent_kernels.tiles(q, True) == recurrent_kernels.SMALL[True]
 
 
+@pytest.mark.exhaustive
 def test_the_result_is_the_same_with_other_tiles(results):
     x, options = draw("elastic", 45, W=9)
     expected = outputs_and_gradients(kernels.attend, "elastic", x, options)
