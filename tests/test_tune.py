@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from bounds import below, same
-from conftest import DEVICE, by_default, complain, log_rows, meta, needs_triton, train_here, weights
+from conftest import DEVICE, complain, log_rows, meta, needs_triton, train_here, weights
 from test_kernels import draw, outputs_and_gradients
 
 import eval as eval_script
@@ -96,9 +96,9 @@ def tiles_of_a_call():
     return {kernel: kernels.tile(kernel, rule, call) for kernel in ("forward", "backward_keys")}
 
 
-# the others are chosen with --all
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("column, row", [
-    by_default(False, choice.column, choice.row)
+    (choice.column, choice.row)
     for choice in tune.all_choices(Speed(widths="64", dtype="float32"), Machine("cpu", "float32"))])
 def test_every_kind_of_kernel_can_be_chosen(column, row, fake_clock, monkeypatch, evaluate):
     """The first neighbour is the fastest, and it runs in all calls of its row."""
