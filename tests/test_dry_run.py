@@ -83,6 +83,7 @@ def test_weights_gradients_and_averages_have_four_bytes_a_parameter(capsys):
         assert size_of(part, text) == pytest.approx(times * bytes_, abs=5e3)            # two decimals of a megabyte
     assert size_of("together", text) == pytest.approx(
         sum(size_of(part, text) for part in ("weights", "gradients", "optimizer", "activations")), abs=2e4)
+    assert f"with --shard=1 the first three take {4 * bytes_ / 8 / 1e6:.2f} MB on each of 8 GPUs" in text
 
 
 def test_tokens_flops_and_hours_follow_from_the_knobs(capsys):

@@ -35,6 +35,7 @@ def dry_run(knobs, config, plan):
     """The text that a dry run prints. plan: a DryRun."""
     machine = Machine("cpu", "bfloat16" if knobs.dtype == "auto" else knobs.dtype)      # auto: as on a GPU
     model, memory = memory_of_a_step(knobs, config, machine)
+    split = memory["weights"] + memory["gradients"] + memory["optimizer"]
     memory["together"] = sum(memory.values())
     sequences = knobs.batch_size * knobs.gradient_accumulation_steps
     tokens = sequences * config.block_size * knobs.max_iters
@@ -45,6 +46,8 @@ def dry_run(knobs, config, plan):
         f"memory of one process, {knobs.batch_size} sequences at a time in {machine.dtype}, attention computed by "
         f"{mixers.choose_kernel(config, 'cpu')}:",
         *(f"  {name:11} {in_units(size):>10}" for name, size in memory.items()),
+        *(f"  with --shard=1 the first three take {in_units(split / n)} on each of {n} GPUs, besides a block or two"
+          for n in GPUS if n > 1),
         f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
         f"hours on {plan.gpu} ({PEAK_TFLOPS[plan.gpu]} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
         + ", ".join(f"{flops / (peak * plan.mfu * n) / 3600:.3g} on {n} GPU{'s' * (n > 1)}" for n in GPUS)]
