@@ -66,10 +66,18 @@ def write_json(path, value):
         f.write("\n")
 
 
+def parsed(text):
+    """The value of a JSON text (or bytes). Raises ValueError if it is not valid."""
+    try:
+        return json.loads(text)
+    except RecursionError:                      # a thousand lists inside each other
+        raise ValueError("its lists are nested too deeply") from None
+
+
 def read_json(path):
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:   # not JSON, or not even text, or a thousand lists inside each other
+        return parsed(Path(path).read_text(encoding="utf-8"))
+    except ValueError as e:                     # not JSON, or not even text
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
 
 

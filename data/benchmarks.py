@@ -238,8 +238,8 @@ def read_rows(name, path):
     with tokens.unpacked(path) as f:
         for number, line in enumerate(f, 1):
             try:
-                rows.append(checked(name, task.read(json.loads(line))))
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as e:
+                rows.append(checked(name, task.read(files.parsed(line))))
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                 what = f"it lacks {e}" if isinstance(e, KeyError) else e
                 raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the file "
                                  f"again, in the form of {task.url}") from None

@@ -189,7 +189,7 @@ class HuggingFace:
         self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
         self.separator = self.find_separator(id_hints, path) if separator is None else separator
-        decoder = json.dumps(json.loads(content).get("decoder"))
+        decoder = json.dumps(files.parsed(content).get("decoder"))
         self.byte_level = "ByteLevel" in decoder                        # otherwise as in SentencePiece
 
     def find_separator(self, id_hints, path):

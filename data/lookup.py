@@ -3,7 +3,6 @@
 The meta.json of a run or a data set names the tokenizer of its ids. For a public model's tokenizer, the folder also
 holds its tokenizer.json, and meta.json names the id between two texts ("separator").
 """
-import json
 from pathlib import Path
 
 from common import files
@@ -52,7 +51,7 @@ def without_file(content):
 def described_by(content):
     """A tokenizer.json as a dict; empty if it is damaged, which HuggingFace then reports."""
     try:
-        found = json.loads(content)
+        found = files.parsed(content)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

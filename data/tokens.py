@@ -17,7 +17,6 @@ import argparse
 import gzip
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -94,7 +93,7 @@ def jsonl_texts(path):
         for number, line in enumerate(f, 1):
             if line.strip():
                 try:
-                    text = json.loads(line)["text"]
+                    text = files.parsed(line)["text"]
                     yield text.encode("utf-8", "replace").decode()      # JSON can hold lone surrogates, UTF-8 cannot
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '

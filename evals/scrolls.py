@@ -16,7 +16,6 @@ choices by their likelihood per character; with --rank=0 it generates the answer
 Differs from lm-evaluation-harness: it also ranks the choices in the yes-or-no questions of qasper, and counts an empty
 answer to the other questions as "Unanswerable".
 """
-import json
 import re
 import string
 from collections import Counter
@@ -138,7 +137,7 @@ def read_questions(path, task):
 
 def read_line(path, number, line):
     try:
-        row = json.loads(line)
+        row = files.parsed(line)
         found = [row[key] for key in ("id", "input", "output")]
         if not all(isinstance(value, str) for value in found):
             raise TypeError

@@ -313,6 +313,8 @@ def kill_writer(make, name, expected, seconds, rng, folder):
         if (passed := begun.end()) >= PATIENCE:
             wrong = f"processes were left after {passed:.0f} s"
         complete(name, folder)
+    if name == "export" and result(name, folder) == expected:           # done: it does not overwrite a whole model
+        return kills, wrong
     again = Command(make(folder))
     if again.process.wait(300):
         return kills, f"the next call failed: {again.said()[-800:]}"

@@ -31,6 +31,12 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
 
 
+def test_lists_that_are_nested_too_deeply_are_no_json(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match="deep.json is not valid JSON.*nested too deeply.*make it again"):
+        files.read_json(tmp_path / "deep.json")
+
+
 def test_too_little_memory_is_reported_in_one_line(capsys):
     with pytest.raises(SystemExit), files.one_line_errors():
         torch.empty(1 << 50)
