@@ -419,7 +419,8 @@ def test_gpt2s_tokenizer_is_exported_and_read_back(tmp_path, cache, monkeypatch,
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", cache["TIKTOKEN_CACHE_DIR"])
     model = GPT(tiny_config(vocab_size=50257, n_embd=2, n_head=1, pos="learned", bias=True))
     run, back, again = tmp_path / "run", tmp_path / "back", tmp_path / "again"
-    write_converted(run, {"tokenizer": "gpt2", "knobs": vars(model.config)}, model.state_dict(), None)
+    knobs = vars(model.config) | {"dataset": "none"}
+    write_converted(run, {"tokenizer": "gpt2", "knobs": knobs}, model.state_dict(), None)
     weights.main(["export", str(run), str(back)])
 
     theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(back / "tokenizer.json"))

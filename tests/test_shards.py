@@ -322,7 +322,7 @@ import train
 from common.runs import Run
 from common.shards import is_split
 
-def count(self, model, optimizer, scaler, step):
+def count(self, model, optimizer, scaler, step, in_parts):
     local = [x.to_local() if is_split(x) else x for x in model.parameters()]
     local += [x.to_local() if is_split(x) else x for group in optimizer.state.values() for x in group.values()]
     with open(sys.argv[1] + f"/rank{{train.Machine().rank}}", "w") as f:
