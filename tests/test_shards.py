@@ -242,7 +242,7 @@ def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys):
 @pytest.fixture
 def ranks():
     """Start a process group of which only this rank exists: ranks(rank, world). Parts are split, and nothing is sent.
-    """
+    torch caches the shapes of parts by world, so a process can be only one rank of each world."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def start(rank, world):
@@ -265,11 +265,11 @@ OTHERS = [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias
     {"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
 
 
-@pytest.mark.parametrize("rank, world", [by_default(False, 0, 2), by_default(False, 1, 2), (2, 3)])
+@pytest.mark.parametrize("rank, world", [by_default(False, 1, 2), by_default(False, 0, 4), (2, 3)])
 def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, ranks):
     """Also of tensors that cannot be split evenly, and of buffers, which are not split."""
     machine = ranks(rank, world)
-    for choices in ({"attn": attn} for attn in ATTENTIONS) if world == 2 else OTHERS:
+    for choices in ({"attn": attn} for attn in ATTENTIONS) if world != 3 else OTHERS:
         config = tiny_config(n_layer=2, **choices)
         found, expected = sharded(config, 7, machine).state_dict(), GPT(config, 7).state_dict()
         assert found.keys() == expected.keys()
