@@ -10,6 +10,7 @@
     sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
                 torch.distributed.checkpoint. Every other command needs ckpt.pt; torch itself joins the parts to it:
                 python -m torch.distributed.checkpoint.format_utils dcp_to_torch RUN/sharded_ckpt/STEP RUN/ckpt.pt
+                Read only parts that you trust: torch unpickles their .metadata
 
 Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last
 checkpoint. Only rank 0 writes, except for the parts: each rank writes its own.
@@ -105,20 +106,25 @@ class Run:
         if in_parts:
             with self.writing(step):
                 save_parts(path, learned(model), model, optimizer, scaler, step)
-            self.saved = step
         else:
             state = whole({"model": learned(model), "optimizer": optimizer.state_dict()}, keep=self.main)
-        if not self.main:
-            return
-        with self.writing(step):
-            if not in_parts:
-                with files.replacing(path) as f:
+            if self.main:
+                with self.writing(step), files.replacing(path) as f:
                     torch.save(state | {"scaler": scaler.state_dict(), "step": step}, f)
-                self.saved = step
-            # a run has one checkpoint. The others are deleted only now, after the new one is complete
-            for old in {self.checkpoint, self.parts, *self.parts.glob("*")} - {path, path.parent}:
-                old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)
-            files.write_json(self.meta_json, self.meta)
+        self.saved = step
+        if self.main:
+            with self.writing(step):
+                self.delete_checkpoints_but(path)
+                files.write_json(self.meta_json, self.meta)
+
+    def delete_checkpoints_but(self, path):
+        """Delete older checkpoints. A run has one, and has two only until the newer one is complete."""
+        if path == self.checkpoint:
+            shutil.rmtree(self.parts, ignore_errors=True)
+            return
+        self.checkpoint.unlink(missing_ok=True)
+        for older in set(self.parts.glob("*")) - {path}:
+            shutil.rmtree(older, ignore_errors=True)
 
     def finish(self):
         """Write meta.json with the entries that are known only at the end."""
@@ -243,9 +249,15 @@ def last_checkpoint(folder):
     steps = {int(path.name): path for path in (Path(folder) / PARTS).glob("[0-9]*") if is_complete(path)}
     if not steps:
         return whole if whole.exists() else None
-    # a run has both only if it was killed between the writing of one and the deletion of the other
+    # a run has both if its parts were joined, or if it was killed before it deleted the older one
     newer = whole.exists() and read_checkpoint(whole, mmap=True)["step"] >= max(steps)
     return whole if newer else steps[max(steps)]
+
+
+def how_to_join(parts):
+    """The command that makes a run's ckpt.pt of a checkpoint in parts. Instruments read only a ckpt.pt."""
+    return ("python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{parts} {parts.parent.with_name('ckpt.pt')}")
 
 
 def read_checkpoint(path, mmap=False):
@@ -254,8 +266,7 @@ def read_checkpoint(path, mmap=False):
     if not Path(path).exists():
         if parts := last_checkpoint(Path(path).parent):
             raise ValueError(f"{path} does not exist, because the run was trained with --sharded_ckpt=1: join its "
-                             f"parts with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {parts} "
-                             f"{path}")
+                             f"parts with {how_to_join(parts)}")
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

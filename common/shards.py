@@ -1,8 +1,8 @@
 """Shards (--shard=1): every rank holds a part of each weight, gradient and optimizer state, by torch's FSDP2.
 
 Data parallelism alone keeps all of these on every rank. With shards, the memory of a rank falls with the number of
-ranks: the weights of a block are gathered just before they are needed, and freed afterwards. ckpt.pt is whole, so only
-train.py knows of shards. Where no host can hold it, --sharded_ckpt=1 writes parts by torch.distributed.checkpoint.
+ranks: the weights of a block are gathered just before they are needed, and freed afterwards. ckpt.pt is whole, so
+instruments never see shards. Where no host can hold it, --sharded_ckpt=1 writes parts by torch.distributed.checkpoint.
 """
 import warnings
 
@@ -175,16 +175,23 @@ def save_parts(folder, weights, model, optimizer, scaler, step):
 
 
 def load_parts(folder, weights, model, optimizer, scaler):
-    """Load what save_parts wrote, with any number of ranks, into weights, optimizer and scaler. Returns the step."""
+    """Load what save_parts wrote, with any number of ranks, into weights, optimizer and scaler. Returns the step.
+    Raises ValueError if the parts are damaged, or those of another model."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-    state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "scaler": scaler.state_dict(),
-             "step": 0}
+    state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "step": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=folder)   # each rank reads only its parts, into the tensors in `state`
+        try:
+            if "scaler.scale" in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata:
+                state["scaler"] = scaler.state_dict()                   # the run has trained in float16
+            dcp.load(state, checkpoint_id=folder)                       # each rank reads its parts, into these tensors
+        except (Exception, dcp.CheckpointException) as e:               # the latter is no Exception
+            why = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
+            raise ValueError(f"{folder} is no readable checkpoint ({repr(why).splitlines()[0]}): restore it, or delete "
+                             "it and start again") from None
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
+    scaler.load_state_dict(scaler.state_dict() | state.get("scaler", {}))
     return state["step"]
 
 

@@ -1,8 +1,8 @@
-"""Kills and full disks: what kill -9 interrupts goes on as if nothing had happened, and a full disk costs one line.
+"""Kills and full disks: a killed run or command goes on as if nothing had happened, and a full disk costs one line.
 
     python tests/kills.py                           100 kills of training runs with two ranks
     python tests/kills.py --count=10 --seed=2       fewer, at other moments
-    python tests/kills.py writers --count=40        kills of what writes files outside of training
+    python tests/kills.py writers --count=40        kills of other commands that write files
     python tests/kills.py disk                      the same commands on a disk that is too small (needs root for tmpfs)
 
 A run is killed several times at random moments (one rank, both, or the launcher), goes on from its last checkpoint, and
@@ -124,7 +124,7 @@ class Kill(NamedTuple):
     wrong: str | None
 
 
-def rows(out):
+def size_of_log(out):
     """The length of a run's log in bytes."""
     with contextlib.suppress(OSError):
         return (out / "log.csv").stat().st_size
@@ -134,12 +134,12 @@ def rows(out):
 def kill_once(rng, out, data, *flags):
     """Begin or continue a run with two ranks, and kill it at a random moment. Returns a Kill, or None if it ended
     before."""
-    begun, who, before = Command(of_two_ranks(out, data, *flags)), rng.choice(WHO), rows(out)
+    begun, who, before = Command(of_two_ranks(out, data, *flags)), rng.choice(WHO), size_of_log(out)
     if rng.random() < 0.25:                     # while it imports, loads, or meets the other rank
         time.sleep(rng.uniform(0, 10))
     else:                                       # while it trains, evaluates and saves
         deadline = time.monotonic() + 120
-        while rows(out) in (0, before) and begun.process.poll() is None and time.monotonic() < deadline:
+        while size_of_log(out) in (0, before) and begun.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 1.5))
     if begun.process.poll() is not None or not begun.kill(who):
@@ -197,8 +197,7 @@ def train_kills(count, seed, most=4):
     return wrong
 
 
-
-# ----------------------------------------------------------------------------------------- what writes files elsewhere
+# ------------------------------------------------------------------------------------- other commands that write files
 
 
 class Slow(http.server.BaseHTTPRequestHandler):
@@ -419,7 +418,8 @@ def main():
     parser.add_argument("what", nargs="?", default="train", choices=("train", "writers", "disk"))
     parser.add_argument("--count", type=int, default=100, help="number of kills")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="only this writer, or train on a full disk")
+    parser.add_argument("--only", choices=[*writers(ROOT, ""), "train"],
+                        help="only this writer, or train on a full disk")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_DYNAMIC": "FALSE"}
     torch.set_num_threads(1)

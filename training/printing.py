@@ -1,4 +1,5 @@
 """What a training run prints: its first lines, the progress bar, its last lines, and the lists at the end of -h."""
+import os
 import sys
 import textwrap
 import time
@@ -9,6 +10,7 @@ import attention
 import mixers
 from common.adapters import num_trained
 from common.flags import shown
+from common.runs import how_to_join, last_checkpoint
 from training.presets import PRESETS
 
 # ------------------------------------------------------------------------------------------------------ while it runs
@@ -73,13 +75,16 @@ def show_on(bar, row):
 def say_how_to_resume(knobs, machine, step):
     """Print that the run was stopped after a step, and the command that continues it."""
     if machine.main:
+        launcher = "python" if machine.world == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
         print(f"\nstopped and saved at step {step}; "
-              f"go on with: python train.py --out_dir={knobs.out_dir} --init_from=resume")
+              f"go on with: {launcher} train.py --out_dir={knobs.out_dir} --init_from=resume")
 
 
 def say_what_next(knobs, config, meta, waited):
     """Print how long the run took, and commands to go on with. waited: seconds spent waiting for data."""
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
+    if knobs.sharded_ckpt:
+        print(f"\nfirst: {how_to_join(last_checkpoint(knobs.out_dir))}    one ckpt.pt, which other commands read")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
     if knobs.init_from == "resume":             # meta has only the flags of this last call
