@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, by_default
 
 import train
 from common.machine import Machine
@@ -54,7 +54,7 @@ def size_of(part, text):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["activations", by_default(False, "weights")])
 def test_the_predicted_peak_is_that_of_a_real_process(size, data, tmp_path, capsys, monkeypatch):
     """To 15 %, by the resident memory that the operating system reports."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")               # tensors above 64 KB get memory of their own

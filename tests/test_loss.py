@@ -60,6 +60,7 @@ def test_two_ranks_give_the_loss_of_one_process(loss, elastic_run):
           dtype=torch.float32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the list of threads that Linux has")
 def test_no_thread_of_the_ranks_outlives_the_command(elastic_run, tmp_path):
     """A leftover thread of gloo sometimes aborts the process when Python exits."""

@@ -372,6 +372,7 @@ def test_the_log_shows_the_balancing_loss(tmp_path, data):
     assert "balance" not in (tmp_path / "off" / "log.csv").read_text()
 
 
+@pytest.mark.exhaustive
 def test_heads_are_balanced_over_all_ranks(tmp_path, data):
     """Two ranks of 4 sequences have the losses of one process of 8, so the gradient is the same."""
     flags = ("--attn=softmax", "--n_head=4", "--n_layer=2", "--head_balance=1", "--balance_skip=1")
@@ -413,6 +414,7 @@ def test_the_loss_of_experts_makes_their_load_even(tmp_path, data, capsys):
     assert "balance" not in (tmp_path / "off" / "log.csv").read_text()
 
 
+@pytest.mark.exhaustive
 def test_experts_train_alike_on_two_ranks_also_those_that_no_token_of_a_rank_chooses(tmp_path, data):
     """Each rank has 64 tokens with 2 choices each for 64 experts. The load is balanced over both ranks."""
     flags = ("--mlp=moe", "--n_expert=64", "--n_inner=8", "--bias=1", "--expert_balance=0.1")
