@@ -4,14 +4,16 @@ Every kernel gets two figures. TFLOP/s counts the matrix products that the rule 
 uses the device. The speed relative to our softmax tells what the rule costs.
 """
 import dataclasses
+import itertools
 import math
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
 
 import kernels
 from common.machine import Machine
+from common.tiles import TRITON
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
 from evals.plain_flash import PlainFlash
 
@@ -30,18 +32,16 @@ def command(args, run):
     """Time our fused kernels and torch's, forward and backward separately. All take turns in one process."""
     machine = Machine(args.device, args.dtype)
     args = with_sizes(args, machine)
-    sizes = {(width, T): time_kernels(T, width, args, machine)
-             for width in whole_numbers(args.widths, "widths") for T in whole_numbers(args.lengths, "lengths")}
-    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
-    numbers = {"machine": str(machine), "triton": triton, "tokens": args.tokens,
-               "sizes": {f"width {width}, T {T}": rows for (width, T), rows in sizes.items()}}
-    save_numbers(args.out, numbers)
-    text = [f"{machine}, triton {triton}", *(kernels_table(*size, rows) for size, rows in sizes.items())]
+    triton = TRITON if kernels.AVAILABLE else None
+    numbers = {"machine": str(machine), "triton": triton, "tokens": args.tokens, "sizes": {}}
+    text = [f"{machine}, triton {triton}"]
+    for width, T in itertools.product(whole_numbers(args.widths, "widths"), whole_numbers(args.lengths, "lengths")):
+        numbers["sizes"][f"width {width}, T {T}"] = rows = time_kernels(T, width, args, machine)
+        text.append(kernels_table(width, T, rows))
+        save_numbers(args.out, numbers)         # after every size: the next one may be too large for the memory
     if not kernels.AVAILABLE:
         text.append("our kernels did not run: they need triton and a CUDA GPU "
                     "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
-    *_, last = sizes.values()                   # a case that is missing at one size is missing at all sizes
-    text += [f"{name} is missing: {row['missing']}" for name, row in last.items() if "missing" in row]
     return numbers, "\n\n".join(text)
 
 
@@ -56,9 +56,11 @@ def with_sizes(args, machine):
 
 
 def kernels_table(width, T, rows):
-    return f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax\n" + table(
+    """The rows as a table, and below it why cases are missing."""
+    lines = [f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax", table(
         [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)] for name, row in rows.items()],
-        ["", *COLUMNS])
+        ["", *COLUMNS])]
+    return "\n".join(lines + [f"{name} is missing: {row['missing']}" for name, row in rows.items() if "missing" in row])
 
 
 # --------------------------------------------------------------------------------------------------- the cases
@@ -72,11 +74,28 @@ def torch_cases(q, k, v):
 
     cases = {name: (partial(sdpa, backend), *PRODUCTS["softmax"]) for name, backend in RIVALS.items()}
     if q.is_cuda:                               # on a CPU FlexAttention has no backward
-        from torch.nn.attention import flex_attention as flex
-        T = q.shape[2]
-        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
-        cases["flex"] = partial(torch.compile(flex.flex_attention), q, k, v, block_mask=mask), *PRODUCTS["softmax"]
+        cases["flex"] = flex_attention(q, k, v), *PRODUCTS["softmax"]
     return cases
+
+
+def flex_attention(q, k, v):
+    """A function that returns the output of FlexAttention. Its first call compiles it and builds its mask, so whatever
+    fails there fails in this case alone."""
+    from torch.nn.attention import flex_attention as flex
+    torch._dynamo.reset()                       # each size is compiled anew, and torch limits how often it does that
+    T = q.shape[2]
+
+    @cache
+    def mask():                                 # not compiled, it would hold T x T pairs
+        return torch.compile(flex.create_block_mask, dynamic=False)(causal, None, None, T, T, device=q.device)
+
+    # For dynamic sizes torch compiles the backward pass in advance. That one refuses retain_graph, see time_kernels
+    attend = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda: attend(q, k, v, block_mask=mask())
+
+
+def causal(b, h, i, j):
+    return i >= j
 
 
 def row_inputs(q):
@@ -117,14 +136,14 @@ def time_kernels(T, width, args, machine):
             backward[name] = partial(torch.autograd.grad, o, (q, k, v), do[:, :o.shape[1]], retain_graph=True)
             backward[name]()                    # do is cut because tda's output has half of the heads
         except Exception as e:                  # torch raises many kinds of errors for a backend that it lacks here
-            if name in PRODUCTS:                # ours must run
+            if name in PRODUCTS and not isinstance(e, torch.OutOfMemoryError):          # ours must run
                 raise
             backward.pop(name, None)
-            rows[name] = {"missing": str(e).splitlines()[0]}
+            rows[name] = {"missing": (str(e) or type(e).__name__).splitlines()[0]}
     seconds = {"forward": machine.race({name: cases[name][0] for name in backward}, args.repeats),
                "backward": machine.race(backward, args.repeats)}
     both = {name: sum(times[name] for times in seconds.values()) for name in backward}
-    base = "softmax" if "softmax" in backward else next(iter(backward))
+    base = "softmax" if "softmax" in backward else next(iter(backward), None)
     for name in backward:
         # a product is 2 T T width operations for each head, of which causality needs half
         operations = {way: n * batch * heads * T * T * width for way, n in zip(seconds, cases[name][1:], strict=True)}

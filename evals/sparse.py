@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import kernels
 from common.machine import Machine
+from common.tiles import TRITON
 from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
 from mixers.focus import Focus, sets_of, sparse
 
@@ -28,11 +29,11 @@ def command(args, run):
     lengths = args.lengths or "1024,4096,16384" + ",65536,262144,1048576" * gpu
     if gpu and not args.out:
         args = dataclasses.replace(args, out=file_of_gpu("speed-focus", machine.device))
-    found = {T: time_length(T, args.n_head, args.repeats, machine) for T in whole_numbers(lengths, "lengths")}
-    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
-    numbers = {"machine": str(machine), "triton": triton, "heads": args.n_head, "width": WIDTH, "window": WINDOW,
-               "lengths": found}
-    save_numbers(args.out, numbers)
+    numbers = {"machine": str(machine), "triton": TRITON if kernels.AVAILABLE else None, "heads": args.n_head,
+               "width": WIDTH, "window": WINDOW, "lengths": {}}
+    for T in whole_numbers(lengths, "lengths"):
+        numbers["lengths"][T] = time_length(T, args.n_head, args.repeats, machine)
+        save_numbers(args.out, numbers)         # after every length: the next one may be too large for the memory
     return numbers, text_of(numbers)
 
 
