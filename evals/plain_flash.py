@@ -2,15 +2,15 @@
 
 FlashAttention-2 (Dao 2023, arXiv 2307.08691) in the form and with the tiles of Triton's tutorial 06, written anew. The
 forward pass keeps 128 rows and walks over 64 keys at a time. The backward pass has a program for 128 keys, which walks
-over 32 rows at a time, and one for 128 rows, which walks over 32 keys at a time. Both walk first over full tiles, then
-over those on the diagonal, which need a mask. q, k, v (B, H, T, D): contiguous, of one dtype, T a multiple of 128 and D
-a power of two of at least 16.
+over 32 rows at a time, and one for 128 rows, which walks over 32 keys at a time. Tiles on the diagonal need a mask. The
+tutorial's tiles are for a width of 64. At a width of 128 a tile has 8 warps in place of 4, and the backward pass has 3
+stages in place of 5, because registers spill otherwise. q, k, v (B, H, T, D): contiguous, of one dtype, T a multiple of
+128 and D a power of two of at least 16.
 """
 import torch
 
-from kernels import jit, tl, triton
+from kernels import BINARY, LN2, jit, tl, triton
 
-LOG2E = 1.4426950408889634
 SIDE, STEP, FORWARD_STEP = 128, 32, 64          # rows or keys of a program, and how many of the others it takes at once
 
 
@@ -45,11 +45,10 @@ def forward(q, k, v, o, lse, T, scale, D: tl.constexpr, M: tl.constexpr, N: tl.c
 
 
 @jit
-def weights(q_tile, k_tile, lse, head, i, j, T, scale, near: tl.constexpr):
-    """p_ij of a tile, (rows, keys)."""
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-    p = tl.exp2(s - tl.load(lse + head * T + i)[:, None])
-    return tl.where(i[:, None] >= j[None, :], p, 0.) if near == 1 else p
+def weights(left, right, lse, seen, scale, near: tl.constexpr):
+    """p of a tile: (rows, keys) if left are queries and right are keys, else (keys, rows), with lse and seen alike."""
+    p = tl.exp2(tl.dot(left, tl.trans(right), input_precision="ieee") * scale - lse)
+    return tl.where(seen, p, 0.) if near == 1 else p
 
 
 @jit
@@ -63,12 +62,13 @@ def backward_keys(q, k, v, do, lse, delta, dk, dv, T, scale, D: tl.constexpr, M:
         for row in tl.range(start + far * N, start + N if far == 0 else T, M):
             i = row + tl.arange(0, M)
             q_tile, do_tile = tl.load(tile_at(q, head, row, T, D, M)), tl.load(tile_at(do, head, row, T, D, M))
-            p = weights(q_tile, k_tile, lse, head, i, j, T, scale, 1 - far)
-            dv_sum = tl.dot(tl.trans(p).to(do_tile.dtype), do_tile, dv_sum, input_precision="ieee")
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-            ds = p * (dp - tl.load(delta + head * T + i)[:, None])
-            dk_sum = tl.dot(tl.trans(ds).to(q_tile.dtype), q_tile, dk_sum, input_precision="ieee")
-    tl.store(tile_at(dk, head, start, T, D, N), (dk_sum * (scale * 0.6931471805599453)).to(dk.dtype.element_ty))
+            # (keys, rows): p and ds then need no transposition, which would cost registers
+            p = weights(k_tile, q_tile, tl.load(lse + head * T + i)[None, :], i[None, :] >= j[:, None], scale, 1 - far)
+            dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision="ieee")
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+            ds = p * (dp - tl.load(delta + head * T + i)[None, :])
+            dk_sum = tl.dot(ds.to(q_tile.dtype), q_tile, dk_sum, input_precision="ieee")
+    tl.store(tile_at(dk, head, start, T, D, N), (dk_sum * (scale * LN2)).to(dk.dtype.element_ty))
     tl.store(tile_at(dv, head, start, T, D, N), dv_sum.to(dv.dtype.element_ty))
 
 
@@ -77,15 +77,16 @@ def backward_rows(q, k, v, do, lse, delta, dq, T, scale, D: tl.constexpr, M: tl.
     start, head = tl.program_id(0) * M, tl.program_id(1).to(tl.int64)
     i = start + tl.arange(0, M)
     q_tile, do_tile = tl.load(tile_at(q, head, start, T, D, M)), tl.load(tile_at(do, head, start, T, D, M))
-    d = tl.load(delta + head * T + i)
+    total, d = tl.load(lse + head * T + i)[:, None], tl.load(delta + head * T + i)[:, None]
     dq_sum = tl.zeros((M, D), tl.float32)
     for near in tl.static_range(2):
         for column in tl.range(near * start, start + near * M, N):
             k_tile, v_tile = tl.load(tile_at(k, head, column, T, D, N)), tl.load(tile_at(v, head, column, T, D, N))
-            p = weights(q_tile, k_tile, lse, head, i, column + tl.arange(0, N), T, scale, near)
-            ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - d[:, None])
+            j = column + tl.arange(0, N)
+            p = weights(q_tile, k_tile, total, i[:, None] >= j[None, :], scale, near)
+            ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - d)
             dq_sum = tl.dot(ds.to(k_tile.dtype), k_tile, dq_sum, input_precision="ieee")
-    tl.store(tile_at(dq, head, start, T, D, M), (dq_sum * (scale * 0.6931471805599453)).to(dq.dtype.element_ty))
+    tl.store(tile_at(dq, head, start, T, D, M), (dq_sum * (scale * LN2)).to(dq.dtype.element_ty))
 
 
 class PlainFlash(torch.autograd.Function):
@@ -96,9 +97,9 @@ class PlainFlash(torch.autograd.Function):
         (B, H, T, D), o = q.shape, torch.empty_like(q)
         if T % SIDE or not q.is_contiguous() or D != triton.next_power_of_2(D):
             raise ValueError(f"T must be a multiple of {SIDE}, D a power of two, and q contiguous")
-        lse, ctx.scale = q.new_empty(B, H, T, dtype=torch.float32), LOG2E * D ** -0.5   # scores count in powers of 2
+        lse, ctx.scale = q.new_empty(B, H, T, dtype=torch.float32), BINARY * D ** -0.5   # scores count in powers of 2
         forward[T // SIDE, B * H](q, k, v, o, lse, T, ctx.scale, D, SIDE, FORWARD_STEP, num_stages=3,
-                                  num_warps=4 if D == 64 else 8)
+                                  num_warps=4 if D <= 64 else 8)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
@@ -108,7 +109,8 @@ class PlainFlash(torch.autograd.Function):
         (B, H, T, D), do = q.shape, do.contiguous()
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
         delta, grid = (o.float() * do.float()).sum(-1), (T // SIDE, B * H)
-        like = {"num_warps": 4, "num_stages": 5}
+        # with the tutorial's 4 warps and 5 stages, a width of 128 would spill hundreds of bytes of registers
+        like = {"num_warps": 4, "num_stages": 5} if D <= 64 else {"num_warps": 8, "num_stages": 3}
         backward_keys[grid](q, k, v, do, lse, delta, dk, dv, T, ctx.scale, D, STEP, SIDE, **like)
         backward_rows[grid](q, k, v, do, lse, delta, dq, T, ctx.scale, D, SIDE, STEP, **like)
         return dq, dk, dv
