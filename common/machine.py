@@ -4,6 +4,7 @@
 """
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import re
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# dense TFLOP/s in 16 bits, from the data sheets, by the first name that is part of the device's name
+# dense TFLOP/s in 16 bits, from the data sheets, by the first of these words that the device's name contains
 PEAK_TFLOPS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70, "4090": 165,
-    "3090": 71, "V100": 125, "T4": 65,
+    "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
+    "A10G": 70, "4090": 165, "3090": 71, "V100": 125, "T4": 65,
 }
 
 
@@ -101,7 +102,7 @@ class Machine:
         """FLOP/s of dense products in this precision, from the device's data sheet; None if unknown."""
         cuda = self.device.type == "cuda" and self.dtype != "float32"
         name = torch.cuda.get_device_name(self.device) if cuda else ""
-        return next((1e12 * tera for part, tera in PEAK_TFLOPS.items() if part in name), None)
+        return next((1e12 * tera for words, tera in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
     def seconds(self, run):
         """How long run() keeps the device busy. On CUDA by the device's own clock, after flushing the L2 cache."""
@@ -113,13 +114,17 @@ class Machine:
             start.record()
             run()
             end.record()
-            torch.cuda.synchronize()
+            self.finish()
             return start.elapsed_time(end) / 1000
         started = time.perf_counter()
         run()
-        if self.device.type == "mps":
-            torch.mps.synchronize()
+        self.finish()
         return time.perf_counter() - started
+
+    def finish(self):
+        """Wait until the device has computed everything. An error in a kernel is raised here at the latest."""
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
 
     def race(self, cases, rounds):
         """Median seconds of each case {name: function}. Cases take turns, so noise affects all alike."""
@@ -130,6 +135,12 @@ class Machine:
                 if number >= 2:                 # the first two rounds warm up
                     seconds[name].append(passed)
         return {name: float(np.median(values)) for name, values in seconds.items()}
+
+    def free_memory(self):
+        """Return memory that no tensor uses to the device, for the next model or another process."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def peak_memory(self, run):
         """Peak bytes of tensors during run(), without those that existed before."""
@@ -180,6 +191,11 @@ def gpu_name(device):
     if device.type != "cuda":
         return device.type
     return re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower().removeprefix("nvidia "))
+
+
+def load_average():
+    """How busy the machine was in the last 1, 5 and 15 minutes; None on Windows, which does not count it."""
+    return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 
 def pick_device(name, local_rank):

@@ -6,14 +6,13 @@ tokens, so scores are almost even: `magicpig` finds a few percent of all keys, w
 
 The whole step (`layer`) appends the new token to the cache and rotates keys, which copies the cache in this code. The
 attention alone (`attend`) gets queries, keys, values and, for token selection, the index. Decoding on a large machine
-waits for memory. So the bytes that a step must read tell how fast it could be: `traffic` is their ratio.
+waits for memory. So the bytes that a step must read tell how fast it could be. `traffic`: softmax's bytes divided by
+the recipe's, the speed if only memory counted.
 """
-import os
-
 import torch
 
 import mixers
-from common.machine import Machine
+from common.machine import Machine, load_average
 from evals.instrument import save_numbers, table, whole_numbers
 from mixers.recurrent import Recurrent
 from model import GPTConfig
@@ -25,7 +24,7 @@ HARD = {"focus (1 of 4 groups)": {"attn": "focus", "topk": 1}}          # beside
 def command(args, names):
     """Time decoding steps of these recipes at several lengths of the cache. Returns numbers and text."""
     machine = Machine(args.device, args.dtype)
-    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    load = load_average()
     found = {T: at_length(T, names, args, machine)
              for T in whole_numbers(args.lengths or "1024,4096,16384", "lengths")}
     numbers = {"machine": str(machine), "load_average": load, "heads": args.n_head, "width": WIDTH, "lengths": found}

@@ -4,12 +4,11 @@ All recipes take turns in one process, for many rounds (Machine.race). Other pro
 alike, so ratios are reliable even if seconds are not. --kernels is in evals/kernels.py, --live in evals/live.py,
 --focus in evals/sparse.py, --decode in evals/decode.py, --tune in evals/tune.py, --everything in evals/everything.py.
 """
-import os
 from dataclasses import dataclass
 
 import attention
 from common.flags import at_least, knob
-from common.machine import Machine
+from common.machine import Machine, load_average
 from evals import decode, everything, kernels, live, sparse, tune
 from evals.instrument import Common, OpenedRun, recipe_names, save_numbers, table, whole_numbers
 from evals.steps import cases_of, compare, memory_of, sequences
@@ -70,8 +69,7 @@ def command(args, run):
     if args.live:
         return live.command(args, open_run(args))
     machine, cases = Machine(args.device, args.dtype), cases_of(recipe_names(args.attn))
-    # shows a reader of the figures how busy the machine was; Windows has no load average
-    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    load = load_average()                       # shows a reader of the figures how busy the machine was
     speeds = {T: compare(cases, T, args, machine) for T in whole_numbers(args.lengths or "256,1024", "lengths")}
     memory = memory_of(cases, whole_numbers(args.memory, "memory") if args.memory else [], args, machine)
     numbers = {"machine": str(machine), "load_average": load, "lengths": speeds, "memory_mb": memory}
