@@ -1,13 +1,12 @@
-"""speed --everything: in a few minutes, all that only a GPU can tell.
+"""speed --everything: the measurements that need a GPU, in a few minutes.
 
-The parts stand in PARTS, in the order of worth. Each has a share of the minutes, and gets what earlier parts have left
-over. A part is a list of steps, also in the order of worth. Its file results/gpu-<part>-<gpu>.json is written anew
-after every step, and then the page docs/gpu.md from all of them. So whatever cuts the command off, the results until
-then are on the disk. A step that fails is noted with its error, and the next one follows. At the end the command names
-the steps for which no time was left.
+PARTS lists the parts, the most useful first. Each has a share of the minutes, and gets what earlier parts have left
+over. A part is a list of steps, also the most useful first. Its file results/gpu-<part>-<gpu>.json is written anew
+after every step, and then the page docs/gpu.md from all of them. If the command is cut off, all finished steps are on
+the disk. A step that fails is noted with its error, and the next one follows. At the end the command names the steps
+for which no time was left.
 """
 import dataclasses
-import gc
 import sys
 import time
 from collections.abc import Callable
@@ -23,10 +22,10 @@ import mixers
 from common import files
 from common.machine import Machine, gpu_name
 from common.runs import ROOT
-from common.tiles import keep_tiles
+from common.tiles import TRITON, keep_tiles
 from evals import live, sparse
-from evals.instrument import (Common, OpenedRun, markdown, model_config, progress, save_numbers,
-                              train_if_missing)
+from evals.decode import HARD
+from evals.instrument import Common, OpenedRun, markdown, model_config, progress, save_numbers, train_if_missing
 from evals.kernels import time_kernels
 from evals.steps import compare, training_step
 from evals.tune import largest_error, rounding
@@ -36,7 +35,7 @@ from training.presets import PRESETS
 MINUTES = 8                                     # the default budget
 clock = time.monotonic                          # tests replace it
 
-# recipes that together use every kernel, those of most users first
+# recipes that together use every kernel, those of most users first; HARD is the Focus that the kernels compute
 CHECKED = ("softmax", "elastic", "tda", "gated_deltanet", "entmax", "softpick", "sigmoid", "relu", "lazy", "window",
            "gla", "sparsemax", "lssar", "tra", "elu", "linear", "asentmax", "retnet", "deltanet", "linear_state")
 FIRST = ("softmax", "elastic", "lazy", "tda", "gated_deltanet", "softpick", "entmax", "sigmoid", "gated", "window")
@@ -83,7 +82,7 @@ class Part(NamedTuple):
 
 
 def command(args, run):
-    """Measure all that needs a GPU, in the order of worth, until the minutes are over. Each part saves its results."""
+    """Measure what needs a GPU, the most useful first, until the minutes are over. Each part saves its results."""
     machine = Machine(args.device, args.dtype)
     gpu = machine.device.type == "cuda"
     folder = Path(args.out or (ROOT / "results" if gpu else "out/everything"))
@@ -91,7 +90,7 @@ def command(args, run):
     seconds, began, passed, found = 60 * (args.minutes or MINUTES), clock(), 0.0, {}
     for name, part in PARTS.items():
         passed += part.share / sum(part.share for part in PARTS.values())
-        head = {"machine": str(machine), "triton": getattr(kernels.triton, "__version__", None), "about": part.about}
+        head = {"machine": str(machine), "triton": TRITON, "about": part.about}
         numbers = found[name] = head | {"tables": {}, "left": []}
         for step in progress(part.steps(Sizes() if gpu else TRIAL, machine, folder), True):
             if clock() > began + seconds * passed:
@@ -125,14 +124,16 @@ def save(found, name, folder, page, machine):
 def checks(sizes, machine, folder):
     """The kernels against the same layer in PyTorch in float64."""
     dtypes = ["float32"] if kernels.INTERPRETED else ["bfloat16", "float16", "float32"]
-    return [Step(dtype, attn, partial(errors_of, attn, dtype, sizes.check, machine))
-            for dtype in dtypes for attn in CHECKED]
+    cases = {name: {"attn": name} for name in CHECKED} | HARD
+    return [Step(dtype, name, partial(errors_of, name, choices, dtype, sizes.check, machine))
+            for dtype in dtypes for name, choices in cases.items()]
 
 
-def errors_of(attn, dtype, size, machine):
-    """{attn: relative errors of the output and of the gradients of q, k and v, and the error that rounding allows}."""
+def errors_of(name, choices, dtype, size, machine):
+    """{name: relative errors of the output and of the gradients of q, k and v, the largest error of a gradient of the
+    layer's parameters (None: attention uses no parameters), and the error that rounding allows}."""
     T, heads, width = size
-    config = {"attn": attn, "n_layer": 1, "n_head": heads, "n_embd": heads * width, "block_size": T, "vocab_size": 1}
+    config = choices | {"n_layer": 1, "n_head": heads, "n_embd": heads * width, "block_size": T, "vocab_size": 1}
     fused, judge = (mixers.layer_of(GPTConfig(kernel=kernel, **config), 0).to(machine.device).eval()
                     for kernel in ("triton", "torch"))
     judge.load_state_dict(fused.state_dict())
@@ -145,10 +146,12 @@ def errors_of(attn, dtype, size, machine):
         leaves = [part.detach().to(kind).requires_grad_() for part in drawn]
         o = module.attend(*leaves, x.to(torch.float64 if module is judge else torch.float32), module.distance())
         upstream = torch.randn_like(o) if upstream is None else upstream.to(kind)
-        results.append([o.detach(), *torch.autograd.grad(o, leaves, upstream)])
-    errors = [largest_error([a], [b]) for a, b in zip(*results, strict=True)]
-    return {attn: dict(zip(("output", "dq", "dk", "dv"), errors, strict=True)) | {
-        "allowed": rounding(getattr(torch, dtype))}}
+        # projections, which attend() does not use, have no gradient
+        gradients = torch.autograd.grad(o, [*leaves, *module.parameters()], upstream, allow_unused=True)
+        results.append([o.detach(), *(gradient for gradient in gradients if gradient is not None)])
+    output, dq, dk, dv, *others = (largest_error([a], [b]) for a, b in zip(*results, strict=True))
+    return {name: {"output": output, "dq": dq, "dk": dk, "dv": dv, "parameters": max(others, default=None),
+                   "allowed": rounding(getattr(torch, dtype))}}
 
 
 def kernel_speeds(sizes, machine, folder):
@@ -172,7 +175,7 @@ def training_steps(sizes, machine, folder):
 
 def one_step(name, attn, kernel, preset, machine):
     """{name: tokens per second, share of the device's peak FLOP/s, and memory with weights and optimizer}."""
-    gc.collect()                                # the last model is gone from memory
+    machine.free_memory()                       # of the last model
     made = {}
 
     def two_steps():
@@ -192,15 +195,18 @@ def skipped_tiles(sizes, machine, folder):
     out_dir = folder / "tda" if folder != ROOT / "results" else ROOT / "out/gpu-tda"
 
     def train():
-        meta = train_if_missing(out_dir, [*sizes.trained, f"--out_dir={out_dir}", f"--device={machine.device.type}",
+        machine.free_memory()                   # another process trains on the same GPU
+        meta = train_if_missing(out_dir, [*sizes.trained, f"--out_dir={out_dir}", f"--device={machine.device}",
                                           f"--dtype={machine.dtype}"])
         return {"tda": {"steps": meta["losses"]["step"], "validation loss": meta["losses"]["val"]}}
 
     def look(T):
-        run = OpenedRun(Common(out_dir=str(out_dir), device=str(machine.device), dtype=machine.dtype),
-                        {"kernel": "triton"})
-        layers = live.look_at_layers(run, T, sizes.rounds(T))
-        keep_tiles(None, "")                    # later parts use this GPU's tiles, not those of the run
+        try:
+            run = OpenedRun(Common(out_dir=str(out_dir), device=str(machine.device), dtype=machine.dtype),
+                            {"kernel": "triton"})
+            layers = live.look_at_layers(run, T, sizes.rounds(T))
+        finally:
+            keep_tiles(None, "")                # later parts use this GPU's tiles, not those of the run
         return {f"layer {layer}": {"live tiles": row["live_tiles"] / row["tiles"],
                                    "live pairs": row["live_pairs"] / row["pairs"], "gain": row["gain"]}
                 for layer, row in enumerate(layers)}
@@ -249,7 +255,8 @@ PARTS = {
 def page_of(found):
     """The page, from the numbers of all parts so far."""
     first = next(iter(found.values()))
-    lines = ["# On a GPU", "`python eval.py speed --everything` measured these numbers and wrote this page.",
+    title = "# On a GPU" if first["machine"].startswith("cuda") else "# A trial without a GPU: these times mean nothing"
+    lines = [title, "`python eval.py speed --everything` measured these numbers and wrote this page.",
              f"Machine: {first['machine']}, triton {first['triton']}."]
     for numbers in found.values():
         lines.append(f"## {numbers['about']}")

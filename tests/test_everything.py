@@ -12,6 +12,7 @@ import eval as eval_script
 import mixers
 from common.machine import Machine
 from evals import everything, kernels
+from evals.decode import HARD
 from evals.plain_flash import PlainFlash
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]      # see test_kernels.py
@@ -44,8 +45,10 @@ def test_every_part_runs_from_end_to_end(all_rules, minutes, monkeypatch, data, 
         assert part.about in page and found[name]["tables"] and not found[name]["left"]
     rows = {name: row for part in found.values() for table in part["tables"].values() for name, row in table.items()}
     assert not [row for row in rows.values() if "error" in row]
-    for row in found["check"]["tables"]["float32"].values():
-        below(max(row[name] for name in ("output", "dq", "dk", "dv")), row["allowed"])
+    checked = found["check"]["tables"]["float32"]
+    for row in checked.values():
+        below(max(row[name] or 0 for name in ("output", "dq", "dk", "dv", "parameters")), row["allowed"])
+    assert {*HARD, "tda"} <= checked.keys() and checked["tda"]["parameters"] > 0
     steps, = found["steps"]["tables"].values()
     assert steps.keys() == {"softmax (sdpa)", *mixers.trained_recipes()}
     assert all(row["tokens_per_s"] == 16000 and row["memory_gb"] > 0 for row in steps.values())
@@ -70,7 +73,7 @@ def test_what_no_longer_fits_is_named_and_a_failure_stops_nothing(minutes, monke
     assert one["tables"] == {"table": {"a": {"x": 1}, "bad": {"error": "RuntimeError: the device is gone"}}}
     assert list(two["tables"]["table"]) == [*"cdefghi"] and two["left"] == ["table: j"]
     assert "bad is missing: RuntimeError: the device is gone" in said and "for 1 steps: table: j" in said
-    assert "RuntimeError" in err and "| i | 1 |" in said
+    assert "RuntimeError" in err and "| i | 1 |" in said and "# A trial without a GPU" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (DEVICE == "cuda"))
