@@ -48,16 +48,18 @@ def file_of_tiles(gpu):
 
 
 def tiles_of(record, gpu, place):
-    """The tiles in a record for this GPU; {} if another Triton chose them, since they may not fit into its registers
-    or shared memory. Raises ValueError, with the record's place, if it is damaged or another GPU's."""
+    """The tiles in a record for this GPU; {} if another Triton chose them, since this Triton may need more registers or
+    shared memory for them. Raises ValueError, with the record's place, a file or a description, if the record is
+    damaged or another GPU's."""
     record = record if isinstance(record, dict) else {}
-    tiles = record.get("tiles")
-    if not isinstance(tiles, dict) or not all(is_tile(name, tile) for name, tile in tiles.items()):
-        raise ValueError(f"{place} does not hold tiles of kernels: delete it "
-                         "(python eval.py speed --tune writes such a file anew)")
-    if record.get("gpu") != gpu:
-        raise ValueError(f"{place} has the tiles of {record.get('gpu')}, but this GPU is {gpu}: delete it "
-                         "(python eval.py speed --tune writes such a file anew)")
+    tiles, advice = record.get("tiles"), "delete it"
+    if isinstance(place, Path):
+        advice += " (python eval.py speed --tune writes such a file anew)"
+    if not isinstance(tiles, dict) or not all(is_tile(name, tile) for name, tile in tiles.items()) or (
+            not isinstance(record.get("gpu"), str)):
+        raise ValueError(f"{place} does not hold tiles of kernels: {advice}")
+    if record["gpu"] != gpu:
+        raise ValueError(f"{place} has the tiles of {record['gpu']}, but this GPU is {gpu}: {advice}")
     return {name: tuple(tile) for name, tile in tiles.items()} if record.get("triton") == TRITON else {}
 
 
@@ -83,4 +85,5 @@ def keep_tiles(record, meta):
     CHOSEN.clear()
     if record is not None:
         gpu = record.get("gpu") if isinstance(record, dict) else None
-        CHOSEN[gpu] = tiles_of(record, gpu, f'the entry "tiles" in {meta}')
+        tiles = tiles_of(record, gpu, f'the entry "tiles" in {meta}')   # also checks that gpu is a name
+        CHOSEN[gpu] = tiles

@@ -98,8 +98,8 @@ def command(args, run):
     warnings.filterwarnings("ignore")
     names = chosen(args.calls, "calls", (*CALLS, *ATTENTION, *STATES))
     calls = [call for name in names for call in CALLS.get(name, [name])]
-    cases = [Case(*case) for case in itertools.product(
-        whole_numbers(args.sm, "sm"), chosen(args.dtype, "dtype", DTYPES), whole_numbers(args.width, "width"), calls)]
+    dtypes, widths = chosen(args.dtype, "dtype", DTYPES), whole_numbers(args.width, "width", least=1)
+    cases = [Case(*case) for case in itertools.product(whole_numbers(args.sm, "sm"), dtypes, widths, calls)]
     if args.choose:
         return choose(args.choose, cases)
     with multiprocessing.Pool(args.processes) as pool:

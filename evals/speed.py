@@ -20,7 +20,8 @@ class Speed:
     attn: str = knob("all", "recipes, separated by commas")
     lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; with --kernels 1024,4096,16384 "
                             "(on a CPU 64,128); with --focus 1024,4096,16384 (on a GPU up to a million); with "
-                            "--decode 1024,4096,16384; with --live the run's block_size")
+                            "--decode 1024,4096,16384; with --live the run's block_size; with --tune 4096, and only "
+                            "the longest counts")
     memory: str = knob("4096,8192,16384", "measure the attention's memory at these lengths, separated by commas; "
                                           "empty: skip it")
     tokens: int = knob(0, "tokens of a training step, or of a call of a kernel; "
@@ -38,7 +39,7 @@ class Speed:
     decode: bool = knob(False, "instead, time a decoding step of one layer with long caches, and count the bytes of "
                                "keys, values or state that it reads")
     tune: bool = knob(False, "instead, choose the kernels' tiles by timing them on this GPU; the kernels use them from "
-                             "then on")
+                             "then on, unless --out names another file than theirs")
     everything: bool = knob(False, "instead, measure on this GPU, in a few minutes, all that needs one, and write "
                                    "docs/gpu.md")
     minutes: float = knob(0.0, "budget of --tune (0: 5) and of --everything (0: 8)")
@@ -51,6 +52,9 @@ class Speed:
 
     def __post_init__(self):
         at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, repeats=1, minutes=0)
+        for name in ("lengths", "memory", "widths"):
+            if getattr(self, name):
+                whole_numbers(getattr(self, name), name, least=1)       # raises ValueError
 
 
 def command(args, run):

@@ -3,11 +3,12 @@
 The tables in kernels.py and mixers/recurrent_kernels.py hold tiles that compile without spills. Which tile is fast can
 only be measured. Each choice starts from the table's tile and tries its neighbours: one side doubled or halved, other
 warps or stages. A neighbour that does not run, or whose result differs by more than rounding, is left out. The others
-take turns in one race, in which the table's tile runs twice. What its two times differ by is noise, and a neighbour
-wins only if it gains more than that.
+take turns in one race, in which the table's tile runs twice. The difference between its two times is the noise. A
+neighbour wins if it gains more than the noise and more than 1 %, and runs in all calls of its row. For a backward
+kernel, the whole backward pass that contains it is timed.
 
-Every choice is saved in results/tiles-<gpu>.json at once (see common/tiles.py). A second call goes on with the choices
-that are left.
+Every choice is saved in results/tiles-<gpu>.json at once (see common/tiles.py). A choice that fails, because even the
+table's tile does not run here, is noted with its error. A second call goes on with the choices that are left.
 """
 import dataclasses
 import itertools
@@ -34,7 +35,7 @@ SHORT = 256                                     # tokens of the calls in which a
 # Kernels of a row of tiles are timed in the call of most users: {row: {column: call}}. "": all other columns
 TIMED = {"plain": {"forward with U": "elastic", "": "softmax"}, "heavy": {"forward": "lssar", "": "entmax"},
          "mix": {"": "tra+mix"}, "states": {"": "gated_deltanet"}, "states+channels": {"": "gla"}}
-# the order of worth
+# the most useful first
 ROWS = ("plain", "states", "plain+busy", "heavy", "mix", "heavy+busy", "mix+busy", "states+channels")
 clock = time.monotonic                          # tests replace it
 
@@ -65,7 +66,8 @@ class Choice(NamedTuple):
 
 
 def command(args, run):
-    """Time tiles of our kernels on this GPU, and write the fastest to a file that the kernels read from then on."""
+    """Time tiles of our kernels on this GPU, and write the fastest to a file. From then on the kernels read
+    results/tiles-<gpu>.json, which is this file unless --out names another."""
     machine = Machine(args.device, args.dtype)
     q = torch.empty(1, dtype=getattr(torch, machine.dtype), device=machine.device)
     for bad, why in kernels.problems_anywhere(q, q, q):
@@ -75,6 +77,7 @@ def command(args, run):
     args = with_sizes(dataclasses.replace(args, out=path, lengths=args.lengths or "4096" * gpu), machine)
     record = {"machine": str(machine)} | record_of_tiles(machine.device) | earlier_choices(path, machine)
     CHOSEN[record["gpu"]] = tiles = record["tiles"]     # from now on the kernels take what is put here
+    record["failed"] = failed = {}
     left, end = [], clock() + 60 * (args.minutes or MINUTES)
     for choice in progress(list(all_choices(args, machine)), True):
         if choice.name in tiles:
@@ -82,13 +85,16 @@ def command(args, run):
         if clock() > end:
             left.append(choice.name)
             continue
-        record["choices"][choice.name] = choose(choice, args, machine, tiles)
+        try:
+            record["choices"][choice.name] = choose(choice, args, machine, tiles)
+        except Exception as e:                  # see what_is_wrong; here even the table's tile fails
+            failed[choice.name] = reason(e)
         save_numbers(path, record)
     return record | {"left": left}, text_of(record, left, path)
 
 
 def file_to_write(args, machine):
-    """The file that the kernels of this GPU read. Without a GPU nothing is saved unless --out names a file."""
+    """The file of --out, or else the file that the kernels of this GPU read. "": without a GPU nothing is saved."""
     gpu = machine.device.type == "cuda"
     return args.out or (str(file_of_tiles(gpu_name(machine.device))) if gpu else "")
 
@@ -96,17 +102,21 @@ def file_to_write(args, machine):
 def earlier_choices(path, machine):
     """The entries "tiles" and "choices" of the file, empty if there is none or another Triton made it."""
     stored = files.read_json(path) if path and Path(path).exists() else None
-    tiles = {} if stored is None else tiles_of(stored, gpu_name(machine.device), path)
+    tiles = {} if stored is None else tiles_of(stored, gpu_name(machine.device), Path(path))
     choices = stored.get("choices", {}) if tiles else {}
     return {"tiles": tiles, "choices": {name: choices[name] for name in tiles if name in choices}}
 
 
 def all_choices(args, machine):
-    """Every kernel of every row, width and precision that this machine computes, in the order of worth."""
+    """Every kernel of every row, width and precision that this machine computes, the most useful first."""
+    widths = whole_numbers(args.widths, "widths")
+    if max(widths) > 256:
+        raise ValueError(f"--widths={args.widths}: the kernels have tiles for head dimensions up to 256: "
+                         "give smaller --widths")
     dtypes = [getattr(torch, machine.dtype)]
     if args.dtype == "auto" and machine.dtype != "float32":
         dtypes.append(torch.float32)
-    for dtype, width, row in itertools.product(dtypes, whole_numbers(args.widths, "widths"), ROWS):
+    for dtype, width, row in itertools.product(dtypes, widths, ROWS):
         columns = ["state"] if row.startswith("states") else list(kernels.COLUMNS)
         if row.startswith("mix"):               # rules with a second view save no U
             columns.remove("forward with U")
@@ -180,8 +190,13 @@ def what_is_wrong(run, expected):
     try:
         error = largest_error(run(), expected)
     except Exception as e:                      # which error a tile that does not fit raises depends on Triton
-        return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        return reason(e)
     return None if error <= rounding(expected[0].dtype) else f"another result: relative error {error:.2g}"
+
+
+def reason(error):
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def largest_error(found, expected):
@@ -205,6 +220,7 @@ def runs_everywhere(choice, run_with, T, args, machine, tile):
         try:
             with torch.set_grad_enabled(not (choice.column == "forward" and saves_u)):      # without gradients no U
                 run_with(tile, work(choice, call, T, args, machine))
+            machine.finish()                    # an error on the device counts for this tile, not for the next choice
         except Exception:                       # see what_is_wrong
             return False
     return True
@@ -265,12 +281,19 @@ def state_call(call, q, k, v, do):
 
 
 def text_of(record, left, path):
-    """A table of the choices, and what the budget left out."""
+    """A table of the choices, the choices that failed, and what the budget left out."""
     rows = [[name, shown(found["table"]), shown(found["tile"]), f"{found['gain']:.2f}", f"{found['noise']:.2f}"]
             for name, found in record["choices"].items()]
     text = [f"{record['machine']}, triton {record['triton']}",
-            table(rows, ["kernel", "table", "chosen", "speed", "noise"])]
+            table(rows, ["kernel", "table", "chosen", "speed of its pass", "noise"])]
+    text += [f"{name} failed: {why}" for name, why in record["failed"].items()]
     if left:
         text.append(f"the budget left out {len(left)} choices, the first {left[0]}: "
                     "call it again, and it goes on with these")
-    return "\n\n".join(text + ([f"saved in {path}: the kernels use these tiles from now on"] if path else []))
+    if path:
+        theirs = file_of_tiles(record["gpu"])
+        used = "the kernels use these tiles from now on"
+        if Path(path).resolve() != theirs.resolve():
+            used = f"the kernels read only {theirs}: copy it there"
+        text.append(f"saved in {path}: {used}")
+    return "\n\n".join(text)

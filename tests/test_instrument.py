@@ -203,7 +203,7 @@ def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_othe
 
 
 def test_lists_are_read_from_text():
-    assert whole_numbers("256,1024") == [256, 1024] and recipe_names("softmax,elastic") == ["softmax", "elastic"]
+    assert whole_numbers("0,1024") == [0, 1024] and recipe_names("softmax,elastic") == ["softmax", "elastic"]
     assert "lazy" in recipe_names("all")
 
 

@@ -575,6 +575,10 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("loss --out_dir=x --windows=-1", "--windows=-1 must be a number of at least 0"),
         ("probe --out_dir=x --batch_size=0", "--batch_size=0 must be a number of at least 1"),
         ("probe --out_dir=x --attn=nonsense", "elastic"),
+        ("speed --lengths=long", "--lengths='long' must be whole numbers of at least 1"),
+        *((f"speed {flags}=0", f"{flags.split()[-1]}='0' must be whole numbers of at least 1") for flags in (
+            "--lengths", "--memory", "--kernels --widths", "--kernels --lengths", "--decode --lengths",
+            "--focus --lengths", "--tune --lengths", "--tune --widths", "--live --out_dir=x --lengths")),
         ("show nonsense", "elastic"),
         ("show --diff=nonsense", "elastic")]),
     ("eval.py", INPUT, [
@@ -584,7 +588,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("speed --attn=softmax,nonsense", "unknown --attn=nonsense: choose from softmax"),
         ("lab --attn=nonsense", "unknown --attn=nonsense: choose from .*elastic")]),
     ("eval.py", INPUT, whole(
-        "speed --lengths=long", "lab --seeds=x", "maps --out_dir={run} --heads=x",
+        "lab --seeds=x", "maps --out_dir={run} --heads=x",
         "lengths --out_dir={run} --lengths=long", "passkey --out_dir={run} --lengths=many")),
     ("eval.py", FLAGS, whole(
         "probe --out_dir={run} --lengths=4,x", "routers --out_dir={softmax} --k=x", "claims --seeds=a",

@@ -141,6 +141,34 @@ def test_a_gain_within_the_noise_does_not_count(monkeypatch, evaluate):
         assert (found["tile"] != found["table"]) == gains
 
 
+def test_a_choice_that_fails_is_noted_and_the_next_one_follows(fake_clock, monkeypatch, evaluate, capsys, results):
+    """The table's tile of one kernel does not fit. A second call tries it again."""
+    launch = kernels.launch
+
+    def faulty(kernel, *args):
+        if kernel is kernels.backward_keys:
+            raise RuntimeError("out of resource: shared memory")
+        launch(kernel, *args)
+
+    monkeypatch.setattr(tune, "neighbours", lambda *_: [])
+    monkeypatch.setattr(tune, "all_choices", choices(("backward_keys", "plain"), ("forward", "plain")))
+    monkeypatch.setattr(kernels, "launch", faulty)
+    found = evaluate("speed", "--tune", *SMALL, f"--out={results}")
+    assert found["failed"] == {name("backward_keys"): "RuntimeError: out of resource: shared memory"}
+    assert list(found["tiles"]) == list(found["choices"]) == [name("forward")]
+    monkeypatch.setattr(kernels, "launch", launch)
+    other = results.with_name("other.json")
+    results.rename(other)
+    eval_script.main(["speed", "--tune", *SMALL, f"--device={DEVICE}", f"--out={other}"])
+    said = capsys.readouterr().out
+    assert name("backward_keys") in said and "failed" not in said and f"read only {results}: copy it there" in said
+
+
+def test_a_width_without_tiles_is_refused(capsys):
+    code, line = complain(eval_script.main, capsys, "speed", "--tune", f"--device={DEVICE}", *SMALL, "--widths=64,512")
+    assert code == 1 and "--widths=64,512: the kernels have tiles for head dimensions up to 256" in line
+
+
 # ----------------------------------------------------------------------------------------------------- reading the file
 
 
@@ -166,7 +194,8 @@ def test_the_result_is_the_same_with_other_tiles(results):
     ("{", "not valid JSON"), ("[]", "does not hold tiles"),
     ('{"tiles": {"forward, plain": [24, 16, 4, 1]}}', "does not hold"),
     ('{"tiles": {"backward_table, plain+busy": [32, 16, 4, 1]}}', "does not"),
-    ('{"gpu": "h200", "tiles": {}}', "the tiles of h200, but this GPU is")])
+    ('{"gpu": "h200", "tiles": {}}', "the tiles of h200, but this GPU is"),
+    ('{"gpu": [1], "tiles": {}}', "does not hold tiles")])
 def test_a_damaged_or_foreign_file_is_one_line(content, says, results, data, capsys):
     import train
     results.write_text(content)
