@@ -120,7 +120,8 @@ def one_line_errors():
             if isinstance(e, RuntimeError) and not re.search(NO_MEMORY, str(e)):
                 raise
             why = (str(e) or "an allocation failed").splitlines()[0]
-            e = f"there is not enough memory ({why}): lower --batch_size or --block_size"
+            sizes = "--batch_size, --block_size or --lengths"
+            e = f"there is not enough memory ({why}): use smaller sizes, such as {sizes}"
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback
             raise
         what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"

@@ -223,9 +223,13 @@ def model_config(stored, given):
 # ----------------------------------------------------------------------------------------------------- training a run
 
 
-def train_if_missing(folder, flags):
+WITH_TRAIN_ARGS = ", and change its flags with --train_args"
+
+
+def train_if_missing(folder, flags, advice=""):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a process of its own,
-    unless the folder has a finished run with these flags that is newer than the run of --init_from."""
+    unless the folder has a finished run with these flags that is newer than the run of --init_from. advice: the rest of
+    the error message if training fails."""
     meta = finished_run(folder, flags)
     bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
     if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
@@ -233,7 +237,7 @@ def train_if_missing(folder, flags):
     print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
     if process_of("train.py", *flags, stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"{folder} was not finished: read the error above, and change its flags with --train_args")
+        raise ValueError(f"{folder} was not finished: read the error above{advice}")
     return files.read_json(folder / "meta.json")
 
 
@@ -297,10 +301,12 @@ def instead(model, look):
 # --------------------------------------------------------------------------------------------- lists, tables and JSON
 
 
-def whole_numbers(text, flag=""):
-    """The list in "256,1024", the value of the flag of this name. Raises ValueError on anything else."""
-    if not text or not all(number.isdigit() for number in text.split(",")):
-        raise ValueError(f"{flag and f'--{flag}='}{text!r} must be whole numbers separated by commas")
+def whole_numbers(text, flag="", least=0):
+    """The list in "256,1024", the value of the flag of this name. Raises ValueError on anything else, and on numbers
+    below `least`."""
+    if not text or not all(number.isdecimal() and int(number) >= least for number in text.split(",")):
+        bound = f" of at least {least}" if least else ""
+        raise ValueError(f"{flag and f'--{flag}='}{text!r} must be whole numbers{bound} separated by commas")
     return [int(number) for number in text.split(",")]
 
 

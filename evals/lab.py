@@ -22,6 +22,7 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
+    WITH_TRAIN_ARGS,
     markdown,
     marked,
     recipe_names,
@@ -99,7 +100,7 @@ def train_all(models, seeds, args):
     for seed in seeds:                          # an interrupted lab has all models of its first seeds
         for what, run in models.items():
             flags = train_flags(run, seed, args.out_dir, args.train_args)
-            metas[what].append(train_if_missing(folder_of(run, seed, args.out_dir), flags))
+            metas[what].append(train_if_missing(folder_of(run, seed, args.out_dir), flags, WITH_TRAIN_ARGS))
     return metas
 
 

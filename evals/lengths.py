@@ -17,6 +17,7 @@ import torch
 
 from common.flags import at_least, knob, shown
 from evals.instrument import (
+    WITH_TRAIN_ARGS,
     mean_and_error,
     model_config,
     table,
@@ -120,7 +121,7 @@ def finetuned(run, length, args):
     """The model of a run after args.finetune more steps at this length."""
     folder = Path(f"{run.out_dir}-{length}")
     flags = finetune_flags(run, length, args.finetune) + [f"--out_dir={folder}", *args.train_args.split()]
-    train_if_missing(folder, flags)
+    train_if_missing(folder, flags, WITH_TRAIN_ARGS)
     return run.beside(folder).model
 
 

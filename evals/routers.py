@@ -24,7 +24,7 @@ import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import mean_and_error, table, train_if_missing, whole_numbers, window_batches
+from evals.instrument import WITH_TRAIN_ARGS, mean_and_error, table, train_if_missing, whole_numbers, window_batches
 from evals.loss import token_losses
 from evals.pictures import frame, line_panel, pyplot, save_figure
 from model import GPT
@@ -171,7 +171,7 @@ def router(args, run, name, value):
     folder = Path(run.out_dir).resolve()
     folder = folder.with_name(f"{folder.name}-focus-{ending}")
     flags = router_flags(args, run, knobs, folder)
-    train_if_missing(folder, flags)
+    train_if_missing(folder, flags, WITH_TRAIN_ARGS)
     return {"value": value} | figures(args, run.beside(folder))
 
 

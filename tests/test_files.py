@@ -40,7 +40,7 @@ def test_lists_that_are_nested_too_deeply_are_no_json(tmp_path):
 def test_too_little_memory_is_reported_in_one_line(capsys):
     with pytest.raises(SystemExit), files.one_line_errors():
         torch.empty(1 << 50)
-    assert re.search("not enough memory.*lower --batch_size", capsys.readouterr().err)
+    assert re.search("not enough memory.*smaller sizes, such as --batch_size", capsys.readouterr().err)
     for error in (MemoryError(), MemoryError("5 GB"), RuntimeError("Storage size calculation overflowed, sizes=[9]")):
         with pytest.raises(SystemExit), files.one_line_errors():
             raise error
