@@ -61,9 +61,10 @@ def is_alive(process):
 
 
 def write_json(path, value):
+    """Write a value as indented JSON, with lists of numbers on one line."""
+    text = re.sub(r"\[\n([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(value, indent=2))
     with replacing(path, "w") as f:
-        json.dump(value, f, indent=2)
-        f.write("\n")
+        f.write(text + "\n")
 
 
 def parsed(text):
