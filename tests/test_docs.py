@@ -225,7 +225,11 @@ def test_verdicts_are_those_of_the_ledger(page):
     said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", text)
     for name, verdict in [pair for pair in said if pair[0] in CLAIMS]:
         assert verdict in verdicts_of(CLAIMS[name], found.get(name, {})).values(), name
+    verdicts = [verdicts_of(claim, found.get(name, {}))[""] for name, claim in CLAIMS.items()]
+    count = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     header = re.escape(f"| {' | '.join(VERDICTS)} |")
     for counts in re.findall(header + r" [-|]+ \|((?: \d+ \|)+)", text):
-        verdicts = [verdicts_of(claim, found.get(name, {}))[""] for name, claim in CLAIMS.items()]
-        assert [int(n) for n in re.findall(r"\d+", counts)] == [verdicts.count(verdict) for verdict in VERDICTS]
+        assert [int(n) for n in re.findall(r"\d+", counts)] == [*count.values()]
+    for counts in re.findall(r"We tested (\d+): (\d+) hold, (\d+) fail, (\d+) are mixed, and (\d+) could not be", text):
+        assert [int(n) for n in counts] == [len(CLAIMS) - count["not run here"], *(
+            count[verdict] for verdict in ("agrees", "contradicts", "mixed", "not testable"))]
