@@ -49,7 +49,8 @@ class ClaimsFlags:
     seeds: str = knob(SEEDS, "seeds, separated by commas")
     workers: int = knob(0, "jobs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob(OUT_DIR, "folder of the runs, shared with lab; finished runs are not trained again")
-    books: str = knob("books", "folder of texts for the class gpu-minutes; one of them must be moby-dick")
+    books: str = knob("books", "folder of texts for the classes cpu-hours and gpu-minutes; one of them must be "
+                                "moby-dick")
     train_args: str = knob("", "further flags for every train.py, such as '--max_iters=20 --n_layer=2' for a trial")
     results: str = knob("", "file of the numbers; empty: results/claims.json, or with --train_args "
                             "OUT_DIR/claims.json")

@@ -11,6 +11,7 @@ trained only once, even if several commands use it.
     long    the same task in sequences of 256 symbols, as many tokens a step
     text    4 layers, width 128, T = 256, the help pages of Python's library in bytes, 600 steps: 3 minutes on one core
     text6   the same with six layers
+    smollm2 routers beside the public weights of out/smollm2, T = 512, the same books in tokens: an hour on one core
     gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
 """
 import re
@@ -21,6 +22,7 @@ import attention
 
 SEEDS = "2,3,4"                                 # of the lab, its sweeps and the ledger, so that they share runs
 OUT_DIR = "out/lab"
+PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 
 # ---------------------------------------------------------------------------------------------------------- the tables
 
@@ -29,6 +31,7 @@ class Setup(NamedTuple):
     """A way to train every recipe. {data} and {books} are replaced by folders."""
     flags: str                                  # of train.py, before the recipe's own
     data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
+    cost: str = "lab"                           # of a run, a class of ledger.claim.COSTS
 
 
 BACKCOPY = "data/backcopy.py"
@@ -48,13 +51,15 @@ SETUPS = {
                   f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
     **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}",
                               f"{BACKCOPY} --no_bos --fixed_at={place}") for place in (4, 32)},
-    "text": Setup("--preset=tiny --max_iters=600"),
-    "text6": Setup("--preset=tiny --max_iters=600 --n_layer=6"),
-    "books": Setup("", f"{BOOKS} --tokenizer=out/smollm2"),              # for public weights
-    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes"),
+    "text": Setup("--preset=tiny --max_iters=600", cost="cpu-minutes"),
+    "text6": Setup("--preset=tiny --max_iters=600 --n_layer=6", cost="cpu-minutes"),
+    "smollm2": Setup("--dataset={data}/smollm2 --affinity=score --block_size=512 --learning_rate=1e-3 "
+                     "--warmup_iters=10 --eval_interval=100 --eval_iters=8", f"{BOOKS} --tokenizer=out/smollm2",
+                     "cpu-hours"),
+    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes", "gpu-minutes"),
     **{f"gpu-fixed{place}": Setup(
         f"{GPU} --dataset={{data}}/gpu-fixed{place}",
-        f"{BOOKS} --tokenizer=bytes --fixed_at={place} --length=512")
+        f"{BOOKS} --tokenizer=bytes --fixed_at={place} --length=512", "gpu-minutes")
        for place in (4, 8, 16, 32, 64)},
 }
 
@@ -109,9 +114,9 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "focus-random": f"{FROZEN} --max_iters=1", "focus-short": f"{FROZEN} --block_size=256 --window=64",
     "focus-k8": f"{FROZEN} --attn_args=groups=8",
     "focus-k8-random": f"{FROZEN} --attn_args=groups=8 --max_iters=1",
-    **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 10, 20)},
-    **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 16, 64, 512)},
-    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 128, 256)},
+    **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 20)},
+    **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 64, 512)},
+    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 256)},
     # two layers; two layers of four heads, before and after 250 steps with and without the balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
     "heads": f"--attn=softmax {HEADS}",
@@ -124,8 +129,8 @@ RECIPES = {                                     # {name: flags of train.py}, bes
 
 
 def folder_of(run, seed, out_dir):
-    """The folder of a run with a seed."""
-    return Path(out_dir) / f"{run}-{seed}"
+    """The folder of a run with a seed, or of public weights."""
+    return Path(PUBLIC.get(run, f"{out_dir}/{run}-{seed}"))
 
 
 def train_flags(run, seed, out_dir, more=""):
@@ -139,10 +144,10 @@ def train_flags(run, seed, out_dir, more=""):
 
 
 def base_of(run):
-    """The run of the same set-up that this one starts from, or None."""
+    """The run that this one starts from, of the same set-up, or the set-up's public weights; None if there is none."""
     recipe, at, setup = run.partition("@")
     found = re.search(r"--init_from=(\S+)", RECIPES.get(recipe, ""))
-    return found and found[1] + at + setup
+    return found and (setup if setup in PUBLIC else found[1] + at + setup)
 
 
 def flags_of(recipe, setup=""):

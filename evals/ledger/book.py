@@ -1,7 +1,8 @@
 """All claims, paper by paper: what each costs and what its evidence is, the jobs that it takes, and its verdicts."""
+from evals.lab_runs import PUBLIC, SETUPS
 from evals.ledger import emerges, focus, lazy, native_moe, threshold
-from evals.ledger.claim import NOT_RUN, judge, readings
-from evals.ledger.experiments import CONSTANT, PUBLIC, TIMED, job_of
+from evals.ledger.claim import COSTS, GRADES, NOT_RUN, judge, readings
+from evals.ledger.experiments import CONSTANT, TIMED, job_of
 
 FILES = (lazy, threshold, focus, native_moe, emerges)
 PAPERS = {paper.TITLE: paper.CLAIMS for paper in FILES}
@@ -16,30 +17,30 @@ def runs_of(reading):
     return " ".join(runs for _, runs in reading.reads.values()).split()
 
 
+def costs_of(reading):
+    """The cost classes of a reading's runs."""
+    return {"public-weights" if run in PUBLIC else "gpu-minutes" if run in TIMED else
+            SETUPS[run.partition("@")[2] or "lab"].cost for run in runs_of(reading)}
+
+
 def cost_of(claim, where):
-    """The cost class of one reading of a claim: the claim's own, or that of the other runs which it needs."""
-    if not where:
-        return claim.cost
-    runs = runs_of(readings(claim)[where])
-    gpu = any("@gpu" in run or run in TIMED for run in runs)
-    text = any("@text" in run for run in runs)
-    return ("gpu-minutes" if gpu else "public-weights" if any(run in PUBLIC for run in runs) else
-            "cpu-minutes" if text else "lab")
+    """The cost class of one reading of a claim: the claim's own, or that of the dearest run which it needs."""
+    return max(costs_of(readings(claim)[where]), key=list(COSTS).index) if where else claim.cost
 
 
 def grade_of(reading):
     """What kind of evidence a reading's numbers are, of claim.GRADES."""
-    runs = runs_of(reading)
-    return (reading.grade or ("real model" if any(run in PUBLIC for run in runs) else
-                              "small text" if any("@gpu" in run or run in TIMED for run in runs) else
-                              "tiny text" if any("@text" in run for run in runs) else "lab"))
+    return reading.grade or max((GRADE_OF[cost] for cost in costs_of(reading)), key=list(GRADES).index)
+
+
+GRADE_OF = {"lab": "lab", "cpu-minutes": "tiny text", "gpu-minutes": "small text", "cpu-hours": "real model",
+            "public-weights": "real model"}
 
 
 def seeds_of(claim, reading, seeds):
-    """The seeds of a reading: [0] for runs without seeds, and at most claim.seeds for runs that need a GPU."""
-    runs = runs_of(reading)
-    return ([0] if CONSTANT.issuperset(runs) else
-            seeds[:claim.seeds] if any("@gpu" in run for run in runs) else seeds)
+    """The seeds of a reading: [0] for runs without seeds, and at most claim.seeds for runs that take long."""
+    return ([0] if CONSTANT.issuperset(runs_of(reading)) else
+            seeds[:claim.seeds] if {"gpu-minutes", "cpu-hours"} & costs_of(reading) else seeds)
 
 
 def jobs_of(reading, seeds, where):

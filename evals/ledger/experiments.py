@@ -11,12 +11,11 @@ import torch
 
 from common import files
 from common.runs import finished_run, output_of
-from evals.lab_runs import OUT_DIR, SETUPS, base_of, folder_of, train_flags
+from evals.lab_runs import OUT_DIR, PUBLIC, SETUPS, base_of, folder_of, train_flags
 from evals.ledger import checks, routing
 
 CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS
 
-PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}      # weights
 # timings, which need no run
 KERNELS = "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512"
 TIMED = {"kernels": KERNELS, "kernels-float32": f"{KERNELS} --dtype=float32",
@@ -55,7 +54,7 @@ COMMANDS = {
     "public-repeat": "probe --windows=20 --length=64 --batch_size=20 --input=repeat",
     "public-heads": "heads --windows=16 --length=256 --cost --prune=14 --threshold=0.75",
     "public-dormant": "heads --windows=16 --length=256",
-    "public-against": "heads --windows=16 --length=256 --against={data}/books",
+    "public-against": "heads --windows=16 --length=256 --against={data}/smollm2",
 }
 
 # ------------------------------------------------------------------------------------------------------------- the jobs
@@ -83,7 +82,9 @@ def data_job(name, where):
 
 
 def train_job(run, seed, where):
-    """The job that trains RECIPE or RECIPE@SETUP."""
+    """The job that trains RECIPE or RECIPE@SETUP. Public weights are no job: it has no words."""
+    if run in PUBLIC:
+        return Job((), folder_of(run, seed, where.out_dir))
     setup, base = run.partition("@")[2] or "lab", base_of(run)
     after = (data_job(setup, where),) if SETUPS[setup].data else ()
     if base:
@@ -99,7 +100,7 @@ def job_of(run, path, seed, where):
         return Job((run, str(seed)), found / f"{run}-{seed}.json")
     if run in TIMED:
         return Job(("eval.py", *TIMED[run].split(), "--json"), found / f"{run}.json")
-    base = Job((), Path(PUBLIC[run])) if run in PUBLIC else train_job(run, seed, where)
+    base = train_job(run, seed, where)
     if look not in LOOKS and look not in COMMANDS:
         return base
     words = f"eval.py {COMMANDS[look]} --out_dir={base.place} --json" if look in COMMANDS else f"{look} {base.place}"
@@ -114,7 +115,7 @@ def all_jobs(jobs):
     found = {}
     for job in jobs:
         found |= dict.fromkeys([*all_jobs(job.after), job])
-    return [job for job in found if job.words]  # public weights are no job
+    return [job for job in found if job.words]
 
 
 def result_of(job):

@@ -134,7 +134,7 @@ def classes(place):
     T, dice, best = run.model.config.block_size, np.random.default_rng(0), {"mutual information": -math.inf}
     for layer in groups.look(groups.Groups(), run, run.model, T):
         own, ids = layer.labels().ravel(), np.concatenate(layer.ids).ravel()
-        kinds = classes_of("".join(chr(i) if i < 128 else "?" for i in ids))
+        kinds = classes_of([run.tokenizer.decode([i]) or " " for i in ids])
         chance = [mutual_information(dice.permutation(own), kinds) for _ in range(5)]
         found = {"mutual information": mutual_information(own, kinds) - np.mean(chance), "purity": purity(own, kinds)}
         best = max(best, found, key=lambda found: found["mutual information"])
@@ -151,8 +151,9 @@ CLASSES = ("punctuation", "digit", "space", "article", "preposition", "capitalis
 WORDS = {"article": "a an the", "preposition": "of in to for with on at from by about into over after under"}
 
 
-def classes_of(text):
-    """The index in CLASSES of each character; a letter has the class of its word."""
+def classes_of(tokens):
+    """The index in CLASSES of each token's last character; a letter has the class of its word. tokens: their texts."""
+    text = "".join(tokens)
     found = np.empty(len(text), np.int64)
     for match in re.finditer(r"[A-Za-z]+|.", text, re.S):
         word = match[0]
@@ -161,7 +162,7 @@ def classes_of(text):
             kind = ("digit" if word.isdigit() else "space" if word.isspace() else "punctuation" if not word.isalpha()
                     else "capitalised" if word[0].isupper() else "other")
         found[match.start():match.end()] = CLASSES.index(kind)
-    return found
+    return found[np.cumsum([len(token) for token in tokens]) - 1]
 
 
 def mutual_information(a, b):
