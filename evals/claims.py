@@ -3,6 +3,7 @@
     python eval.py claims                               counts, surprises, and one line for each claim
     python eval.py claims --show=lazy-sink-gone         everything about one claim
     python eval.py claims --run=lab                     measure the missing numbers of a cost class, or of ID,ID@SETUP
+    python eval.py claims --run=lazy-sink-gone@ --seeds=31 --results=out/mine.json      as written, with your own seed
     python eval.py claims --pages=docs/claims           write a page with a picture for each paper
 
 A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
@@ -11,7 +12,8 @@ lab_runs.py names the runs, ledger/experiments.py turns them into jobs, checks.p
 instrument measures. book.py collects all claims, changes.py logs changed rules, and view.py shows everything.
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
-interrupted --run to continue it. A --run with other seeds adds these seeds.
+interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed
+numbers alone, and says where its verdicts differ from theirs.
 """
 import difflib
 import itertools
@@ -33,10 +35,11 @@ from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger import view
 from evals.ledger.book import CLAIMS, FILES, cost_of, jobs_of, readable, runs_of, seeds_of, verdicts_of
 from evals.ledger.changes import version_of
-from evals.ledger.claim import COSTS, readings
+from evals.ledger.claim import COSTS, NOT_RUN, readings
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
 
 draw = view.draw
+COMMITTED = ROOT / "results/claims.json"
 
 
 @dataclass
@@ -52,8 +55,8 @@ class ClaimsFlags:
     books: str = knob("books", "folder of texts for the classes cpu-hours and gpu-minutes; one of them must be "
                                 "moby-dick")
     train_args: str = knob("", "further flags for every train.py, such as '--max_iters=20 --n_layer=2' for a trial")
-    results: str = knob("", "file of the numbers; empty: results/claims.json, or with --train_args "
-                            "OUT_DIR/claims.json")
+    results: str = knob("", "file of the numbers, to which new ones are added; empty: results/claims.json, or with "
+                            "--train_args OUT_DIR/claims.json")
     json: bool = knob(False, "print JSON instead of text")
 
     def __post_init__(self):
@@ -79,7 +82,7 @@ def asked_for(text):
 def command(args, run):
     """The claims of five papers, and our results: the committed numbers, or with --run new ones."""
     where = Place(args.out_dir, args.books, args.train_args)
-    place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else ROOT / "results/claims.json"))
+    place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else COMMITTED))
     results = {"claims": stored(place) if place.exists() else {}}
     asked = wanted(args) if args.run else []
     if asked:
@@ -91,7 +94,17 @@ def command(args, run):
     verdicts = {name: verdicts_of(claim, found.get(name, {})) for name, claim in CLAIMS.items()}
     names = {claim.id for claim, *_ in asked} or CLAIMS.keys()
     text = view.shown(CLAIMS[args.show], found, where) if args.show else view.ledger(found, names)
+    if asked and place.resolve() != COMMITTED.resolve():
+        text += "\n" + compared(asked, found, stored(COMMITTED))
     return results | {"verdicts": verdicts}, text
+
+
+def compared(asked, found, committed):
+    """A line for each of these readings: its verdict on the numbers found and on the committed ones."""
+    def verdict(claim, where, numbers):
+        return verdicts_of(claim, numbers.get(claim.id, {})).get(where, NOT_RUN)
+    return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}, "
+                     f"with the committed numbers {verdict(claim, where, committed)}" for claim, where, _ in asked)
 
 
 def stored(place):
@@ -160,7 +173,6 @@ def measure(asked, args, where, results):
     jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
             for claim, name, reading in asked}
     do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
-    about = made_by() | {"machine": str(Machine())}
     for claim, name, reading in asked:
         try:
             numbers = numbers_of(reading, jobs[claim.id, name])
@@ -168,10 +180,17 @@ def measure(asked, args, where, results):
             print(e, file=sys.stderr)
             continue
         if numbers:
-            found = {**about, "rule": version_of(claim.id), "seeds": seeds_of(claim, reading, seeds),
-                     "numbers": numbers}
+            found = {**made_by(), "machine": machine_of(jobs[claim.id, name]), "rule": version_of(claim.id),
+                     "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
             kept[name] = merged(kept[name], found) if name in kept else found
+
+
+def machine_of(jobs):
+    """The machines on which a reading's runs were trained; this one if they were not trained here."""
+    runs = [job for job in all_jobs(job for group in jobs.values() for job in group) if job.words[0] == "train.py"]
+    found = {files.read_json(run.place / "meta.json")["machine"] for run in runs}
+    return " and ".join(sorted(found)) or str(Machine())
 
 
 def merged(old, new):

@@ -89,6 +89,13 @@ LOG = (
              "clearly: by that of the differences, window by window", ("not run here", "not run here"),
              "Windows differ much more from each other than two forms of one model do.")
       for row in ("focus-frozen-ppl", "focus-sparser-better", "focus-long-gap")),
+    *(Change(row, "2026-11-23", "one number of all seeds together", "a number of each seed", verdicts,
+             f"All other rules ask every seed.{more}")
+      for row, verdicts, more in (
+          ("tau-by-depth", ("contradicts", "mixed"), " Head 2 of one seed has nothing to do with head 2 of another."),
+          ("bias-by-depth", ("agrees", "agrees"), " The bound \"its size >= 0.5\" repeated the first one."),
+          ("ior-shape", ("contradicts", "contradicts"), ""), ("tda-depth-profile", ("mixed", "mixed"), ""),
+          ("early-layers-active", ("agrees", "agrees"), ""))),
 )
 
 

@@ -250,8 +250,7 @@ def rule(claim, reading):
     for label, name, joint in parts:
         conditions = [f"{bound.what} {condition}{' on average' * (bound.means and 'clearly' not in condition)}"
                       for bound in reading.bounds if (condition := getattr(bound, name))]
-        enough = " (one run is enough)" if name == "contradicts" and reading.fails == "any" else ""
-        said += [f"{label}{enough}: {f', {joint} '.join(conditions)}"] if conditions else []
+        said += [f"{label}: {f', {joint} '.join(conditions)}"] if conditions else []
     return (f"{claim.tested}: " if claim.tested else "") + "; ".join(said)
 
 
@@ -264,11 +263,12 @@ def rank_correlation(a, b):
     return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else 0.0
 
 
-def layer_means(values):
-    """Means over seeds and heads: (seeds, layers, heads) to (layers,)."""
-    return np.asarray(values, float).mean((0, 2))
+def depth_correlation(layers):
+    """The rank correlation of depth and a layer's number, seed by seed. layers (seeds, layers)."""
+    return np.array([rank_correlation(range(len(seed)), seed) for seed in layers])
 
 
-def thirds(values):
-    """The means of the first, middle and last third of a list; nan for an empty third."""
-    return [float(np.mean(part)) if len(part) else np.nan for part in np.array_split(np.asarray(values, float), 3)]
+def thirds(layers):
+    """The means of the first, middle and last third of the layers, seed by seed; nan for an empty third.
+    layers (seeds, layers)."""
+    return [part.mean(1) if part.size else np.full(len(part), np.nan) for part in np.array_split(layers, 3, 1)]

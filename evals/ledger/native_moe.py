@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading, interval, layer_means, rank_correlation
+from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading, depth_correlation, interval
 
 TITLE = "[4] Attention Sink as Native MoE"
 CITED = "Attention Is Not Always Needed: Attention Sink Forges a Native MoE in Attention Layers"
@@ -22,8 +22,7 @@ def median_of(layers):
 def sink_and_depth(n):
     """The rank correlation of a layer's depth and its mean weight on the sink."""
     (alpha,) = n["sink"].values()               # (seeds, layers, heads)
-    means = layer_means(alpha)
-    return rank_correlation(range(len(means)), means)
+    return depth_correlation(alpha.mean(2))
 
 
 def growth(n):

@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 
 from evals.ledger.checks import LENGTHS
-from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading, interval, layer_means, rank_correlation, thirds
+from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading, interval, rank_correlation, thirds
 
 TITLE = "[2] Threshold Differential Attention"
 CITED = ("Threshold Differential Attention for Sink-Free, Ultra-Sparse, and Non-Dispersive Language Modeling, "
@@ -24,7 +24,7 @@ def over_theorem(column, theirs):
 
 def middle_less_others(n):
     """The zeros in the middle third of the layers, less those in the first and in the last third."""
-    first, middle, last = thirds(layer_means(n["at full length"]["tda"]))
+    first, middle, last = thirds(n["at full length"]["tda"].mean(2))
     return {"first": middle - first, "last": middle - last}
 
 

@@ -1,4 +1,5 @@
 """The ledger as text, as pages and as pictures. found: {claim: {where: its numbers}}, from results/claims.json."""
+import shlex
 import textwrap
 
 import numpy as np
@@ -210,7 +211,7 @@ def commands(claim, name, jobs):
     lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
     lines += ["# the same with the other seeds"] * (bool(lines) and any(len(group) > 1 for group in jobs.values()))
     own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
-    run = f"python eval.py claims --run='{claim.id}@{name}'" if name else f"python eval.py claims --run={claim.id}"
+    run = f"python eval.py claims --run={shlex.quote(f'{claim.id}@{name}')}"
     return "\n".join([*lines, run, *[f"# this also measures, by functions of evals/ledger/: {own}"] * bool(own)])
 
 
