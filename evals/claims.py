@@ -13,7 +13,7 @@ instrument measures. book.py collects all claims, changes.py logs changed rules,
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed
-numbers alone, and says where its verdicts differ from theirs.
+numbers alone, and prints both verdicts.
 """
 import difflib
 import itertools
@@ -173,6 +173,7 @@ def measure(asked, args, where, results):
     jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
             for claim, name, reading in asked}
     do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
+    about = made_by()
     for claim, name, reading in asked:
         try:
             numbers = numbers_of(reading, jobs[claim.id, name])
@@ -180,7 +181,7 @@ def measure(asked, args, where, results):
             print(e, file=sys.stderr)
             continue
         if numbers:
-            found = {**made_by(), "machine": machine_of(jobs[claim.id, name]), "rule": version_of(claim.id),
+            found = {**about, "machine": machine_of(jobs[claim.id, name]), "rule": version_of(claim.id),
                      "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
             kept[name] = merged(kept[name], found) if name in kept else found

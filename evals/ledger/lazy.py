@@ -51,8 +51,9 @@ def decay(n):
 
 def decay_over_first(n):
     """The decay in the middle and in the last third of the layers, over that of the first layer."""
-    _, middle, last = thirds(decay(n))
-    return {"middle third": middle / decay(n)[:, 0], "last third": last / decay(n)[:, 0]}
+    layers = decay(n)
+    _, middle, last = thirds(layers)
+    return {"middle third": middle / layers[:, 0], "last third": last / layers[:, 0]}
 
 
 def inhibiting(n):
