@@ -88,20 +88,22 @@ def compared(args, run):
     if min(ks) < 1 or max(ks) > K:
         raise ValueError(f"--k={args.k}, but a token of {run.out_dir} can have 1 to {K} groups: change --k")
     lengths = sorted({run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")})
-    forms = {"full": (full_attention(run.model), 0), "soft": (run.model, 0)} | {f"k={k}": (run.model, k) for k in ks}
+    near = plain_attention(run.model, run.model.config.window)
+    forms = {"full": (plain_attention(run.model, 0), 0), "window": (near, 0), "soft": (run.model, 0),
+             **{f"k={k}": (run.model, k) for k in ks}}
     return {"dataset": run.dataset, "split": args.split, "groups": K, "window": run.model.config.window,
             "training_length": run.meta["knobs"]["block_size"],
             "lengths": [at_length(args, run, forms, T) for T in lengths]}
 
 
-def full_attention(model):
-    """A model with the same weights and plain softmax attention over all pairs."""
-    plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "window", "topk")}
-    config = dataclasses.replace(model.config, attn="softmax", attn_args="", **plain)
+def plain_attention(model, window):
+    """A model with the same weights and softmax attention, over all pairs (window 0) or over near ones."""
+    plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "topk")}
+    config = dataclasses.replace(model.config, attn="softmax", attn_args="", window=window, **plain)
     with torch.device("meta"):
-        full = GPT(config)
-    load_weights(full, model.state_dict(), "the run", copy=False)
-    return full.eval()
+        other = GPT(config)
+    load_weights(other, model.state_dict(), "the run", copy=False)
+    return other.eval()
 
 
 def at_length(args, run, forms, T):
@@ -224,11 +226,13 @@ def forms_text(numbers):
     return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
             f"{numbers['training_length']} tokens\n\n"
             + table(rows, ["length", "form", "loss", "+-", "more", "+-", "perplexity", "kept", "speed"]) +
-            "\n\n full  softmax attention of the same weights, all pairs\n soft  gates from 0 to 1, as in training\n"
-            f"  k=k  a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens\n"
-            " more  loss than full attention, on the same windows; +- is a standard error over the windows\n"
-            f" kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
-            "speed  of the whole model on one window, relative to full")
+            "\n\n  full  softmax attention of the same weights, all pairs\n"
+            f"window  the same, only pairs less than {numbers['window']} apart\n"
+            "  soft  gates from 0 to 1, as in training\n"
+            f"   k=k  a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens\n"
+            "  more  loss than full attention, on the same windows; +- is a standard error over the windows\n"
+            f"  kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
+            " speed  of the whole model on one window, relative to full")
 
 
 def sweep_text(numbers):

@@ -10,7 +10,7 @@ from conftest import assert_says, meta, train_here
 
 import eval as eval_script
 from evals.instrument import Common, OpenedRun
-from evals.routers import full_attention, part_of, set_topk
+from evals.routers import part_of, plain_attention, set_topk
 
 FLAGS = ("--device=cpu", "--windows=3", "--repeats=1")
 
@@ -42,25 +42,27 @@ def test_full_attention_and_topk_of_all_groups_equal_the_base(focus_run, base):
     idx = torch.randint(257, (2, 16), generator=dice())
     with torch.no_grad():
         expected = plain(idx)[0]
-        same(full_attention(adapted)(idx)[0], expected)
+        same(plain_attention(adapted, 0)(idx)[0], expected)
         close(set_topk(adapted, 4)(idx)[0], expected, terms=16)
 
 
-def test_every_form_at_every_length(focus_run, capsys, tmp_path):
+def test_every_form_at_every_length(focus_run, base, capsys, tmp_path):
     found = json.loads(call(capsys, f"--out_dir={focus_run}", "--lengths=16,32", "--k=1,4", "--json",
                             f"--png={tmp_path / 'forms.png'}"))
     assert [part["length"] for part in found["lengths"]] == [16, 32] and found["training_length"] == 16
     for part in found["lengths"]:
         forms = part["forms"]
-        assert list(forms) == ["full", "soft", "k=1", "k=4"] and part["windows"] == 3
+        assert list(forms) == ["full", "window", "soft", "k=1", "k=4"] and part["windows"] == 3
         close(forms["k=4"]["loss"], forms["full"]["loss"], terms=4, dtype=torch.float32)
         assert forms["k=4"]["kept"] == 1 and forms["k=1"]["kept"] < 1
         close(forms["k=1"]["perplexity"], math.exp(forms["k=1"]["loss"]))
         assert forms["full"]["speed"] == 1 and all(form["speed"] > 0 for form in forms.values())
-    eval_script.main(["loss", f"--out_dir={focus_run}", "--topk=1", "--length=32", "--windows=3", "--json",
-                      "--device=cpu"])
-    alone = json.loads(capsys.readouterr().out)
-    close(found["lengths"][1]["forms"]["k=1"]["loss"], alone["loss"], terms=4, dtype=torch.float32)
+    near = f"--window={OpenedRun(Common(str(focus_run), device='cpu'), {}).model.config.window}"
+    for form, flags in (("k=1", [f"--out_dir={focus_run}", "--topk=1"]),
+                        ("window", [f"--out_dir={base}", "--attn=window", near])):
+        eval_script.main(["loss", *flags, "--length=32", "--windows=3", "--json", "--device=cpu"])
+        alone = json.loads(capsys.readouterr().out)
+        close(found["lengths"][1]["forms"][form]["loss"], alone["loss"], terms=4, dtype=torch.float32)
     assert (tmp_path / "forms.png").stat().st_size > 5_000
     text = call(capsys, f"--out_dir={focus_run}", "--k=2")
     assert "perplexity" in text and "k=2" in text
