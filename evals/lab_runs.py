@@ -53,9 +53,8 @@ SETUPS = {
                               f"{BACKCOPY} --no_bos --fixed_at={place}") for place in (4, 32)},
     "text": Setup("--preset=tiny --max_iters=600", cost="cpu-minutes"),
     "text6": Setup("--preset=tiny --max_iters=600 --n_layer=6", cost="cpu-minutes"),
-    "smollm2": Setup("--dataset={data}/smollm2 --affinity=score --block_size=512 --learning_rate=1e-3 "
-                     "--warmup_iters=10 --eval_interval=100 --eval_iters=8", f"{BOOKS} --tokenizer=out/smollm2",
-                     "cpu-hours"),
+    "smollm2": Setup("--dataset={data}/smollm2 --block_size=512 --learning_rate=1e-3 --warmup_iters=10 "
+                     "--eval_interval=100 --eval_iters=8", f"{BOOKS} --tokenizer=out/smollm2", "cpu-hours"),
     "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes", "gpu-minutes"),
     **{f"gpu-fixed{place}": Setup(
         f"{GPU} --dataset={{data}}/gpu-fixed{place}",
@@ -64,7 +63,7 @@ SETUPS = {
 }
 
 TDA = "--attn=tda --attn_args=learn_beta=0,beta_init="
-FROZEN = "--attn=focus --window=128 --init_from=softmax --train_only=focus --max_iters=1000"
+FROZEN = "--attn=focus --affinity=score --window=128 --init_from=softmax --train_only=focus --max_iters=1000"
 HEADS = "--n_layer=2 --n_head=4"
 TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
 
@@ -116,7 +115,12 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "focus-k8-random": f"{FROZEN} --attn_args=groups=8 --max_iters=1",
     **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 20)},
     **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 64, 512)},
-    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 64, 256)},
+    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 32, 64, 256)},
+    "focus-w32-random": f"{FROZEN} --window=32 --max_iters=1",
+    # all weights trained further, with Focus and without
+    "focus-tuned": "--attn=focus --affinity=score --window=128 --attn_args=groups=8 --init_from=softmax "
+                   "--max_iters=1000",
+    "softmax-tuned": "--attn=softmax --init_from=softmax --max_iters=1000",
     # two layers; two layers of four heads, before and after 250 steps with and without the balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
     "heads": f"--attn=softmax {HEADS}",

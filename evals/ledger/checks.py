@@ -90,7 +90,7 @@ def dispersion(w):
 def gate_identity(seed, T=64, d=32):
     """How exact eq. 4 is, in float64. "sink": the largest difference of sink attention and (1 - sink weight) x softmax.
     "drained to x": the mean difference of plain attention and (1 - w_0) x softmax over the other keys, relative to the
-    norm of the other values, when the first value has x times their norm."""
+    norm of the output, when the first value has x times the norm of the other values."""
     dice = torch.Generator().manual_seed(seed)
     s, v, c = (torch.randn(*shape, generator=dice, dtype=torch.float64) for shape in ((T, T), (T, d), (1,)))
     s = s.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
@@ -101,7 +101,7 @@ def gate_identity(seed, T=64, d=32):
     for share in (0, 0.1, 0.3):
         v[0] *= share * v[1:].norm(dim=-1).mean() / v[0].norm().clamp(min=1e-30)
         full = w[1:] @ v
-        error = ((1 - w[1:, :1]) * rest - full).norm(dim=-1).mean() / v[1:].norm(dim=-1).mean()
+        error = ((1 - w[1:, :1]) * rest - full).norm(dim=-1).mean() / full.norm(dim=-1).mean()
         found[f"drained to {share}"] = error.item()
         v[0] = torch.ones(d, dtype=torch.float64)
     return found

@@ -53,7 +53,8 @@ class Bound:
     means: bool = False                         # conditions are on the mean over seeds
     error: str = ""                             # the column of its standard errors, if the seeds do not decide; or
                                                 # "windows": a quantity (seeds, windows), whose windows decide
-    sink: str = ""                              # a weight over uniform; if it is below 4, this bound cannot be tested
+    sink: str = ""                              # a column of weights over uniform, or COLUMN/RUN; if one is below 4,
+                                                # this bound cannot be tested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class Reading:
     """
     reads: dict[str, tuple[str, str]]
     bounds: tuple[Bound, ...] = ()
-    fails: str = ""                             # the claim fails if "all" conditions of `contradicts` hold, or if "any"
+    fails: str = ""                             # the claim fails if "any" condition of `contradicts` holds; or if "all"
+                                                # do, and none of `agrees`
     grade: str = ""                             # of GRADES; empty: that of its runs
 
 
@@ -187,7 +189,9 @@ def judge(reading, numbers):
     asked = [quantity for quantity in found if quantity.bound.agrees]
     yes = [quantity.holds(quantity.bound.agrees) for quantity in asked]
     no = [quantity.holds(quantity.bound.contradicts).all() for quantity in found if quantity.bound.contradicts]
-    agrees, contradicts = all(map(np.all, yes)), bool(no) and (any(no) if reading.fails == "any" else all(no))
+    whole = [met.all() for met in yes]
+    agrees = all(whole)
+    contradicts = any(no) if reading.fails == "any" else bool(no) and all(no) and (agrees or not any(whole))
     untestable = any(not quantity.holds(quantity.bound.needs).all() for quantity in found if quantity.bound.needs)
     half = agrees and len(found) < len(every)
     verdict = Verdict(UNTESTABLE if untestable or not found else MIXED if agrees == contradicts or half else
@@ -199,7 +203,6 @@ def judge(reading, numbers):
         verdict.why = "its bounds overlap"
     elif verdict == MIXED:
         split = [quantity.name for quantity, met in zip(asked, yes, strict=True) if met.any() and not met.all()]
-        whole = [met.all() for met in yes]
         verdict.why = "seeds split" if split else "one part holds, another does not" if any(whole) else \
             "between the bounds"
     return verdict
@@ -213,8 +216,8 @@ def quantities(reading, numbers):
     for bound in reading.bounds:
         values = bound.value(arrays) if bound.value else plain(bound, arrays)
         values = values if isinstance(values, dict) else {"": values}
-        errors, sinks = arrays.get(bound.error, {}), arrays.get(bound.sink, {})
-        tested = all(np.all(sink >= LEAST_SINK) for sink in sinks.values())
+        errors, (column, _, one) = arrays.get(bound.error, {}), bound.sink.partition("/")
+        tested = all(np.all(sink >= LEAST_SINK) for run, sink in arrays.get(column, {}).items() if one in ("", run))
         for run, value in values.items():
             error = errors.get(run, next(iter(errors.values()), None))
             if bound.error == "windows":

@@ -37,11 +37,6 @@ def change_by_bias(n):
     return {"softmax": loss["rope+bias"] - loss["softmax"], "elastic": loss["lazy"] - loss["elastic"]}
 
 
-def change_by_elastic(n):
-    loss = n["loss"]
-    return {"RoPE": loss["elastic"] - loss["softmax"], "RoPE and bias": loss["lazy"] - loss["rope+bias"]}
-
-
 def decay(n):
     """The decay of each layer's mean bias, (seeds, layers): its mean at distances 1 to 8, less that beyond a quarter of
     all distances."""
@@ -49,11 +44,9 @@ def decay(n):
     return curve[..., 1:9].mean(-1) - curve[..., curve.shape[-1] // 4 + 1:].mean(-1)
 
 
-def decay_over_first(n):
-    """The decay in the middle and in the last third of the layers, over that of the first layer."""
-    layers = decay(n)
-    _, middle, last = thirds(layers)
-    return {"middle third": middle / layers[:, 0], "last third": last / layers[:, 0]}
+def decay_over_first(third):
+    """The decay in a third of the layers (0, 1, 2), over that of the first layer."""
+    return lambda n: thirds(decay(n))[third] / decay(n)[:, 0]
 
 
 def inhibiting(n):
@@ -62,7 +55,7 @@ def inhibiting(n):
     lowest = curves[..., 1:].argmin(-1) + 1
     signs = (curves[..., 1] > 0) & (curves[..., 2:11].mean(-1) < 0)
     place = (lowest >= 2) & (lowest <= 30)
-    back = np.abs(curves[..., 101:].mean(-1)) < 0.5 * np.abs(curves.min(-1))
+    back = np.abs(curves[..., 101:].mean(-1)) < 0.5 * np.abs(curves[..., 2:11].mean(-1))
     met = {"all three": signs & place & back, "signs": signs, "place of the lowest": place, "recovered": back}
     return {name: heads.mean((1, 2)) for name, heads in met.items()}
 
@@ -97,13 +90,6 @@ def plain_over_worst(n):
     return loss.pop("tau-plain") - max(loss.values())
 
 
-def plain_over_best(n):
-    """The loss of plain tau, less that of the best other form, seed by seed."""
-    loss = dict(n["loss"])
-    plain = loss.pop("tau-plain")
-    return plain - min(loss.values(), key=np.mean)
-
-
 def place_of_its_sink(n):
     """How many forms have a smaller mean sink than tau/n started at 1."""
     sink = {name: values.mean() for name, values in n["sink"].items()}
@@ -115,6 +101,15 @@ def reach(curves):
     curves = np.abs(curves).reshape(-1, curves.shape[-1])
     smooth = np.array([np.convolve(curve, np.ones(5) / 5, "same") for curve in curves])
     return np.median([np.flatnonzero(curve >= curve.max() / 10)[-1] for curve in smooth])
+
+
+def tail(n):
+    """The mean size of the bias in the last quarter of the distances, over its largest, as a median over heads."""
+    found = {}
+    for name, curves in n["bias"].items():      # (seeds, layers, heads, W)
+        size = np.abs(curves).reshape(len(curves), -1, curves.shape[-1])
+        found[name] = np.median(size[..., -(size.shape[-1] // 4):].mean(-1) / size.max(-1), 1)
+    return found
 
 
 def change_of_slopes(n):
@@ -156,10 +151,11 @@ def streamed(run):
             "short, first and last": ("loss-short-streaming/loss", run)}
 
 
-def repeat_of(look):
-    """The columns of repeat-tokens for one kind of repeated text."""
+def repeat_of(look, control):
+    """The columns of repeat-tokens for one kind of repeated text. control: the look at the text as it is."""
     learned, untrained = "softmax sinusoidal rope alibi", "learned-untrained sinusoidal-untrained"
     return {"x uniform": (f"{look}/mean/times_uniform", f"{learned} {untrained}"),
+            "not repeated": (f"{control}/mean/times_uniform", learned),
             "spread": (f"{look}/stream/1/spread", f"{learned} {untrained} rope-untrained alibi-untrained"),
             "extra": (f"{look}/mean/extra", "sink-rope"), "extra on text": ("probe/mean/extra", "sink-rope")}
 
@@ -174,9 +170,12 @@ CLAIMS = [
           reads={"mass": ("row_mass", "elastic@text"), "zeros": ("sparsity", "elastic@text")},
           bounds=(Bound(what="mass removed", value=lambda n: 1 - n["mass"]["elastic"], agrees="0.4 to 0.8",
                         contradicts="< 0.2"),
-                  Bound(what="exact zeros", column="zeros")),
-          note="In the lab nine rows in ten are idle, so more is removed. If removed mass and zeros differ by more "
-               "than 10 points, sparsity is the wrong word.",
+                  Bound(what="exact zeros", column="zeros"),
+                  Bound(what="exact zeros less mass removed",
+                        value=lambda n: n["zeros"]["elastic"] + n["mass"]["elastic"] - 1)),
+          note="In the lab nine rows in ten are idle, so more is removed. Random scores of SD 1 lose as much as "
+               "those of a trained model, so the size alone shows no training. That a row of equal scores is "
+               "switched off follows from the definition. Where zeros and mass differ, sparsity is the wrong word.",
           elsewhere={"gpu": Reading(reads={"mass": ("row_mass", "elastic@gpu"), "zeros": ("sparsity", "elastic@gpu")}),
                      "lab": Reading(reads={
                          "mass": ("probe/mean/row_mass", "elastic"), "zeros": ("probe/mean/sparsity", "elastic"),
@@ -205,8 +204,8 @@ CLAIMS = [
           bounds=(Bound(what="norm of the value", value=median_of_layers("|v0|"), agrees="<= 0.5", contradicts="> 0.8"),
                   Bound(what="variance of the hidden state", value=median_of_layers("var of h"), agrees=">= 10"),
                   Bound(what="variance after the norm", value=median_of_layers("after the norm"), agrees="<= 1")),
-          note="We use SmolLM2 instead of GPT-2, which cannot be downloaded here. The plan asked for a variance "
-               "\"much greater than 1\"; our bound is 10.",
+          note="We use SmolLM2 instead of GPT-2, which cannot be downloaded here. That 10 times is \"abnormal\" is our "
+               "choice.",
           elsewhere={"separator first": Reading(reads=variances("public-bos")),
                      "lab, values alone": Reading(
                          reads={"|v0|/|v|": ("value_norm_ratio", "softmax")},
@@ -215,25 +214,29 @@ CLAIMS = [
     Claim(id="repeat-tokens", place="3.2, figure 3b, appendix G",
           says="If one token is repeated, absolute positions keep the sink, RoPE and ALiBi lose it because all hidden "
                "states coincide, and a sink logit keeps it.",
-          theirs="The rows are equal to 3 digits in Qwen3-4B and to 4 digits in BLOOM.",
+          theirs="Norms and variances of all positions agree to 3 digits in Qwen3-4B and to 4 digits in BLOOM. "
+                 "Appendix G: \"every position behaves like a sink token\".",
           cost="lab",
           tested="weight on the first token over uniform",
-          reads=repeat_of("repeat"), fails="any",
+          reads=repeat_of("repeat", "probe-nobos"), fails="any",
           bounds=(Bound(what="learned and sinusoidal positions", column="x uniform", of="softmax sinusoidal",
                         agrees=">= 3"),
                   Bound(what="the larger of these", value=lambda n: max(
                       n["x uniform"]["softmax"].max(), n["x uniform"]["sinusoidal"].max()), contradicts="< 3"),
                   Bound(what="RoPE and ALiBi", column="x uniform", of="rope alibi", agrees="<= 1.7"),
+                  Bound(what="the same without repetition", column="not repeated"),
                   Bound(what="the smaller of these", value=lambda n: min(
                       n["x uniform"]["rope"].min(), n["x uniform"]["alibi"].min()), contradicts="> 1.7"),
                   Bound(what="largest distance of their hidden states", value=states_apart, agrees="<= 1e-5",
                         contradicts="> 1e-5"),
                   Bound(what="the sink logit's mass over that on ordinary text", value=of_text, agrees=">= 0.5",
                         contradicts="< 0.5")),
-          note="The repeated token is the first symbol of a text without BOS. Repeating BOS is another question, "
-               "because then every position has a sink's key. Half of the mass is our bound. Untrained models have no "
-               "sink, so only their hidden states count. GPT-2 is left to users.",
-          elsewhere={"BOS repeated": Reading(reads=repeat_of("repeat-bos")),
+          note="The repeated token is the first symbol of a text without BOS, so the models of the lab, which have "
+               "seen BOS in training, may have no sink even without repetition. With one layer and relative "
+               "positions it follows from the definition that all states coincide. If BOS is repeated, every "
+               "position has a sink's key. Half of the mass is our bound. Untrained models have no sink, so only "
+               "their hidden states count. GPT-2 is left to users.",
+          elsewhere={"BOS repeated": Reading(reads=repeat_of("repeat-bos", "probe")),
                      "SmolLM2": Reading(
                          reads={"x uniform": ("public-repeat/mean/times_uniform", "smollm2"),
                                 "spread": ("public-repeat/stream/1/spread", "smollm2")},
@@ -241,10 +244,12 @@ CLAIMS = [
                                  Bound(what="largest distance of the hidden states", column="spread",
                                        agrees="<= 1e-5", contradicts="> 1e-5")))}),
     Claim(id="lazy-vs-recurrent", place="table 1, 5.2",
-          says="Lazy Attention has the best average at 340M parameters and nearly reaches that of Titans at 760M.",
-          theirs="At 340M: 48.01 against 47.68 (Gated DeltaNet) and 47.54 (Titans). At 760M: 51.53 against 51.56. The "
-                 "paper says that it outperforms all, but its perplexity is worse (25.32 against 24.90 and 25.07). "
-                 "TTT's printed average is 47.32, but its row averages 49.37.",
+          says="Of all architectures Lazy Attention has the best average at 340M parameters, and at 760M it nearly "
+               "reaches that of Titans.",
+          theirs="At 340M: 48.01 against 47.68 (Gated DeltaNet) and 47.54 (Titans), and 48.39 for its own form without "
+                 "Elastic-Softmax. At 760M: 51.53 against 51.56. The paper says that it outperforms all, but its "
+                 "perplexity is worse (25.32 against 24.90 and 25.07). TTT's printed average is 47.32, but its row "
+                 "averages 49.37.",
           cost="out of reach", tested="needs models of 340M parameters trained on 15B tokens"),
     Claim(id="streaming-ppl", place="table 1",
           says="A streaming cache, which keeps only the first and last keys, harms perplexity on long text and "
@@ -253,24 +258,29 @@ CLAIMS = [
           cost="gpu-minutes",
           tested="loss in nats, by the keys that a row sees",
           reads=streamed("softmax@gpu"), elsewhere={"SmolLM2": Reading(reads=streamed("smollm2"))},
-          bounds=(Bound(what="first 4 and last 64, less all keys", column="first and last", less="full", agrees="> 0"),
-                  Bound(what="last 64 alone, less first 4 and last 64", column="last", less="first and last",
-                        agrees="> 0", contradicts="<= 0"),
+          bounds=(Bound(what="first 4 and last 64, less all keys", column="first and last", less="full", agrees="> 0",
+                        contradicts="<= 0"),
+                  Bound(what="last 64 alone, less first 4 and last 64", column="last", less="first and last"),
                   Bound(what="difference on texts shorter than 64", value=difference_on_short_texts,
                         agrees="<= 1e-5")),
+          note="\"Nothing else\" is tested with texts that fit into the cache, where nothing can change. Benchmarks "
+               "are not tested.",
           seeds=1),
     Claim(id="lazy-ablation", place="table 1, 5.2",
           says="Removing Elastic-Softmax makes the model better, and removing the learned distance bias makes it "
                "worse.",
           theirs="Perplexity is 25.32 for the full model, 24.59 without Elastic-Softmax and 25.58 without the bias. "
-                 "The text calls the full model consistently better than the one without the bias and names "
-                 "WinoGrande, where it is worse.",
+                 "Softmax without the bias has 25.76, so there Elastic-Softmax helps; in table 2 it harms (2.64 "
+                 "against 2.62). The text calls the full model consistently better than the one without the bias and "
+                 "names WinoGrande, where it is worse.",
           cost="gpu-minutes",
           tested="change of the validation loss",
           reads={"loss": ("best", "softmax@gpu rope+bias@gpu elastic@gpu lazy@gpu")}, fails="any",
           bounds=(Bound(what="by the bias", value=change_by_bias, agrees="clearly < 0", contradicts="clearly > 0"),
-                  Bound(what="by Elastic-Softmax", value=change_by_elastic, agrees="not clearly < 0",
-                        contradicts="clearly < 0")),
+                  Bound(what="by Elastic-Softmax beside the bias", column="loss", of="lazy", less="rope+bias",
+                        agrees="clearly > 0", contradicts="clearly < 0"),
+                  Bound(what="by Elastic-Softmax alone", column="loss", of="elastic", less="softmax")),
+          note="Their tables differ about Elastic-Softmax without the bias, so it has no say.",
           variations=("text",)),
     Claim(id="bias-by-depth", place="5.3, figure 4",
           says="The learned distance bias decays like ALiBi in the first layer, half as much in the middle layers, "
@@ -280,17 +290,20 @@ CLAIMS = [
           reads={"bias": ("params/distance_bias/now", "lazy@gpu")},
           bounds=(Bound(what="rank correlation of depth and decay", value=lambda n: depth_correlation(decay(n)),
                         agrees="<= -0.5", contradicts=">= 0.5"),
-                  Bound(what="decay over that of the first layer", value=decay_over_first),
+                  Bound(what="decay of the middle third, over that of the first layer", value=decay_over_first(1)),
+                  Bound(what="decay of the last third, over that of the first layer", value=decay_over_first(2),
+                        agrees="<= 1/4"),
                   Bound(what="number of layers", value=lambda n: n["bias"]["lazy"].shape[1], needs=">= 6")),
-          note="The bounds ask only whether deeper layers decay less, and not by how much.",
+          note="\"Not at all\" is asked as a quarter at most. The middle layers, and what \"like ALiBi\" means, have "
+               "no bound.",
           variations=("text6",), seeds=1),
     Claim(id="ior-shape", place="5.3, figure 4",
-          says="The bias of the upper layers favours the next neighbour, inhibits distances 1 to 10 and is back at "
-               "zero beyond 100.",
+          says="The bias of the upper layers favours the next neighbour, falls below zero up to distance 10, and is "
+               "back at zero beyond 100.",
           theirs="The paper names three ranges of distances.",
           cost="gpu-minutes",
           tested="a bias that is positive at distance 1 and negative on average at 2 to 10 (signs), is lowest within 2 "
-                 "to 30, and is small beyond 100 (recovered)",
+                 "to 30, and beyond 100 is on average less than half as large as at 2 to 10 (recovered)",
           reads={"bias": ("params/distance_bias/now", "lazy@gpu")},
           bounds=(Bound(what="share of the heads in the upper half", value=lambda n: inhibiting(n)["all three"],
                         agrees="> 0.5", contradicts="< 0.2"),
@@ -301,6 +314,8 @@ CLAIMS = [
                "in the top layers.",
           theirs="Tau is about -1.0 in layers 2 to 17 (their code stores -tau). Appendix E says that it falls in the "
                  "middle layers.",
+          note="The bounds ask for a tau that is higher in the first layer, by however little. That it is steady in "
+               "the middle layers has no bound.",
           cost="gpu-minutes",
           reads={"tau": ("params/figures/tau/now", "elastic@gpu")}, fails="any",
           bounds=(Bound(what="tau of layer 1, less the largest of the middle layers", value=first_tau_over(np.max),
@@ -321,16 +336,15 @@ CLAIMS = [
           reads={T: (f"far/{T}", "rope elastic-rope lazy") for T in ("65-128", "129-256")},
           bounds=(Bound(what="lazy over softmax", value=increase(2, 0, ratio=True), agrees="< 0.5", contradicts=">= 1"),
                   Bound(what="elastic less lazy", value=increase(1, 2, ratio=False), agrees="> 0")),
-          note="We measure the excess loss by position in sequences of 256, after training on sequences of 64. Small "
-               "models on text show the opposite (docs/instruments.md): softmax loses 0.08 and 0.26 nats, and lazy "
-               "loses 0.12 and 0.35. The gpu reading uses the runs of lazy-ablation without rope+bias, which the "
-               "bounds do not need.",
-          elsewhere={"gpu": Reading(
-              reads={f"at {T}": (f"lengths-far/lengths/{i}/more", "softmax@gpu elastic@gpu lazy@gpu")
-                     for i, T in ((1, 1024), (2, 2048))})}),
+          note="In the lab we measure the excess loss by position in sequences of 256, after training on sequences of "
+               "64. Models on text (gpu too) are read at twice and four times the length of their training.",
+          elsewhere={setup: Reading(reads={f"at {T}": (f"{look}/lengths/{i}/more",
+                                                       f"softmax@{setup} elastic@{setup} lazy@{setup}")
+                                           for i, T in ((1, 2 * length), (2, 4 * length))})
+                     for setup, look, length in (("text", "lengths-text", 256), ("gpu", "lengths-far", 512))}),
     Claim(id="elastic-offset-order", place="table 2",
           says="Softmax has the lowest loss, followed by tau/n started at 1, tau/n started at 0, fixed 1/n and plain "
-               "tau, and only tau/n started at 1 is free of sinks.",
+               "tau, and tau/n started at 1 has the smallest sink.",
           theirs="In this order, the loss is 2.62, 2.64, 2.65, 2.67, 2.75 and the sink 5.46, 0.18, 4.15, 0.54, 1.66 "
                  "%. The text calls plain tau fixed, but in the table it is learned.",
           cost="gpu-minutes",
@@ -338,13 +352,11 @@ CLAIMS = [
                  for column, figure in (("loss", "best"), ("sink", "sink"), ("mass", "row_mass"))} | GPU_GATE,
           fails="any",
           bounds=(Bound(what="mean loss of plain tau, less the largest of the others", value=plain_over_worst,
-                        agrees="> 0"),
-                  Bound(what="loss of plain tau, less that of the best form", value=plain_over_best,
-                        contradicts="not clearly > 0"),
+                        agrees="> 0", contradicts="< -0.02"),
                   Bound(what="forms with a smaller sink than tau/n started at 1", value=place_of_its_sink,
                         agrees="== 0", contradicts=">= 2")),
-          note="The claim is not tested in the lab: the bounds do not use the lab's sinks.",
-          variations=("text",), seeds=2),
+          note="Of the order only its end is tested. 0.02 nats is our bound for \"not the worst\".",
+          variations=("text",)),
     Claim(id="lazy-sink-gone", place="table 2, figure 7, 5.6",
           says="Elastic-Softmax with a learned tau that starts at 1 removes the sink on the first token.",
           theirs="The sink falls from 5.46 to 0.18 %. Uniform rows would have 1.33 %.",
@@ -369,8 +381,11 @@ CLAIMS = [
           bounds=(Bound(what="reach alone over reach with RoPE",
                         value=lambda n: reach(n["bias"]["bias-alone"]) / reach(n["bias"]["rope+bias"]),
                         agrees=">= 2", contradicts="<= 1"),
+                  Bound(what="bias in the last quarter of the distances, over its maximum", value=tail,
+                        needs="<= 0.1"),
                   Bound(what="relative change of the slopes", value=change_of_slopes, agrees="< 0.2")),
-          note="This repository does not offer ALiBi together with the bias, so that part is left out.",
+          note="This repository does not offer ALiBi together with the bias, so that part is left out. A bias that is "
+               "not small at the largest distances has no reach.",
           variations=("text",), seeds=1),
     Claim(id="elastic-two-pass", place="appendix F",
           says="Elastic-Softmax takes two exact passes with O(n) memory and little extra time.",
@@ -384,7 +399,8 @@ CLAIMS = [
                         agrees="<= 2.0", contradicts="> 2.0"),
                   Bound(what="forward and backward", value=lambda n: 1 / n["forward and backward"]["kernels"],
                         agrees="<= 1.6", contradicts="> 1.6")),
-          note="Only the longest T counts. The forward and the backward pass are timed separately and added up. The "
-               "tests of the kernels cover the memory, which should at most double with T.",
+          note="\"Little extra time\" is asked as twice the forward pass at most, because the kernel makes two. Only "
+               "the longest T counts. The forward and the backward pass are timed separately and added up. The tests "
+               "of the kernels cover the memory, which should at most double with T.",
           seeds=1),
 ]
