@@ -68,8 +68,7 @@ class Reading:
     """
     reads: dict[str, tuple[str, str]]
     bounds: tuple[Bound, ...] = ()
-    fails: str = ""                             # the claim fails if "any" condition of `contradicts` holds; or if "all"
-                                                # do, and none of `agrees`
+    fails: str = ""                             # the claim fails if "all" conditions of `contradicts` hold, or if "any"
     grade: str = ""                             # of GRADES; empty: that of its runs
 
 
@@ -190,8 +189,7 @@ def judge(reading, numbers):
     yes = [quantity.holds(quantity.bound.agrees) for quantity in asked]
     no = [quantity.holds(quantity.bound.contradicts).all() for quantity in found if quantity.bound.contradicts]
     whole = [met.all() for met in yes]
-    agrees = all(whole)
-    contradicts = any(no) if reading.fails == "any" else bool(no) and all(no) and (agrees or not any(whole))
+    agrees, contradicts = all(whole), bool(no) and (any(no) if reading.fails == "any" else all(no))
     untestable = any(not quantity.holds(quantity.bound.needs).all() for quantity in found if quantity.bound.needs)
     half = agrees and len(found) < len(every)
     verdict = Verdict(UNTESTABLE if untestable or not found else MIXED if agrees == contradicts or half else
