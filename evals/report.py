@@ -16,6 +16,7 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     Returns all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses.
     Only the main rank prints; the others get {}.
     """
+    model.eval()                                # no dropout: nothing is trained after this
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
     stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
