@@ -233,11 +233,26 @@ def is_meta(meta):
             and isinstance(base, dict) and all(isinstance(base.get(name), str) for name in ("path", "weights")))
 
 
+RESUME = "--init_from=resume"
+
+
+def run_with(folder, flags):
+    """meta.json of the run in a folder if it was trained with these flags, perhaps resumed with them; or {}."""
+    meta = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
+    return meta if isinstance(meta, dict) and meta.get("flags") in (flags, [*flags, RESUME]) else {}
+
+
 def finished_run(folder, flags):
     """meta.json of a finished run with these flags in a folder. None if there is no run, it is unfinished, or it has
     other flags."""
-    meta = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
-    return meta if isinstance(meta, dict) and "report" in meta and meta.get("flags") == flags else None
+    meta = run_with(folder, flags)
+    return meta if "report" in meta else None
+
+
+def flags_to_finish(folder, flags):
+    """The flags of train.py that train this run, or that resume it if it was stopped after its first checkpoint."""
+    stopped = "report" not in run_with(folder, flags) and run_with(folder, flags) and last_checkpoint(folder)
+    return [*flags, RESUME] if stopped else flags
 
 
 PARTS = "sharded_ckpt"                          # the folder of a run for checkpoints in parts, each named by its step

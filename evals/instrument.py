@@ -37,7 +37,16 @@ from axes.positions import POSITIONS
 from common import files
 from common.flags import fields_of, knob, with_recipe
 from common.machine import Machine, gpu_name
-from common.runs import ROOT, finished_run, load_weights, process_of, read_run, read_weights, what_is_new
+from common.runs import (
+    ROOT,
+    finished_run,
+    flags_to_finish,
+    load_weights,
+    process_of,
+    read_run,
+    read_weights,
+    what_is_new,
+)
 from common.tiles import keep_tiles
 from data import tokens
 from model import GPT, GPTConfig
@@ -228,15 +237,16 @@ WITH_TRAIN_ARGS = ", and change its flags with --train_args"
 
 def train_if_missing(folder, flags, advice=""):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a process of its own,
-    unless the folder has a finished run with these flags that is newer than the run of --init_from. advice: the rest of
-    the error message if training fails."""
+    unless the folder has a finished run with these flags that is newer than the run of --init_from. A stopped run goes
+    on from its last checkpoint. advice: the rest of the error message if training fails."""
     meta = finished_run(folder, flags)
     bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
     if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
         return meta
-    print(f"training {folder}: python train.py {' '.join(flags)}", file=sys.stderr, flush=True)
+    words = flags_to_finish(folder, flags)
+    print(f"training {folder}: python train.py {' '.join(words)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
-    if process_of("train.py", *flags, stdout=subprocess.DEVNULL).returncode:
+    if process_of("train.py", *words, stdout=subprocess.DEVNULL).returncode:
         raise ValueError(f"{folder} was not finished: read the error above{advice}")
     return files.read_json(folder / "meta.json")
 

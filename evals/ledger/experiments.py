@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from common import files
-from common.runs import finished_run, output_of
+from common.runs import finished_run, flags_to_finish, output_of
 from evals.lab_runs import OUT_DIR, PUBLIC, SETUPS, base_of, folder_of, train_flags
 from evals.ledger import checks, routing
 
@@ -154,7 +154,7 @@ def do(job):
         found = LOOKS[name](rest[0])
     else:
         threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
-        output = output_of(name, *rest, **threads)
+        output = output_of(name, *(flags_to_finish(job.place, rest) if name == "train.py" else rest), **threads)
         if name != "eval.py":
             return
         found = json.loads(output)
