@@ -28,6 +28,11 @@ def cost_of(claim, where):
     return max(costs_of(readings(claim)[where]), key=list(COSTS).index) if where else claim.cost
 
 
+def cheapest(claim):
+    """The cost class of a claim's cheapest reading, or its own if it has none."""
+    return min((cost_of(claim, where) for where in readings(claim)), key=list(COSTS).index, default=claim.cost)
+
+
 def grade_of(reading):
     """What kind of evidence a reading's numbers are, of claim.GRADES."""
     return reading.grade or max((GRADE_OF[cost] for cost in costs_of(reading)), key=list(GRADES).index)

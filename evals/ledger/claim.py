@@ -13,7 +13,7 @@ import numpy as np
 COSTS = {                                       # class: what a measurement needs
     "lab": "one-layer models and exact checks, on a CPU",
     "cpu-minutes": "small models on text, on a CPU",
-    "public-weights": "the weights of out/smollm2",
+    "public-weights": "the weights of SmolLM2 or GPT-2",
     "cpu-hours": "routers beside the weights of out/smollm2: an hour each on a CPU",
     "gpu-minutes": "models of 30M parameters: at most ten minutes on one H200",
     "out of reach": "more than that"}

@@ -9,6 +9,7 @@ from evals.ledger.book import (
     CITED,
     CLAIMS,
     PAPERS,
+    cheapest,
     decided_by,
     evidence,
     grade_of,
@@ -77,7 +78,7 @@ def counts(found):
 
 def line(claim, found):
     """A claim in one line."""
-    grade = evidence(claim, found) or claim.cost
+    grade = evidence(claim, found) or cheapest(claim)
     said = textwrap.shorten(claim.says, 96, placeholder=" ...")
     return f"  {verdicts_of(claim, found)['']:<13} {grade:<15} {claim.id:<24} {said}"
 
@@ -244,7 +245,7 @@ def page(title, found, picture):
                 parts += [f"{about}{said}.", markdown(bounds_table(verdicts[name].quantities),
                                                       ["", "agrees", "contradicts", "ours"])]
         if not here:
-            cost = f"{claim.cost} ({COSTS[claim.cost]})"
+            cost = f"{cheapest(claim)} ({COSTS[cheapest(claim)]})"
             parts += [f"Not run here: {claim.tested}." if not claim.reads else
                       f"Not run here: it takes {cost}. The rule: {rule(claim, readings(claim)[''])}."]
         parts += [f"`python eval.py claims --show={claim.id}` prints the numbers of each seed, and the commands."]
