@@ -9,7 +9,7 @@
 A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
 It has the paper's statement and figures, the numbers to read from our runs, and the bounds that decide it: claim.py.
 lab_runs.py names the runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other
-instrument measures. book.py collects all claims, changes.py logs changed rules, and view.py shows everything.
+instrument measures. book.py collects all claims, changes.py logs changed bounds, and view.py shows everything.
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed
@@ -120,7 +120,7 @@ def stored(place):
 
 
 def write_pages(folder, results):
-    """A page and a forest plot for each paper, and the log of changed rules."""
+    """A page and a forest plot for each paper, and the log of changed bounds."""
     folder.mkdir(parents=True, exist_ok=True)
     for paper in FILES:
         name = paper.__name__.rpartition(".")[2]
@@ -181,7 +181,7 @@ def measure(asked, args, where, results):
             print(e, file=sys.stderr)
             continue
         if numbers:
-            found = {**about, "machine": machine_of(jobs[claim.id, name]), "rule": version_of(claim.id),
+            found = {**about, "machine": machine_of(jobs[claim.id, name]), "version": version_of(claim.id),
                      "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
             kept[name] = merged(kept[name], found) if name in kept else found

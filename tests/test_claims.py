@@ -36,11 +36,11 @@ from evals.ledger.claim import (
     Bound,
     Quantity,
     Reading,
+    in_words,
     interval,
     judge,
     rank_correlation,
     readings,
-    rule,
     thirds,
 )
 from evals.ledger.emerges import OTHERS, SUM_TO_ONE
@@ -478,8 +478,8 @@ def test_quantities_are_columns_ratios_and_differences():
     close(np.stack(list(found.values())), [[.5, .1], [-.5, -1.8], [.5, 2], [2, 4], [1, .4]])
 
 
-def test_the_rule_in_words_and_the_axis_of_the_forest_plot():
-    assert rule(CLAIMS["lazy-sink-gone"], readings(CLAIMS["lazy-sink-gone"])["lr3e-3"]) == (
+def test_the_bounds_in_words_and_the_axis_of_the_forest_plot():
+    assert in_words(CLAIMS["lazy-sink-gone"], readings(CLAIMS["lazy-sink-gone"])["lr3e-3"]) == (
         "idle rows: agrees: weight on the first token over softmax's <= 1/10; contradicts: weight on the first token "
         "over softmax's >= 1/3")
     for bound, value, place in (
@@ -748,9 +748,9 @@ def test_one_reading_of_a_claim_can_be_named():
         claims.ClaimsFlags(run="zero-v0-harmless@nowhere")
 
 
-def test_numbers_older_than_a_change_of_the_rule_say_so():
-    found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "rule": 1}
-    assert "measured under version 1 of the rule, which is at 4" in view.made(CLAIMS["tda-sink-growth"], found)
+def test_numbers_older_than_a_change_of_the_bounds_say_so():
+    found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "version": 1}
+    assert "measured under version 1 of the bounds, which are at 4" in view.made(CLAIMS["tda-sink-growth"], found)
     assert "measured under" not in view.made(CLAIMS["lazy-sink-gone"], found)
     assert {change.row for change in LOG} <= CLAIMS.keys()
 

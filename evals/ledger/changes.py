@@ -1,13 +1,13 @@
-"""The log of the ledger: which rules were changed after numbers had been seen, and what that did to their verdicts.
+"""The log of the ledger: which bounds were changed after numbers had been seen, and what that did to the verdicts.
 
-A rule was to be fixed before its first run. The first complete run, with seeds 2, 3 and 4, is commit 49b8a29. Every
+All bounds were to be fixed before the first run. The first complete run, with seeds 2, 3 and 4, is commit 49b8a29. Every
 change since then is a line here, and makes a new version of its row. Numbers that are older than a change say so.
 """
 from typing import NamedTuple
 
 
 class Change(NamedTuple):
-    """One change of one rule. before, after: its words or bounds. verdicts: of the claim, before and after, on the same
+    """One change of a claim's words or bounds, before and after. verdicts: of the claim, before and after, on the same
     numbers unless `why` says otherwise."""
     row: str
     date: str
@@ -28,19 +28,19 @@ LOG = (
            "4 million pairs at each length, means over seeds", ("mixed", "agrees"),
            "With 64 queries the entropies were noise. Measured again with the new number of pairs."),
     Change("tda-sink-growth", "2026-11-22", "contradicts: TDA > 4", "contradicts: TDA > 4 with every seed",
-           ("contradicts", "mixed"), "All other rules ask every seed."),
+           ("contradicts", "mixed"), "All other bounds ask every seed."),
     Change("focus-balance-costs", "2026-11-22", "the paper's table 9 decides",
            "our sweep decides; table 9 is a second reading", ("contradicts", "not run here"),
-           "The first list of rules had the sweep first."),
+           "The first list of claims had the sweep first."),
     Change("focus-collapse", "2026-11-22", "the largest of all seeds and layers",
-           "the largest layer, with every seed", ("agrees", "mixed"), "All other rules ask every seed."),
+           "the largest layer, with every seed", ("agrees", "mixed"), "All other bounds ask every seed."),
     Change("fixed-token-16", "2026-11-22", *BOS[:2], ("contradicts", "not testable"), f"The lab without BOS. {BOS[2]}"),
     *(Change(row, "2026-11-22", *BOS[:2], verdicts, f"The variation nobos. {BOS[2]}") for row, *verdicts in (
         ("entmax-keeps-sink", "contradicts", "not testable"), ("zero-v0-harmless", "contradicts", "not testable"),
         ("q-pinned-geometry", "mixed", "not testable"), ("sink-logit-moves-sink", "agrees", "not testable"),
         ("gated-no-sink", "mixed", "not testable"))),
     Change("rela-sink-free", "2026-11-22", "ReLA, TRA and TDA", "ReLA, TRA, TDA, relu / n and softpick",
-           ("mixed", "mixed"), "The first list of rules has all five."),
+           ("mixed", "mixed"), "The first list of claims has all five."),
     # An audit of all rows against the papers. Verdicts after it are on new runs (seeds 2, 3, 4) where there are any
     Change("elastic-removed-mass", "2026-11-22", "the lab decides", "small models on text decide",
            ("mixed", "agrees"), "The bounds were meant for text. In the lab nine rows in ten are idle."),
@@ -90,7 +90,7 @@ LOG = (
              "Windows differ much more from each other than two forms of one model do.")
       for row in ("focus-frozen-ppl", "focus-sparser-better", "focus-long-gap")),
     *(Change(row, "2026-11-23", "one number of all seeds together", "a number of each seed", verdicts,
-             f"All other rules ask every seed.{more}")
+             f"All other bounds ask every seed.{more}")
       for row, verdicts, more in (
           ("tau-by-depth", ("contradicts", "mixed"), " Head 2 of one seed has nothing to do with head 2 of another."),
           ("bias-by-depth", ("agrees", "agrees"), " The bound \"its size >= 0.5\" repeated the first one."),
@@ -129,7 +129,7 @@ LOG = (
     Change("tda-power", "2026-11-23", "agrees: the mean with p = 1 is the highest", "agrees: clearly the highest",
            ("not run here", "not run here"), "Noise must not agree."),
     Change("tda-sparsity", "2026-11-23", "contradicts: the smallest of two differences, over seeds",
-           "contradicts: one of them with every seed", ("contradicts", "contradicts"), "All other rules ask every "
+           "contradicts: one of them with every seed", ("contradicts", "contradicts"), "All other bounds ask every "
                                                                                        "seed."),
     Change("tra-closes-gap", "2026-11-23", "ReLA's gap grows along the window",
            "its gaps to softmax and to TRA are larger in the second half than in the second quarter",
@@ -182,5 +182,5 @@ def changes_of(row):
 
 
 def version_of(row):
-    """The version of a row's rule: 1, and 1 more for each change."""
+    """The version of a row's bounds: 1, and 1 more for each change."""
     return 1 + len(changes_of(row))

@@ -240,10 +240,10 @@ def plain(bound, arrays):
     return values
 
 
-# -------------------------------------------------------------------------------------------------- the rule in words
+# ------------------------------------------------------------------------------------------------ the bounds in words
 
 
-def rule(claim, reading):
+def in_words(claim, reading):
     """The bounds of a reading in one sentence."""
     parts = [("agrees", "agrees", "and"), ("contradicts", "contradicts", "and" if reading.fails == "all" else "or"),
              ("testable only with", "needs", "and")]

@@ -271,12 +271,9 @@ CLAIMS = [
           tested="increase of the loss when 14 % of the heads are zeroed",
           reads=costs("heads-cost", "softmax@gpu", SILENCED) | GPU_GATE,
           bounds=(Bound(what="heads with the largest sinks", column="most sink", agrees="<= 0.02", contradicts="> 0.1"),
-                  Bound(what="the same over random heads", column="most sink", over="random"),
-                  Bound(what="random heads", column="random"), Bound(what="heads with the least sink",
-                                                                     column="least sink")),
+                  Bound(what="the same over that of random heads", column="most sink", over="random")),
           note="\"Nothing\" is asked as in zero-v0-harmless. The random heads are a mean of three draws.",
-          elsewhere={"SmolLM2": Reading(
-              reads=costs("public-heads", "smollm2", SILENCED))},
+          elsewhere={"SmolLM2": Reading(reads=costs("public-heads", "smollm2", SILENCED))},
           seeds=1),
     Claim(id="head-pinning", place="4.2, appendix D, figure 12",
           says="Balancing all heads in fine-tuning (eq. 8) lowers the sink everywhere, while leaving out early layers "

@@ -27,9 +27,9 @@ from evals.ledger.claim import (
     NOT_RUN,
     UNTESTABLE,
     VERDICTS,
+    in_words,
     number,
     readings,
-    rule,
 )
 from evals.ledger.experiments import all_jobs
 from evals.pictures import pyplot, save_figure
@@ -106,7 +106,7 @@ def shown(claim, found, where):
         if name in found:
             parts += ["\n" + forest(here.quantities), "\n" + by_seed(found[name]), made(claim, found[name])]
         else:
-            parts.append(hanging("rule", rule(claim, reading)))
+            parts.append(hanging("bounds", in_words(claim, reading)))
         seeds = found.get(name, {}).get("seeds") or seeds_of(claim, reading, [2])
         parts.append("\n" + commands(claim, name, jobs_of(reading, seeds, where)))
     return "\n".join(parts)
@@ -198,10 +198,10 @@ def by_seed(found):
 
 
 def made(claim, found):
-    """The commit and machine of the numbers of these seeds, and the rule under which they were first judged."""
+    """The commit and machine of the numbers of these seeds, and the bounds by which they were first judged."""
     own = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
-    if found.get("rule", version_of(claim.id)) < version_of(claim.id):
-        own += f"; measured under version {found['rule']} of the rule, which is at {version_of(claim.id)}"
+    if found.get("version", version_of(claim.id)) < version_of(claim.id):
+        own += f"; measured under version {found['version']} of the bounds, which are at {version_of(claim.id)}"
     earlier = found.get("earlier")
     return own + (f"\nseeds {', '.join(map(str, earlier['seeds']))}: {made(claim, earlier)}" if earlier else "")
 
@@ -247,16 +247,16 @@ def page(title, found, picture):
         if not here:
             cost = f"{cheapest(claim)} ({COSTS[cheapest(claim)]})"
             parts += [f"Not run here: {claim.tested}." if not claim.reads else
-                      f"Not run here: it takes {cost}. The rule: {rule(claim, readings(claim)[''])}."]
+                      f"Not run here: it takes {cost}. The bounds: {in_words(claim, readings(claim)[''])}."]
         parts += [f"`python eval.py claims --show={claim.id}` prints the numbers of each seed, and the commands."]
     return "\n\n".join(parts) + "\n"
 
 
 def log_page():
-    """The log of changed rules in Markdown."""
+    """The log of changed bounds in Markdown."""
     rows = [[f"`{change.row}`", change.date, change.before, change.after, " → ".join(change.verdicts), change.why]
             for change in LOG]
-    return ("# The log of changed rules\n\nEvery rule was to be fixed before its first run. These were changed after "
+    return ("# The log of changed bounds\n\nAll bounds were to be fixed before the first run. These were changed after "
             "numbers had been seen. The first complete run is commit 49b8a29.\n\n"
             + markdown(rows, ["claim", "date", "before", "after", "verdict", "why"]) + "\n")
 
