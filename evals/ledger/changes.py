@@ -1,7 +1,7 @@
 """The log of the ledger: which bounds were changed after numbers had been seen, and what that did to the verdicts.
 
-All bounds were to be fixed before the first run. The first complete run, with seeds 2, 3 and 4, is commit 49b8a29. Every
-change since then is a line here, and makes a new version of its row. Numbers that are older than a change say so.
+All bounds were to be fixed before the first run. The first complete run, with seeds 2, 3 and 4, is commit 49b8a29.
+Every change since then is a line here, and makes a new version of its row. Numbers that are older than a change say so.
 """
 from typing import NamedTuple
 
