@@ -92,8 +92,9 @@ LAZY = {
     "elastic-removed-mass": [(A, {"mass": 0.59}), (M, {"mass": 0.61}), (M, {"mass": 0.19}), (A, {"mass": 0.21}),
                              (M, {"mass": 0.79}), (C, {"mass": 0.81})],
     "repeat-tokens": [
-        (A, {"x uniform": {"softmax": 3.1, "sinusoidal": 9, "rope": 1.6, "alibi": 1}, "extra": 0.6, "extra on text": 1,
-             "spread": 9e-6}),
+        (A, {"x uniform": {"softmax": 3.1, "sinusoidal": 9, "rope": 1.6, "alibi": 1}, "not repeated": 4, "extra": 0.6,
+             "extra on text": 1, "spread": 9e-6}),
+        (M, {"not repeated": {"rope": 3.9}}),
         (M, {"x uniform": {"softmax": 2.9}}), (M, {"x uniform": {"rope": 1.8}}), (C, {"spread": 2e-5}),
         (C, {"x uniform": {"rope": 1}, "extra": 0.4}), (C, {"x uniform": {"softmax": 2.9, "sinusoidal": 2.9}}),
         (M, {"x uniform": {"softmax": 2.9, "sinusoidal": 3.1}, "spread": {"softmax": 1, "learned-untrained": 1}})],
@@ -222,7 +223,8 @@ FOCUS = {
         (A, {f"top-{k}": windows(loss) for k, loss in enumerate((3, 1.9, 2, 2), 1)}
          | {"untrained top-2": windows(2.1), "near pairs": windows(2)}),
         (M, {"top-2": windows(1.99, shared=False)}), (M, {"top-1": windows(1.8)}),
-        (C, {"top-2": windows(2.5), "top-3": windows(2.2), "untrained top-2": windows(2.6)})],
+        (M, {"top-2": windows(2.5), "top-3": windows(2.2), "untrained top-2": windows(2.6)}),
+        (C, {"top-1": windows(2.4), "top-2": windows(2.5), "top-3": windows(2.2), "untrained top-2": windows(2.6)})],
     "focus-topk-share": [(A, {"pairs kept": .74}), (M, {"pairs kept": .76}), (M, {"pairs kept": .44}),
                          (C, {"pairs kept": .81})],
     "focus-collapse": [

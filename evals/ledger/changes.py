@@ -102,6 +102,9 @@ LOG = (
                                      "with the same result."),
     Change("focus-collapse", "2026-11-23", "contradicts: softmax with a balance loss does not collapse",
            "also: softmax alone does not, and Sinkhorn does", ("contradicts", "mixed"), "Half of the claim holds."),
+    Change("repeat-tokens", "2026-11-23", "RoPE and ALiBi always count", "only if they have a sink on the text as it "
+                                                                         "is",
+           ("agrees", "mixed"), "The control, the same text without repetition, is new. Measured again with it."),
     Change("lazy-ablation", "2026-11-23", "Elastic-Softmax does not help, with or without the bias",
            "it clearly harms beside the bias", ("mixed", "mixed"),
            "Without the bias the paper's own table has the opposite, and noise must not agree."),

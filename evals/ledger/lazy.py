@@ -223,19 +223,21 @@ CLAIMS = [
                         agrees=">= 3"),
                   Bound(what="the larger of these", value=lambda n: max(
                       n["x uniform"]["softmax"].max(), n["x uniform"]["sinusoidal"].max()), contradicts="< 3"),
-                  Bound(what="RoPE and ALiBi", column="x uniform", of="rope alibi", agrees="<= 1.7"),
+                  Bound(what="RoPE and ALiBi", column="x uniform", of="rope alibi", agrees="<= 1.7",
+                        sink="not repeated/rope"),
                   Bound(what="the same without repetition", column="not repeated"),
                   Bound(what="the smaller of these", value=lambda n: min(
-                      n["x uniform"]["rope"].min(), n["x uniform"]["alibi"].min()), contradicts="> 1.7"),
+                      n["x uniform"]["rope"].min(), n["x uniform"]["alibi"].min()), contradicts="> 1.7",
+                        sink="not repeated/rope"),
                   Bound(what="largest distance of their hidden states", value=states_apart, agrees="<= 1e-5",
                         contradicts="> 1e-5"),
                   Bound(what="the sink logit's mass over that on ordinary text", value=of_text, agrees=">= 0.5",
                         contradicts="< 0.5")),
-          note="The repeated token is the first symbol of a text without BOS, so the models of the lab, which have "
-               "seen BOS in training, may have no sink even without repetition. With one layer and relative "
-               "positions it follows from the definition that all states coincide. If BOS is repeated, every "
-               "position has a sink's key. Half of the mass is our bound. Untrained models have no sink, so only "
-               "their hidden states count. GPT-2 is left to users.",
+          note="The repeated token is the first symbol of a text without BOS. On such a text RoPE and ALiBi have no "
+               "sink in the lab that repetition could remove; SmolLM2 has one. With one layer and relative positions "
+               "it follows from the definition that all states coincide. If BOS is repeated, every position has a "
+               "sink's key. Half of the mass is our bound. Untrained models have no sink, so only their hidden "
+               "states count. GPT-2 is left to users.",
           elsewhere={"BOS repeated": Reading(reads=repeat_of("repeat-bos", "probe")),
                      "SmolLM2": Reading(
                          reads={"x uniform": ("public-repeat/mean/times_uniform", "smollm2"),
