@@ -158,19 +158,21 @@ def drawn(quantity, width=30):
 def positions(quantity):
     """A quantity on the axis of the forest plots, on which the claim fails below 0 and holds above 1: (each seed, low
     and high end of the interval), or None if it has no bounds. Beyond a bound that is the only one, the unit is the
-    bound itself (or 1 if it is 0)."""
+    bound itself (or 1 if it is 0), or half the width of a range."""
     agrees, contradicts = (thresholds(getattr(quantity.bound, name)) for name in ("agrees", "contradicts"))
     if not agrees and not contradicts or quantity.bound.agrees.startswith("could be "):     # two-sided
         return None
     low, high = quantity.interval if np.isfinite(quantity.interval[0]) else (quantity.values.mean(),) * 2
     values = np.array([low, high, *quantity.values])
-    if agrees and len(agrees) == 2 and values.mean() > agrees[1]:       # above a range: falls again
-        values, agrees = agrees[0] + agrees[1] - values, agrees[:1]
-    one, zero = (bound[0] if bound else None for bound in (agrees, contradicts))
+    in_range = len(agrees) == 2
+    if in_range:                                # how far inside the range, in units of half its width
+        values, contradicts, agrees = (np.minimum(np.subtract(x, agrees[0]), np.subtract(agrees[1], x))
+                                       / (agrees[1] - agrees[0]) * 2 for x in (values, contradicts, agrees))
+    one, zero = (bound[0] if len(bound) else None for bound in (agrees, contradicts))
     if one is None or zero is None or one == zero:
         at = one if one is not None else zero
         grows = (quantity.bound.agrees or quantity.bound.contradicts).removeprefix("not ").removeprefix("clearly ")[0]
-        up = (grows == ">") == (one is not None) != quantity.bound.agrees.startswith("not ")
+        up = in_range or (grows == ">") == (one is not None) != quantity.bound.agrees.startswith("not ")
         place = (values - at) / (abs(at) or 1) * (1 if up else -1)      # above 0 is the good side
         place = np.where(place >= 0, 1 + place, np.maximum(1 + place, 0) if zero is None else place)
     else:
