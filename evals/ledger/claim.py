@@ -46,7 +46,8 @@ class Bound:
     of: str = ""                                # its runs, separated by spaces; empty: all
     over: str = ""                              # divide by another column, or by a run of the same column
     less: str = ""                              # subtract it
-    value: Callable | None = None               # {column: {run: array}} -> (seeds,), or {name: (seeds,)}
+    value: Callable | None = None               # {column: {run: array}} -> (seeds,), or {name: (seeds,)}; nan: it
+                                                # cannot be tested
     agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
@@ -157,7 +158,7 @@ class Quantity(NamedTuple):
     bound: Bound
     values: np.ndarray                          # (seeds,)
     errors: np.ndarray | None                   # (seeds,), if they were measured
-    tested: bool = True                         # False: the sink that the bound needs is missing
+    tested: bool = True                         # False: the sink that the bound needs is missing, or a value is nan
 
     @property
     def interval(self):
@@ -221,7 +222,7 @@ def quantities(reading, numbers):
             if bound.error == "windows":
                 value, error = value.mean(1), value.std(1, ddof=1) / value.shape[1] ** 0.5
             name = f"{bound.what}, {run}" if len(values) > 1 and run else bound.what
-            found.append(Quantity(name, bound, np.ravel(value), error, tested))
+            found.append(Quantity(name, bound, np.ravel(value), error, tested and not np.isnan(value).any()))
     return found
 
 

@@ -160,7 +160,8 @@ def positions(quantity):
     and high end of the interval), or None if it has no bounds. Beyond a bound that is the only one, the unit is the
     bound itself (or 1 if it is 0), or half the width of a range."""
     agrees, contradicts = (thresholds(getattr(quantity.bound, name)) for name in ("agrees", "contradicts"))
-    if not agrees and not contradicts or quantity.bound.agrees.startswith("could be "):     # two-sided
+    two_sided = quantity.bound.agrees.startswith("could be ")
+    if not agrees and not contradicts or two_sided or np.isnan(quantity.values).any():
         return None
     low, high = quantity.interval if np.isfinite(quantity.interval[0]) else (quantity.values.mean(),) * 2
     values = np.array([low, high, *quantity.values])
