@@ -298,8 +298,8 @@ CLAIMS = [
           says="The balancing loss improves accuracy, more so in larger models, and would help pre-training.",
           theirs="+0.51 (4B), +1.70 (8B), +2.47 (LLaMA 8B). Each is the best of three sampled runs.",
           cost="out of reach",
-          tested="needs fine-tuning of models with 4 to 8B parameters. In their place we train small models from scratch "
-                 "with and without eq. 9",
+          tested="needs fine-tuning of models with 4 to 8B parameters. In their place we train small models from "
+                 "scratch with and without eq. 9",
           bounds=(Bound(what="change of the loss with the better lambda", value=change_by_better_lambda,
                         agrees="clearly < 0"),
                   Bound(what="change of the loss with each lambda", column="loss", less="softmax",
