@@ -251,7 +251,8 @@ def finished_run(folder, flags):
 
 def flags_to_finish(folder, flags):
     """The flags of train.py that train this run, or that resume it if it was stopped after its first checkpoint."""
-    stopped = "report" not in run_with(folder, flags) and run_with(folder, flags) and last_checkpoint(folder)
+    meta = run_with(folder, flags)
+    stopped = meta and "report" not in meta and last_checkpoint(folder)
     return [*flags, RESUME] if stopped else flags
 
 

@@ -156,8 +156,8 @@ LOG = (
     Change("focus-balance-costs", "2026-11-23", "table 9: the frozen column", "table 9: both columns",
            ("contradicts", "mixed"), "The claim is about models of which all weights were trained as well."),
     Change("zero-v0-harmless", "2026-11-23", "any head of the lab", "a head with a sink above 0.75",
-           ("agrees", "agrees"), "The paper's condition. Without biases and at a third of the learning rate the lab "
-                                 "has no such head."),
+           ("agrees", "agrees"), "The paper's condition. The lab has no such head without biases or at a third of the "
+           "learning rate, nor with every seed of the second table."),
     Change("q-pinned-geometry", "2026-11-23", "queries: an outside sink changes their cosine",
            "queries: the size of their cosine is small", ("agrees", "mixed"),
            "Queries that point the other way are not free."),

@@ -28,7 +28,7 @@ def better_form(rival):
     def value(n):
         losses = {column: next(iter(group.values())) for column, group in n.items()}            # (seeds, windows)
         form = min(("gate", "top-2"), key=lambda name: np.mean(losses[name]))
-        return losses[form] - losses.get(rival, losses[f"untrained {form}"])
+        return losses[form] - losses[f"untrained {form}" if rival == "untrained" else rival]
     return value
 
 
@@ -276,7 +276,7 @@ CLAIMS = [
                "the class of its word: article, preposition, capitalised, other. A longer token has the class of its "
                "last character. Purity is the share of punctuation "
                "in the group that has most of it. \"Adjusted\" means minus the value of chance groups of the same "
-               "sizes. The random groups of the rule have random centroids. Token frequency is left out, because for "
+               "sizes. The random groups of the bounds have random centroids. Token frequency is left out, because for "
                "bytes it is the class.",
           seeds=1),
     Claim(id="focus-balance-costs", place="3.4, section 4, table 9",

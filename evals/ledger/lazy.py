@@ -225,12 +225,12 @@ CLAIMS = [
                       n["x uniform"]["softmax"].max(), n["x uniform"]["sinusoidal"].max()), contradicts="< 3"),
                   Bound(what="RoPE and ALiBi", column="x uniform", of="rope alibi", agrees="<= 1.7",
                         sink="not repeated/rope"),
-                  Bound(what="the same without repetition", column="not repeated"),
                   Bound(what="the smaller of these", value=lambda n: min(
                       n["x uniform"]["rope"].min(), n["x uniform"]["alibi"].min()), contradicts="> 1.7",
                         sink="not repeated/rope"),
-                  Bound(what="largest distance of their hidden states", value=states_apart, agrees="<= 1e-5",
-                        contradicts="> 1e-5"),
+                  Bound(what="the same text without repetition", column="not repeated"),
+                  Bound(what="largest distance of the hidden states with RoPE and ALiBi", value=states_apart,
+                        agrees="<= 1e-5", contradicts="> 1e-5"),
                   Bound(what="the sink logit's mass over that on ordinary text", value=of_text, agrees=">= 0.5",
                         contradicts="< 0.5")),
           note="The repeated token is the first symbol of a text without BOS. On such a text RoPE and ALiBi have no "

@@ -77,8 +77,9 @@ def growth_of_gap(other):
     """ReLA's gap to another run in the second half of the window, less that in the second quarter. The first quarter,
     where there is little context, is left out."""
     def value(n):
-        _, quarter, *half = np.array_split(n["by place"]["rela"] - n["by place"][other], 4, 1)
-        return np.concatenate(half, 1).mean(1) - quarter.mean(1)
+        gap = n["by place"]["rela"] - n["by place"][other]              # (seeds, bins)
+        bins = gap.shape[1]
+        return gap[:, bins // 2:].mean(1) - gap[:, bins // 4:bins // 2].mean(1)
     return value
 
 
