@@ -640,6 +640,20 @@ def test_checks_of_focus_equal_values_known_by_hand():
             bounds.below(share - 1 / int(name[11]), 0.12)
 
 
+@pytest.mark.parametrize("affinity", ["log", "score"])
+def test_the_mass_of_shut_pairs_is_that_of_an_independent_form(affinity):
+    module = layer("focus", window=5, affinity=affinity)
+    q, k, _, x = inputs(module, 21)
+    g, s, i = module.assign(x), (q @ k.mT) * q.shape[-1] ** -0.5, torch.arange(21)
+    z = (module.gate_scale * (g @ g.mT - module.gate_offset))[:, None]
+    distant, seen = i[:, None] - i >= 5, i[:, None] >= i
+    gated = torch.where(distant, s + z.sigmoid().log() if affinity == "log" else s * z.sigmoid(), s)
+    apart = distant & (g.argmax(-1)[:, :, None] != g.argmax(-1)[:, None])
+    mass = [w.masked_fill(~seen, -math.inf).softmax(-1).mul(apart[:, None]).sum(-1).mean() for w in (gated, s)]
+    close(routing.shut_in(module, q, k, x), [*mass, apart.sum() / (2 * 21 * 22 / 2)], terms=64, size=1.0)
+    assert module.local == 5 and apart.any()
+
+
 def test_mutual_information_of_groups_and_classes_is_1_if_equal_and_0_for_one_group():
     kinds = routing.classes_of("The cat, of 12.")
     assert [routing.CLASSES[k] for k in kinds] == [

@@ -50,8 +50,8 @@ def loss_and_dominance(n):
 
 # ------------------------------------------------------------------------------------------------------------- the rows
 
-# what focus-frozen-ppl and focus-sparser-better read: the forms at 512 or 256 tokens, of these two runs. In texts of
-# 256 bytes a window of 128 would leave few distant pairs, so it is 32 there
+# what rows about trained routers read: the forms at 512 or 256 tokens, of a trained and an untrained router. In texts
+# of 256 bytes a window of 128 would leave few distant pairs, so it is 32 there
 BESIDE = {"gpu": ("focus/lengths/1/forms", "focus-frozen@gpu", "focus-random@gpu"),
           "SmolLM2": ("focus/lengths/1/forms", "focus-frozen@smollm2", "focus-random@smollm2"),
           "text": ("focus-256/lengths/0/forms", "focus-w32@text", "focus-w32-random@text")}
@@ -98,8 +98,13 @@ CLAIMS = [
                  "pairs that are shut": ("shut pairs", "focus_gate")},
           bounds=(Bound(what="share of a row's mass on pairs whose gate is shut", column="mass", agrees="< 0.01",
                         contradicts="> 0.1"),),
+          elsewhere={where: Reading(reads={"mass": ("shut/with the gate", run), "without a gate": ("shut/without", run),
+                                           "pairs that are shut": ("shut/pairs", run)})
+                     for where, (_, run, _) in BESIDE.items() if where != "gpu"},
           note="A score of 0 still has the weight exp(0) = 1. The scores are drawn from N(0, 1), with 4 random groups "
-               "and 256 tokens. The log gate computes s + log sigmoid(z)."),
+               "and 256 tokens. The log gate computes s + log sigmoid(z). Trained routers are read with the paper's "
+               "gate, which is nowhere below 1/2; pairs count as shut if they are distant and the largest groups of "
+               "their tokens differ."),
     Claim(id="focus-small-router", place="section 2, appendix B",
           says="16 dimensions are enough for routing, and a small local window is best.",
           theirs="Perplexity with d_g = 16, 32, 128, 768: 34.5, 34.5, 34.5, 34.8. A window of w = 16 is 0.8 better "
@@ -224,8 +229,10 @@ CLAIMS = [
                  "top-3 against full": ("difference, top-3", "focus_topk")},
           bounds=(Bound(what="share of the distant pairs that are kept", column="pairs kept", agrees="0.45 to 0.75",
                         contradicts=">= 0.8"),),
+          elsewhere={where: Reading(reads={"pairs kept": (f"{look}/k=2/kept", run), "top-3": (f"{look}/k=3/kept", run)})
+                     for where, (look, run, _) in BESIDE.items() if where != "gpu"},
           note="Two sets of 3 out of 4 groups always overlap, so top-3 is full attention. The second half is true but "
-               "empty."),
+               "empty. Trained groups need not be balanced."),
     Claim(id="focus-collapse", place="section 4, table 8",
           says="Routing by softmax collapses into one group, even with a balance loss, but routing by Sinkhorn does "
                "not.",

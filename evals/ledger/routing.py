@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from data import benchmarks
 from evals import groups
-from evals.instrument import Common, OpenedRun, read_windows
+from evals.instrument import Common, OpenedRun, read_windows, watch, window_batches
 from evals.ledger.claim import rank_correlation
 from evals.likelihood import row_requests
 from mixers import focus
@@ -196,6 +196,32 @@ def within_window(place, window=128):
             "difference": difference}
 
 
+@torch.no_grad()
+def shut(place, windows=16):
+    """What a trained gate does to pairs of different groups: distant pairs whose tokens have different largest groups.
+    Their mean mass in a row with the gate, and without it for the same queries and keys; their share of all pairs."""
+    run, found = OpenedRun(Common(out_dir=place), {}), []
+
+    def see(layer, module, q, k, v, x, table):
+        found.append(shut_in(module, q, k, x))
+
+    for rows in window_batches(run.model, run.split("val"), run.machine, run.model.config.block_size, windows, 1,
+                               run.stride):
+        watch(run.model, see, rows[:, :-1], run.machine)
+    return dict(zip(("with the gate", "without", "pairs"), np.mean(found, 0).tolist(), strict=True))
+
+
+def shut_in(module, q, k, x):
+    """The three numbers of `shut`, in one layer."""
+    T, near, own = x.shape[1], module.local, module.assign(x).argmax(-1)
+    apart = (own[:, :, None] != own[:, None]) & groups.distant(T, near, x.device)       # (B, T, T)
+    gated = module.weights_of(q, k, x)                                  # (B, H, T, T)
+    module.local = T                            # now all pairs are near, and near pairs have no gate
+    plain, module.local = module.weights_of(q, k, x), near
+    mass = [(w * apart[:, None]).sum(-1).mean().item() for w in (gated, plain)]
+    return [*mass, apart.sum().item() / (len(x) * T * (T + 1) / 2)]
+
+
 THEIR_TASKS = ("hellaswag", "arc_easy", "piqa", "lambada")              # of tables 1 to 4
 PAGES = ("wikitext",)                           # read in windows, without questions
-LOOKS = {look.__name__: look for look in (classes, within_window)}
+LOOKS = {look.__name__: look for look in (classes, shut, within_window)}
