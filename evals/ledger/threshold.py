@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 
 from evals.ledger.checks import LENGTHS
-from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading, interval, rank_correlation, thirds
+from evals.ledger.claim import Bound, Claim, Reading, interval, rank_correlation, thirds
 
 TITLE = "[2] Threshold Differential Attention"
 CITED = ("Threshold Differential Attention for Sink-Free, Ultra-Sparse, and Non-Dispersive Language Modeling, "
