@@ -11,7 +11,7 @@ trained only once, even if several commands use it.
     long    the same task in sequences of 256 symbols, as many tokens a step
     text    4 layers, width 128, T = 256, the help pages of Python's library in bytes, 600 steps: 3 minutes on one core
     text6   the same with six layers
-    smollm2 routers beside the public weights of out/smollm2, T = 512, the same books in tokens: an hour on one core
+    smollm2 routers beside the public weights of out/smollm2, T = 512, books in tokens, 300 steps: at most an hour
     gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
 """
 import re
@@ -32,6 +32,7 @@ class Setup(NamedTuple):
     flags: str                                  # of train.py, before the recipe's own
     data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
     cost: str = "lab"                           # of a run, a class of ledger.claim.COSTS
+    steps: int = 1000                           # {steps} of RECIPES: of a router beside a frozen model
 
 
 BACKCOPY = "data/backcopy.py"
@@ -54,7 +55,7 @@ SETUPS = {
     "text": Setup("--preset=tiny --max_iters=600", cost="cpu-minutes"),
     "text6": Setup("--preset=tiny --max_iters=600 --n_layer=6", cost="cpu-minutes"),
     "smollm2": Setup("--dataset={data}/smollm2 --block_size=512 --learning_rate=1e-3 --warmup_iters=10 "
-                     "--eval_interval=100 --eval_iters=8", f"{BOOKS} --tokenizer=out/smollm2", "cpu-hours"),
+                     "--eval_interval=100 --eval_iters=8", f"{BOOKS} --tokenizer=out/smollm2", "cpu-hours", 300),
     "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes", "gpu-minutes"),
     **{f"gpu-fixed{place}": Setup(
         f"{GPU} --dataset={{data}}/gpu-fixed{place}",
@@ -63,7 +64,7 @@ SETUPS = {
 }
 
 TDA = "--attn=tda --attn_args=learn_beta=0,beta_init="
-FROZEN = "--attn=focus --affinity=score --window=128 --init_from=softmax --train_only=focus --max_iters=1000"
+FROZEN = "--attn=focus --affinity=score --window=128 --init_from=softmax --train_only=focus --max_iters={steps}"
 HEADS = "--n_layer=2 --n_head=4"
 TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
 
@@ -157,7 +158,7 @@ def base_of(run):
 def flags_of(recipe, setup=""):
     """The flags of a recipe in a set-up. Raises ValueError if there is no such recipe."""
     if recipe in RECIPES:
-        return RECIPES[recipe]
+        return RECIPES[recipe].format(steps=SETUPS[setup or "lab"].steps)
     axes = attention.recipe(recipe)
     flags = [f"--attn={recipe}"]
     if setup.startswith(("text", "gpu")):       # the recipe's own positions replace the set-up's

@@ -14,7 +14,7 @@ COSTS = {                                       # class: what a measurement need
     "lab": "one-layer models and exact checks, on a CPU",
     "cpu-minutes": "small models on text, on a CPU",
     "public-weights": "the weights of SmolLM2 or GPT-2",
-    "cpu-hours": "routers beside the weights of out/smollm2: an hour each on a CPU",
+    "cpu-hours": "routers beside the weights of out/smollm2: up to an hour each on a CPU",
     "gpu-minutes": "models of 30M parameters: at most ten minutes on one H200",
     "out of reach": "more than that"}
 

@@ -52,8 +52,8 @@ def loss_and_dominance(n):
 
 # what rows about trained routers read: the forms at 512 or 256 tokens, of a trained and an untrained router. In texts
 # of 256 bytes a window of 128 would leave few distant pairs, so it is 32 there
-BESIDE = {"gpu": ("focus/lengths/1/forms", "focus-frozen@gpu", "focus-random@gpu"),
-          "SmolLM2": ("focus/lengths/1/forms", "focus-frozen@smollm2", "focus-random@smollm2"),
+BESIDE = {"gpu": ("focus-512/lengths/0/forms", "focus-frozen@gpu", "focus-random@gpu"),
+          "SmolLM2": ("focus-512/lengths/0/forms", "focus-frozen@smollm2", "focus-random@smollm2"),
           "text": ("focus-256/lengths/0/forms", "focus-w32@text", "focus-w32-random@text")}
 # of focus-frozen: a router of 16 dimensions, a window of 128; of focus-frozen-sinkhorn: 10 iterations
 WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w256"}
@@ -141,7 +141,7 @@ CLAIMS = [
           theirs="The perplexity falls from 42.8, but five tables differ: 36.2, 34.2, 34.5, 35.8 to 42.4, and 41.3 "
                  "with the mask. The 100K parameters fit no formula.",
           cost="gpu-minutes",
-          tested="loss after 1000 steps beside a frozen model",
+          tested="loss after 1000 steps beside a frozen model, 300 beside SmolLM2",
           reads=frozen_at(*BESIDE["gpu"]),
           elsewhere={where: Reading(reads=frozen_at(*BESIDE[where])) for where in ("SmolLM2", "text")},
           bounds=(Bound(what="the better of gate and top-2, less the frozen model", value=better_form("frozen"),
@@ -176,7 +176,7 @@ CLAIMS = [
                  "but 10.8 in tables 2 and 7.",
           cost="gpu-minutes",
           tested="loss of top-2 less that of full attention",
-          reads={f"{name} at {T}": (f"focus/lengths/{i}/forms/{form}/losses", "focus-short@gpu")
+          reads={f"{name} at {T}": (f"focus-gap/lengths/{i}/forms/{form}/losses", "focus-short@gpu")
                  for i, T in enumerate((256, 512)) for name, form in (("full", "full"), ("top-2", "k=2"))},
           variations=("smollm2",),
           bounds=(Bound(what="this gap at 512 tokens less that at 256", value=growth_of_gap, agrees="clearly < 0.01",
