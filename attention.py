@@ -5,7 +5,7 @@ One head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. The
     w_ij = f(s_ij; r_i, t_i)
 
 of the score s_ij, a statistic r_i of the row (such as the log-sum-exp of its scores) and a row input t_i (such as a
-threshold). Each rule has one section below: its formula, its definition in PyTorch, the same in Triton, and its row in
+threshold). Each rule has one card below: its formula, its definition in PyTorch, the same in Triton, and its row in
 RULES. A recipe, such as --attn=elastic, is an entry of ATTENTIONS: a rule and a choice on each axis around it (see
 axes/). `Attention.forward` and `Attention.attend` go from x to y. kernels.py computes any rule block by block, so its
 memory is linear in T.
@@ -51,8 +51,8 @@ from kernels import (
 # In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls:
 #   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z for settle, u for the backward pass
 #   settle  r, t, power, the row sums of w and z, FIRST -> the statistic r of the row, which weigh and slope get. Its
-#           argument r is the running maximum, or the last estimate if there are several passes (FIRST: in the first).
-#           A rule whose weights need nothing of the row has no settle
+#           argument r is the running maximum in the first pass (FIRST), and the last estimate in every later pass. A
+#           rule whose weights depend on no other score of the row has no settle
 #   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij = do_i . v_j is the
 #           gradient of w_ij, do that of o. A score also moves r, and so the other weights of its row. One number of the
 #           row holds all that: delta_i = do_i . U_i - dr_i, where U_i = sum_j u_ij v_j / sum_j z_ij
@@ -738,22 +738,24 @@ class Attention(Layer):
             self.rule = dataclasses.replace(self.rule, weights=partial(self.rule.weights, power=self.power))
 
     def forward(self, x, past=None, importances=None):
-        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. importances: a list to extend by head importance."""
+        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. importances: model.Importances, to which the layer
+        appends."""
         q, k, v = self.heads_of(self.c_attn(x))                         # (B, H, R, D), (B, Hk, R, D), (B, Hv, R, E)
         gone = 0                                # number of tokens that the cache has dropped
         if past is not None:
             k, v, gone = self.recall(past, k, v)                        # (B, Hk, T, D), (B, Hv, T, E)
         if self.choices["pos"].rotates:
             q, k = self.rotated(q, k, gone)
-        more = {} if importances is None else {"importances": importances}
-        o = self.attend(q, k, v, x, self.distance(), **more)            # (B, heads, R, E)
+        # instruments replace attend by functions without `importances`, so it is passed only if asked for
+        asked = {} if importances is None else {"importances": importances}
+        o = self.attend(q, k, v, x, self.distance(), **asked)           # (B, heads, R, E)
         return self.output(o)                                           # (B, R, C)
 
     def attend(self, q, k, v, x, table=None, sight=None, importances=None):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
 
         table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own.
-        importances: a list to which `importance` (heads,) is added.
+        importances: model.Importances, to which `importance` (heads,) is appended.
         """
         choices, sight, distance, dtype = self.choices, sight or self.sight, as_distance(table), v.dtype
 
@@ -872,7 +874,7 @@ class Attention(Layer):
 
     def importance(self, q, k, x, r, n, distance, sight):
         """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus the weight of the
-        extra key, or of the first key. Row 0 counts as well; it sees the first key alone, so it is 0.
+        extra key, or of the first key. The last is 0 in row 0, which sees only the first key.
         Source: The Attention Sink as Native MoE, eq. 8.
 
         It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is differentiable.

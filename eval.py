@@ -103,7 +103,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "scrolls": Command(scrolls.Scrolls, scrolls.command, tell=scrolls.tell),
     "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
 }
-OF_THEIR_OWN = {                                # these train or build their own models, and get None in place of a run
+OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None in its place
     "lab": Command(lab.Lab, lab.command),
     "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
     # the code itself
@@ -148,17 +148,17 @@ def look(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model, and print the results."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
     recipes = overrides.get("attn", "").split(",")                      # one run may be looked at under several
-    views = {place if len(recipes) == 1 else f"{place} --attn={attn}":
+    cases = {place if len(recipes) == 1 else f"{place} --attn={attn}":
              (place, overrides | ({"attn": attn} if attn else {})) for place in places for attn in recipes}
-    alone = len(views) == 1
+    alone = len(cases) == 1
     if command.check:                           # before the work begins
         command.check(args, places)
     if not alone:
-        for place, changed in views.values():
+        for place, changed in cases.values():
             if changed:
                 check_overrides(place, changed)
     found, texts = {}, {}
-    for name, (place, changed) in views.items():
+    for name, (place, changed) in cases.items():
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)
         found[name], texts[name] = command.run(args, run)
         run.machine.close()

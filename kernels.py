@@ -266,7 +266,7 @@ class Inputs(NamedTuple):
     """What every kernel reads. A None argument is removed at compile time."""
     q: Any                      # (B, H, T, D)
     k: Any                      # (B, H/GK, T, D): GK query heads share one key head
-    v: Any                      # (B, H/GV, T, E): GV heads of the output share one value head
+    v: Any                      # (B, Hv, T, E): GV heads of the output share one value head
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
     far: Any                    # (H, 2) float32, or None: tail and slope, see scores()
@@ -668,7 +668,8 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
 
 @jit
 def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
-    """r in the rule's unit, t and delta of rows i. Rows beyond T repeat the last one: every rule stays finite."""
+    """r in the rule's unit, t and delta of rows i (dr, if DR is passed as Delta). Rows beyond T repeat the last one, so
+    that every rule stays finite."""
     r = tl.zeros((SIZE,), tl.float32)
     delta = tl.zeros((SIZE,), tl.float32)
     at = head.rows + tl.minimum(i, inputs.T - 1)
@@ -700,11 +701,11 @@ def my_visits(Visits, tile, tiles, inputs, size: tl.constexpr):
 
 @jit
 def add_to_delta(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - delta). Their ratio is added to a first delta = do . o - dr.
+    """One tile of the sums of w and of w (g - delta). Their ratio, less dr, is added to a first delta = do . o - dr.
 
     That first delta is inexact, because r and o are rounded. Where one weight of a row dominates, g - delta of its key
     should be nearly 0, and slope divides it by a small number. Adding the mean of g - delta, under the weights as they
-    are computed here, makes the rounding cancel."""
+    are computed here, makes the rounding cancel: do . o becomes the mean of g. The first -dr cancels as well."""
     sum_w, sum_wg = state
     i, q, do, r, t, delta, _ = held
     j = start + tl.arange(0, c.BN)
@@ -785,7 +786,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
     if rule.sum_delta:
         held = (i, q, do, r, t, delta, second)
         sum_w, sum_wg = walk((zero, zero), add_to_delta, held, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
-        delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # sum_w is 0 in an empty row
+        delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # sum_w of an empty row is 0
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
@@ -882,9 +883,9 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
-# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs (torch.compile looks at
-# nothing else) and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch in
-# `differentiate`.
+# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs, which is all that
+# torch.compile sees, and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch
+# in `differentiate`.
 
 class Call(NamedTuple):
     """What attend() passes to the operators. They take it as separate arguments, in the order of SCHEMA."""
@@ -894,7 +895,7 @@ class Call(NamedTuple):
     v: Tensor
     t: Tensor | None
     table: Tensor | None
-    far: Tensor | None
+    far: Tensor | None          # (H, 2): tail and slope of attend()
     mix: Tensor | None
     sets: Tensor | None
     scale: float
@@ -1206,10 +1207,10 @@ def over_groups(grad, heads):
 
 def by_distance(tiles, W):
     """(H, diagonals, n, n) sums of ds to (H, W). Entry (row, col) of tile b lies at distance b n + row - col."""
-    H, count, n, _ = tiles.shape
+    H, diagonals, n, _ = tiles.shape
     # with the keys reversed, n zeros after each row and the rows read as 2n - 1 long, a row stands one place to the
     # right of the row above: column m then holds the distance b n + m - (n - 1), whatever the row
-    skewed = F.pad(tiles.flip(-1), (0, n)).flatten(2)[..., :n * (2 * n - 1)].view(H, count, n, 2 * n - 1).sum(2)
+    skewed = F.pad(tiles.flip(-1), (0, n)).flatten(2)[..., :n * (2 * n - 1)].view(H, diagonals, n, 2 * n - 1).sum(2)
     table = skewed[..., n - 1:].clone()                     # (H, diagonals, n): distances b n .. b n + n - 1
     table[:, :-1, 1:] += skewed[:, 1:, :n - 1]              # and those that tile b + 1 has in common with tile b
     table = table.flatten(1)[:, :W]
@@ -1234,8 +1235,8 @@ run_backward.register_autograd(refuse)
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
 # were chosen by hand from what it shows. `python eval.py speed --tune` times them on a GPU, and its choices override
 # these tables there (see the end of this file). To choose again, `python eval.py compile
-# --choose=backward_keys --sm=90 --width=64 --calls=plain+busy` tries the tiles of one kernel, the largest first, and
-# stops at one that is clean for every rule.
+# --choose=backward_keys --sm=90 --width=64 --dtype=bfloat16,float16 --calls=plain+busy` tries the tiles of one kernel,
+# the largest first, and stops at the first that is clean for every rule of this group.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, busy. If (.., False) is missing, (.., True) is used

@@ -163,7 +163,8 @@ class Block(nn.Module):
 class Importances:
     """The importance (heads,) of each layer's heads, which the layers append.
 
-    This is not a list. Blocks that FSDP has sharded get a copy of each list among their arguments (--shard)."""
+    This is not a list, because FSDP (--shard) copies lists among a block's arguments, and what a block appends to a
+    copy is lost."""
 
     def __init__(self):
         self.of_layers = []
@@ -315,7 +316,7 @@ class GPT(nn.Module):
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
         lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
-        recipes share the initial values of the tensors that they share. Of a sharded model each rank keeps its part.
+        recipes share the initial values of the tensors that they share. Each rank of a sharded model keeps its part.
         """
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
@@ -332,7 +333,7 @@ class GPT(nn.Module):
         if self.ahead:
             draw(self.sink_token, 0.02, generator_of(seed, ".sink_token"))
 
-    def beyond(self, config):
+    def additions_to(self, config):
         """Names of attention's parameters and buffers, sink token included, that a model of `config` lacks."""
         theirs = shapes_of(config)
         return [name for name in self.state_dict() if name not in theirs and (".attn." in name or name == "sink_token")]
@@ -352,8 +353,8 @@ class GPT(nn.Module):
         """
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
-        past = 0 if cache is None else cache[0].get("tokens", 0)        # number of tokens in the cache
-        ahead = self.ahead if past == 0 else 0                          # a filled cache contains the sink token
+        cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
+        ahead = self.ahead if cached == 0 else 0                        # a filled cache contains the sink token
 
         # embeddings of token ids, and of positions where these are absolute
         x = self.transformer.wte(idx)                                   # (B, T, C)
@@ -362,11 +363,11 @@ class GPT(nn.Module):
         if ahead:
             x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)                # (B, 1+T, C)
         if "wpe" in self.transformer:
-            end = past + x.shape[1]
+            end = cached + x.shape[1]
             if end > self.transformer.wpe.num_embeddings:
-                raise ValueError(f"{end - ahead} tokens, but --pos={self.config.pos} knows only its "
+                raise ValueError(f"{end - self.ahead} tokens, but --pos={self.config.pos} knows only its "
                                  f"block_size={self.config.block_size} positions")
-            x = x + self.transformer.wpe(torch.arange(past, end, device=idx.device))
+            x = x + self.transformer.wpe(torch.arange(cached, end, device=idx.device))
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own

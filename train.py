@@ -5,7 +5,8 @@
     python train.py --attn=elastic --init_from=resume      continue a stopped or killed run from its last checkpoint
     python train.py --preset=paper1-760m --dry_run         only print what a run would need: memory, FLOPs, hours
 
-Each knob has the value of the first of these that sets it: flag, recipe (--attn), preset (--preset), default.
+Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of --init_from, preset
+(--preset), default. The preset tune alone comes before that run.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
 and log.csv. With --sharded_ckpt=1 it writes the checkpoint in parts; common/runs.py says how to join them to a ckpt.pt.
 With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json names its base, the
@@ -387,7 +388,7 @@ def run_before(knobs, stored):
     """The folder of the run that this one continues or starts from, and whose tokenizer it shares, or None."""
     if stored:
         return Path(knobs.out_dir)
-    return None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
+    return None if knobs.init_from == "scratch" else Path(knobs.init_from).parent       # the folder of its ckpt.pt
 
 
 def settle_knobs(args):
@@ -401,13 +402,15 @@ def settle_knobs(args):
         given["init_from"] = str(checkpoint)
         base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
         # public weights, and runs that began with them, have contexts too long for most machines: tune has a short one
-        if ("source" in meta or meta["knobs"].get("preset") == "tune") and "preset" not in given:
-            given["preset"] = "tune"
+        if "source" in meta or meta["knobs"].get("preset") == "tune":
+            given.setdefault("preset", "tune")
+        if given.get("preset") == "tune":
             base |= PRESETS["tune"]
     return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
 
 
-# knobs that may change on resume: none of them changes what a step computes
+# knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel rounds differently.
+# Another max_iters also moves the end of the cosine (unless --lr_decay_iters is given) and of the layers' schedules
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "sharded_ckpt", "kernel", "max_iters", "eval_interval",
               "log_interval"}
 

@@ -70,7 +70,7 @@ class ClaimsFlags:
             if name not in CLAIMS and not (name in COSTS and name != self.show):
                 near = difflib.get_close_matches(name, [*COSTS, *CLAIMS], n=1)
                 hint = f", did you mean {near[0]}?" if near else "."
-                more = "" if name == self.show else f"; --run also takes {', '.join(COSTS)}"
+                more = "" if name == self.show else f"; --run also takes {', '.join([*COSTS][:-1])}"
                 raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all{more}")
 
 
@@ -81,19 +81,19 @@ def asked_for(text):
 
 def command(args, run):
     """The claims of five papers, and our results: the committed numbers, or with --run new ones."""
-    where = Place(args.out_dir, args.books, args.train_args)
+    folders = Place(args.out_dir, args.books, args.train_args)
     place = Path(args.results or (f"{args.out_dir}/claims.json" if args.train_args else COMMITTED))
     results = {"claims": stored(place) if place.exists() else {}}
     asked = wanted(args) if args.run else []
     if asked:
-        measure(asked, args, where, results)
+        measure(asked, args, folders, results)
         files.write_json(place, results)
     found = results["claims"]
     if args.pages:
         write_pages(Path(args.pages), results)
     verdicts = {name: verdicts_of(claim, found.get(name, {})) for name, claim in CLAIMS.items()}
     names = {claim.id for claim, *_ in asked} or CLAIMS.keys()
-    text = view.shown(CLAIMS[args.show], found, where) if args.show else view.ledger(found, names)
+    text = view.shown(CLAIMS[args.show], found, folders) if args.show else view.ledger(found, names)
     if asked and place.resolve() != COMMITTED.resolve():
         text += "\n" + compared(asked, found, stored(COMMITTED))
     return results | {"verdicts": verdicts}, text
@@ -102,7 +102,8 @@ def command(args, run):
 def compared(asked, found, committed):
     """A line for each of these readings: its verdict on the numbers found and on the committed ones."""
     def verdict(claim, where, numbers):
-        return verdicts_of(claim, numbers.get(claim.id, {})).get(where, NOT_RUN)
+        here = numbers.get(claim.id, {})
+        return verdicts_of(claim, here)[where] if where in here else NOT_RUN
     return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}, "
                      f"with the committed numbers {verdict(claim, where, committed)}" for claim, where, _ in asked)
 
@@ -143,7 +144,7 @@ def wanted(args):
              if cost_of(claim, where) in names or f"{claim.id}@{where}" in names or (
                  claim.id in names and costs.index(cost_of(claim, where)) <= costs.index(claim.cost))]
     if not asked:
-        raise ValueError(f"--run={args.run} is out of reach, there is nothing to measure: --show=ID says why")
+        raise ValueError(f"--run={args.run} has nothing to measure, because it is out of reach: --show=ID says why")
     return asked if torch.cuda.is_available() else without_gpu(asked, args)
 
 
@@ -166,25 +167,25 @@ def without_gpu(asked, args):
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def measure(asked, args, where, results):
+def measure(asked, args, folders, results):
     """Do the missing jobs of these readings, and put their numbers into the results. If jobs fail, the end of the
     output names them, and their claims keep their old numbers."""
     seeds = whole_numbers(args.seeds, "seeds")
-    jobs = {(claim.id, name): jobs_of(reading, seeds_of(claim, reading, seeds), where)
-            for claim, name, reading in asked}
+    jobs = {(claim.id, where): jobs_of(reading, seeds_of(claim, reading, seeds), folders)
+            for claim, where, reading in asked}
     do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
     about = made_by()
-    for claim, name, reading in asked:
+    for claim, where, reading in asked:
         try:
-            numbers = numbers_of(reading, jobs[claim.id, name])
+            numbers = numbers_of(reading, jobs[claim.id, where])
         except ValueError as e:                 # one claim without numbers must not stop the others
             print(e, file=sys.stderr)
             continue
         if numbers:
-            found = {**about, "machine": machine_of(jobs[claim.id, name]), "version": version_of(claim.id),
+            found = {**about, "machine": machine_of(jobs[claim.id, where]), "version": version_of(claim.id),
                      "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
-            kept[name] = merged(kept[name], found) if name in kept else found
+            kept[where] = merged(kept[where], found) if where in kept else found
 
 
 def machine_of(jobs):

@@ -195,7 +195,7 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
         model = GPT(config)                     # shapes only
-    new = model.beyond(model_config(meta["knobs"], {})) if overrides else []
+    new = model.additions_to(model_config(meta["knobs"], {})) if overrides else []
     state = read_weights(path)
     if new:
         model = GPT(config)                     # for the initial values of the new parameters
@@ -211,7 +211,7 @@ def check_overrides(out_dir, overrides):
     meta, path = read_run(out_dir)
     with torch.device("meta"):
         model, own = (GPT(model_config(meta["knobs"], given)) for given in (overrides, {}))
-    load_weights(model, own.state_dict(), path, model.beyond(own.config), copy=False)
+    load_weights(model, own.state_dict(), path, model.additions_to(own.config), copy=False)
 
 
 MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight", "lm_head.weight")

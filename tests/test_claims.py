@@ -26,7 +26,7 @@ from evals.ledger.claim import (
     AGREES,
     CONTRADICTS,
     COSTS,
-    GATE,
+    SOFTMAX_SINK,
     GRADES,
     HAS_SINK,
     MIXED,
@@ -74,7 +74,7 @@ def verdict(name, where="", **columns):
         value = named.get(column.replace("_", " "), {})
         runs = [run.split("@")[0] for run in runs[1].split()]
         group = value if isinstance(value, dict) else dict.fromkeys(runs, value)
-        numbers[column] = {run: seeds(group.get(run, 9.0 if column == GATE else 0.0)) for run in runs}
+        numbers[column] = {run: seeds(group.get(run, 9.0 if column == SOFTMAX_SINK else 0.0)) for run in runs}
     assert named.keys() <= reads.keys(), named.keys() - reads.keys()
     return judge(reading, numbers)
 
@@ -430,13 +430,13 @@ def test_without_a_sink_a_claim_about_it_is_untestable(softmax, expected):
     reading = readings(CLAIMS["dormant-prunable"])[""]
     numbers = {"most sink": {"softmax@gpu": [0.01, 0.01]}, "random": {"softmax@gpu": [1, 1]},
                "least sink": {"softmax@gpu": [2, 2]},
-               GATE: {"softmax@gpu": softmax}}
+               SOFTMAX_SINK: {"softmax@gpu": softmax}}
     assert judge(reading, numbers) == expected
     gated = {claim.id for claim in CLAIMS.values() for where, reading in readings(claim).items()
-             if cost_of(claim, where) == "gpu-minutes" and GATE in reading.reads}
+             if cost_of(claim, where) == "gpu-minutes" and SOFTMAX_SINK in reading.reads}
     assert gated >= {"fixed-token-16", "pe-all-sink", "early-layers-active", "heads-fixed"}
     assert all(HAS_SINK in reading.bounds for claim in CLAIMS.values() for where, reading in readings(claim).items()
-               if where == "nobos" or GATE in reading.reads)
+               if where == "nobos" or SOFTMAX_SINK in reading.reads)
 
 
 def test_every_claim_with_a_reading_has_invented_numbers():
@@ -772,7 +772,7 @@ def test_numbers_older_than_a_change_of_the_bounds_say_so():
     found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "version": 1}
     assert "measured under version 1 of the bounds, which are at 4" in view.made(CLAIMS["tda-sink-growth"], found)
     assert "measured under" not in view.made(CLAIMS["lazy-sink-gone"], found)
-    assert {change.row for change in LOG} <= CLAIMS.keys()
+    assert {change.claim for change in LOG} <= CLAIMS.keys()
 
 
 def test_without_a_gpu_no_kernel_is_timed(capsys, monkeypatch):

@@ -127,7 +127,7 @@ def test_performer_approximates_softmax_with_the_same_weights():
     """Only directions are added. With a short context and small scores, both models have nearly the same logits."""
     softmax, performer = (GPT(tiny_config(n_embd=32, **choices)).eval() for choices in (
         {"attn": "softmax"}, {"attn": "performer", "attn_args": "features=2048"}))
-    added = performer.beyond(softmax.config)
+    added = performer.additions_to(softmax.config)
     assert added == ["transformer.h.0.attn.directions"]
     performer.load_state_dict(softmax.state_dict(), strict=False)
     idx = token_ids(2, 16)

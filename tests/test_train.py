@@ -252,6 +252,7 @@ def test_public_weights_are_trained_with_the_preset_tune(elastic_run, tmp_path):
 
     knobs = settled("--attn=softmax")
     assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == ("tune", 256, 1, "softmax")
+    assert settled("--preset=tune", "--attn=softmax") == knobs
     assert settled("--block_size=64")["block_size"] == 64 and settled("--preset=tiny")["block_size"] == 8192
 
 

@@ -23,7 +23,7 @@ def take_weights(model, path, run, machine):
     Raises ValueError if `run`, the new run, would overwrite that run, or if such a weight would never be trained."""
     if run.checkpoint.resolve() == Path(path).resolve():
         raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another --out_dir for the new run")
-    added = model.beyond(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
+    added = model.additions_to(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
     if untrained := [name for name in added if name in frozen(model)]:
         raise ValueError(f"{untrained[0]} is not in {path}, and --train_only does not train it, so it would stay at "
                          "its initial value: leave out the flags that add it")

@@ -1,7 +1,7 @@
 """The log of the ledger: which bounds were changed after numbers had been seen, and what that did to the verdicts.
 
 All bounds were to be fixed before the first run. The first complete run, with seeds 2, 3 and 4, is commit 49b8a29.
-Every change since then is a line here, and makes a new version of its row. Numbers that are older than a change say so.
+Every change since then is a line here, and makes a new version of its claim. Numbers older than a change say so.
 """
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Change(NamedTuple):
     """One change of a claim's words or bounds, before and after. verdicts: of the claim, before and after, on the same
     numbers unless `why` says otherwise."""
-    row: str
+    claim: str
     date: str
     before: str
     after: str
@@ -185,11 +185,11 @@ LOG = (
 )
 
 
-def changes_of(row):
-    """The changes of one row, oldest first."""
-    return [change for change in LOG if change.row == row]
+def changes_of(claim):
+    """The changes of one claim, by its id, oldest first."""
+    return [change for change in LOG if change.claim == claim]
 
 
-def version_of(row):
-    """The version of a row's bounds: 1, and 1 more for each change."""
-    return 1 + len(changes_of(row))
+def version_of(claim):
+    """The version of a claim's bounds: 1, and 1 more for each change."""
+    return 1 + len(changes_of(claim))

@@ -15,7 +15,7 @@ COSTS = {                                       # class: what a measurement need
     "cpu-minutes": "small models on text, on a CPU",
     "public-weights": "the weights of SmolLM2 or GPT-2",
     "cpu-hours": "routers beside the weights of out/smollm2: up to an hour each on a CPU",
-    "gpu-minutes": "models of 30M parameters: at most ten minutes on one H200",
+    "gpu-minutes": "models of 30M parameters, or timings of kernels: at most ten minutes on one H200",
     "out of reach": "more than that"}
 
 GRADES = {                                      # what kind of evidence numbers are, from the weakest on
@@ -23,7 +23,7 @@ GRADES = {                                      # what kind of evidence numbers 
     "lab": "a one-layer model on a synthetic task, or random tensors",
     "tiny text": "a model of 1M parameters on text",
     "small text": "a model of 30M parameters on text",
-    "real model": "SmolLM2, 135M parameters",
+    "real model": "GPT-2, or SmolLM2 (135M parameters)",
     "the paper's own": "the paper's models or printed numbers"}
 
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
@@ -36,10 +36,10 @@ VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 class Bound:
     """One quantity, which has a number for each seed, and conditions on it.
 
-    The quantity is a column of the reading, for each of its runs, divided by or less something else. `value` replaces
-    all this where it is not enough.
-    A condition is "<= 0.1", "> 4", "== 0" or "0.4 to 0.8", which every seed must meet. Or it is "clearly < 0": the
-    95 % interval of the mean lies below 0. Before it, "not " asks for the opposite. "could be 0": the interval has it.
+    The quantity is a column of the reading, for each of its runs. `over` divides it by another number, and `less`
+    subtracts one. `value` computes any other quantity.
+    Every seed must meet a condition: "<= 0.1", "> 4", "== 0" or "0.4 to 0.8". "clearly < 0" holds if the whole 95 %
+    interval of the mean lies below 0, "could be 0" if the interval contains 0. "not " in front negates a condition.
     """
     what: str                                   # the quantity in words
     column: str = ""                            # of the reading
@@ -54,8 +54,8 @@ class Bound:
     means: bool = False                         # conditions are on the mean over seeds
     error: str = ""                             # the column of its standard errors, if the seeds do not decide; or
                                                 # "windows": a quantity (seeds, windows), whose windows decide
-    sink: str = ""                              # a column of weights over uniform, or COLUMN/RUN; if one is below 4,
-                                                # this bound cannot be tested
+    sink: str = ""                              # a column of weights on the first token, in multiples of an even
+                                                # spread, or COLUMN/RUN; if one is below 4, this bound is not tested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,14 @@ class Reading:
     """What to measure, and the bounds on it.
 
     reads: {column: (path, runs)}, runs separated by spaces. A column has, for each run, the number or list at this path
-        of the run's report. If the path begins with a command of experiments.COMMANDS or a look of LOOKS, it is a path
-        in that one's result; if a run is one of CHECKS, in the result of that check.
+        of the run's report. If the path begins with a command of experiments.COMMANDS, or with a look (one of LOOKS: a
+        measurement of a run that only the ledger makes), it is a path in that one's result. If a run is one of CHECKS,
+        it is a path in the result of that check.
     bounds: if this reading has none, it has those of its claim.
     """
     reads: dict[str, tuple[str, str]]
     bounds: tuple[Bound, ...] = ()
-    fails: str = ""                             # the claim fails if "all" conditions of `contradicts` hold, or if "any"
+    fails: str = ""                             # the claim fails if "all" or "any" of its conditions `contradicts` hold
     grade: str = ""                             # of GRADES; empty: that of its runs
 
 
@@ -89,15 +90,15 @@ class Claim:
     variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same bounds
     elsewhere: dict[str, Reading] = field(default_factory=dict)         # {name: the same question about other runs}
     note: str = ""                              # what the bounds leave out, and why
-    seeds: int = 3                              # at most so many seeds of runs that need a GPU
+    seeds: int = 3                              # the most seeds of runs that take long (cpu-hours, gpu-minutes)
 
 
-# A claim about sinks is not testable on runs where softmax has no sink. Readings with the column GATE ask for one
-GATE = "softmax itself, x uniform"
+# A claim about sinks needs runs in which softmax has one. Readings with the column SOFTMAX_SINK ask for it
+SOFTMAX_SINK = "softmax itself, x uniform"
 LEAST_SINK = 4                                  # times the weight of an even spread
-HAS_SINK = Bound(what=GATE, column=GATE, needs=f">= {LEAST_SINK}")
-GPU_GATE = {GATE: ("times_uniform", "softmax@gpu")}
-NOBOS_GATE = {GATE: ("times_uniform_idle", "softmax@nobos")}
+HAS_SINK = Bound(what=SOFTMAX_SINK, column=SOFTMAX_SINK, needs=f">= {LEAST_SINK}")
+GPU_SOFTMAX_SINK = {SOFTMAX_SINK: ("times_uniform", "softmax@gpu")}
+NOBOS_SOFTMAX_SINK = {SOFTMAX_SINK: ("times_uniform_idle", "softmax@nobos")}
 
 
 def readings(claim):
@@ -106,10 +107,11 @@ def readings(claim):
     for setup in claim.variations:
         moved = {column: (path, " ".join(f"{run.partition('@')[0]}@{setup}" for run in runs.split()))
                  for column, (path, runs) in claim.reads.items()}
-        found[setup] = Reading(reads=moved | (NOBOS_GATE if setup == "nobos" else {}))
+        found[setup] = Reading(reads=moved | (NOBOS_SOFTMAX_SINK if setup == "nobos" else {}))
     found |= claim.elsewhere
-    return {where: replace(reading, bounds=(reading.bounds or claim.bounds) + (HAS_SINK,) * (GATE in reading.reads),
-                           fails=reading.fails or claim.fails) for where, reading in found.items()}
+    return {where: replace(reading, fails=reading.fails or claim.fails,
+                           bounds=(reading.bounds or claim.bounds) + (HAS_SINK,) * (SOFTMAX_SINK in reading.reads))
+            for where, reading in found.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- conditions
@@ -132,7 +134,7 @@ def number(text):
     return float(Fraction(text))
 
 
-# Student's t at 97.5 %, of 1, 2, .. degrees of freedom
+# Student's t at 97.5 %, of 1, 2, .. degrees of freedom. With more than 10 seeds the last makes the interval too wide
 T95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
 
 
@@ -165,7 +167,7 @@ class Quantity(NamedTuple):
         return interval(self.values, self.errors)
 
     def holds(self, condition):
-        """Is a condition met, for each seed, for the mean, or for the whole interval?"""
+        """Whether a condition is met: one boolean for each seed, or one for the mean or the interval."""
         low, high = self.interval
         if condition.startswith("could be "):
             return np.array([low <= number(condition.removeprefix("could be ")) <= high])

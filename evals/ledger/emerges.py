@@ -1,7 +1,7 @@
 """When Attention Sink Emerges, section 7."""
 import numpy as np
 
-from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading
+from evals.ledger.claim import GPU_SOFTMAX_SINK, Bound, Claim, Reading
 
 TITLE = "[5] When Attention Sink Emerges"
 CITED = "When Attention Sink Emerges in Language Models: An Empirical View, arXiv 2410.10781"
@@ -91,7 +91,7 @@ CLAIMS = [
                "do not use Sink(.3).",
           elsewhere={"gpu": Reading(
                          reads={"x uniform": ("times_uniform", GPU_POSITIONS), "loss": ("best", GPU_POSITIONS)}
-                         | GPU_GATE),
+                         | GPU_SOFTMAX_SINK),
                      "one head": Reading(reads=encodings(""))}),
     Claim(id="postnorm", place="7.2, figure 7",
           says="Post-norm keeps the sink.",

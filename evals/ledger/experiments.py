@@ -79,39 +79,39 @@ class Job(NamedTuple):
     after: tuple = ()
 
 
-def data_job(name, where):
+def data_job(name, folders):
     """The job that makes a set-up's own data set."""
-    folder = Path(where.out_dir) / "data" / name
-    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=where.books).split()), folder)
+    folder = Path(folders.out_dir) / "data" / name
+    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=folders.books).split()), folder)
 
 
-def train_job(run, seed, where):
+def train_job(run, seed, folders):
     """The job that trains RECIPE or RECIPE@SETUP. Public weights are no job: it has no words."""
     if run in PUBLIC:
-        return Job((), folder_of(run, seed, where.out_dir))
+        return Job((), folder_of(run, seed, folders.out_dir))
     setup, base = run.partition("@")[2] or "lab", base_of(run)
-    after = (data_job(setup, where),) if SETUPS[setup].data else ()
+    after = (data_job(setup, folders),) if SETUPS[setup].data else ()
     if base:
-        after += (train_job(base, seed, where),)
-    words = "train.py", *train_flags(run, seed, where.out_dir, where.train_args)
-    return Job(words, folder_of(run, seed, where.out_dir), after)
+        after += (train_job(base, seed, folders),)
+    words = "train.py", *train_flags(run, seed, folders.out_dir, folders.train_args)
+    return Job(words, folder_of(run, seed, folders.out_dir), after)
 
 
-def job_of(run, path, seed, where):
+def job_of(run, path, seed, folders):
     """The job that measures what a Reading reads at this path of this run."""
-    look, found = path.split("/")[0], Path(where.out_dir) / "found"
+    look, found = path.split("/")[0], Path(folders.out_dir) / "found"
     if run in CHECKS:
         return Job((run, str(seed)), found / f"{run}-{seed}.json")
     if run in TIMED:
         return Job(("eval.py", *TIMED[run].split(), "--json"), found / f"{run}.json")
-    base = train_job(run, seed, where)
+    base = train_job(run, seed, folders)
     if look not in LOOKS and look not in COMMANDS:
         return base
     words = f"eval.py {COMMANDS[look]} --out_dir={base.place} --json" if look in COMMANDS else f"{look} {base.place}"
     data = ["long"] if look == "far" else re.findall(r"{data}/(\w+)", words)
-    words = words.format(data=Path(where.out_dir) / "data").split()
+    words = words.format(data=Path(folders.out_dir) / "data").split()
     file = found / f"{base.place.name}-{look}.json"
-    return Job(tuple(words), file, (*(data_job(name, where) for name in data), base))
+    return Job(tuple(words), file, (*(data_job(name, folders) for name in data), base))
 
 
 def all_jobs(jobs):
@@ -123,18 +123,19 @@ def all_jobs(jobs):
 
 
 def result_of(job):
-    """The numbers of a job, or None if it is not done: a run's report and best loss, or the content of a file."""
+    """The numbers of a job, or None if it is not done: a run's report and best loss, or the content of a file. A data
+    set has none: {}."""
     if job.words[:1] == ("train.py",):
         meta = finished_run(job.place, list(job.words[1:]))
         return meta and meta["report"] | {"best": best_loss(job.place)}
     if job.words[0].startswith("data/"):
         return {} if (job.place / "meta.json").exists() else None
     kept = files.read_json(job.place) if job.place.exists() else {}
-    before = [run.place / "meta.json" for run in job.after]
-    if not isinstance(kept, dict) or kept.get("words") != list(job.words) or not all(path.exists() for path in before):
+    needed = [before.place / "meta.json" for before in job.after]
+    if not isinstance(kept, dict) or kept.get("words") != list(job.words) or not all(path.exists() for path in needed):
         return None
-    young = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in before)
-    return kept["found"] if young else None
+    up_to_date = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in needed)
+    return kept["found"] if up_to_date else None
 
 
 def best_loss(folder):
@@ -148,7 +149,8 @@ def do(job):
     name, *rest = job.words
     for before in job.after:
         if not (before.place / "meta.json").exists():
-            raise ValueError(f"{before.place} is not there")
+            raise ValueError(f"{before.place} is not there: its own job failed, see above. Public weights come from "
+                             f"python data/weights.py {before.place.name}")
     if name in CHECKS:
         found = CHECKS[name](int(rest[0]))
     elif name in LOOKS:

@@ -1,7 +1,7 @@
 """Lazy Attention."""
 import numpy as np
 
-from evals.ledger.claim import GPU_GATE, NOBOS_GATE, Bound, Claim, Reading, depth_correlation, thirds
+from evals.ledger.claim import GPU_SOFTMAX_SINK, NOBOS_SOFTMAX_SINK, Bound, Claim, Reading, depth_correlation, thirds
 
 TITLE = "[1] Lazy Attention"
 CITED = "Attention Needs to Focus: A Unified Perspective on Attention Allocation, arXiv 2601.00919"
@@ -187,10 +187,10 @@ CLAIMS = [
           theirs="The threshold is 16 tokens. The set-up is not given.",
           cost="gpu-minutes",
           tested="mean weights of the queries after the fixed token",
-          reads=fixed_at((4, 8, 16, 32, 64), "gpu-fixed") | GPU_GATE, fails="any",
+          reads=fixed_at((4, 8, 16, 32, 64), "gpu-fixed") | GPU_SOFTMAX_SINK, fails="any",
           bounds=fixed_bounds((4, 8, 16, 32, 64)),
           note="The texts have no BOS. In the lab they have 64 tokens, too few for a fixed token at 64.",
-          elsewhere={"lab without BOS": Reading(reads=fixed_at((4, 32), "fixed") | NOBOS_GATE,
+          elsewhere={"lab without BOS": Reading(reads=fixed_at((4, 32), "fixed") | NOBOS_SOFTMAX_SINK,
                                                 bounds=fixed_bounds((4, 32)))},
           seeds=1),
     Claim(id="sink-low-variance", place="3.1, appendix G, tables 4 to 7",
@@ -370,7 +370,7 @@ CLAIMS = [
                         over="softmax", agrees="<= 1/10", contradicts=">= 1/3"),),
           variations=("lr3e-3", "table2"),
           elsewhere={"gpu": Reading(reads={"raw": ("sink", "softmax@gpu elastic@gpu lazy@gpu"),
-                                           "mass": ("row_mass", "elastic@gpu lazy@gpu"), **GPU_GATE})}),
+                                           "mass": ("row_mass", "elastic@gpu lazy@gpu"), **GPU_SOFTMAX_SINK})}),
     Claim(id="bias-range", place="appendix D, figures 8 and 9",
           says="The bias is useful over about 100 tokens alone and over 20 beside RoPE or ALiBi, and ALiBi's slopes "
                "hardly move in training.",

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from evals.ledger.claim import GPU_GATE, Bound, Claim, Reading, depth_correlation, interval
+from evals.ledger.claim import GPU_SOFTMAX_SINK, Bound, Claim, Reading, depth_correlation, interval
 
 TITLE = "[4] Attention Sink as Native MoE"
 CITED = "Attention Is Not Always Needed: Attention Sink Forges a Native MoE in Attention Layers"
@@ -114,7 +114,7 @@ CLAIMS = [
                          reads={"|v0|/|v|": ("public-probe/layers/*/value_norm_ratio", "smollm2")},
                          bounds=DRAINED_LATER),
                      "gpu, no BOS": Reading(
-                         reads={"|v0|/|v|": ("probe/layers/*/value_norm_ratio", "softmax@gpu")} | GPU_GATE,
+                         reads={"|v0|/|v|": ("probe/layers/*/value_norm_ratio", "softmax@gpu")} | GPU_SOFTMAX_SINK,
                          bounds=DRAINED_LATER)}),
     Claim(id="zero-v0-harmless", place="table 1, 2.1",
           says="Setting the first token's value to zero does no harm.",
@@ -146,7 +146,8 @@ CLAIMS = [
                                  Bound(what="the same in as many random heads", column="random heads"),
                                  Bound(what="the same in the heads with the least sink", column="least sink"))),
                      "SmolLM2, all heads": Reading(reads=costs("public-heads", "smollm2", ZEROED), bounds=COSTS_OF_V0),
-                     "gpu": Reading(reads=costs("heads-cost", "softmax@gpu", ZEROED) | GPU_GATE, bounds=COSTS_OF_V0)}),
+                     "gpu": Reading(reads=costs("heads-cost", "softmax@gpu", ZEROED) | GPU_SOFTMAX_SINK,
+                                    bounds=COSTS_OF_V0)}),
     Claim(id="q-pinned-geometry", place="2.2, figure 3",
           says="A sink on the first token pins queries to its key and pushes other keys away, while a sink outside "
                "the sequence frees both.",
@@ -231,7 +232,7 @@ CLAIMS = [
           says="The first layers have little sink, and sinks grow with depth.",
           theirs="Only figures. The text cites figure 3 for figure 4, and it does not say how many keys are recent.",
           cost="gpu-minutes",
-          reads=depth("heads", "softmax@gpu") | GPU_GATE,
+          reads=depth("heads", "softmax@gpu") | GPU_SOFTMAX_SINK,
           bounds=(Bound(what="rank correlation of depth and weight on the sink", value=sink_and_depth, agrees=">= 0.5",
                         contradicts="<= -0.5"),
                   Bound(what="weight on the sink in the first tenth of the layers, over the mean", value=first_layers,
@@ -245,7 +246,7 @@ CLAIMS = [
           cost="gpu-minutes",
           tested="weight of each head on the sink, on two texts; the difference is the mean size over heads",
           reads={"correlation": ("heads-against/against/correlation", "softmax@gpu"),
-                 "difference": ("heads-against/against/mean_difference", "softmax@gpu"), **GPU_GATE},
+                 "difference": ("heads-against/against/mean_difference", "softmax@gpu"), **GPU_SOFTMAX_SINK},
           bounds=(Bound(what="correlation", column="correlation", agrees=">= 0.9", contradicts="<= 0.6"),
                   Bound(what="mean difference", column="difference", agrees="<= 0.05")),
           note="The two texts are novels and Python sources. Wealth of Nations is not used, because the model is "
@@ -269,7 +270,7 @@ CLAIMS = [
           theirs="More than 14 % of the heads, cited from other work.",
           cost="gpu-minutes",
           tested="increase of the loss when 14 % of the heads are zeroed",
-          reads=costs("heads-cost", "softmax@gpu", SILENCED) | GPU_GATE,
+          reads=costs("heads-cost", "softmax@gpu", SILENCED) | GPU_SOFTMAX_SINK,
           bounds=(Bound(what="heads with the largest sinks", column="most sink", agrees="<= 0.02", contradicts="> 0.1"),
                   Bound(what="the same over that of random heads", column="most sink", over="random")),
           note="\"Nothing\" is asked as in zero-v0-harmless. The random heads are a mean of three draws.",

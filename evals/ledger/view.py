@@ -36,7 +36,8 @@ from evals.pictures import pyplot, save_figure
 
 WIDTH, HANGING = 118, " " * 12
 HOW_TO_READ = """\
-agrees, contradicts: with every seed the numbers lie beyond the bound at which the claim holds, or fails.
+agrees, contradicts: every seed lies beyond the bounds at which the claim holds, or fails. A bound "on average" asks
+this of the mean, and "clearly" of its whole 95 % interval.
 mixed: neither. not testable: a condition is missing, such as a sink in softmax itself.
 The bounds were written before the first run; docs/claims/changes.md names those that were changed after it."""
 SURPRISES = (                                   # what a reader of the papers would not expect: (claim, sentence)
@@ -88,9 +89,9 @@ def hanging(label, text):
     return textwrap.fill(text, WIDTH, initial_indent=f"{label:>10}  ", subsequent_indent=HANGING)
 
 
-def shown(claim, found, where):
+def shown(claim, found, folders):
     """Everything about one claim: the paper, the claim, its bounds, and for each reading the verdict, the numbers and
-    the commands. where: an experiments.Place."""
+    the commands. folders: an experiments.Place."""
     found = found.get(claim.id, {})
     verdicts = verdicts_of(claim, found)
     title = next(title for title, claims in PAPERS.items() if claim in claims)
@@ -108,7 +109,7 @@ def shown(claim, found, where):
         else:
             parts.append(hanging("bounds", in_words(claim, reading)))
         seeds = found.get(name, {}).get("seeds") or seeds_of(claim, reading, [2])
-        parts.append("\n" + commands(claim, name, jobs_of(reading, seeds, where)))
+        parts.append("\n" + commands(claim, name, jobs_of(reading, seeds, folders)))
     return "\n".join(parts)
 
 
@@ -157,8 +158,8 @@ def drawn(quantity, width=30):
 
 def positions(quantity):
     """A quantity on the axis of the forest plots, on which the claim fails below 0 and holds above 1: (each seed, low
-    and high end of the interval), or None if it has no bounds. Beyond a bound that is the only one, the unit is the
-    bound itself (or 1 if it is 0), or half the width of a range."""
+    and high end of the interval), or None if it has no bounds. If there is one bound only, the
+    unit is its size (1 if it is 0). If that bound is a range, the unit is half its width."""
     agrees, contradicts = (thresholds(getattr(quantity.bound, name)) for name in ("agrees", "contradicts"))
     two_sided = quantity.bound.agrees.startswith("could be ")
     if not agrees and not contradicts or two_sided or np.isnan(quantity.values).any():
@@ -249,15 +250,16 @@ def page(title, found, picture):
                                                       ["", "agrees", "contradicts", "ours"])]
         if not here:
             cost = f"{cheapest(claim)} ({COSTS[cheapest(claim)]})"
-            parts += [f"Not run here: {claim.tested}." if not claim.reads else
-                      f"Not run here: it takes {cost}. The bounds: {in_words(claim, readings(claim)[''])}."]
+            first = next(iter(readings(claim).values()), None)
+            parts += [f"Not run here: it takes {cost}. The bounds: {in_words(claim, first)}." if first else
+                      f"Not run here: {claim.tested}."]
         parts += [f"`python eval.py claims --show={claim.id}` prints the numbers of each seed, and the commands."]
     return "\n\n".join(parts) + "\n"
 
 
 def log_page():
     """The log of changed bounds in Markdown."""
-    rows = [[f"`{change.row}`", change.date, change.before, change.after, " → ".join(change.verdicts), change.why]
+    rows = [[f"`{change.claim}`", change.date, change.before, change.after, " → ".join(change.verdicts), change.why]
             for change in LOG]
     return ("# The log of changed bounds\n\nAll bounds were to be fixed before the first run. These were changed after "
             "numbers had been seen. The first complete run is commit 49b8a29.\n\n"
@@ -297,7 +299,7 @@ def draw_claim(ax, y, claim, found):
     ax.text(2.13, y, verdicts[""], va="center", fontsize=8.5, color=colour)
     for where in found:
         places = [place for place in map(positions, verdicts[where].quantities) if place]
-        if places and where in verdicts:
+        if places:
             seeds, low, high = min(places, key=lambda place: np.mean(place[0]))
             at, shade, width, size = (y, colour, 1.5, 5) if where == decided else (y + 0.3, "0.65", 1, 2.5)
             ax.plot(np.clip([low, high], -1, 2), [at, at], color=shade, linewidth=width, alpha=0.8)
