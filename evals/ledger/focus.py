@@ -104,7 +104,8 @@ CLAIMS = [
           note="A score of 0 still has the weight exp(0) = 1. The scores are drawn from N(0, 1), with 4 random groups "
                "and 256 tokens. The log gate computes s + log sigmoid(z). Trained routers are read with the paper's "
                "gate, which is nowhere below 1/2; pairs count as shut if they are distant and the largest groups of "
-               "their tokens differ."),
+               "their tokens differ.",
+          seeds=1),
     Claim(id="focus-small-router", place="section 2, appendix B",
           says="16 dimensions are enough for routing, and a small local window is best.",
           theirs="Perplexity with d_g = 16, 32, 128, 768: 34.5, 34.5, 34.5, 34.8. A window of w = 16 is 0.8 better "
@@ -232,7 +233,8 @@ CLAIMS = [
           elsewhere={where: Reading(reads={"pairs kept": (f"{look}/k=2/kept", run), "top-3": (f"{look}/k=3/kept", run)})
                      for where, (look, run, _) in BESIDE.items() if where != "gpu"},
           note="Two sets of 3 out of 4 groups always overlap, so top-3 is full attention. The second half is true but "
-               "empty. Trained groups need not be balanced."),
+               "empty. Trained groups need not be balanced.",
+          seeds=1),
     Claim(id="focus-collapse", place="section 4, table 8",
           says="Routing by softmax collapses into one group, even with a balance loss, but routing by Sinkhorn does "
                "not.",
