@@ -4,10 +4,10 @@
     python data/benchmarks.py --tasks=piqa,lambada      some of them
     python data/benchmarks.py --source=FOLDER           from local files
 
-They are for evaluation only (python eval.py bench), not for training. A file stays as its authors wrote it: one JSON
-object per line, and plain text for WikiText. Its name is one of those in TASKS below, or the same with .gz. A fetched
-file gets its name only if it has the expected number of rows. Only the needed parts of a zip are fetched: ARC's zip has
-680 MB, of which the questions are 2 MB.
+They are for evaluation only (python eval.py bench), not for training. A file keeps its authors' rows: one JSON object
+per line, and plain text for WikiText. (PIQA and SIQA publish their labels apart; each row gets its label.) Its name is
+one of those in TASKS below, or the same with .gz. A fetched file gets its name only if it has the expected number of
+rows. Only the needed parts of a zip are fetched: ARC's zip has 680 MB, of which the questions are 2 MB.
 
 Each row of a file becomes a Row: a context and a possible continuation for every choice. The words around the question
 are those of lm-evaluation-harness, because every space in them affects a score.
@@ -153,7 +153,7 @@ class Task(NamedTuple):
     file: str                                   # its name here
     rows: int                                   # number of rows of the public split
     read: Callable | None                       # row of the file -> Row; None: WikiText
-    url: str                                    # where its authors publish it
+    url: str                                    # where it is published
     members: tuple = ()                         # of a zip: names of the file and, if separate, of its labels
 
 

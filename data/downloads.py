@@ -51,6 +51,6 @@ def download(url, path, size, digest, what, otherwise):
                          f"run this again to continue it, or {otherwise}")
     if have != size or digest not in (None, files.sha256(part)):
         part.unlink()
-        raise ValueError(f"{what}: the fetched file is not the public one (sha256 differs) and was deleted: "
+        raise ValueError(f"{what}: the fetched file is not the public one (size or sha256 differs) and was deleted: "
                          f"run this again, or {otherwise}")
     os.replace(part, path)

@@ -13,8 +13,8 @@ With --fixed_at=16 --length=256 the text is cut into sequences of 256 tokens and
 separator replaces the token at place 16 of each. Does a token that is always at the same place become the sink? (Lazy
 Attention, section 3.1 and figure 2a. Train with --block_size up to that length, then measure with eval.py probe.)
 
-The files that --val names are held out for validation. Without --val these are whole documents, up to --val_share of
-the bytes, chosen at random but always the same. Of a single document the end is held out.
+--val names the files to hold out for validation. Without it, whole documents are held out, up to --val_share of the
+bytes, in a random but fixed order. Of a single document the end is held out.
 """
 import sys
 from functools import partial

@@ -457,12 +457,12 @@ class Tokens:
 
 def fixed_windows(split, length, count, stride=1):
     """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every call; fewer if the
-    split is short. count 0: as many as fit side by side."""
+    split is short. count 0: as many as fit side by side, and at most one for each multiple of the stride."""
     last = (len(split) - length - 1) // stride
     if last < 0:
         raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of {length}: "
                          "lower --block_size (in eval.py --length), or add data")
-    fit = max(1, (len(split) - 1) // length)
+    fit = min(last + 1, (len(split) - 1) // length)
     return np.linspace(0, last, min(count, fit) if count else fit).astype(np.int64) * stride
 
 

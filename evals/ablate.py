@@ -170,8 +170,9 @@ def cost_table(found):
              *(line[name] for name in ("loss_change", "standard_error", "over_draws"))] for line in found["changes"]]
     header = ["taken away", "in the heads", "heads", "loss change", "standard error", "over draws"]
     text = f"loss as it is: {found['loss']:.4f} nats per token\n\n{table(rows, header)}"
-    nobody = f"\nfirst value zero in dormant heads: no head above {found['threshold']:g}"
-    return text + ("" if found["dormant"] else nobody)
+    if found["dormant"]:
+        return text
+    return f"{text}\nfirst value zero in dormant heads: no head is above {found['threshold']:g}"
 
 
 def draw_costs(ax, cost):

@@ -165,8 +165,8 @@ def averages(tasks):
 
 
 def averaged(tasks):
-    """The tasks of each average, {name: tasks}: all tasks that have an accuracy, and the EIGHT if all of them are among
-    these. Empty for a single task."""
+    """The tasks of each average, {name: tasks}: all tasks that have an accuracy, and the EIGHT if all of them and
+    at least one other task are among these. Empty for a single task."""
     scored = [name for name in tasks if "acc" in tasks[name]]
     wanted = {"average": scored} if len(scored) > 1 else {}
     return wanted | ({"average of eight": EIGHT} if set(EIGHT) < set(scored) else {})
@@ -211,7 +211,8 @@ def tell(args, found):
     for key, score in scores_of(first).items():
         for place, numbers in found.items():
             own = scores_of(numbers)[key]
-            tail = [own.get("than_guessing"), *beside(own, score)] if several else [
+            differs = [None] * len(BESIDE) if numbers is first else beside(own, score)
+            tail = [own.get("than_guessing"), *differs] if several else [
                 own["n"], own.get("chance"), own.get("adjusted"), own.get("than_guessing")]
             rows.append([*key, *[place] * several, short(own["value"]), short(own["stderr"]), *tail])
     columns = ALWAYS | BESIDE if several else ALONE | ALWAYS
@@ -231,9 +232,7 @@ def scores_of(numbers):
 
 
 def beside(score, first):
-    """The cells of BESIDE."""
-    if score == first:
-        return [None, None, None]
+    """The cells of BESIDE, of a score and that of the first run."""
     pairs = zip(score.get("parts", [score]), first.get("parts", [first]), strict=True)
     differences = [difference(*pair) for pair in pairs]
     value, error = mean_of(differences)

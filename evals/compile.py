@@ -88,7 +88,7 @@ class Case(NamedTuple):
     sm: int
     dtype: str
     width: int
-    call: str                   # a name of CALLS
+    call: str                   # a name of ATTENTION or STATES
 
 
 def command(args, run):

@@ -6,8 +6,8 @@ tokens, so scores are almost even: `magicpig` finds a few percent of all keys, w
 
 The whole step (`layer`) appends the new token to the cache and rotates keys, which copies the cache in this code. The
 attention alone (`attend`) gets queries, keys, values and, for token selection, the index. Decoding on a large machine
-waits for memory. So the bytes that a step must read tell how fast it could be. `traffic`: softmax's bytes divided by
-the recipe's, the speed if only memory counted.
+waits for memory. So the bytes that a step must read tell how fast it could be. `traffic` is softmax's bytes divided
+by the recipe's: the speed-up if only memory traffic counted.
 """
 import torch
 
@@ -96,4 +96,4 @@ def text_of(rows):
     return table(
         [[name, f"{row['layer_ms']:.3f}", f"{row['layer']:.2f}", f"{row['attend_ms']:.3f}", f"{row['attend']:.2f}",
           f"{row['bytes'] / 2**10:,.0f}", f"{row['traffic']:.2f}"] for name, row in rows.items()],
-        ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KB read", "traffic alone"])
+        ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KiB read", "traffic alone"])

@@ -31,7 +31,7 @@ from evals.pictures import SHARES, heat_map, pyplot, save_figure, signed
 MEASURES = {                                    # name: its meaning, printed under the table
     "alpha_sink": "weight on the first token, or on the extra key if there is one; mean over rows (eq. 5)",
     "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6; our choice of {local})",
-    "sigma2": "variance of a row's absolute weights, divided by their sum, around an even spread (eq. 7)",
+    "sigma2": "variance of a row's absolute weights around an even spread, after they are scaled to sum to 1 (eq. 7)",
     "importance": "weight on all other keys, 1 - alpha_sink if rows sum to 1; for a gated head, its mean gate (eq. 8)",
 }
 

@@ -1,7 +1,8 @@
 """speed --kernels: our fused kernels, torch's own, and the algorithm of Triton's tutorial, without a model.
 
-Every kernel gets two figures. TFLOP/s counts the matrix products that the rule needs, so it tells how well the kernel
-uses the device. The speed relative to our softmax tells what the rule costs.
+Every kernel gets two kinds of figures, for the forward and the backward pass. TFLOP/s counts the matrix products that
+the rule needs, so it tells how well the kernel uses the device. The speed relative to our softmax tells what the rule
+costs.
 """
 import dataclasses
 import itertools

@@ -4,15 +4,17 @@ A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has
 trained only once, even if several commands use it.
 
     lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 15 to 25 s on one core
-    nobos   the same without BOS: sequences begin with a symbol drawn at random
-    nobias, tied, lr3e-3    the same without biases, with a tied head, with a third of the learning rate
-    table2  the same with another bigram table
-    heads8  the same with eight heads
-    long    the same task in sequences of 256 symbols, as many tokens a step
-    text    4 layers, width 128, T = 256, the help pages of Python's library in bytes, 600 steps: 3 minutes on one core
-    text6   the same with six layers
+    nobos   lab without BOS: sequences begin with a symbol drawn at random
+    fixed4, fixed32         nobos with a fixed symbol at place 4 or 32
+    nobias, tied, lr3e-3    lab without biases, with a tied head, with a third of the learning rate
+    table2  lab with another bigram table
+    heads8  lab with eight heads
+    long    lab in sequences of 256 symbols, as many tokens a step
+    text    4 layers, width 128, T = 256, the sources of Python's library in bytes, 600 steps: 3 minutes on one core
+    text6   text with six layers
     smollm2 routers beside the public weights of out/smollm2, T = 512, books in tokens, 300 steps: at most an hour
     gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
+    gpu-fixed4, .., gpu-fixed64     gpu with a fixed token at that place
 """
 import re
 from pathlib import Path

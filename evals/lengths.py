@@ -1,5 +1,5 @@
-"""The loss at several lengths, also on longer windows than in training, and by the place in the window (Lazy Attention
-2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
+"""The loss at several lengths, also on longer windows than in training, and by the position in the window (Lazy
+Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexity at 512, 1024 and 2048).
 
 Every length reads the same tokens: spans of the longest length, whole or cut into adjacent windows. So lengths differ
 only in the context before a token. Standard errors are over spans.
@@ -47,7 +47,7 @@ class Lengths:
 
 
 def command(args, run):
-    """Loss and perplexity at several lengths on the same tokens, and by the place in the window."""
+    """Loss and perplexity at several lengths on the same tokens, and by the position in the window."""
     trained = run.meta["knobs"]["block_size"]
     lengths = lengths_of(args.lengths, trained, run)
     longest = lengths[-1]
@@ -99,18 +99,18 @@ def summary(losses, length, base):
 
 
 def by_position(losses, length):
-    """Mean losses in bins of places in the window: [{"first", "last", "loss", "error"}]."""
+    """Mean losses in bins of positions in the window: [{"first", "last", "loss", "error"}]."""
     spans, longest = losses.shape
-    places = losses.reshape(spans, -1, length).mean(1)                  # (spans, length)
+    mean = losses.reshape(spans, -1, length).mean(1)                    # (spans, length)
     found = []
     for start, end in itertools.pairwise([0, *(end for end in bin_ends(longest) if end < length), length]):
-        loss, error = mean_and_error(places[:, start:end].mean(1))
+        loss, error = mean_and_error(mean[:, start:end].mean(1))
         found.append({"first": start + 1, "last": end, "loss": loss, "error": error})
     return found
 
 
 def bin_ends(longest):
-    """The ends of the bins of places: the longest length divided by powers of sqrt(2)."""
+    """The ends of the bins of positions: the longest length divided by powers of sqrt(2)."""
     return sorted({round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())} - {0})
 
 
@@ -145,7 +145,7 @@ def finetune_flags(run, length, steps):
 
 
 def tell(args, found):
-    """A table with a row for each run and length; then the losses by place, a column for each run."""
+    """A table with a row for each run and length; then the losses by position, a column for each run."""
     several, rows = len(found) > 1, []
     for place, numbers in found.items():
         for row in numbers["lengths"]:
@@ -155,7 +155,7 @@ def tell(args, found):
     spans = sorted({f"{numbers['spans']} spans of {numbers['lengths'][-1]['length']}" for numbers in found.values()})
     return (f"{table(rows, header)}\n\n"
             f"+-    standard errors over {' and '.join(spans)} tokens, the same tokens at every length\n"
-            f"more  nats per token more than at length {bases(found)}\n\n{place_table(found)}")
+            f"more  nats per token more than at length {bases(found)}\n\n{position_table(found)}")
 
 
 def bases(found):
@@ -163,8 +163,8 @@ def bases(found):
     return " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
 
 
-def place_table(found):
-    """The losses by place in the longest windows of each run, bin by bin."""
+def position_table(found):
+    """The losses by position in the longest windows of each run, bin by bin."""
     curves = {place: {(b["first"], b["last"]): b["loss"] for b in numbers["lengths"][-1]["by_position"]}
               for place, numbers in found.items()}
     bins = sorted({edges for curve in curves.values() for edges in curve})
@@ -175,7 +175,7 @@ def place_table(found):
 
 
 def draw(path, found):
-    """Draw perplexity by length, the loss minus that at the base length, and the loss by the place in the longest
+    """Draw perplexity by length, the loss minus that at the base length, and the loss by the position in the longest
     window. A line for each run; dotted lines at the training lengths."""
     figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
@@ -190,7 +190,7 @@ def draw(path, found):
         bins = numbers["lengths"][-1]["by_position"]
         middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
         curves[Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
-    line_panel(axes[2], curves, "nats a token, by the place in the longest window", "tokens seen in the window",
+    line_panel(axes[2], curves, "nats a token, by the position in the longest window", "tokens seen in the window",
                trained, legend=False)
     for ax in axes:
         powers_of_two(ax.xaxis)

@@ -1,7 +1,7 @@
 """The page of `maps --html`: every head of a model on one sentence, to look at in a browser.
 
 evals/maps.html is the page; this module puts the numbers in. A page is one file that needs no network. To keep it
-small, each weight has 11 bits: it is shown with an error of at most 0.0005 if the largest is 1.
+small, it stores the square root of each weight in 11 bits. If the largest weight is 1, the error is at most 0.001.
 """
 import base64
 import zlib

@@ -17,7 +17,7 @@ Sources:
 """
 import torch
 
-from axes.sight import visible_count
+from axes.sight import visible, visible_count
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over queries",
@@ -72,7 +72,7 @@ class Probe:
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             extra, w = split_extra(module, w)
             here = counted[:, None, i].expand(w.shape[:3])
-            shares = self.see_rows(here, w, visible_count(i, module.sight), extra)
+            shares = self.see_rows(here, w, visible_count(i, module.sight), visible(i, 0, module.sight), extra)
             early = early + shares[..., i < self.ROWS].sum(-1)
         B, H = early.shape[1:]
         sinks = early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
@@ -84,19 +84,19 @@ class Probe:
         self.add("first_norm", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
 
-    def see_rows(self, here, w, n, extra):
+    def see_rows(self, here, w, n, sees_first, extra):
         """Add one block of rows. here (B, H, R): which rows count; w (B, H, R, T): weights; n (R,): how many keys each
-        row sees; extra (B, H, R): weight on a key outside the sequence. Returns the shares of token k and of that key,
-        (2, B, H, R)."""
+        row sees; sees_first (R,): which rows see the first token; extra (B, H, R): weight on a key outside the
+        sequence. Returns the shares of token k and of that key, (2, B, H, R)."""
         a = w.abs()
         mass = a.sum(-1)
         total = mass + extra + 1e-8             # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
         entropy, several = torch.special.entr(p).sum(-1), (n > 1).float()
         row_values = {
-            "rows": torch.ones_like(mass), "pairs": n, "uniform": 1 / n, "sink": w[..., 0], "share": a[..., 0] / total,
-            "row_mass": w.sum(-1), "extra": extra, "zeros": n - (w != 0).sum(-1), "empty_rows": (w == 0).all(-1),
-            "negative": (w < 0).sum(-1), "entropy": entropy, "several": several,
+            "rows": torch.ones_like(mass), "pairs": n, "uniform": sees_first / n, "sink": w[..., 0],
+            "share": a[..., 0] / total, "row_mass": w.sum(-1), "extra": extra, "zeros": n - (w != 0).sum(-1),
+            "empty_rows": (w == 0).all(-1), "negative": (w < 0).sum(-1), "entropy": entropy, "several": several,
             "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
         for name, value in row_values.items():
             self.add(name, here * value)
@@ -120,7 +120,8 @@ class Probe:
         mean = {name: s[name] / s["rows"]
                 for name in ("sink", "uniform", "share", "row_mass", "extra", "empty_rows", "entropy")}
         found = mean | self.peaks | {
-            "times_uniform": s["share"] / s["uniform"],         # not a mean of ratios, which late rows would dominate
+            # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
+            "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
             "density": mean["row_mass"] - mean["sink"],
             "sparsity": s["zeros"] / s["pairs"],
             "negative": s["negative"] / s["pairs"],

@@ -23,7 +23,8 @@ from evals.pictures import heat_map, pyplot, save_figure, signed
 from model import GPT
 
 MEANINGS = {                                    # name: its meaning, printed below the tables
-    "tau": "weights below tau / n become zero; Lazy Attention's figures 5 and 10 plot -tau",
+    "tau": "tau / n is subtracted from each softmax weight, and what falls below zero becomes zero; Lazy Attention's "
+           "figures 5 and 10 plot -tau",
     "beta": "scores below beta sqrt(2 log(n / kappa) / d) have weight zero",
     "sigma": "the score is multiplied by sigma log n",
     "scale_beta": "the score is multiplied by 1 + scale_beta log(n + 1)^scale_gamma",

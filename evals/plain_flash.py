@@ -77,14 +77,14 @@ def backward_rows(q, k, v, do, lse, delta, dq, T, scale, D: tl.constexpr, M: tl.
     start, head = tl.program_id(0) * M, tl.program_id(1).to(tl.int64)
     i = start + tl.arange(0, M)
     q_tile, do_tile = tl.load(tile_at(q, head, start, T, D, M)), tl.load(tile_at(do, head, start, T, D, M))
-    total, d = tl.load(lse + head * T + i)[:, None], tl.load(delta + head * T + i)[:, None]
+    lse_tile, delta_tile = tl.load(lse + head * T + i)[:, None], tl.load(delta + head * T + i)[:, None]
     dq_sum = tl.zeros((M, D), tl.float32)
     for near in tl.static_range(2):
         for column in tl.range(near * start, start + near * M, N):
             k_tile, v_tile = tl.load(tile_at(k, head, column, T, D, N)), tl.load(tile_at(v, head, column, T, D, N))
             j = column + tl.arange(0, N)
-            p = weights(q_tile, k_tile, total, i[:, None] >= j[None, :], scale, near)
-            ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - d)
+            p = weights(q_tile, k_tile, lse_tile, i[:, None] >= j[None, :], scale, near)
+            ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - delta_tile)
             dq_sum = tl.dot(ds.to(k_tile.dtype), k_tile, dq_sum, input_precision="ieee")
     tl.store(tile_at(dq, head, start, T, D, M), (dq_sum * (scale * LN2)).to(dq.dtype.element_ty))
 

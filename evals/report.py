@@ -35,7 +35,7 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     else:
         found = first_look(model, splits["val"], machine, stride)
         coder = tokens.tokenizer(str(folder))
-        # as `eval.py sample` does by default: the same prompt, knobs and seed, in float32
+        # the first 240 tokens of what `eval.py sample` prints by default, in float32
         prompt = as_ids(first_token(coder, splits.get), machine)
         ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
         print(f"a sample:\n{coder.decode(ids[0].tolist())}")

@@ -1,9 +1,9 @@
 """Focus compared with full attention, and Focus with other settings of its routers (arXiv 2604.03260).
 
     python eval.py routers --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
-        Loss, perplexity, pairs kept and speed in three forms with the same weights: full attention; soft gates, as in
-        training; and hard groups, where distant tokens must share one of their k largest groups. This is table 7;
-        several lengths are section 3.5. (eval.py lengths --topk=2 reads the same tokens at each length.)
+        Loss, perplexity, pairs kept and speed in four forms with the same weights: full attention; near pairs alone;
+        soft gates, as in training; and hard groups, where distant tokens must share one of their k largest groups. This
+        is table 7; several lengths are section 3.5. (eval.py lengths --topk=2 reads the same tokens at each length.)
     python eval.py routers --out_dir=A_BASE --sweep=groups (or window, temperature, iterations, route_dim, all)
         Routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each is
         a run in the folder OUT_DIR-focus-KNOB-VALUE, which is trained once.

@@ -18,8 +18,8 @@ class Sample:
     prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, otherwise the "
                            "first token of the held-out data")
     chat: bool = knob(False, "the prompt is a question to an instruction-tuned model: print only its answer")
-    system: str = knob("", "with --chat: the system message; empty: that of its training for smollm2, otherwise "
-                           "none")
+    system: str = knob("", "with --chat: the system message; empty: for smollm2 the message that it was trained with, "
+                           "otherwise none")
     tokens: int = knob(300, "tokens to generate; fewer if the model ends its text")
     samples: int = knob(1, "number of continuations")
     temperature: float = knob(0.8, "divisor of the logits; 0: always the likeliest token")

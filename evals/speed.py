@@ -102,7 +102,7 @@ def speed_table(T, rows, args):
 
 def memory_table(memory):
     lengths = next(iter(memory.values()))
-    about = "memory of one layer's attention without its inputs, forward and backward, one sequence (MB)\n"
+    about = "memory of one layer's attention without its inputs, forward and backward, one sequence (MiB)\n"
     return about + table(
         [[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in memory.items()],
         ["recipe", *(f"T={T}" for T in lengths)])

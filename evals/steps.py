@@ -82,7 +82,8 @@ def attention_call(model, machine, batch, backward=True):
 
 
 def memory_of(cases, lengths, args, machine):
-    """MB of one layer's attention, forward and backward, without its inputs, for one sequence: {name: {length: MB}}."""
+    """The memory of one layer's attention, forward and backward, without its inputs, for one sequence, in MiB: {name:
+    {length: MiB}}."""
     memory = {name: {} for name in cases}
     for name, case in cases.items():
         for T in lengths:

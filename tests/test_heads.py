@@ -168,6 +168,6 @@ def test_the_text_for_one_run_and_for_several(elastic_run, toy_run, capsys, tmp_
     eval_script.main(["heads", f"--out_dir={elastic_run},{toy_run}", *FEW, "--cost", f"--png={tmp_path}/x.png"])
     both = capsys.readouterr().out
     assert both.count("loss as it is") == 2 and both.count("2 windows of 16 tokens of") == 2
-    assert both.count("in dormant heads: no head above 0.5") == 2
+    assert both.count("in dormant heads: no head is above 0.5") == 2
     assert str(toy_run) in next(line for line in both.splitlines() if line.startswith("over all heads"))
     assert (tmp_path / "x.png").exists()

@@ -19,6 +19,12 @@ def loss(elastic_run, evaluate):
     return lambda *flags: evaluate("loss", f"--out_dir={elastic_run}", *flags)
 
 
+@pytest.mark.parametrize("length", [4, 64])
+def test_fixed_windows_with_a_stride_read_each_sequence_once(length):
+    sequences = range(20 * 65)
+    assert tokens.fixed_windows(sequences, length, 0, 65).tolist() == [65 * n for n in range(20)]
+
+
 def test_fixed_windows_are_spread_over_the_whole_split(data):
     fox = tokens.Tokens(data, "val")
     starts = tokens.fixed_windows(fox, 16, 5)

@@ -93,8 +93,10 @@ def test_softmax_sink_and_density_sum_to_one_and_elastic_has_zeros(fox):
     below(seen["elastic"]["row_mass"], 0.2)
 
 
-def test_rows_without_a_preference_are_uniform(fox):
-    gpt = GPT(tiny_config(vocab_size=257, block_size=50))
+@pytest.mark.parametrize("window", [0, 7])
+def test_rows_without_a_preference_are_uniform(window, fox):
+    """With a window, rows that do not see the first token count with weight 0 on it."""
+    gpt = GPT(tiny_config(vocab_size=257, block_size=50, window=window))
     with torch.no_grad():
         gpt.transformer.h[0].attn.c_attn.weight[:16] = 0                # queries of 0
     mean = probe(gpt, fox, MACHINE, 4)["mean"]

@@ -33,7 +33,7 @@ def test_the_tables_are_readable(capsys):
     eval_script.main(["speed", "--attn=elastic", "--device=cpu", "--repeats=1", "--tokens=32", "--n_layer=1",
                       "--n_embd=16", "--lengths=16", "--memory=32,64"])
     said = capsys.readouterr().out
-    assert all(words in said for words in ("cpu", "T=16, 2 sequences", "tokens/s", "(MB)", "T=64"))
+    assert all(words in said for words in ("cpu", "T=16, 2 sequences", "tokens/s", "(MiB)", "T=64"))
     assert said.count("elastic") == said.count("softmax (sdpa)") == 2
 
 
@@ -97,4 +97,4 @@ def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
 def test_the_table_of_decoding_steps_is_readable(capsys):
     eval_script.main(["speed", "--decode", "--attn=topk", "--device=cpu", "--repeats=1", "--lengths=20"])
     said = capsys.readouterr().out
-    assert all(words in said for words in ("20 tokens in the cache", "KB read", "traffic alone", "softmax", "topk"))
+    assert all(words in said for words in ("20 tokens in the cache", "KiB read", "traffic alone", "softmax", "topk"))

@@ -182,6 +182,8 @@ LOG = (
           ("massive-iff-norm", "a third of softmax's ratio", "The paper's own 6 at 1B would have failed."))),
     Change("sum-dependence", "2026-11-23", "number of exceptions", "share of recipes with a sink, against all others",
            ("mixed", "agrees"), "\"At least partially\" allows for exceptions, and diff_rela's mean weight decided."),
+    Change("focus-sparser-better", "2026-11-23", "contradicts: also top-4 less top-3 <= 0", "top-3 less top-2 alone",
+           ("mixed", "mixed"), "Top-3 of 4 groups is full attention, as top-4 is, so rounding would decide."),
 )
 
 

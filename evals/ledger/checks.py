@@ -121,8 +121,8 @@ def opened(place, dataset="", count=256):
 
 @torch.no_grad()
 def rows(place):
-    """For idle and copy rows of the first layer: weight on the right key and on the first, share of empty rows, the
-    gate, cosines with the first key. "effective" is the weight on the first key times the gate, over an even spread.
+    """For idle and copy rows of the first layer: weight on the right key, share of empty rows, the gate, cosine of the
+    query with the first key. "effective" is the weight on the first key times the gate, over an even spread.
     Also by how much the loss rises without the extra key."""
     run, windows = opened(place)
     trigger = true_process(windows, run.data_meta)[1]                   # (N, T)
@@ -145,7 +145,7 @@ def figures_of_rows(module, q, k, x, table, kinds):
     queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
     right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): each row's weight on the key before it
     seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
-            "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1), "first": w[:, :, 0]}
+            "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
     if hasattr(module, "gate"):
         ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
         seen["gate"] = module.choices["gate"].gated(module, ones, x).mean((1, 3))[:, module.ahead:]

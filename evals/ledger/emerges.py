@@ -125,8 +125,8 @@ CLAIMS = [
                   Bound(what="cost of deleting the key without value", column="deletion", of="k_bias",
                         agrees=">= 0.05")),
           note="In the lab BOS is a token of its own that competes with the sink token; in the paper the first token "
-               "is any. We test this only in the lab, because the cost of deletion is not measured on text. "
-               "bias-massive has text models of these recipes.",
+               "is any. The loss with a sink token is not compared. We test this only in the lab, because the cost of "
+               "deletion is not measured on text. bias-massive has text models of these recipes.",
           variations=("nobias",)),
     Claim(id="bias-value-norm", place="table 5",
           says="The larger the fixed value of the bias key, the more of the sink returns to the first token.",
@@ -213,7 +213,7 @@ CLAIMS = [
           tested="norm ratio: that of the first token over the others, largest over layers",
           reads={"massive": (MASSIVE, "softmax@gpu sigmoid_raw@gpu gated@gpu softpick@gpu elastic@gpu")},
           bounds=(Bound(what="norm ratio with softmax", value=largest("softmax"), agrees=">= 5", needs=">= 3"),
-                  Bound(what="norm ratio without normalisation, over softmax's",
+                  Bound(what="norm ratio of rules whose rows need not sum to one, over softmax's",
                         value=over_softmax("sigmoid_raw softpick elastic"), agrees="<= 1/3", contradicts=">= 1"),
                   Bound(what="norm ratio with a gate", value=largest("gated"))),
           note="A third of softmax's ratio is our bound; the paper's own at 1B is 6 over 22.",
@@ -236,7 +236,8 @@ CLAIMS = [
                      "x uniform": ("times_uniform_idle", "softmax@nobias softmax1@nobias sink@nobias")})},
           note=f"These recipes have weights on tokens that sum to one: {', '.join(SUM_TO_ONE)}. With an extra key they "
                "need not. \"At least partially\" allows for exceptions, so shares of recipes decide. By shares diff2, "
-               "diff_rela and sigmoid are exceptions. Left out are the same rules with other scales, "
+               "diff_rela and sigmoid have a sink although their rows need not sum to one, and sigmoid_norm and "
+               "elu_norm have none although theirs do. Left out are the same rules with other scales, "
                "windows or gates (ssmax, asentmax, window, streaming, gpt_oss, gated_elementwise, rela_gated, "
                "linear_raw, dex), a sink token, which is itself a first token, recipes that divide by max(|row sum|, "
                "1) (identity_norm, mlp_norm), and mixers."),

@@ -226,8 +226,8 @@ CLAIMS = [
                         contradicts="> 1e-12"),
                   Bound(what="the same, a tenth", column="drained to 0.1"),
                   Bound(what="the same, three tenths", column="drained to 0.3")),
-          note="The lab's first value has a tenth of the norm of the others, and SmolLM2's has a quarter "
-               "(v0-norm-drain). So for trained models this is a rough approximation."),
+          note="The lab's first value has 5 to 8 % of the norm of the others, and SmolLM2's has 23 % (v0-norm-drain). "
+               "So for trained models the identity is a rough approximation."),
     Claim(id="early-layers-active", place="3.2, figures 5, 10, 11, appendix C",
           says="The first layers have little sink, and sinks grow with depth.",
           theirs="Only figures. The text cites figure 3 for figure 4, and it does not say how many keys are recent.",

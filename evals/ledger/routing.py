@@ -92,8 +92,9 @@ def focus_merge(seed, T=256, K=4, d=32):
     right = s.masked_fill(~(past & (same | near)), -math.inf).softmax(-1) @ v
     for name, kind in (("float32", torch.float32), ("float16", torch.float16)):
         sets = (same, near & ~same, near, near & same)
-        a, strangers, b, both = (part_of(s.to(kind), v.to(kind), past & pairs) for pairs in sets)
-        ways = {"merge": [(1, a), (1, strangers)], "subtract": [(1, a), (1, b), (-1, both)]}
+        group_part, other_near, all_near, overlap = (part_of(s.to(kind), v.to(kind), past & pairs) for pairs in sets)
+        ways = {"merge": [(1, group_part), (1, other_near)],
+                "subtract": [(1, group_part), (1, all_near), (-1, overlap)]}
         for way, parts in ways.items():
             whole = sum(sign * lse.exp() for sign, (_, lse) in parts).log()
             o = sum(sign * o * (lse - whole).exp() for sign, (o, lse) in parts).float()
