@@ -337,8 +337,8 @@ def lssar(s, seen, t, power=15.0):
     """a_ij = softplus(s_ij) / sum_k softplus(s_ik),  w_ij = x_ij^power / sum_k x_ik^power,  x_ij = relu(a_ij - t_i).
 
     t_i = 1 / n_i, or 0 if the row sees at most three keys (the paper's o_i / n_i). Keys below the uniform share 1 / n_i
-    get weight 0, and the power sharpens the others. Every row sums to 1, unless it is uniform: then it is empty. So a
-    sink may remain.
+    get weight 0, and the power sharpens the others. Every row sums to 1, but a uniform row of more than three keys
+    is empty. So a sink may remain.
     No learned scalars: the recipe normalises q and k to unit length, and the score is log(d) log(n_i) q.k.
     Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says that LSSAR has no
     exact zeros: with this threshold it has. x^15 leaves the range of float32, so x is divided by its row's maximum. x
@@ -351,7 +351,7 @@ def lssar(s, seen, t, power=15.0):
     largest = x.detach().amax(-1, keepdim=True)
     survives = largest > 1e-30                  # rows with a key above the threshold
     b = (x / torch.where(survives, largest, 1.0)) ** power
-    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)      # no clamp: it is at least 1, and often exactly
+    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)      # no clamp: the largest entry is 1
 
 
 def lssar_threshold(layer, n):

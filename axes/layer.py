@@ -87,7 +87,7 @@ class Layer(nn.Module):
         return self.choices["feature"].mapped(self, x)
 
     def for_score_heads(self, x, axis):
-        """Repeat a tensor with one entry per key head along `axis` for the score heads that share each key head. If the
+        """Repeat each entry of x along `axis`, one per key head, for the score heads that share this key head. If the
         two views of a head have separate key heads, repeat these in pairs."""
         shared = self.score_heads // x.shape[axis]
         if shared == 1:
@@ -128,7 +128,8 @@ class Layer(nn.Module):
 
     @property
     def exact(self):
-        """Is attend's output, before norms and gates, weights_of times the values? If not, these are derivatives."""
+        """Is attend's output, before norms and gates, weights_of times the values? If not, weights_of has
+        derivatives."""
         return self.rule.linear
 
     @property
@@ -152,7 +153,8 @@ class Layer(nn.Module):
 
     def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, a block of rows at a time. Only attention has them."""
-        raise ValueError(f"--attn={self.config.attn} has no views of its weights and no tiles")
+        raise ValueError(f"--attn={self.config.attn} (mixer {self.config.mixer}) has no views or tiles of weights: "
+                         "choose a recipe of mixer attention")
 
     @staticmethod
     def obstacles(config, device):

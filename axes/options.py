@@ -26,7 +26,7 @@ def needs_window(config, args, choices):
         return f"--window_every={config.window_every} says which layers have a window: add --window=N"
 
 
-def needs_window_and_places(config, args, choices):
+def wrong_first(config, args, choices):
     if not config.window:
         return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
     if choices["pos"].rotates and config.feature == "elu":
@@ -43,7 +43,7 @@ class Number(NamedTuple):
 NUMBERS = {                                     # axes/sight.py says what they do
     "window": Number(0),
     "window_every": Number(1, needs_window),
-    "first": Number(0, needs_window_and_places),
+    "first": Number(0, wrong_first),
 }
 
 

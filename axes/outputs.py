@@ -54,8 +54,8 @@ def dex_corrected(layer, o):
     """o - lambda(t) o W: every head can subtract the contribution of a sink's value.
 
     lambda(t) = (1 - a) a lambda_init + a lambda_learned, with a = min(1, progress / anneal) and progress from 0 to 1
-    over the training. W and lambda_learned start at 0, where their gradients are 0. The first term fades in and out
-    again; it makes both gradients nonzero.
+    over the training. W and lambda_learned start at 0, where their gradients are 0. The first term, which fades in
+    and out again, gives W a gradient. Once W is not 0, lambda_learned has one as well.
     Source: Kong et al. 2505.16333, which has no official code.
     Differs from the paper: it corrects some heads of a trained model. Here all heads are corrected.
     """
@@ -134,7 +134,7 @@ OUT_NORMS = {
 def sigmoid_gate(layer, o, x):
     """o sigmoid(W x), with x the layer's input: one gate per head, or one per element of its output.
 
-    Gates start at 1/2. A closed gate makes the output 0, so the head needs no sink.
+    Gates start near 1/2. A closed gate makes the output 0, so the head needs no sink.
     Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
     """
     return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))

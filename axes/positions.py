@@ -40,8 +40,8 @@ class Distance(NamedTuple):
     def bias(self, R, T):
         """b for the last R of T rows and all T keys, (H, R, T). Entries of later keys are meaningless: they are masked.
 
-        One vector per head holds b at every distance from T - 1 down to -(R - 1). Each row is a window on this vector,
-        one place further than the window of the row before.
+        One vector per head holds b at every distance from T - 1 down to -(R - 1). Each row is a slice of T entries of
+        this vector. It starts one place before the slice of the row above.
         """
         return F.pad(self.by_distance(T).flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
 

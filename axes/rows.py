@@ -104,7 +104,7 @@ def sink_value(layer, heads):
     return whole_bias(layer.sink_value, heads, layer.shapes["v"][1])[:, None]
 
 
-def needs_softmax(config, args, choices):
+def wrong_extra_key(config, args, choices):
     if config.rule != "softmax":
         return (f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, and rule "
                 f"{config.rule} has none")
@@ -130,13 +130,13 @@ class Sink(Choice):
 
 SINKS = {
     "none": Sink(),
-    "one": Sink(score=zero_score, refuse=needs_softmax),
+    "one": Sink(score=zero_score, refuse=wrong_extra_key),
     "logit": Sink(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
-                  refuse=needs_softmax),
-    "key": Sink(learns=sink_key, args=BIAS_SIZES, score=key_score, refuse=needs_softmax),
+                  refuse=wrong_extra_key),
+    "key": Sink(learns=sink_key, args=BIAS_SIZES, score=key_score, refuse=wrong_extra_key),
     "key_value": Sink(learns=sink_key_and_value, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
-        score=key_score, value=sink_value, refuse=needs_softmax),
+        score=key_score, value=sink_value, refuse=wrong_extra_key),
     "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
 }
 

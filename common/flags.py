@@ -103,8 +103,8 @@ def with_recipe(base, given, recipes, axes):
     """All knobs: `given` flags override the recipe of a given --attn, which overrides `base`, a preset or the knobs of
     a stored run.
 
-    A stored run has a value for every axis. If --attn is given, the values and constants from its old recipe are
-    dropped, and the values that the user had chosen in addition are kept. recipes: {name: {axis: value}}; axes: their
+    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe and all --attn_args
+    are dropped. Axis values that the user had chosen in addition are kept. recipes: {name: {axis: value}}; axes: their
     names.
     """
     if "attn" in given:

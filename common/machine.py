@@ -143,7 +143,8 @@ class Machine:
             torch.cuda.empty_cache()
 
     def peak_memory(self, run):
-        """Peak bytes of tensors during run(), without those that existed before."""
+        """Peak bytes of tensors during run(), without those that existed before. (On a CPU, an older tensor counts as
+        soon as an operation returns a view of it.)"""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -4,8 +4,8 @@
                 An adapter (--train_only) stores only the parameters that it trained; its base has the others
     meta.json   every knob, versions, hashes, losses: enough to build the model again. For an adapter also its base, the
                 run that it was trained on: {path, weights: their fingerprint}
-    log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu, with --head_balance
-                also that loss. Public weights have no log
+    log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu. "balance" is the sum of
+                --head_balance, --expert_balance and a layer's own penalty, if there are any. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
     sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
                 torch.distributed.checkpoint. Every other command needs ckpt.pt; torch itself joins the parts to it:
@@ -138,9 +138,10 @@ class Run:
         try:
             yield
         except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
-            raise OSError(
-                f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): {self.last_good()}. Free "
-                "some space there, or name another folder with --out_dir; continue with --init_from=resume") from None
+            then = ("continue with --init_from=resume" if self.saved else
+                    "start again, there or in another folder with --out_dir")
+            raise OSError(f"could not write to {self.folder} at step {step} ({str(e).splitlines()[0]}): "
+                          f"{self.last_good()}. Free some space there, then {then}") from None
 
     def last_good(self):
         return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"

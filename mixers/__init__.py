@@ -86,7 +86,7 @@ def check_axes(config):
         value, known = getattr(config, axis), (mixer.axes | {"mixer": MIXERS}).get(axis, [default])
         if value in known or axis in mixer.numbers:
             continue
-        others = [name for name, other in MIXERS.items() if value in other.axes.get(axis, ())]
+        others = [name for name, other in MIXERS.items() if value in other.axes.get(axis, ()) or axis in other.numbers]
         why = mixer.refused.get(axis) or (f"it accepts {', '.join(map(str, known))}" if axis in mixer.axes else
                                           f"only mixer {' or '.join(others)} has it")
         raise ValueError(f"--{axis}={value} cannot be used with --attn={config.attn} (mixer {config.mixer}): {why}")

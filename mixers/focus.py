@@ -4,7 +4,7 @@ appendix D.
 A router gives every token x_i a share g_ik of each of K groups. The product g_i . g_j of two tokens' shares opens or
 shuts a gate on their score. Near pairs, i - j < window, have no gate. The rest is plain softmax attention:
 
-    s'_ij = s_ij                                near                g_i = normalize(W x_i . C^T / temperature)
+    s'_ij = s_ij                                near                g_i = balance(W x_i . C^T / temperature)
     s'_ij = s_ij gated by g_i . g_j             distant             gate = sigmoid(gate_scale (g_i . g_j - gate_offset))
 
 The heads of a layer share W (d_g x C) and the centroids C (K x d_g). A retrofit trains only these:
@@ -12,7 +12,7 @@ The heads of a layer share W (d_g x C) and the centroids C (K x d_g). A retrofit
 --topk=k the model is evaluated as in the paper: a token is a member of its k largest groups, and a distant pair attends
 if and only if the two tokens share a group. Then the other distant pairs are never computed, see `sparse`.
 
-`normalize` is the axis --balance. With the gradient alone, one group takes all tokens (section 4). The paper's
+The axis --balance chooses `balance`. With the gradient alone, one group takes all tokens (section 4). The paper's
 Sinkhorn evens out the groups over all tokens of a sequence, so an early token's groups depend on later tokens. The loss
 of such a model is not a prediction loss, and the model cannot be decoded. The default therefore carries the result of
 Sinkhorn from batch to batch, one number for each group. It is causal.
@@ -49,7 +49,7 @@ class Balance(Choice):
 
     `count` returns a statistic of a training step's tokens, which is summed over micro-batches and ranks; if it is a
     `sample`, only the step's first one is kept. After the step, `settle` updates the layer from it."""
-    shares: Callable | None = None              # layer, s (B, T, K) / temperature -> g, whose rows sum to 1
+    shares: Callable | None = None              # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
     count: Callable | None = None               # layer, s, z (B, T, d_g) = W x, g -> a tensor
@@ -121,7 +121,7 @@ def move_centroids(layer, sums):
 
 
 def a_sequence(layer, s, z, g):
-    """A sample for k-means: at most about 512 tokens of the first sequence."""
+    """A sample for k-means: at most 512 tokens, evenly spaced, of the first sequence."""
     return z[0, ::-(-z.shape[1] // 512)]
 
 
@@ -194,14 +194,15 @@ BALANCES = {                                    # the default is ours; the other
 def log_gate(s, z):
     """s + log sigmoid(z): the gate multiplies the weight, so a shut gate removes the pair, like a mask.
 
-    Differs from the paper: its eq. 2 is `score_gate`. It gives no values for gate_scale (its lambda) and gate_offset.
+    Differs from the paper: its eq. 2 is `score_gate`. It has no value for gate_scale (its lambda) and no
+    gate_offset.
     """
     return s + F.logsigmoid(z)
 
 
 def score_gate(s, z):
     """s sigmoid(z), the paper's eq. 2. A shut gate makes the score 0, which is not a mask: exp(0) = 1 is a usual
-    weight, and a negative score even rises. With the paper's gate_offset=0, no gate is below 1/2."""
+    weight, and a negative score even rises. Without an offset, as in the paper, no gate is below 1/2."""
     return s * torch.sigmoid(z)
 
 
@@ -481,8 +482,8 @@ class Focus(Layer):
 
     def attend(self, q, k, v, x, table=None, sight=None, g=None):
         """From rotated queries and keys, values and the layer's input x (B, T, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, the queries are the last positions. sight: only its `hidden` is used. g: shares of
-        all T tokens; None: computed from x, which then has T rows."""
+        With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
+        `hidden`. g: shares of all T tokens; None: computed from x, which then has T rows."""
         dtype, q, k = v.dtype, self.featured(q), self.featured(k)
         o, r = self.mixed(q, k, v, self.check(k, x, table, g), sight or self.sight)
         o = spent(self, o, q, r, None)          # an extra key takes its share of the weights

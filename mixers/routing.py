@@ -1,6 +1,6 @@
 """Routing attention: queries attend only to keys of their own clusters (Roy et al. 2003.05997).
 
-Each head has K centroids, which start as unit vectors. For clustering, queries and keys are scaled to unit length. Each
+Each head has K centroids. For clustering, queries and keys are scaled to unit length. Each
 centroid takes the w queries and the w keys of the whole sequence that are nearest to it. Softmax runs inside each
 cluster, over the keys at or before the query. A query in several clusters gets the mean of their outputs. A query in no
 cluster gets 0, and so does a query without an earlier key in its cluster.
@@ -9,8 +9,8 @@ A cluster takes the nearest tokens of the whole sequence, so a later token can r
 later value, but which values it reads depends on later tokens. This holds in training and in every perplexity measured
 this way. So `causal` is False, and step-by-step decoding is impossible.
 
-Centroids start as random directions. After each training step (`finish_step`) they move towards the mean of the queries
-and keys nearest to them: all the way at first, later by 0.001 of the way (the paper's decay of 0.999).
+Centroids start as random unit vectors. After each training step (`finish_step`) they move towards the mean of the
+queries and keys nearest to them: all the way at first, later by 0.001 of the way (the paper's decay of 0.999).
 
 Differs from the authors' code (google-research/routing_transformer): there, queries and keys go through a LayerNorm
 without weights, for clustering and for the scores, and the scores are not divided by sqrt(D). In a decoder the keys are
@@ -78,7 +78,8 @@ class Routing(Layer):
 
     def attend(self, q, k, v, x, table=None, sight=None):
         """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, the queries are the last positions. sight: only its `hidden` is used."""
+        With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
+        `hidden`."""
         q, k, v = self.prepare_heads(q, k, v)
         if self.training:
             self.add_to_sums(q, k)

@@ -74,12 +74,12 @@ def by_score(layer, q, k, index, i, seen):
 
 
 def by_largest_components(layer, q, k, index, i, seen):
-    """The keys of the highest approximate scores s^_ij, among them always the most recent --attn_args=local of them.
+    """The --topk keys of the highest approximate scores s^_ij. A share --attn_args=local of them is reserved for the
+    most recent keys.
 
-    With --attn_args=realloc=1 the keys that are not chosen count with their mean: o_i = a_i o_i + (1 - a_i) mean of the
-    values up to i. a_i is the share that softmax(s^_i) gives to the chosen keys.
-    Differs from the paper: the mean is over the row's visible values, in the paper over all in the cache. While
-    decoding they are the same."""
+    With --attn_args=realloc=1 the output is a_i o_i + (1 - a_i) m_i. m_i is the mean of all values that row i sees, and
+    a_i the share that softmax(s^_i) gives to the chosen keys.
+    Differs from the paper: there the mean is over all values in the cache. While decoding they are the same."""
     top = q.abs().topk(min(layer.args["components"], q.shape[-1]), -1)  # (B, H, R, r)
     if q.shape[2] == 1 and "channels" in index: # the index has the components of all keys, each of them in one piece
         s = q.gather(-1, top.indices) @ picked(index["channels"], top.indices[:, :, 0])
@@ -101,7 +101,7 @@ def channels(layer, k, v, old):
             "total": old["total"] + total if old else total}
 
 
-# Quest. A page is --attn_args=page=16 keys in a row. With the smallest and the largest value m_d and M_d of each
+# Quest. A page is 16 consecutive keys (--attn_args=page). With the smallest and the largest value m_d and M_d of each
 # component in a page, none of its keys has a score above sum_d max(q_d m_d, q_d M_d). Tang et al. 2406.10774, section 3
 
 
@@ -163,8 +163,8 @@ def log_collision_chance(layer, q, k, index, i, j):
 def hashed_keys(layer, k, v, old):
     """The hashes of all keys (B, Hk, L, T) after subtraction of a `centre` (B, Hk, 1, D), since keys lie far from 0.
 
-    Differs from the paper: its centre is the mean of all keys of the prompt, of which early rows may not know. Here it
-    is the mean of the first keys that are not exact in every row. When a row samples its first key, they are known."""
+    Differs from the paper: its centre is the mean of all keys of the prompt, which early rows must not see. Here it is
+    the mean of the `recent` keys that follow the `first` ones. Every row that samples a key comes after all of them."""
     first, recent = layer.args["first"], layer.args["recent"]
     known = old["codes"].shape[-1] if old and old["codes"].shape[-1] >= first + recent else 0
     if not known:                               # so far all keys are exact
@@ -261,8 +261,8 @@ class Selection(Layer):
 
     def attend(self, q, k, v, x, table=None, sight=None, index=None):
         """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, the queries are the last positions. sight: only its `hidden` is used. index: of
-        all T keys."""
+        With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
+        `hidden`. index: of all T keys."""
         dtype, sight = v.dtype, sight or self.sight
         q, k, index = self.prepare(q, k, v, sight, index)
         if q.shape[2] == 1 and sight.hidden < 0:

@@ -4,9 +4,10 @@ Memory is counted operation by operation. A training step runs on fake tensors: 
 like those of the meta device, no content. So a model of any size is counted in seconds, on any machine.
 """
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 import mixers
 from common.flags import knob
@@ -66,7 +67,9 @@ def memory_of_a_step(knobs, config, machine):
     softmax, or by the block loop, which needs somewhat more than a Triton kernel. Not counted: evaluation, a second
     copy of the gradients that several processes exchange, and gaps between tensors: allocators that keep freed memory
     need up to a third more."""
-    with FakeTensorMode(), LiveMemory() as memory:
+    # a condition on the content of a fake tensor counts as false: entmax then runs all steps of Newton's method
+    no_content = mock.patch.object(FakeTensor, "__bool__", lambda tensor: False)
+    with FakeTensorMode(), no_content, LiveMemory() as memory:
         model = GPT(config, knobs.seed)
         train_only(model, knobs)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -76,10 +79,14 @@ def memory_of_a_step(knobs, config, machine):
                 p.grad = torch.empty_like(p)
         x, y = torch.zeros(2, knobs.batch_size, config.block_size, dtype=torch.long)
         memory.peak = memory.now                # forget what only the initialisation needed
-        with machine.autocast():
-            loss, balance = losses(model, x, y, knobs, machine)
-            balance = balance + model.penalty()
-        (loss + balance).backward()
+        try:
+            with machine.autocast():
+                loss, balance = losses(model, x, y, knobs, machine)
+                balance = balance + model.penalty()
+            (loss + balance).backward()
+        except DynamicOutputShapeException:
+            raise ValueError(f"--dry_run cannot count --attn={config.attn} with --mlp={config.mlp}: the shapes of some "
+                             "of its tensors depend on the data; try another --attn or --mlp") from None
     gradients = sum(p.numel() * p.element_size() for p in trained)
     return model, {"weights": weights, "gradients": gradients, "optimizer": 2 * gradients,  # AdamW's two averages
                    "activations": memory.peak - weights - gradients}

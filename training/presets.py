@@ -16,8 +16,8 @@ PRESETS = {
         "block_size": 256, "batch_size": 1, "max_iters": 200, "learning_rate": 1e-4, "warmup_iters": 20,
         "eval_interval": 100, "eval_iters": 16},
     "gpt2": {
-        "about": "GPT-2 small (124M) as nanoGPT trains it, half a million tokens a step. Data: FineWeb-Edu instead of "
-                 "nanoGPT's OpenWebText",
+        "about": "GPT-2 small (124M) on 10B tokens of FineWeb-Edu, half a million a step, close to llm.c. nanoGPT "
+                 "itself trains for 600,000 steps on OpenWebText, without biases",
         "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
         "pos": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True,
         "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 6e-4,

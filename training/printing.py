@@ -1,5 +1,6 @@
 """What a training run prints: its first lines, the progress bar, its last lines, and the lists at the end of -h."""
 import os
+import re
 import sys
 import textwrap
 import time
@@ -89,7 +90,8 @@ def say_what_next(knobs, config, meta, waited):
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
     if knobs.init_from == "resume":             # meta has only the flags of this last call
         return
-    kept = [flag for flag in meta["flags"] if flag.startswith("--") and "=" in flag
+    joined = re.sub(r"(?m)^(--[^=\n]+)\n(?!--)", r"\1=", "\n".join(meta["flags"]))     # --n_layer 4 as --n_layer=4
+    kept = [flag for flag in joined.split("\n") if flag.startswith("--")
             and not flag.startswith(("--attn", "--out_dir"))]
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"

@@ -158,8 +158,8 @@ def drawn(quantity, width=30):
 
 def positions(quantity):
     """A quantity on the axis of the forest plots, on which the claim fails below 0 and holds above 1: (each seed, low
-    and high end of the interval), or None if it has no bounds. If there is one bound only, the
-    unit is its size (1 if it is 0). If that bound is a range, the unit is half its width."""
+    and high end of the interval), or None if it has no bounds. If there is one bound only, the unit is its size (1 if
+    it is 0). If that bound is a range, the unit is half its width."""
     agrees, contradicts = (thresholds(getattr(quantity.bound, name)) for name in ("agrees", "contradicts"))
     two_sided = quantity.bound.agrees.startswith("could be ")
     if not agrees and not contradicts or two_sided or np.isnan(quantity.values).any():
@@ -174,7 +174,7 @@ def positions(quantity):
     if one is None or zero is None or one == zero:
         at = one if one is not None else zero
         grows = (quantity.bound.agrees or quantity.bound.contradicts).removeprefix("not ").removeprefix("clearly ")[0]
-        up = in_range or (grows == ">") == (one is not None) != quantity.bound.agrees.startswith("not ")
+        up = in_range or ((grows == ">") == (one is not None)) != quantity.bound.agrees.startswith("not ")
         place = (values - at) / (abs(at) or 1) * (1 if up else -1)      # above 0 is the good side
         place = np.where(place >= 0, 1 + place, np.maximum(1 + place, 0) if zero is None else place)
     else:
