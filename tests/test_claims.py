@@ -491,7 +491,8 @@ def test_the_bounds_in_words_and_the_axis_of_the_forest_plot():
             ({"agrees": "<= 0.1", "contradicts": ">= 0.3"}, 0.2, 0.5), ({"agrees": "> 4"}, 6.0, 1.5),
             ({"agrees": "0.4 to 0.8", "contradicts": "< 0.2"}, 0.7, 1.5), ({"contradicts": "> 2"}, 3.0, -0.5),
             ({"agrees": "0.4 to 0.8", "contradicts": "> 1"}, 1.1, -0.5), ({"agrees": "0.8 to 1.2"}, 1.0, 2.0),
-            ({"contradicts": "> 2"}, 1.0, 1.5), ({"contradicts": "<= 2"}, 3.0, 1.5), ({"agrees": "<= 2", "contradicts": "> 2"}, 3.0, -0.5),
+            ({"contradicts": "> 2"}, 1.0, 1.5), ({"contradicts": "<= 2"}, 3.0, 1.5),
+            ({"agrees": "<= 2", "contradicts": "> 2"}, 3.0, -0.5),
             ({"agrees": "0.4 to 0.8", "contradicts": "< 0.2"}, 0.9, 0.5), ({"agrees": "clearly < 0"}, 0.5, 0.5),
             ({"agrees": "not clearly > 0"}, 0.5, 0.5)):
         (found,), low, high = view.positions(quantity([value], **bound))
