@@ -920,8 +920,8 @@ def check_importance(config):
     if config.mixer == "attention" and config.gate != "none":
         return
     if config.mixer != "attention" or config.rule != "softmax" or config.diff != "none":
-        raise ValueError(f"--head_balance balances gates and sinks, and --attn={config.attn} has neither: it goes with "
-                         "one view of rule softmax, with or without --sink, or with --gate=head or element")
+        raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={config.attn} "
+                         "has neither: choose such a recipe, or add --gate=head or --gate=element")
     if config.window and not config.first and SINKS[config.sink].score is None:
         raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond --window: "
                          "add --first=1, a --sink or a --gate")

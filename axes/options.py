@@ -30,8 +30,8 @@ def wrong_first(config, args, choices):
     if not config.window:
         return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
     if choices["pos"].rotates and config.feature == "elu":
-        return (f"--first with --pos={config.pos} gives the first keys places of their own, and --feature=elu would "
-                "mix them with the others: use another --feature or --pos")
+        return (f"--first with --pos={config.pos} gives first and recent keys channels of their own, and --feature=elu "
+                "makes the unused ones 1 instead of 0: use another --feature or --pos")
 
 
 class Number(NamedTuple):

@@ -358,7 +358,7 @@ REFUSALS = [                                    # (how a command line begins, ex
         ("--attn=kv_bias --attn_args=value_even=1", "value_even=1 needs .*add value_norm=NUMBER"),
         ("--attn=k_bias --attn_args=bias_dims=1.7", "bias_dims=1.7 must be a whole number, at most"),
         ("--attn=v_bias --attn_args=bias_dims=99", "bias_dims=99 must be .*at most a head's 8 channels"),
-        ("--attn=streaming --window=4 --feature=elu", "places of their own"),
+        ("--attn=streaming --window=4 --feature=elu", "channels of their own"),
         ("--attn=softmax --forget=fixed", "--forget=fixed cannot be used with .*only mixer recurrent has it"),
         ("--topk=2", "topk=2 cannot be used with .*mixer attention"),
         ("--balance=ema", "balance=ema cannot be used with .*mixer attention")]),
