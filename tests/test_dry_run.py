@@ -66,7 +66,7 @@ def test_the_predicted_peak_is_that_of_a_real_process(size, data, tmp_path, caps
     assert size_of("together", dry_run(capsys, *flags)) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("attn", ["softmax", "elastic", "diff", "focus", "performer", "gated_deltanet"])
+@pytest.mark.parametrize("attn", ["softmax", "elastic", "entmax", "diff", "focus", "performer", "gated_deltanet"])
 def test_fake_tensors_are_as_large_as_real_ones(attn):
     """The peak of a step, counted in the same way on real tensors."""
     config, idx = GPTConfig(attn=attn, **SMALL), torch.zeros(2, 64, dtype=torch.long)
@@ -74,6 +74,12 @@ def test_fake_tensors_are_as_large_as_real_ones(attn):
     assert model.flops_per_token() > 6 * model.num_params(embeddings=False)
     real = Machine("cpu", "float32").peak_memory(lambda: GPT(config)(idx, idx)[1].backward())
     assert sum(memory.values()) - memory["optimizer"] == pytest.approx(real, rel=0.02)
+
+
+def test_shapes_that_depend_on_the_data_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--dry_run", "--mlp=moe", "--device=cpu"])
+    assert "cannot count --attn=softmax with --mlp=moe" in capsys.readouterr().err
 
 
 def test_weights_gradients_and_averages_have_four_bytes_a_parameter(capsys):
