@@ -184,6 +184,10 @@ LOG = (
            ("mixed", "agrees"), "\"At least partially\" allows for exceptions, and diff_rela's mean weight decided."),
     Change("focus-sparser-better", "2026-11-23", "contradicts: also top-4 less top-3 <= 0", "top-3 less top-2 alone",
            ("mixed", "mixed"), "Top-3 of 4 groups is full attention, as top-4 is, so rounding would decide."),
+    Change("focus-small-router", "2026-11-24", "one loss less another",
+           "clearly, window by window, and not testable if training the router gains less than 0.01 nats",
+           ("not run here", "not run here"), "Windows differ much more from each other than two routers do. If "
+           "training changes nothing, size cannot."),
 )
 
 
