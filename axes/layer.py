@@ -96,6 +96,11 @@ class Layer(nn.Module):
             return x.repeat_interleave(shared, axis)
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
+    def refuse_table(self, table):
+        """Raise ValueError if there are relative positions, in a mixer whose scores take none."""
+        if table is not None:
+            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
+
     def output(self, y):
         """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))

@@ -493,8 +493,7 @@ class Focus(Layer):
 
     def check(self, k, x, table, g):
         """The shares of all tokens. Raises ValueError on inputs that Focus cannot use."""
-        if table is not None:
-            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
+        self.refuse_table(table)
         if g is None and x.shape[1] != k.shape[2]:
             raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: Focus needs the layer's input at every "
                              "token, which decides the token's group")

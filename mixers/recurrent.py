@@ -630,8 +630,7 @@ class Recurrent(Layer):
 
     def check(self, k, x, table):
         """Raise ValueError on inputs that a state cannot use."""
-        if table is not None:
-            raise ValueError(f"--attn={self.config.attn} has no scores that relative positions could be added to")
+        self.refuse_table(table)
         if x.shape[1] != k.shape[2]:
             raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: a state needs the layer's input at every "
                              "token, which decides what it forgets")

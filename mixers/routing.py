@@ -80,6 +80,7 @@ class Routing(Layer):
         """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
         With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
         `hidden`."""
+        self.refuse_table(table)
         q, k, v = self.prepare_heads(q, k, v)
         if self.training:
             self.add_to_sums(q, k)
@@ -149,6 +150,7 @@ class Routing(Layer):
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """The w_ij of o_i = sum_j w_ij v_j before value bias, norm and gate, a block of rows at a time: yields
         (B, H, BLOCK or fewer, T). Memory is O(R T), because a cluster's rows come from the whole sequence."""
+        self.refuse_table(table)
         q, k = self.prepare_heads(q, k)
         rows, keys, w, count = self.clusters(q, k, sight)
         R, T = q.shape[2], k.shape[2]

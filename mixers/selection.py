@@ -263,6 +263,7 @@ class Selection(Layer):
         """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
         With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
         `hidden`. index: of all T keys."""
+        self.refuse_table(table)
         dtype, sight = v.dtype, sight or self.sight
         q, k, index = self.prepare(q, k, v, sight, index)
         if q.shape[2] == 1 and sight.hidden < 0:
@@ -326,6 +327,7 @@ class Selection(Layer):
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
+        self.refuse_table(table)
         sight = sight or self.sight
         q, k, index = self.prepare(q, k, k, sight)                      # the values do not change the weights
         R, T = q.shape[2], k.shape[2]

@@ -1012,9 +1012,10 @@ def write_tokens(*ids):
 NOWHERE = SimpleNamespace(place=Path("nowhere"))
 
 CALLS = [                                       # (a call, a pattern of its error message)
-    (lambda: attend("focus", window=4, table=torch.zeros(2, 9)), "adds nothing to scores by distance"),
+    *((lambda attn=attn, choices=choices: attend(attn, table=torch.zeros(2, 9), **choices),
+       "adds nothing to scores by distance")
+      for attn, choices in (("focus", {"window": 4}), ("retnet", {}), ("routing", {}), ("topk", {}))),
     (lambda: attend("focus", window=4, rows=3), "x has 3 rows for 9 keys"),
-    (lambda: attend("retnet", table=torch.zeros(2, 9)), "relative positions"),
     (lambda: attend("retnet", rows=8), "x has 8 rows for 9 keys"),
     (lambda: views("focus", window=4), "has no views"),
     (lambda: views("retnet"), "has no views"),
