@@ -130,7 +130,7 @@ CLAIMS = [
                         less="focus-random", needs="clearly < -0.01", error="windows")),
           note="A difference of 0.005 nats is 0.5 % of the perplexity. If training the router hardly changes the loss, "
                "its size cannot. The windows are w = 16, 64, 128 and 256, beside SmolLM2 16 and 128. The loss is that "
-               "of the gate.",
+               "of the gate. Beside SmolLM2, two of the four losses are those of focus-frozen-ppl.",
           seeds=1),
     Claim(id="focus-zero-degradation", place="tables 1 to 4 and 10, 3.2",
           says="Centroids beside frozen weights leave all benchmarks unchanged, where LoRA of equal size harms them.",
