@@ -95,7 +95,8 @@ def command(args, run):
     names = {claim.id for claim, *_ in asked} or CLAIMS.keys()
     text = view.shown(CLAIMS[args.show], found, folders) if args.show else view.ledger(found, names)
     if asked and place.resolve() != COMMITTED.resolve():
-        text += "\n" + compared(asked, found, stored(COMMITTED))
+        text += (f"\n{compared(asked, found, stored(COMMITTED))}\n\nnext:  python eval.py claims "
+                 f"--show={asked[0][0].id} --results={place}    these numbers beside the bounds")
     return results | {"verdicts": verdicts}, text
 
 
@@ -103,9 +104,13 @@ def compared(asked, found, committed):
     """A line for each of these readings: its verdict on the numbers found and on the committed ones."""
     def verdict(claim, where, numbers):
         here = numbers.get(claim.id, {})
-        return verdicts_of(claim, here)[where] if where in here else NOT_RUN
-    return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}, "
-                     f"with the committed numbers {verdict(claim, where, committed)}" for claim, where, _ in asked)
+        if where not in here:
+            return NOT_RUN
+        seeds = here[where]["seeds"]
+        return verdicts_of(claim, here)[where] + (f" (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})"
+                                                  if any(seeds) else "")
+    return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}; "
+                     f"committed: {verdict(claim, where, committed)}" for claim, where, _ in asked)
 
 
 def stored(place):

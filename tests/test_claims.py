@@ -774,8 +774,9 @@ def test_one_reading_of_a_claim_can_be_named():
 
 def test_numbers_older_than_a_change_of_the_bounds_say_so():
     found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "version": 1}
-    assert "measured under version 1 of the bounds, which are at 4" in view.made(CLAIMS["tda-sink-growth"], found)
+    assert "measured under version 1 of the bounds, judged by version 4" in view.made(CLAIMS["tda-sink-growth"], found)
     assert "measured under" not in view.made(CLAIMS["lazy-sink-gone"], found)
+    assert "commit abc with uncommitted changes" in view.made(CLAIMS["lazy-sink-gone"], found | {"git_dirty": True})
     assert {change.claim for change in LOG} <= CLAIMS.keys()
 
 

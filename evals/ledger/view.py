@@ -5,6 +5,7 @@ import textwrap
 import numpy as np
 
 from evals.instrument import markdown, table
+from evals.lab_runs import PUBLIC
 from evals.ledger.book import (
     CITED,
     CLAIMS,
@@ -37,7 +38,7 @@ from evals.pictures import pyplot, save_figure
 WIDTH, HANGING = 118, " " * 12
 HOW_TO_READ = """\
 agrees, contradicts: every seed lies beyond the bounds at which the claim holds, or fails. A bound "on average" asks
-this of the mean, and "clearly" of its whole 95 % interval.
+this of the mean, and "clearly" of its whole 95 % interval: over seeds, or over windows of text where it says so.
 mixed: neither. not testable: a condition is missing, such as a sink in softmax itself.
 The bounds were written before the first run; docs/claims/changes.md names those that were changed after it."""
 SURPRISES = (                                   # what a reader of the papers would not expect: (claim, sentence)
@@ -101,7 +102,7 @@ def shown(claim, found, folders):
     parts += [hanging("note", claim.note)] * bool(claim.note)
     parts += [hanging("changed", f"{change.date}: {change.before} -> {change.after}; {' -> '.join(change.verdicts)}. "
                       f"{change.why}") for change in changes_of(claim.id)]
-    for name, reading in readings(claim).items():
+    for name, reading in sorted(readings(claim).items(), key=lambda item: item[0] not in found):
         here = verdicts[name] if name in found else NOT_RUN
         parts.append(f"\n{name or 'as written'}: {here}{reason(here)} ({grade_of(reading)})")
         if name in found:
@@ -126,7 +127,8 @@ def effect(quantity):
 
 def bounds_table(quantities):
     """Rows of what was found next to its bounds: quantity, agrees, contradicts, ours."""
-    return [[quantity.name if quantity.tested else f"{quantity.name} (cannot be tested)",
+    return [[quantity.name + ", over windows" * (quantity.bound.error == "windows")
+             + " (cannot be tested)" * (not quantity.tested),
              quantity.bound.agrees or (f"needs {quantity.bound.needs}" if quantity.bound.needs else "-"),
              quantity.bound.contradicts or "-", effect(quantity)] for quantity in quantities]
 
@@ -189,9 +191,10 @@ def thresholds(condition):
 
 
 def mean_of(values):
-    """The mean over seeds as text: a number, a short list, or the range of a long list."""
+    """The mean over seeds as text: a number, a short list, or the mean and range of a long list."""
     mean = np.mean(np.array(values, float), 0).ravel()
-    return ", ".join(f"{x:.3g}" for x in mean) if len(mean) <= 4 else f"{mean.min():.3g} to {mean.max():.3g}"
+    return (", ".join(f"{x:.3g}" for x in mean) if len(mean) <= 4 else
+            f"{mean.mean():.4g} ({mean.min():.3g} to {mean.max():.3g})")
 
 
 def by_seed(found):
@@ -203,9 +206,10 @@ def by_seed(found):
 
 def made(claim, found):
     """The commit and machine of the numbers of these seeds, and the bounds by which they were first judged."""
-    own = f"commit {(found['git_commit'] or 'unknown')[:9]}, {found['machine']}"
+    dirty = " with uncommitted changes" * bool(found.get("git_dirty"))
+    own = f"commit {(found['git_commit'] or 'unknown')[:9]}{dirty}, {found['machine']}"
     if found.get("version", version_of(claim.id)) < version_of(claim.id):
-        own += f"; measured under version {found['version']} of the bounds, which are at {version_of(claim.id)}"
+        own += f"; measured under version {found['version']} of the bounds, judged by version {version_of(claim.id)}"
     earlier = found.get("earlier")
     return own + (f"\nseeds {', '.join(map(str, earlier['seeds']))}: {made(claim, earlier)}" if earlier else "")
 
@@ -214,6 +218,8 @@ def commands(claim, name, jobs):
     """The commands of the first seed, in order, and the measurements that only `claims` makes."""
     first = all_jobs(group[0] for group in jobs.values())
     lines = [f"python {' '.join(job.words)}" for job in first if job.words[0].endswith(".py")]
+    words = {word.rpartition("=")[2] for line in lines for word in line.split()}
+    lines = [f"python data/weights.py {name}" for name, folder in PUBLIC.items() if folder in words] + lines
     lines += ["# the same with the other seeds"] * (bool(lines) and any(len(group) > 1 for group in jobs.values()))
     own = ", ".join(dict.fromkeys(job.words[0] for job in first if not job.words[0].endswith(".py")))
     run = f"python eval.py claims --run={shlex.quote(f'{claim.id}@{name}')}"
@@ -248,6 +254,8 @@ def page(title, found, picture):
                 said = f" ({claim.tested})" if claim.tested and not name else ""
                 parts += [f"{about}{said}.", markdown(bounds_table(verdicts[name].quantities),
                                                       ["", "agrees", "contradicts", "ours"])]
+        if here and claim.reads and "" not in here:
+            parts += ["As written: not run here."]
         if not here:
             cost = f"{cheapest(claim)} ({COSTS[cheapest(claim)]})"
             first = next(iter(readings(claim).values()), None)
