@@ -208,8 +208,9 @@ def made(claim, found):
     """The commit and machine of the numbers of these seeds, and the bounds by which they were first judged."""
     dirty = " with uncommitted changes" * bool(found.get("git_dirty"))
     own = f"commit {(found['git_commit'] or 'unknown')[:9]}{dirty}, {found['machine']}"
-    if found.get("version", version_of(claim.id)) < version_of(claim.id):
-        own += f"; measured under version {found['version']} of the bounds, judged by version {version_of(claim.id)}"
+    version = found.get("version", 1)
+    if version < version_of(claim.id):
+        own += f"; measured under version {version} of the bounds, judged by version {version_of(claim.id)}"
     earlier = found.get("earlier")
     return own + (f"\nseeds {', '.join(map(str, earlier['seeds']))}: {made(claim, earlier)}" if earlier else "")
 
