@@ -106,9 +106,8 @@ def compared(asked, found, committed):
         here = numbers.get(claim.id, {})
         if where not in here:
             return NOT_RUN
-        seeds = here[where]["seeds"]
-        return verdicts_of(claim, here)[where] + (f" (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})"
-                                                  if any(seeds) else "")
+        seeds = view.said_seeds(here[where])
+        return verdicts_of(claim, here)[where] + (f" ({seeds})" if seeds else "")
     return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}; "
                      f"committed: {verdict(claim, where, committed)}" for claim, where, _ in asked)
 

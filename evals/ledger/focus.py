@@ -70,8 +70,7 @@ def frozen_at(look, trained, untrained):
 
 
 def sizes_at(setup, *more):
-    """The runs of focus-small-router: routers of 16 and 512 dimensions, a small window, an untrained router, and more.
-    """
+    """The runs of focus-small-router: 16 and 512 dimensions, a small window, an untrained router, and more."""
     return " ".join(f"{run}@{setup}" for run in ("focus-frozen", "focus-d512", "focus-w16", "focus-random", *more))
 
 

@@ -204,6 +204,12 @@ def by_seed(found):
     return table(rows, ["", "run", *(f"seed {seed}" if seed else "" for seed in found["seeds"])])
 
 
+def said_seeds(found):
+    """"seed 2" or "seeds 2, 3, 4"; empty if the runs have no seeds."""
+    seeds = found["seeds"]
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if any(seeds) else ""
+
+
 def made(claim, found):
     """The commit and machine of the numbers of these seeds, and the bounds by which they were first judged."""
     dirty = " with uncommitted changes" * bool(found.get("git_dirty"))
@@ -249,9 +255,9 @@ def page(title, found, picture):
                   f"{change.why}" for change in changes_of(claim.id)]
         for name, reading in readings(claim).items():
             if name in here:
-                seeds = ", ".join(map(str, here[name]["seeds"])) if any(here[name]["seeds"]) else ""
+                seeds = said_seeds(here[name])
                 about = f"{name or 'As written'}: {verdicts[name]}{reason(verdicts[name])}, {grade_of(reading)}" + (
-                    f", seed{'s' * (',' in seeds)} {seeds}" if seeds else "")
+                    f", {seeds}" if seeds else "")
                 said = f" ({claim.tested})" if claim.tested and not name else ""
                 parts += [f"{about}{said}.", markdown(bounds_table(verdicts[name].quantities),
                                                       ["", "agrees", "contradicts", "ours"])]
