@@ -133,7 +133,7 @@ def errors_of(name, choices, dtype, size, machine):
     """{name: relative errors of the output and of the gradients of q, k and v, the largest error of a gradient of the
     layer's parameters (None: attention uses no parameters), and the error that rounding allows}.
 
-    A parameter's gradient is a sum over all rows, whose terms cancel. The tests allow it ten times that error."""
+    A parameter's gradient is a sum over all rows, whose terms cancel. The tests allow it four times that error."""
     T, heads, width = size
     config = choices | {"n_layer": 1, "n_head": heads, "n_embd": heads * width, "block_size": T, "vocab_size": 1}
     fused, judge = (mixers.layer_of(GPTConfig(kernel=kernel, **config), 0).to(machine.device).eval()

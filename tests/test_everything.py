@@ -48,7 +48,7 @@ def test_every_part_runs_from_end_to_end(all_rules, minutes, monkeypatch, data, 
     checked = found["check"]["tables"]["float32"]
     for row in checked.values():
         below(max(row[name] for name in ("output", "dq", "dk", "dv")), row["allowed"])
-        below(row["parameters"] or 0, 10 * row["allowed"])              # a sum over all rows, whose terms cancel
+        below(row["parameters"] or 0, 4 * row["allowed"])               # PyTorch in float32 needs more than one as well
     assert {*HARD, "tda"} <= checked.keys() and checked["tda"]["parameters"] > 0
     steps, = found["steps"]["tables"].values()
     assert steps.keys() == {"softmax (sdpa)", *mixers.trained_recipes()}
