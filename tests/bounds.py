@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-SEED = 0                                        # the seed of all random inputs; conftest.py sets it from --seed
+SEED = 0                                        # the seed of all random inputs; conftest.py sets it from --hypothesis-seed
 shares = []                                     # (share of the bound, line of the test) for the running test
 
 
 def dice(stream=0):
-    """A random generator that depends on --seed. Different streams are independent."""
+    """A random generator that depends on --hypothesis-seed. Different streams are independent."""
     return torch.Generator().manual_seed(1_000_003 * SEED + stream)
 
 

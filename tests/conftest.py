@@ -11,6 +11,7 @@ import threading
 import urllib.request
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -79,16 +80,31 @@ def server():
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
-                     help="run every case of every recipe, kernel and choice, as .ci/run does")
-    parser.addoption("--seed", type=int, default=0, help="seed of all random inputs of the tests (default: 0)")
+                     help="run every case of every recipe, kernel and choice, and draw 20 times as many cases for each "
+                          "property, as .ci/run does")
     parser.addoption("--threads", type=int, default=1,
                      help="threads of each process (default: 1; the models here are too small for more)")
     parser.addoption("--margins", action="store_true",
                      help="print the twenty comparisons that came closest to their bound")
 
 
+DRAWS = {"factor": 1}                           # times as many examples of each property: 20 with --all
+
+
+def examples(count):
+    """How many cases a property draws: count, or 20 times as many with --all."""
+    return count * DRAWS["factor"]
+
+
 def pytest_configure(config):
-    bounds.SEED = config.getoption("--seed")
+    # --hypothesis-seed draws other cases, and other random inputs in all tests. Without it, every run draws the same
+    seed = config.getoption("--hypothesis-seed")
+    bounds.SEED = int(seed or 0)
+    DRAWS["factor"] = 20 if config.getoption("--all") else 1
+    hypothesis.settings.register_profile(
+        "nano", max_examples=examples(20), derandomize=seed is None, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck))
+    hypothesis.settings.load_profile("nano")
     torch.set_num_threads(config.getoption("--threads"))
     # Processes that tests start get the same number of threads. In this process, set_num_threads also stops MKL from
     # using fewer threads than asked for. With fewer, MKL splits products differently, and sums differ in the last bit

@@ -13,11 +13,11 @@ declare -A cells=(                              # environment | options of pytes
     [sse41]="ONEDNN_MAX_CPU_ISA=SSE41|"         # matrix products of oneDNN
     [threads2]="|--threads=2"
     [threads4]="|--threads=4"
-    [seed1]="|--seed=1"
-    [seed2]="|--seed=2"
+    [seed1]="|--hypothesis-seed=1"
+    [seed2]="|--hypothesis-seed=2"
     # two cells that change everything at once, for .ci/run. MKL computes matrix products in float32 and float64
-    [oldest]="ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2|--threads=2 --seed=1"
-    [newer]="ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2|--threads=4 --seed=2"
+    [oldest]="ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2|--threads=2 --hypothesis-seed=1"
+    [newer]="ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2|--threads=4 --hypothesis-seed=2"
 )
 [ $# -gt 0 ] || set -- plain scalar avx2 sse41 threads2 threads4 seed1 seed2 oldest newer
 log=$(mktemp)
