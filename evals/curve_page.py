@@ -18,7 +18,8 @@ WIDTH = 64                                      # head dimension
 KEYS = 7                                        # of the recorded row; any number but 1 gives the same operations
 
 # {recipe: {constant: (its least value, its largest, step, meaning)}}, for the sliders. A constant is a learned scalar
-# of the layer, one of its --attn_args, or the rule's row input t
+# of the layer, one of its --attn_args, or the rule's row input t. A learned scalar that is missing here has the slider
+# of `constants_of`
 CONSTANTS = {
     "sink": {"sink_logit": (-4, 8, 0.1, "score of the extra key; at 0 this is softmax1")},
     "elastic": {"tau": (-1, 5, 0.1, "τ, learned")},
@@ -37,20 +38,30 @@ def page(path, numbers):
 def rules_for_page():
     """Every rule, and after softmax the same with an extra key: [{"name", "about", "constants", "program"}]."""
     names = ["softmax", "sink", *(name for name in attention.RULES if name != "softmax")]
-    return [recorded(name, CONSTANTS.get(name, {})) for name in names]
+    return [recorded(name) for name in names]
 
 
-def recorded(name, constants):
+def constants_of(name, layer):
+    """The sliders of a rule: those of CONSTANTS, and one around the initial value of every other learned scalar."""
+    learned = layer.rule.learns(layer) if layer.rule.learns else {}
+    return {scalar: (start.item() - 4, start.item() + 4, 0.1, "learned") for scalar, start in learned.items()
+            if isinstance(start, torch.Tensor) and start.numel() == 1} | CONSTANTS.get(name, {})
+
+
+def recorded(name):
     """One rule as the page reads it: its name, its formula, its sliders and its program."""
     axes = attention.recipe(name) if name in attention.ATTENTIONS else {"rule": name}
-    layer = attention.Attention(GPTConfig(n_head=1, n_embd=WIDTH, block_size=64, attn=name, kernel="torch"), 0).eval()
+    config = GPTConfig(n_head=1, n_embd=WIDTH, block_size=64, attn=name if name in attention.ATTENTIONS else "softmax",
+                       rule=axes["rule"], kernel="torch")
+    layer = attention.Attention(config, 0).eval()
+    constants = constants_of(name, layer)
     starts = {constant: start_of(layer, constant) for constant in constants}
     inputs = {"s": torch.linspace(-1, 2, KEYS).view(1, 1, 1, -1), "seen": torch.ones(1, 1, 1, KEYS, dtype=torch.bool),
               "n": torch.tensor([float(KEYS)]), **{name: torch.tensor(start) for name, start in starts.items()}}
     with torch.no_grad(), Tape(inputs) as tape:
         w, outside = row_weights(layer, **inputs)
     card = layer.choices["sink"] if layer.has_extra_key else attention.RULES[axes["rule"]].weights
-    about = inspect.getdoc(card).split("\n\n")[0].split("\nSource")[0]
+    about = (inspect.getdoc(card) or "").split("\n\n")[0].split("\nSource")[0]
     users = {recipe: own for recipe, own in attention.ATTENTIONS.items() if own.get("rule") == name}
     if users and all((own.get("qk_norm"), own.get("scale")) == ("l2", "one") for own in users.values()):
         about += f" In its recipes ({', '.join(users)}) scores are cosines, from -1 to 1."
