@@ -1,18 +1,19 @@
-"""eval.py probe: measures of every recipe's model, inputs and lengths, printed text and pictures."""
-import numpy as np
+"""eval.py probe: inputs, lengths, precision, memory, tables and pictures. test_measures.py tests its numbers."""
+from statistics import mean
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import RECIPES, assert_says, enliven, tiny_config, train_here
-from layers import in_every_layer
+from conftest import assert_says, tiny_config, train_here
 
 import eval as eval_script
 from attention import ATTENTIONS
-from axes.sight import visible
 from common.machine import Machine
 from data import tokens
 from evals.measures import MEASURES
 from evals.probe import probe
+from evals.probe_view import number, tables, tell
 from model import GPT
 
 MACHINE = Machine("cpu", "float32")
@@ -41,34 +42,6 @@ def printed(elastic_run, capsys):
 # -------------------------------------------------------------------------------------------------- measures of models
 
 
-@pytest.mark.parametrize("attn", RECIPES)
-def test_streamed_measures_of_a_model_equal_those_of_its_whole_weights(attn, fox):
-    """The streamed means of two layers and heads equal those of the whole weight matrices."""
-    gpt = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257, block_size=200)).eval()
-    enliven(gpt)
-    found = probe(gpt, fox, MACHINE, count=3, batch_size=2)
-    text, i = torch.from_numpy(fox.windows(tokens.fixed_windows(fox, 200, 3), 200, 257)), torch.arange(200)
-    whole = in_every_layer(lambda module, q, k, v, x, table: module.weights_of(q, k, x, table)[:, :, -200:, -200:],
-                           gpt, text)
-    module = gpt.transformer.h[0].attn
-    seen = visible(i[:, None], i, module.sight)
-    assert found["windows"] == 3 and len(found["layers"]) == 2 and len(found["stream"]) == 3
-    for layer, w in zip(found["layers"], whole, strict=True):
-        mass = w.double().sum(-1)
-        size = max(1.0, w.double().abs().sum(-1).mean((0, 2)).max().item())
-        for name, expected in (("sink", w.double()[..., 0]), ("row_mass", mass)):
-            close(torch.tensor(layer[name]), expected.mean((0, 2)), terms=8, size=size)
-        # a weight that is only rounding error may be 0 in one of the two
-        pairs, doubtful = 3 * seen.sum(), 1 + ((w != 0) & (w.abs() < 1e-7)).sum((0, 2, 3)).max()
-        close(torch.tensor(layer["sparsity"]), ((w == 0) & seen).sum((0, 2, 3)) / pairs, terms=8, size=1.0,
-              moved=(doubtful / pairs).item())
-    close(found["mean"]["sink"], np.mean([layer["sink"] for layer in found["layers"]]), terms=4, size=1.0,
-          dtype=torch.float32)
-    # a measure that a recipe does not have is None
-    assert (found["layers"][0]["peak_a"][0] is not None) == (module.score_heads > module.heads)
-    assert (found["mean"]["extra_eps"] is not None) == (module.has_extra_key or module.ahead > 0)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attn", ATTENTIONS)
 def test_every_recipe_in_low_precision_and_with_grouped_heads(attn, fox):
@@ -82,26 +55,6 @@ def test_every_recipe_in_low_precision_and_with_grouped_heads(attn, fox):
     for exact, low in zip(*(found[dtype]["stream"] for dtype in found), strict=True):
         for name in exact["positions"]:
             close(torch.tensor(low[name]), torch.tensor(exact[name]), terms=4, dtype=torch.bfloat16)
-
-
-def test_softmax_sink_and_density_sum_to_one_and_elastic_has_zeros(fox):
-    seen = {attn: probe(GPT(tiny_config(attn=attn, vocab_size=257)), fox, MACHINE, 5)["mean"]
-            for attn in ("softmax", "elastic")}
-    close(seen["softmax"]["sink"] + seen["softmax"]["density"], 1, terms=4, dtype=torch.float32)
-    assert seen["softmax"]["sparsity"] == 0
-    below(0.2, seen["elastic"]["sparsity"])
-    below(seen["elastic"]["row_mass"], 0.2)
-
-
-@pytest.mark.parametrize("window", [0, 7])
-def test_rows_without_a_preference_are_uniform(window, fox):
-    """With a window, rows that do not see the first token count with weight 0 on it."""
-    gpt = GPT(tiny_config(vocab_size=257, block_size=50, window=window))
-    with torch.no_grad():
-        gpt.transformer.h[0].attn.c_attn.weight[:16] = 0                # queries of 0
-    mean = probe(gpt, fox, MACHINE, 4)["mean"]
-    close([mean["dispersion"], mean["times_uniform"]], [1, 1], terms=16, dtype=torch.float32)
-    close(mean["sink"], mean["uniform"], terms=4, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("attn", ["softmax", "lazy", "sink", "tda"])
@@ -120,6 +73,17 @@ def test_the_json_holds_every_layer_and_head(probed):
     assert found["windows"] == 3 and found["length"] == 16 and len(found["layers"]) == 1
     assert found["mean"].keys() == found["layers"][0].keys() == MEASURES.keys() and len(found["layers"][0]["sink"]) == 2
     assert [len(place["positions"]) for place in found["stream"]] == [10, 2] and "cos_qk" in found["stream"][0]
+
+
+def test_means_are_over_all_layers_heads_and_windows(fox):
+    gpt = GPT(tiny_config(attn="kv_bias", n_layer=2, vocab_size=257)).eval()
+    found, other = (probe(gpt, fox, MACHINE, 3, batch_size) for batch_size in (3, 2))
+    for name, value in found["mean"].items():
+        close(other["mean"][name], value, terms=4, size=1.0, dtype=torch.float32)
+        if value is not None:                   # layers have six decimals
+            close(value, mean(x for layer in found["layers"] for x in layer[name]), terms=1, size=4.0,
+                  dtype=torch.float32)
+    assert found["mean"]["peak_a"] is None and found["layers"][0]["sink"] != found["layers"][1]["sink"]
 
 
 @pytest.mark.parametrize("flags, count", [
@@ -171,7 +135,67 @@ def test_random_input_of_symbols(backcopy, tmp_path):
     eval_script.main(["probe", f"--out_dir={tmp_path}", "--device=cpu", "--windows=2", "--input=random"])
 
 
-# ---------------------------------------------------------------------------------------------------------- the picture
+# ----------------------------------------------------------------------------------------------------------- the tables
+
+
+def known(**more):
+    """Two layers of three heads with known sinks and a known stream. All other measures are 0 or None."""
+    layer = dict.fromkeys(MEASURES, [0.0] * 3) | {"peak_a": [None] * 3}
+    layers = [layer | {"sink": [0.1, 0.7, 0.4], "peak": [0.2, 0.9, 0.1]}, layer | {"sink": [0.0, 0.0, 0.3]}]
+    mean = dict.fromkeys(MEASURES, 0.0) | {"sink": 0.25, "peak": 0.2, "peak_a": None}
+    positions = {"hidden_norm": [8.0, 2.0], "hidden_var": [9.0, 0.0]}
+    place = {"massive": 4.0, "largest": 5.0, "spread": 3.0, "at": 0, "at_share": 0.75, "median": 0.5,
+             "channels": [[7, -1234.5, 2469.0], [2, 1.5, 3.0]], "positions": positions, **positions}
+    return {"windows": 4, "length": 256, "dataset": "books", "split": "val", "input": "data", "k": 1, "eps": 0.3,
+            "mean": mean, "layers": layers, "stream": [place, place | {"cos_qk": 0.5, "cos_kk": -0.25}, place]} | more
+
+
+TABLES = """
+4 windows of 256 tokens of books (val), --input=data
+an even spread puts 0.0000 on the first token; sink_eps is Sink_1^0.3
+layer    sink       top   share  row_mass    peak
+    0  0.4000  0.70 (1)  0.0000    0.0000  0.9000
+    1  0.1000  0.30 (2)  0.0000    0.0000  0.0000
+ mean  0.2500         -  0.0000    0.0000  0.2000
+0 everywhere: times_uniform, extra, sparsity, negative, empty_rows, dead_heads, dispersion, peak_b, sparsity_a, \
+sparsity_b, sink_eps, extra_eps, value_norm_ratio
+layer       norm  massive largest       at       channels x median var var_in query key value cos_qk cos_kk spread
+    0 8.00 / 2.00    4.00    5.00 0 (0.75) 7:-1234 2:1.50     2469   -      -     -   -     -      -      -   3.00
+    1 8.00 / 2.00    4.00    5.00 0 (0.75) 7:-1234 2:1.50     2469   -      -     -   -     -   0.50  -0.25   3.00
+  end 8.00 / 2.00    4.00    5.00 0 (0.75) 7:-1234 2:1.50     2469   -      -     -   -     -      -      -   3.00
+layer 1 by position, means over sequences and heads
+position  hidden_norm  hidden_var
+       0            8           9
+       1            2           0
+    rest            2           0
+"""
+HEADS = """
+layer.head    sink   share  row_mass    peak
+       0.0  0.1000  0.0000    0.0000  0.2000
+       0.1  0.7000  0.0000    0.0000  0.9000
+       0.2  0.4000  0.0000    0.0000  0.1000
+       1.0  0.0000  0.0000    0.0000  0.0000
+       1.1  0.0000  0.0000    0.0000  0.0000
+       1.2  0.3000  0.0000    0.0000  0.0000
+      mean  0.2500  0.0000    0.0000  0.2000
+"""
+LENGTHS = """
+length    sink   share  row_mass    peak  massive
+    64  0.2500  0.0000    0.0000  0.2000   7.5000
+"""
+
+
+def test_the_tables_of_known_numbers():
+    def text(heads=False, layer=-1, **more):
+        return " ".join("\n".join(part for _, part, _ in tables(known(**more), heads, layer)).split())
+
+    assert text(layer=1) == " ".join(TABLES.replace("\\\n", "").split())
+    assert " ".join(HEADS.split()) in text(heads=True)
+    assert " ".join(LENGTHS.split()) in text(lengths=[{"length": 64, "windows": 3, "massive": 7.5, **known()["mean"]}])
+    both = tell(SimpleNamespace(heads=False, layer=-1), {"out/a": known(), "out/b": known()})
+    assert both.startswith("out/a\n\n4 windows") and both.count("4 windows") == 2
+    assert both.count("first token, mean over queries") == both.count("mean cosine of the later keys") == 1
+    assert [number(x) for x in (None, 0.123, 99.4, 123.4, -2e4)] == "- 0.12 99.40 123 -20000".split()
 
 
 @pytest.mark.parametrize("flags", [(), ("--lengths=4,8,16",)])
