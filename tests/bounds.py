@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-SEED = 0                                        # the seed of all random inputs; conftest.py sets it from --hypothesis-seed
+SEED = 0                                        # the seed of all random inputs: --hypothesis-seed, or 0
 shares = []                                     # (share of the bound, line of the test) for the running test
 
 
