@@ -117,7 +117,8 @@ def test_its_numbers_equal_those_of_loss_and_probe(runs, capsys):
 
 def test_runs_of_different_budgets_are_compared_with_anyway_alone(runs, tmp_path, capsys):
     other, changed = shutil.copytree(runs / "softmax-0", tmp_path / "other"), meta(runs / "softmax-0")
-    files.write_json(other / "meta.json", changed | {"knobs": changed["knobs"] | {"max_iters": 4}})
+    files.write_json(other / "meta.json", changed | {
+        "losses": changed["losses"] | {"step": 4}, "knobs": changed["knobs"] | {"max_iters": 4}})
     flags = f"--out_dir={runs}/softmax-0,{other}"
     assert "--anyway" in complain(eval_script.main, capsys, "compare", flags, "--device=cpu")[1]
     call(flags, "--anyway")
