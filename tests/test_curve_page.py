@@ -78,70 +78,32 @@ def test_constants_do_what_they_do_in_the_rule(rule, constant, value, args, open
         assert found == [pytest.approx(w, abs=NEAR) for w in rule_weights(rule, scores, args)]
 
 
-@pytest.mark.exhaustive
-def test_the_score_of_an_extra_key(opened):
-    scores = SCORES["noise"]
-    total = sum(math.exp(s) for s in scores) + math.exp(2)
-    assert on_page(opened, "sink", scores, sink_logit=2) == (
-        [pytest.approx(math.exp(s) / total, abs=NEAR) for s in scores], pytest.approx(math.exp(2) / total, abs=NEAR))
+def test_presets_keys_bars_and_sliders(opened):
+    """What a visitor does changes the numbers that the page says of a rule."""
+    def said(rule):
+        text = opened.text(f"article[aria-label={rule}] .numbers")
+        return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
 
-
-def numbers_of(browser, rule):
-    """What the page says of a rule: {"sum": .., "zeros": .., ..}."""
-    text = browser.text(f"article[aria-label={rule}] .numbers")
-    return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
-
-
-@pytest.mark.exhaustive
-def test_numbers_are_those_of_the_weights(opened):
+    opened.click("#presets :first-child")       # even scores
+    assert opened.run("return state.scores") == [0] * 24 and said("elastic")["sum"] == 0 and said("softmax")["sum"] == 1
     opened.run("setScores(arguments[0])", [2.0, 0.5, 0.0, -1.0])
     p = torch.tensor([2.0, 0.5, 0.0, -1.0]).double().softmax(0)
-    found = numbers_of(opened, "softmax")
-    assert found == {"sum": 1, "zeros": 0, "entropy": pytest.approx(-(p * p.log()).sum().item(), abs=NEAR),
-                     "largest": pytest.approx(p.max().item(), abs=NEAR)}
-    w = (p - 0.25).clamp(min=0)
-    found = numbers_of(opened, "elastic")
-    assert found["sum"] == pytest.approx(w.sum().item(), abs=NEAR) and found["zeros"] == 75
-    total = 1 + math.exp(2) + math.exp(0.5) + 1 + math.exp(-1)          # with the extra key
-    assert numbers_of(opened, "sink")["outside"] == pytest.approx(1 / total, abs=NEAR)
-
-
-def test_presets_keys_bars_and_sliders(opened):
-    assert opened.names("button") == ["even", "one peak", "noise", "a sink"]
-    opened.click("#presets :first-child")
-    assert opened.run("return document.querySelector('[aria-pressed=true]').textContent") == "even"
-    assert opened.run("return state.scores") == [0] * 24
-    assert numbers_of(opened, "elastic")["sum"] == 0 and numbers_of(opened, "softmax")["sum"] == 1
-    opened.run("keys.focus()")
-    opened.press("home")
-    assert len(opened.run("return state.scores")) == 2
-    opened.press("end")
-    assert len(opened.run("return state.scores")) == 64
-    box = opened.run("return [scores.clientWidth, scores.clientHeight]")
-    opened.point("#scores", (3.5 / 64 - 0.5) * box[0], 0, drag=((3.5 / 64 - 0.5) * box[0], -box[1] / 3))
-    score = opened.run("return state.scores[3]")
-    assert score == pytest.approx(4, abs=0.2)   # a third of the height above the middle
-    assert opened.named("slider", "score of key 3")["value"]["value"] == pytest.approx(score, abs=0.01)
-    assert opened.text("#score") == f"score of key 3: {score:.2f}"
+    assert said("softmax") == {"sum": 1, "zeros": 0, "entropy": pytest.approx(-(p * p.log()).sum().item(), abs=NEAR),
+                               "largest": pytest.approx(p.max().item(), abs=NEAR)}
     opened.run("document.querySelector('[data-key=\"3\"]').focus()")
-    opened.press("up", "down", "down")
-    assert opened.run("return state.scores[3]") == pytest.approx(score - 0.2)
-    assert numbers_of(opened, "elastic")["sum"] > 0
-    before = numbers_of(opened, "elastic")["sum"]
+    opened.press("up", "up", "down")
+    assert opened.run("return state.scores[3]") == pytest.approx(-0.9)
     opened.run("document.querySelector('[data-constant=tau]').focus()")
     opened.press("home")                        # τ = -1: nothing is cut off
-    assert numbers_of(opened, "elastic")["sum"] == pytest.approx(2, abs=NEAR) and before < 1
-    assert opened.errors() == []
+    assert said("elastic")["sum"] == pytest.approx(2, abs=NEAR) and opened.errors() == []
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width, height", [(400, 800), (1024, 768), (1920, 1080)])
+@pytest.mark.parametrize("width, height, dark", [(400, 800, False), (1920, 1080, True)])
 def test_the_page_fits_windows_of_all_sizes(width, height, dark, page, browser):
     browser.open(page, width, height, dark)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert len(browser.screenshot()) > 10_000 and browser.errors() == []
-    assert {f"weights of {rule}" for rule in RULES} == {name.split(":")[0] for name in browser.names("image")}
 
 
 def test_every_rule_has_a_program_of_known_operations(page):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import complain, train_here
+from conftest import train_here
 
 import eval as eval_script
-from evals import maps_page
 from evals.maps_page import packed
 
 # ---------------------------------------------------------------------------------------------------- the page of maps
@@ -54,27 +53,13 @@ def shown(browser):
     return [float(number) for number in re.findall(r"-?\d+\.\d+", browser.text("#row").partition("(")[0])]
 
 
-@pytest.mark.exhaustive
-def test_the_heads_have_the_measures_of_json(maps, browser):
-    path, runs = maps
-    browser.open(path)
-    T, layers, heads = len(SENTENCE), 3, 2
-    cells = browser.names("gridcell")
-    weights = np.array([found["weights"] for found in runs[0]["maps"]]).reshape(layers, heads, T, T)
-    assert cells == [f"layer {layer}, head {head}: weight on the first token {weights[layer, head, :, 0].mean():.3f}"
-                     for layer in range(layers) for head in range(heads)]
-    for name, values in runs[0]["measures"].items():
-        browser.run("setMeasure(arguments[0])", name)
-        found = [float(cell.split()[-1]) for cell in browser.names("gridcell")]
-        assert found == [pytest.approx(value, abs=5.1e-4) for layer in values for value in layer]
-    assert set(runs[0]["measures"]) == {"sink", "entropy", "row_mass", "sparsity", "cost"}
-    assert set(runs[1]["measures"]) == {*runs[0]["measures"], "extra"}
-    assert browser.errors() == []
-
-
 def test_rows_have_the_weights_of_json_in_every_tab(maps, browser):
     path, runs = maps
     browser.open(path)
+    for name, values in runs[0]["measures"].items():                    # every head's measure, in a grid
+        browser.run("setMeasure(arguments[0])", name)
+        found = [float(cell.split()[-1]) for cell in browser.names("gridcell")]
+        assert found == [pytest.approx(value, abs=5.1e-4) for layer in values for value in layer]
     tabs = [name.split("--attn=")[1] for name in browser.names("tab")]
     assert tabs == ["softmax", "softmax1", "elastic"]
     for number, run in enumerate(runs):
@@ -110,15 +95,7 @@ def test_keys_and_pointer_choose_heads_rows_and_tabs(maps, browser):
     path, runs = maps
     browser.open(path)
     browser.click("[data-layer='1'][data-head='1']")
-    assert browser.text("#title") == "layer 1, head 1"
-    assert browser.run("return document.activeElement.dataset.head") == "1"
     browser.press("down", "left", "down")                               # the last layer is 2
-    assert browser.text("#title") == "layer 2, head 0"
-    chosen = browser.run("return [...document.querySelectorAll('[role=gridcell][aria-selected=true]')].map("
-                         "cell => [cell.dataset.layer, cell.dataset.head, cell === document.activeElement])")
-    assert chosen == [["2", "0", True]]
-    browser.point("[data-layer='0'][data-head='1']")                    # hover tells a number and opens nothing
-    assert browser.text("#cell").startswith(f"layer 0, head 1: {runs[0]['measures']['sink'][0][1]:.3f}")
     assert browser.text("#title") == "layer 2, head 0"
     before = browser.text("#row")
     browser.press("shift+up")
@@ -128,76 +105,15 @@ def test_keys_and_pointer_choose_heads_rows_and_tabs(maps, browser):
     box = browser.run("const { left, top, cell } = place, c = document.getElementById('map')\n"
                       "return [left - c.clientWidth / 2, top - c.clientHeight / 2, cell]")
     browser.point("#map", box[0] + 2.5 * box[2], box[1] + 6.5 * box[2])         # row 6, key 2
-    assert browser.text("#row").startswith("row 6")
-    weight = runs[0]["maps"][4]["weights"][6][2]
-    assert float(browser.text("#at").split()[-1]) == pytest.approx(weight, abs=NEAR)
+    assert float(browser.text("#at").split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=NEAR)
     browser.click("#map")                       # the middle: row 7. A click keeps its row, the next click lets it go
     browser.point("#text button:nth-of-type(5)")
     assert browser.text("#row").startswith("row 7 (kept)")
-    browser.click("#map")
-    browser.point("#text button:nth-of-type(7)")
-    assert browser.text("#row").startswith("row 6,")
     browser.press("h")
     assert "with the first key" in browser.text("#row") and browser.run("return hide.value") == "1"
-    assert browser.named("slider", "hide the first key")["value"]["value"] == 1
-    browser.run("hide.focus()")
-    browser.press("left")                                               # the slider's own arrow key
-    assert "with the first key" not in browser.text("#row") and browser.text("#title") == "layer 2, head 0"
-    browser.press("up")                         # not the slider's
-    assert "with the first key" not in browser.text("#row") and browser.text("#title") == "layer 1, head 0"
     browser.click("#tabs :nth-child(3)")
-    assert browser.run("return state.run") == 2
     browser.press("right", "right")
-    assert browser.run("return state.run") == 1
-    assert browser.errors() == []
-
-
-@pytest.mark.exhaustive
-def test_norms_are_those_of_json(maps, browser):
-    path, (run, *_) = maps
-    browser.open(path)
-    browser.run("openHead(1, 1), openRow(7)")
-    found = [float(n) for n in re.findall(r" (\d+\.\d+)", browser.text("#norms"))]
-    stream = run["stream"][1]
-    assert len(run["stream"]) == 4
-    assert found == [pytest.approx(x, rel=1e-3) for x in (stream[0], stream[7], np.mean(stream[1:]))]
-    norms = run["value_norms"][1][1]
-    assert [float(n) for n in re.findall(r" (\d+\.\d+)", browser.text("#value"))] == [
-        pytest.approx(x, rel=6e-3) for x in (norms[0], norms[7])]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width, height", [(400, 800), (1024, 768), (1920, 1080)])
-def test_the_page_fits_windows_of_all_sizes(width, height, dark, maps, browser):
-    path, _ = maps
-    browser.open(path, width, height, dark)
-    assert browser.run("return document.documentElement.scrollWidth") <= width
-    paper = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert paper == ("rgb(18, 23, 30)" if dark else "rgb(255, 255, 255)")
-    assert len(browser.screenshot()) > 10_000 and browser.errors() == []
-    bottom = browser.run("return document.getElementById('row').getBoundingClientRect().bottom")
-    assert width == 400 or bottom <= height                             # heads, map and row are seen without scrolling
-
-
-@pytest.mark.exhaustive
-def test_costs_are_the_losses_without_a_head(maps):
-    assert all(np.shape(run["measures"]["cost"]) == (3, 2) and np.any(run["measures"]["cost"]) for run in maps[1])
-
-
-@pytest.mark.exhaustive
-def test_a_page_of_270_heads_and_64_tokens_is_at_most_2_mb(tmp_path):
-    """Weights of untrained heads, which are hard to compress: softmax of scores with deviation 2."""
-    s = torch.randn(30, 9, 64, 64).mul(2).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
-    w, hidden = s.softmax(-1), s.clone()
-    hidden[..., 1:, 0] = -torch.inf
-    labels, numbers = [f"␣token{i}" for i in range(64)], [[0.123456] * 9] * 30
-    found = {"about": "", "queries": labels, "keys": labels, "first": 0, "measures": dict.fromkeys(
-        maps_page.SHOWN, numbers), "value_norms": torch.rand(30, 9, 64).tolist(), "stream": torch.rand(31, 64).tolist(),
-        "maps": [{"weights": w[i, j].tolist(), "hidden": hidden[i, j].softmax(-1).tolist()} for i in range(30)
-                 for j in range(9)]}
-    maps_page.page(tmp_path / "x.html", {"run": found})
-    assert (tmp_path / "x.html").stat().st_size <= 2_000_000
+    assert browser.run("return state.run") == 1 and browser.errors() == []
 
 
 def test_only_an_exact_zero_is_packed_as_zero():
@@ -213,11 +129,3 @@ def test_a_label_cannot_end_the_data(softmax_run, tmp_path, browser, capsys):
     browser.open(path)
     assert browser.run("return page.runs[0].queries.join('')") == "</script><b>" and browser.errors() == []
     assert f"open {path} in a browser" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flags, says", [
-    (("--html=x.html", "--layers=0"), "leave out --layers"), (("--html=x.html", "--views"), "leave out --layers"),
-    (("--cost",), "add --html"), (("--html=x.html", "--cost", "--text=a"), "two tokens"),
-    (("--attn=softmax,nonsense",), "choose from")])
-def test_wrong_flags_are_explained(flags, says, softmax_run, capsys):
-    assert says in complain(eval_script.main, capsys, "maps", f"--out_dir={softmax_run}", "--device=cpu", *flags)[1]
