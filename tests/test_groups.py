@@ -1,6 +1,5 @@
 """eval.py groups: measures of known groups, agreement of labellings, printed text and pictures."""
 import json
-import shutil
 
 import bounds
 import numpy as np
@@ -47,12 +46,6 @@ def test_measures_of_known_shares():
     # distant pairs are (2, 0), (3, 0), (3, 1). With one group a token (0, 0, 1, 0), the last two pairs share a group.
     # With two groups a token ({0, 1}, {0, 1}, {1, 2}, {0, 2}), all pairs do
     close(list(found["kept"].values()), [2 / 3, 1, 1])
-
-
-def test_measures_of_one_group_without_distant_pairs():
-    layer = Layer(type("One", (Module,), {"groups": 1, "local": 9}))
-    layer.see(torch.ones(1, 4, 1), torch.zeros(1, 4, dtype=torch.long))
-    assert layer.result() == {"dominance": 1, "evenness": 1, "confidence": 1, "kept": {"1": None}, "shares": [1]}
 
 
 @pytest.mark.parametrize("K", [1, 4, 12])
@@ -115,15 +108,3 @@ def test_a_run_compared_with_itself_has_stability_1(look, focus_run, tmp_path):
     assert [row[header.index("stability")] for row in rows] == ["1.0000"] * 3
     assert "layer 1: the most frequent tokens" in text and "kept, k=4" in text
     assert (tmp_path / "groups.png").stat().st_size > 10_000
-
-
-def test_several_runs_have_a_line_each(focus_run, capsys, tmp_path):
-    other = shutil.copytree(focus_run, tmp_path / "other")
-    eval_script.main(["groups", f"--out_dir={focus_run},{other}", "--windows=2", "--device=cpu"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["run", "focus", "other"]
-    assert lines[1].split()[1:] == lines[2].split()[1:]
-
-
-def test_topk_selects_the_hard_form(look):
-    assert json.loads(look("--json", "--topk=2"))["topk"] == 2

@@ -3,9 +3,8 @@ import numpy as np
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import enliven, meta, train_here
+from conftest import enliven, meta
 
-import eval as eval_script
 from data import tokens
 from evals import lengths
 from evals.instrument import Common, OpenedRun, load_run
@@ -43,8 +42,9 @@ def by_hand(elastic_run, data):
     return found
 
 
-def test_losses_perplexities_and_errors_equal_those_by_hand(look, by_hand):
-    found = look()
+def test_losses_perplexities_and_errors_equal_those_by_hand(look, by_hand, tmp_path):
+    found = look(f"--png={tmp_path}/x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert found["spans"] == 5 and found["base"] == found["training_length"] == 16
     assert [row["length"] for row in found["lengths"]] == [16, 32, 64]
     for row in found["lengths"]:
@@ -74,15 +74,6 @@ def test_bins_end_at_the_longest_length_and_its_halves(longest):
     assert longest % 4 or {longest // 2, longest // 4} <= set(ends)
 
 
-def test_a_single_value_has_no_standard_error():
-    assert lengths.mean_and_error([3]) == (3.0, None)
-    close(lengths.mean_and_error([1, 3]), (2, 1), terms=1)
-
-
-def test_lengths_are_multiples_of_the_training_length_by_default(look):
-    assert [row["length"] for row in look("--lengths=", "--windows=2")["lengths"]] == [16, 32, 64]
-
-
 def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(elastic_run):
     found = []
     for scaling in ("", "linear:4"):
@@ -94,29 +85,6 @@ def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(elastic_run):
     below(1e-4, abs(plain["loss"] - scaled["loss"]))
     # the first token sees only itself, so its angles do not matter
     close_losses(plain["by_position"][0]["loss"], scaled["by_position"][0]["loss"])
-
-
-@pytest.fixture(scope="module")
-def learned_run(tmp_path_factory, data):
-    out = tmp_path_factory.mktemp("learned")
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--pos=learned")
-    return out
-
-
-def test_sequences_of_a_synthetic_task_are_read_to_their_end(backcopy, tmp_path, capsys):
-    train_here(f"--dataset={backcopy}", f"--out_dir={tmp_path}", "--max_iters=1", "--warmup_iters=0")
-    eval_script.main(["lengths", f"--out_dir={tmp_path}", "--device=cpu", "--windows=2", "--lengths=16,64"])
-    assert "64" in capsys.readouterr().out
-
-
-def test_several_runs_are_one_table_and_one_picture(elastic_run, learned_run, tmp_path, capsys):
-    picture = tmp_path / "lengths.png"
-    eval_script.main(["lengths", f"--out_dir={elastic_run},{learned_run}", "--lengths=4,16", "--windows=3",
-                      "--device=cpu", f"--png={picture}"])
-    said = capsys.readouterr().out
-    assert said.count(str(elastic_run)) == 3 and said.count(str(learned_run)) == 3      # two lengths, one column
-    assert "3 spans of 16 tokens" in said and "tokens seen" in said
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_finetuning_continues_the_run_at_the_longer_length(copy, look):
@@ -140,14 +108,6 @@ def test_finetuning_continues_the_run_at_the_longer_length(copy, look):
     (copy / "ckpt.pt").touch()
     look(*finetune, out_dir=copy)
     assert (tuned / "ckpt.pt").stat().st_mtime_ns > before
-
-
-@pytest.mark.exhaustive
-def test_failed_training_is_reported_in_one_line(copy, capfd):
-    with pytest.raises(SystemExit) as stop:
-        eval_script.main(["lengths", f"--out_dir={copy}", *FLAGS, "--finetune=2", "--train_args=--nonsense=1"])
-    err = capfd.readouterr().err
-    assert stop.value.code == 1 and "--nonsense" in err and "train_args" in err.splitlines()[-1]
 
 
 def test_finetuning_repeats_the_overrides_of_the_evaluation(elastic_run):

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import RECIPES, tiny_config, train_here
+from conftest import RECIPES, tiny_config
 from layers import in_every_layer
 
 import eval as eval_script
 from common.machine import Machine
-from data import coders, tokens
+from data import coders
 from evals import maps
-from evals.maps import Maps, extremes, grid_of, labels_of, spread
+from evals.maps import Maps, extremes, labels_of, spread
 from model import GPT
 
 
@@ -36,12 +36,6 @@ def test_labels_show_spaces_newlines_and_bytes():
     assert found == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
 
 
-def test_byte_pairs_have_labels(toy):
-    coder, text = tokens.tokenizer(str(toy)), "the quick 日 fox"
-    found = labels_of(coder.encode(text), text, coder)
-    assert "".join(found).startswith("the␣quick␣") and r"\xe6" in "".join(found) and found[-1].endswith("x")
-
-
 def test_a_tokenizer_that_adds_a_space_and_symbols_have_labels():
     """If the tokens have another number of bytes than the text, each is decoded alone. Long labels are shortened."""
     words = ["", " When", "supercalifragilistic"]
@@ -58,11 +52,6 @@ def test_four_layers_and_the_two_most_different_heads_are_shown():
     w = torch.zeros(3, 4, 5)                    # three heads; column 0 is an extra key, column 1 the first token
     w[:, :, 0], w[0, :, 1], w[1, :, 1], w[2, :, 1] = 1, 0.2, -0.9, 0.1
     assert extremes(w, 1) == [1, 2] and extremes(w[:1], 1) == [0]
-
-
-def test_maps_of_one_layer_form_a_column():
-    a, b, c = ({"layer": layer, "head": head} for layer, head in ((2, 0), (2, 1), (0, 1)))
-    assert grid_of([a, b, c]) == [[a, c], [b, None]]
 
 
 # ---------------------------------------------------------------------------------------------------------- the weights
@@ -113,21 +102,6 @@ def test_text_names_the_key_with_the_most_weight():
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
-
-
-def test_a_default_sentence_is_cut_to_the_context(show):
-    found = show()
-    assert "".join(found["queries"]) == "When␣Alice␣saw␣t" and [m["layer"] for m in found["maps"]] == [0, 0]
-    assert {m["head"] for m in found["maps"]} == {0, 1}
-    assert len(show("--text=one two three, beyond the context", "--heads=1")["maps"]) == 1
-
-
-def test_symbols_are_shown_as_numbers(show, backcopy, tmp_path, capsys):
-    train_here(f"--dataset={backcopy}", f"--out_dir={tmp_path}", "--max_iters=1", "--attn=softmax", "--pos=learned")
-    capsys.readouterr()
-    found = show(out_dir=tmp_path)
-    assert len(found["queries"]) == 16 and all(label.isdigit() for label in found["queries"])
-    assert show("--text=3 1 2", out_dir=tmp_path)["queries"] == ["3", "1", "2"]
 
 
 def test_several_runs_are_drawn_in_one_picture(elastic_run, toy_run, tmp_path, capsys):

@@ -13,7 +13,7 @@ import eval as eval_script
 from common.machine import Machine
 from data import tokens
 from evals import params
-from evals.params import MEANINGS, Params, bias_by_distance, bias_table, figure_table, figures
+from evals.params import MEANINGS, Params, bias_by_distance, bias_table, figures
 from model import GPT
 
 
@@ -37,56 +37,38 @@ def fill(tensor, values):
 # ------------------------------------------------------------------------------------------------------ known answers
 
 
-@pytest.mark.parametrize("attn, name", [
-    ("elastic", "tau"), ("tra", "beta"), ("ssmax", "sigma"), ("asentmax", "scale_beta"), ("sink", "sink_logit")])
-def test_a_scalar_of_each_head_is_shown_as_it_is(attn, name):
-    module = layer(attn=attn)
-    fill(getattr(module, name), [0.25, -3.5])
-    assert figures(module)[name].tolist() == [0.25, -3.5]
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize("attn, name", [("k_bias", "sink_key"), ("kv_bias", "sink_value"), ("v_bias", "value_bias")])
-def test_a_vector_is_shown_by_its_norm(attn, name):
-    module = layer(attn=attn)
-    fill(getattr(module, name), [[3.0, 4.0] + [0.0] * 6, [1.0] * 8])
-    close(figures(module)[f"|{name}|"], [5, math.sqrt(8)], terms=4)
+VECTORS = [[3.0, 4.0] + [0.0] * 6, [1.0] * 8]                           # of norms 5 and sqrt(8)
+LAMBDAS = {f"lambda_{name}": [value] * 8 for name, value in (("q1", 0.1), ("k1", 0.5), ("q2", 0.2), ("k2", 0.25))}
+# recipe, parameters or --attn_args, the figures of its two heads. For an input of zeros, biases alone give the numbers
+FIGURES = [
+    *((attn, {name: [0.25, -3.5]}, {name: [0.25, -3.5]}) for attn, name in (
+        ("elastic", "tau"), ("tra", "beta"), ("ssmax", "sigma"), ("asentmax", "scale_beta"), ("sink", "sink_logit"))),
+    *((attn, {name: VECTORS}, {f"|{name}|": [5, math.sqrt(8)]}) for attn, name in (
+        ("k_bias", "sink_key"), ("kv_bias", "sink_value"), ("v_bias", "value_bias"))),
+    ("kv_bias", "value_norm=7", {"|sink_value|": [7, 7]}),
+    ("dex", {"dex_lambda": [0.5]}, {"dex_lambda": [0.5]}),
+    ("entmax", "alpha=learned", {"alpha": [1.5, 1.5]}),
+    ("ssmax", {"sigma": [0.5, 2.0]}, {"sharpness": [0.5 * math.log(16), 2 * math.log(16)]}),
+    ("asentmax", {"scale_beta": [0.5, 1.0], "scale_gamma": [0.0, -1.0]}, {"sharpness": [1.5, 1 + 1 / math.log(17)]}),
+    ("tda", {"lambda_logit": [0.0, 2.0]}, {"lambda": [0.5, sigmoid(2)]}),
+    ("diff", LAMBDAS, {"lambda": [math.exp(0.4) - math.exp(0.4) + 0.2]}),                   # Ye et al. eq. 3
+    ("retnet", {}, {"kept": [1 - 1 / 32, 1 - 1 / 64]}),
+    ("gated_deltanet", {"A_log": [0.0, math.log(3)], "dt_bias": [math.log(math.e - 1), math.log(math.e ** 2 - 1)]},
+     {"kept": [math.exp(-1), math.exp(-6)], "written": [0.5, 0.5]}),                        # softplus: 1 and 2
+    ("titans", {"momentum.bias": [0.0, 2.0]}, {"momentum": [0.5, sigmoid(2)]})]
 
 
-def test_fixed_values_and_parameters_of_a_whole_layer_are_shown():
-    module = layer(attn="kv_bias", attn_args="value_norm=7")
-    close(figures(module)["|sink_value|"], [7, 7], terms=4)
-    module = layer(attn="dex")
-    fill(module.dex_lambda, 0.5)
-    assert figures(module).keys() == {"dex_lambda"} and figures(module)["dex_lambda"].tolist() == [0.5]
-    assert figures(layer(attn="rela_gated")).keys() == {"|norm_gate|"}
-
-
-def test_entmax_shows_alpha_where_it_is_learned():
-    module = layer(attn="entmax", attn_args="alpha=learned")
-    fill(module.theta, [0.0, 1.5])
-    close(figures(module)["alpha"], [1.5, 1 + 1 / (1 + math.exp(-1.5))], terms=4)
-    assert figures(layer(attn="entmax")) == {}                          # a constant is not learned
-
-
-def test_temperatures_at_the_length_of_the_context():
-    module = layer(attn="ssmax")
-    fill(module.sigma, [0.5, 2.0])
-    close(figures(module)["sharpness"], [0.5 * math.log(16), 2 * math.log(16)], terms=4)
-    module = layer(attn="asentmax")
-    fill(module.scale_beta, [0.5, 1.0])
-    fill(module.scale_gamma, [0.0, -1.0])
-    close(figures(module)["sharpness"], [1.5, 1 + 1 / math.log(17)], terms=4)
-
-
-def test_lambda_is_the_factor_of_the_subtracted_view():
-    module = layer(attn="tda")                                          # sigmoid of a logit for each head
-    fill(module.lambda_logit, [0.0, 2.0])
-    close(figures(module)["lambda"], [0.5, 1 / (1 + math.exp(-2))], terms=4)
-    module = layer(attn="diff")                                         # four vectors and the depth, Ye et al. eq. 3
-    for name, value in (("q1", 0.1), ("k1", 0.5), ("q2", 0.2), ("k2", 0.25)):
-        fill(getattr(module, f"lambda_{name}"), [value] * 8)
-    close(figures(module)["lambda"], [math.exp(0.4) - math.exp(0.4) + 0.2], terms=4, size=1.5)
-    assert not any("lambda_" in name for name in figures(module))
+@pytest.mark.parametrize("attn, given, expected", FIGURES, ids=lambda x: x if isinstance(x, str) else "")
+def test_figures_of_known_parameters(attn, given, expected):
+    module = layer(attn=attn, attn_args=given if isinstance(given, str) else "")
+    for name, values in given.items() if isinstance(given, dict) else ():
+        fill(module.get_parameter(name), values)
+    found = figures(module)
+    close({name: found[name].tolist() for name in expected}, expected, terms=8, size=8.0, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("gate", ["head", "element"])
@@ -106,25 +88,6 @@ def test_a_gate_is_shown_by_its_mean_opening(gate, data):
     opening = torch.sigmoid(inputs[0].double() @ weight.T).mean((0, 1)).view(2, -1).mean(1)
     close(numbers["figures"]["gate"]["now"][1], opening, terms=16, dtype=torch.float32)
     assert numbers["figures"]["gate"]["start"] == [[0.5, 0.5]] * 2 and "gate  the gate on" in text
-
-
-def test_the_shares_that_a_state_keeps_and_writes():
-    """For an input of zeros, the biases alone give the numbers. RetNet's numbers are fixed."""
-    found = figures(layer(attn="retnet"))
-    close(found["kept"], [1 - 1 / 32, 1 - 1 / 64], terms=4)
-    assert "written" not in found
-    module = layer(attn="gated_deltanet")
-    fill(module.A_log, [0.0, math.log(3)])
-    fill(module.dt_bias, [math.log(math.e - 1), math.log(math.e**2 - 1)])                           # softplus: 1 and 2
-    found = figures(module)
-    close(found["kept"], [math.exp(-1), math.exp(-6)], terms=4)
-    close(found["written"], [0.5, 0.5], terms=4)
-    module = layer(attn="titans")
-    fill(module.momentum.bias, [0.0, 2.0])
-    found = figures(module)
-    close(found["momentum"], [0.5, 1 / (1 + math.exp(-2))], terms=4)
-    assert found["slowed"].tolist() == [0, 0]
-    assert "slowed" not in figures(layer(attn="ttt"))
 
 
 def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
@@ -161,13 +124,6 @@ def test_the_bias_table_shows_means_over_ranges_of_distances():
     assert short[4:6] == ["-", "-"]                                     # no distance above 10
 
 
-def test_a_table_has_every_head_and_the_initial_values():
-    rows = figure_table("tau", [[1.0, 3.0], [2.0, 2.0]], [[1.0, 1.0]] * 2).splitlines()
-    assert rows[0] == "tau" and rows[1].split() == "layer head 0 head 1 mean deviation at first".split()
-    assert [float(cell) for cell in rows[2].split()] == [0, 1, 3, 2, 1, 1]
-    assert [float(cell) for cell in rows[3].split()] == [1, 2, 2, 2, 0, 1]
-
-
 # ------------------------------------------------------------------------------------------------- runs and recipes
 
 
@@ -190,14 +146,6 @@ def test_a_model_before_its_first_step_shows_its_initial_values(attn, data):
                 below((torch.tensor(now) - torch.tensor(start)).abs(), 0.2)
             else:
                 same(now, start)
-
-
-def test_a_recipe_without_parameters_of_its_own_is_reported(tmp_path, data, capsys):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=softmax", "--max_iters=1")
-    capsys.readouterr()
-    eval_script.main(["params", f"--out_dir={tmp_path}", "--device=cpu"])
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "--attn=softmax learns nothing" in said
 
 
 def test_a_run_is_shown_as_text_json_and_picture(tmp_path, data, capsys):

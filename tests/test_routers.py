@@ -10,7 +10,7 @@ from conftest import assert_says, meta, train_here
 
 import eval as eval_script
 from evals.instrument import Common, OpenedRun
-from evals.routers import part_of, plain_attention, set_topk
+from evals.routers import plain_attention, set_topk
 
 FLAGS = ("--device=cpu", "--windows=3", "--repeats=1")
 
@@ -101,7 +101,3 @@ def test_an_unfinished_router_is_reported(base, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         call(capsys, f"--out_dir={base}", "--sweep=window", "--values=1/4")
     assert_says("focus-window-1-4 was not finished", capsys.readouterr().err.splitlines()[-1])
-
-
-def test_a_size_is_a_number_or_a_part_of_another():
-    assert [part_of(text, 576) for text in ("16", "1/8", "1/1", "1/1000")] == [16, 72, 576, 1]
