@@ -18,13 +18,9 @@ from evals.instrument import (
     OpenedRun,
     instead,
     load_run,
-    recipe_names,
     runs_named,
-    seeing,
     table,
     train_if_missing,
-    watch,
-    whole_numbers,
     window_batches,
 )
 from model import GPT
@@ -53,10 +49,6 @@ def same_loss(found, expected):
 
 
 # ------------------------------------------------------------------------------------------------------ opening a run
-
-
-def test_a_run_is_named_by_its_folder_or_its_checkpoint(loss, elastic_run):
-    same(loss(out_dir=elastic_run / "ckpt.pt"), loss())
 
 
 def test_axes_may_be_overridden_if_the_parameters_fit(loss):
@@ -105,12 +97,6 @@ def test_a_run_is_evaluated_on_data_in_its_tokenizer(toy_run, elastic_run, tmp_p
     assert capsys.readouterr().out.startswith("the")
 
 
-def test_a_window_has_the_length_asked_for(loss):
-    """The default length is block_size. Relative positions allow longer windows."""
-    same(loss("--length=16"), loss())
-    assert loss("--length=8") != loss() and loss("--length=48") > 0
-
-
 def opened(**choices):
     """An opened run of a model with these choices, without its weights."""
     found = OpenedRun.__new__(OpenedRun)
@@ -125,10 +111,6 @@ def test_the_default_window_of_a_long_context_is_1024_tokens():
         assert opened(block_size=block_size).window(asked) == length
 
 
-def test_windows_beyond_block_size_need_relative_positions():
-    assert opened(pos="learned").window(16) == 16 and opened().window(17) == 17
-
-
 def test_a_window_that_hides_no_key_is_reported(capsys):
     for choices, asked, hides in (({"attn": "window"}, 128, False), ({"attn": "window"}, 129, True), ({}, 8, True),
                                   ({"window": 16}, 0, False), ({"window": 15}, 0, True)):
@@ -138,14 +120,6 @@ def test_a_window_that_hides_no_key_is_reported(capsys):
 
 
 # ------------------------------------------------------------------------------------------------- watching attention
-
-
-def test_watching_leaves_the_model_as_it_was():
-    gpt, idx = GPT(tiny_config(vocab_size=257)), torch.zeros(1, 4, dtype=torch.long)
-    before = gpt(idx)[0]
-    with instead(gpt, lambda attend, layer, module, *inputs: attend(*inputs)):
-        same(gpt(idx)[0], before)
-    assert all("attend" not in vars(block.attn) for block in gpt.transformer.h)
 
 
 def test_every_layer_is_watched_in_its_order_and_can_be_changed():
@@ -171,16 +145,6 @@ def test_windows_come_in_batches_that_ranks_can_share(data):
     same(torch.cat(batches), expected)
     machine.rank, machine.world = 1, 2
     same(torch.cat(list(window_batches(gpt, split, machine, 16, 5, 2, share=True))), expected[1::2])
-
-
-def test_a_watched_model_gives_the_same_logits():
-    gpt, idx, seen = GPT(tiny_config(n_layer=2)), torch.zeros(2, 5, dtype=torch.long), []
-    machine = Machine("cpu", "float32")
-    watch(gpt, lambda layer, module, q, k, v, x, table: seen.append((layer, x)), idx, machine)
-    assert [layer for layer, _ in seen] == [0, 1]
-    before = gpt(idx)[0]
-    with instead(gpt, seeing(lambda layer, *inputs: None)):
-        same(gpt(idx)[0], before)
 
 
 def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(copy, elastic_run, monkeypatch):
@@ -211,11 +175,6 @@ def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy):
 
 
 # --------------------------------------------------------------------------------------------------- lists and tables
-
-
-def test_lists_are_read_from_text():
-    assert whole_numbers("0,1024") == [0, 1024] and recipe_names("softmax,elastic") == ["softmax", "elastic"]
-    assert "lazy" in recipe_names("all")
 
 
 def test_tables_align_to_the_right():
