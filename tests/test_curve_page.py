@@ -92,7 +92,7 @@ def test_presets_keys_bars_and_sliders(opened):
                                "largest": pytest.approx(p.max().item(), abs=NEAR)}
     opened.run("document.querySelector('[data-key=\"3\"]').focus()")
     opened.press("up", "up", "down")
-    assert opened.run("return state.scores[3]") == pytest.approx(-0.9)
+    assert opened.run("return state.scores[3]") == pytest.approx(-0.8)
     opened.run("document.querySelector('[data-constant=tau]').focus()")
     opened.press("home")                        # τ = -1: nothing is cut off
     assert said("elastic")["sum"] == pytest.approx(2, abs=NEAR) and opened.errors() == []
