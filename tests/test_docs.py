@@ -207,16 +207,6 @@ def test_tables_have_the_numbers_of_their_results(page):
     assert tables.rewritten(text) == text
 
 
-def test_a_table_is_filled_from_a_file(monkeypatch, tmp_path):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results/a.json").write_text('{"x": [{"one": 1500.4}, {"one": 1500.0}], "y": [{"one": -0.00001}]}')
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    page = ("<!-- results/{0}.json | | {1}/one ,.1f kg | {1}/one .2f -->\n"
-            "| file | run | of \\| | |\n|---|---|---|---|\n| `a` | x | old | |\n| | *y* | old | 7 |\n\nold text\n")
-    assert tables.rewritten(page) == page.replace("| x | old | |", "| x | 1,500.2 kg | |").replace(
-        "| *y* | old | 7 |", "| *y* | 0.0 kg | 0.00 |")
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_verdicts_are_those_of_the_ledger(page):
     """Where a page says that a claim agrees, contradicts or is mixed, the ledger does, as written or in a set-up."""
