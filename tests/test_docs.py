@@ -131,8 +131,8 @@ def test_quoted_code_is_the_files_own(page):
         assert code in source or code in without_docstrings, code
 
 
-@pytest.mark.parametrize("with_kernel", [False, pytest.param(True, marks=needs_triton)])
-def test_the_readers_own_rule_works(with_kernel, tmp_path):
+@needs_triton
+def test_the_readers_own_rule_works(tmp_path):
     """README's card of a rule, with its kernel of docs/add-your-own.md, put among the others: the recipe trains, and
     its kernel equals the block loop."""
     card, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
@@ -140,7 +140,7 @@ def test_the_readers_own_rule_works(with_kernel, tmp_path):
     card, _, entry = card.partition("ATTENTIONS = {..., ")
     source = (ROOT / "attention.py").read_text(encoding="utf-8")
     above = re.search("# -+ the recipes\n", source)[0]
-    source = source.replace(above, card + (kernel if with_kernel else "") + "\n" + above, 1)
+    source = source.replace(above, card + kernel + "\n" + above, 1)
     source = source.replace("ATTENTIONS = {\n", f"ATTENTIONS = {{\n    {entry.strip()[:-1]},\n", 1)
     (tmp_path / "attention.py").write_text(source, encoding="utf-8")
     program = f"""
@@ -148,7 +148,7 @@ import sys, torch
 sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
 import attention, model
 found = []
-for kernel in ("torch", "triton")[:{2 if with_kernel else 1}]:
+for kernel in ("torch", "triton"):
     config = model.GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=9, attn="squared", kernel=kernel)
     gpt, idx = model.GPT(config), torch.arange(17)[None] % 9
     gpt(idx[:, :-1], idx[:, 1:])[1].backward()
