@@ -1,4 +1,5 @@
-"""mixers/performer.py: its formula, how well it estimates softmax, extreme inputs, and weights of a softmax model."""
+"""mixers/performer.py: what properties against the dense reference do not say: how well it estimates softmax, and
+extreme inputs."""
 import math
 
 import pytest
@@ -21,31 +22,12 @@ def features(x, W):
     return torch.exp(x @ W.T - x.square().sum(-1, keepdim=True) / 2) / math.sqrt(len(W))
 
 
-def weights_by_formula(module, q, k):
-    """phi(q_i).phi(k_j) divided by its sum over j <= i. Nothing is subtracted or added for stability."""
-    W = module.directions
-    s = (features(q, W) @ features(k.repeat_interleave(q.shape[1] // k.shape[1], 1), W).mT).tril()
-    return s / s.sum(-1, keepdim=True)
-
-
-@pytest.mark.parametrize("T, chunk", [(1, 8), (45, 8), (45, 1), (130, 16)])
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-def test_chunks_equal_the_formula_in_values_and_gradients(T, chunk, n_kv_head):
-    module = layer(n_kv_head=n_kv_head, attn_args=f"chunk={chunk}")
-    q, k, v, x = (a.requires_grad_() for a in inputs(module, T))
-    expected = weights_by_formula(module, q, k)
-    close(module.weights_of(q, k, x), expected)
-    outputs = module.attend(q, k, v, x), expected @ v.repeat_interleave(4 // n_kv_head, 1)
-    found = ([o, *torch.autograd.grad(o, (q, k, v), normal(*o.shape, stream=9))] for o in outputs)
-    close(*found, terms=T + 16, size=1.0)
-
-
-@pytest.mark.parametrize("m", [1, 8, 33])
+@pytest.mark.parametrize("m", [1, 20])
 def test_the_features_are_an_unbiased_estimate_of_the_exponential(m):
     """The mean of phi(q).phi(k) over draws of W is exp(q.k / sqrt(D)), within eight standard errors."""
     q, k, random = 0.3 * normal(6, 8), 0.3 * normal(6, 8, stream=1), dice(2)
     drawn = torch.stack([features(q, W) @ features(k, W).T
-                         for W in (orthogonal_normal(m, 8, random).double() for _ in range(4000))])
+                         for W in (orthogonal_normal(m, 8, random).double() for _ in range(2000))])
     error = drawn.std(0) / math.sqrt(len(drawn))
     off = (drawn.mean(0) - torch.exp(q @ k.T / math.sqrt(8))) / error
     below(off.abs().max(), 8)
@@ -58,7 +40,7 @@ def test_orthogonal_directions_vary_less_than_independent_ones():
     exact = torch.exp(q @ k.T / math.sqrt(8))
 
     def squares(draw):
-        both = (torch.cat([W, -W]) for W in (draw() for _ in range(1000)))
+        both = (torch.cat([W, -W]) for W in (draw() for _ in range(500)))
         return torch.stack([(features(q, W) @ features(k, W).T - exact).square() for W in both]).mean()
 
     below(squares(lambda: orthogonal_normal(8, 8, random).double()),
@@ -73,20 +55,6 @@ def test_directions_are_orthogonal_in_blocks_and_normally_distributed():
     n = W.numel()                               # moments of a Gaussian, within eight standard errors
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):
         below((W.pow(power).mean() - moment).abs(), 8 * math.sqrt(variance / n))
-
-
-def test_more_features_are_closer_to_softmax():
-    def error(m):
-        module = layer(attn_args=f"features={m}")
-        q, k, _, x = inputs(module, 40)
-        q, k = q / 4, k / 2
-        later = torch.ones(40, 40, dtype=torch.bool).triu(1)
-        exact = (q @ k.mT / math.sqrt(8)).masked_fill(later, -math.inf).softmax(-1)
-        return (module.weights_of(q, k, x) - exact).abs().mean().item()
-
-    few, some, many = (error(m) for m in (16, 256, 4096))
-    below(some, few)
-    below(many, some)
 
 
 def test_each_layer_draws_its_own_floor_d_log_d_features_by_default():
