@@ -1,6 +1,6 @@
 """The mixers as their papers define them, in float64: a state token by token, everything else as a matrix of weights.
 
-    output(module, x)               a whole layer, (B, T, C) to (B, T, C)
+    layer(module, x)                a whole layer, (B, T, C) to (B, T, C)
     attend(module, q, k, v, x)      each head's output (B, H, T, E), from convolved and rotated q, k and v
     weights(module, q, k, x)        its attention weights (B, H, T, T), with an extra key's column first
 
@@ -12,93 +12,105 @@ import math
 import torch
 from torch.nn import functional as F
 
+# ------------------------------------------------------------------------------------- what mixers share with attention
+
 
 def heads(y, H):
     """(B, T, H * width) to (B, H, T, width)."""
     return y.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
-def every_head(y, H):
-    """Neighbouring heads share a head of keys or values: (B, K, ..) to (B, H, ..)."""
-    return y.repeat_interleave(H // y.shape[1], 1)
-
-
 def unit(x):
     return x / x.square().sum(-1, keepdim=True).sqrt()
 
 
-def rms(x, eps=1e-6):
+def by_mean_square(x, eps=1e-6):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-# ------------------------------------------------------------------------------------------- before and after the mixer
+def featured(module, x):
+    """The norm without weights, then the feature map, of queries or keys."""
+    c = module.config
+    x = unit(x) if c.qk_norm == "l2" else by_mean_square(x) if c.qk_norm == "rms" else x
+    if c.feature == "mlp":                      # When Attention Sink Emerges, table 6
+        return F.relu(x @ module.feature[0].weight.T) @ module.feature[2].weight.T
+    return F.elu(x) + 1 if c.feature == "elu" else x                    # Katharopoulos et al. 2020, eq. 7
 
 
-def output(module, x):
-    return module.c_proj(attend(module, *projected(module, x), x).transpose(1, 2).flatten(2))
+def factor(module, n=None):
+    """What q.k is multiplied by, (H, T, 1) or a number. n (T, 1): how many keys each row sees."""
+    c, root = module.config, module.config.head_width ** -0.5
+    if c.scale == "log_n":                      # SSMax, Nakanishi 2501.19399
+        return root * module.sigma[:, None, None] * n.log()
+    if c.scale == "asentmax":                   # the asentmax repository, sparse_gemma.py
+        return root * (1 + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None])
+    return 1.0 if c.scale == "one" else root
 
 
-def projected(module, x):
-    """q, k and v of a layer's input: projection, convolution over 4 tokens (H3, Mamba), learned norm, RoPE."""
-    c, T, D = module.config, x.shape[1], module.config.head_width
-    y = module.c_attn(x)
-    if hasattr(module, "conv"):
-        y = F.silu(sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n:n + T] for n in range(4)))
-    H, K = (1, 1) if c.rule == "ssd" else (c.n_head, c.n_kv_head)       # Mamba2: all heads share one query and one key
-    q, k, v = y.split([H * D, K * D, c.n_kv_head * D], -1)
-    if c.qk_norm == "all":                      # OLMo 2
-        q, k = rms(q, c.norm_eps) * module.q_norm.weight, rms(k, c.norm_eps) * module.k_norm.weight
-    q, k = heads(q, H), heads(k, K)
-    if c.qk_norm == "head":                     # Qwen3
-        q, k = rms(q, c.norm_eps) * module.q_norm.weight, rms(k, c.norm_eps) * module.k_norm.weight
-    if c.pos == "rope":                         # Su et al. 2021, paired half by half, angles in float32
-        place = torch.arange(T) % module.args["chunk"] if c.rule == "descent" else torch.arange(T)      # TTT
-        angle = place[:, None] * c.rope_base ** (-torch.arange(D // 2, dtype=torch.float32) / (D // 2))
-        q, k = (rotated(y, angle.cos(), angle.sin()) for y in (q, k))
-    return q, k, heads(v, c.n_kv_head)
-
-
-def rotated(y, cos, sin):
-    a, b, odd = y.split([cos.shape[1], cos.shape[1], y.shape[-1] % 2], -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, odd], -1)
-
-
-def features(module, *qk):
-    """q and k after the norm without weights and the feature map."""
-    norm, feature = module.config.qk_norm, module.config.feature
-    qk = [unit(y) if norm == "l2" else rms(y) if norm == "rms" else y for y in qk]
-    if feature == "mlp":                        # When Attention Sink Emerges, table 6
-        return [F.relu(y @ module.feature[0].weight.T) @ module.feature[2].weight.T for y in qk]
-    return [F.elu(y) + 1 if feature == "elu" else y for y in qk]        # Katharopoulos et al. 2020, eq. 7
-
-
-def scale(module):
-    return 1.0 if module.config.scale == "one" else module.config.head_width ** -0.5
-
-
-def attend(module, q, k, v, x):
-    c, H = module.config, module.config.n_head
-    if c.mixer == "recurrent":
-        o = (learned if c.rule in ("descent", "momentum") else linear_state)(module, q, k, v, x)
-    else:
-        w = weights(module, q, k, x)
-        o = w[..., -k.shape[2]:] @ every_head(v, H)
-        if c.sink == "key_value":               # When Attention Sink Emerges, table 4
-            o = o + w[..., :1] * every_head(module.sink_value[None, :, None], H)
-    if c.value_bias == "on":
-        o = o + module.value_bias[:, None]
+def output(module, o, x):
+    """What a layer does to the output of its heads (B, H, T, E). x: the layer's input."""
+    c, H, eps = module.config, o.shape[1], module.args.get("out_norm_eps")
+    o = o + module.value_bias[:, None] if c.value_bias == "on" else o   # When Attention Sink Emerges, table 4
     if c.gate != "none":                        # Qiu et al. 2505.06708; with silu RetNet, GLA, Mamba2
         gate = (F.silu if c.gate.startswith("silu") else torch.sigmoid)(heads(module.gate(x), H))
     o = o * gate if c.gate == "silu_first" else o                       # Mamba2 gates before its norm
-    flat, eps = o.transpose(1, 2).flatten(2), module.args.get("out_norm_eps")
+    flat = o.transpose(1, 2).flatten(2)
     if c.out_norm == "head":
-        o = rms(o, eps) * module.out_norm.weight
-    if c.out_norm in ("all", "gated"):          # ReLA, Zhang et al. 2021
-        o = heads(rms(flat, eps) * module.out_norm.weight, H)
-        o = o * heads(torch.sigmoid(module.norm_gate * flat), H) if c.out_norm == "gated" else o
-    if c.out_norm == "layer":                   # TTT
+        o = by_mean_square(o, eps) * module.out_norm.weight
+    elif c.out_norm == "layer":                 # TTT
         o = heads(F.layer_norm(flat, flat.shape[-1:], module.out_norm.weight, module.out_norm.bias, eps), H)
+    elif c.out_norm != "none":                  # ReLA, Zhang et al. 2021
+        o = heads(by_mean_square(flat, eps) * module.out_norm.weight, H)
+        o = o * heads(torch.sigmoid(module.norm_gate * flat), H) if c.out_norm == "gated" else o
     return o * gate if c.gate in ("head", "element", "silu") else o
+
+
+def rotated(x, places, base):
+    """RoPE, Su et al. 2021: the pair of channels c and c + D/2 turns by the angle place * base^(-2c / D)."""
+    half = x.shape[-1] // 2
+    angle = places[:, None] * base ** (-torch.arange(half).to(x) / half)
+    a, b, rest = x.tensor_split([half, 2 * half], -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), rest], -1)
+
+
+# ------------------------------------------------------------------------------------------------------ a layer's frame
+
+
+def layer(module, x):
+    c, T, D = module.config, x.shape[1], module.config.head_width
+    y = module.c_attn(x)
+    if hasattr(module, "conv"):                 # over 4 tokens: H3, Mamba
+        y = F.silu(sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n:n + T] for n in range(4)))
+    H, K = (1, 1) if c.rule == "ssd" else (c.n_head, c.n_kv_head)       # Mamba2: all heads share one query and one key
+    *qk, v = y.split([H * D, K * D, c.n_kv_head * D], -1)
+    places = torch.arange(T) % (module.args["chunk"] if c.rule == "descent" else T)         # TTT: within a chunk
+    for n, (count, name) in enumerate(((H, "q_norm"), (K, "k_norm"))):
+        if c.qk_norm == "all":                  # OLMo 2
+            qk[n] = by_mean_square(qk[n], c.norm_eps) * getattr(module, name).weight
+        qk[n] = heads(qk[n], count)
+        if c.qk_norm == "head":                 # Qwen3
+            qk[n] = by_mean_square(qk[n], c.norm_eps) * getattr(module, name).weight
+        if c.pos == "rope":
+            qk[n] = rotated(qk[n], places, c.rope_base)
+    return module.c_proj(attend(module, *qk, heads(v, c.n_kv_head), x).transpose(1, 2).flatten(2))
+
+
+def attend(module, q, k, v, x):
+    c, (k, v) = module.config, (every_head(y, H) for y, H in ((k, q.shape[1]), (v, module.config.n_head)))
+    if c.rule in ("descent", "momentum"):
+        return output(module, learned(module, q, k, v, x), x)
+    if c.mixer == "recurrent":
+        return output(module, linear_state(module, q, k, v, x), x)
+    w = weights(module, q, k, x)
+    o = w[..., -k.shape[2]:] @ v
+    if c.sink == "key_value":                   # When Attention Sink Emerges, table 4
+        o = o + w[..., :1] * every_head(module.sink_value[None, :, None], c.n_head)
+    return output(module, o, x)
+
+
+def every_head(y, H):
+    """Neighbouring heads share a head of keys or values: (B, K, ..) to (B, H, ..)."""
+    return y.repeat_interleave(H // y.shape[1], 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- states
@@ -138,22 +150,17 @@ def time_step(module, x):
     return F.softplus(heads(module.dt(x) + module.dt_bias, module.config.n_head))
 
 
-def written(module, x):
-    """The share of its value that a token writes: DeltaNet's beta, TTT's and Titans' rate, Mamba2's time step."""
-    if module.config.write in ("beta", "rate"):
-        return torch.sigmoid(heads(module.beta(x), module.config.n_head))
-    return time_step(module, x) if module.config.write == "dt" else torch.ones_like(kept(module, x)[..., :1])
-
-
-def prepared(module, q, k, v):
-    """q, k and v of a state, with a head of k for each head of q."""
-    q, k = features(module, q, every_head(k, q.shape[1]))
-    return scale(module) * q, k, every_head(v, module.config.n_head)
+def of_state(module, q, k, v, x):
+    """q, k, v, the share that a state keeps, and the share of v that a token writes: DeltaNet's beta, TTT's and Titans'
+    rate, Mamba2's time step."""
+    c, keep = module.config, kept(module, x)
+    write = time_step(module, x) if c.write == "dt" else torch.ones_like(keep[..., :1])
+    write = torch.sigmoid(heads(module.beta(x), c.n_head)) if c.write in ("beta", "rate") else write
+    return factor(module) * featured(module, q), featured(module, k), v, keep, write
 
 
 def linear_state(module, q, k, v, x):
-    c, (q, k, v) = module.config, prepared(module, q, k, v)
-    keep, write = kept(module, x), written(module, x)
+    c, (q, k, v, keep, write) = module.config, of_state(module, q, k, v, x)
     o = recurrence(q, k, write * v, keep, write if c.rule == "delta" else None)
     if c.normalize == "sum":                    # the weights' sum is what values of 1 return
         o = o / (recurrence(q, k, write * torch.ones_like(v), keep) + 1e-8)
@@ -165,14 +172,14 @@ def learned(module, q, k, v, x):
     chunk: M_t = keep_t M_{t-1} + P_t,  P_t = eta_t P_{t-1} - rate_t gradient_t. Titans, Behrouz et al. 2501.00663,
     eq. 13 and 14. TTT-linear, Sun et al. 2407.04620, has eta = 0, and the n-th token of a chunk sees 1 / n + a learned
     number of its chunk's steps."""
-    c, (q, k, v), D, size = module.config, prepared(module, q, k, v), module.config.head_width, module.args["chunk"]
-    keep, rate, ttt = kept(module, x), written(module, x), c.rule == "descent"
+    (q, k, v, keep, rate), D, size = of_state(module, q, k, v, x), q.shape[-1], module.args["chunk"]
+    ttt = module.config.rule == "descent"
     if ttt:
         M, rate, place = (module.memory, module.memory_bias), rate / D, torch.arange(size)
         sees, eta, share = F.relu(1 / (place.to(x) + 1) + module.place), 0 * rate, 1 + 0 * rate
     else:                                       # ours: values have size 1, and rate times curvature is at most 2
-        M, rate, v, sees = (module.memory_in, module.memory_out), rate / D ** 0.5, rms(v), torch.ones(size)
-        eta = torch.sigmoid(heads(module.momentum(x), c.n_head))
+        M, rate, v, sees = (module.memory_in, module.memory_out), rate / D ** 0.5, by_mean_square(v), torch.ones(size)
+        eta = torch.sigmoid(heads(module.momentum(x), q.shape[1]))
         share = (1 - eta) / size
 
     def answer(M, y):
@@ -207,15 +214,12 @@ def learned(module, q, k, v, x):
 def weights(module, q, k, x):
     """w_ij of o_i = sum_j w_ij v_j, before norms and gates."""
     c, H, T = module.config, module.config.n_head, k.shape[2]
+    k = every_head(k, q.shape[1])
     if c.mixer == "recurrent":                  # the outputs for one-hot values
         return linear_state(module, q, k, torch.eye(T).to(x).expand(len(x), H, T, T), x)
-    q, k = features(module, q, every_head(k, H))
-    n, past = torch.arange(1, T + 1).to(x)[:, None], torch.ones(T, T).tril().bool()[-q.shape[2]:]
-    if c.scale == "log_n":                      # SSMax, Nakanishi 2501.19399
-        q = q * module.sigma[:, None, None] * n.log()
-    if c.scale == "asentmax":
-        q = q * (1 + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None])
-    s = scale(module) * q @ k.mT
+    past = torch.ones(T, T).tril()[-q.shape[2]:].bool()                 # (R, T), for the last R queries
+    q, k = factor(module, past.sum(-1, keepdim=True).to(x)) * featured(module, q), featured(module, k)
+    s = q @ k.mT
     if c.mixer == "focus":
         return softmax(module, q, *focus(module, s, past, x))
     if c.mixer == "selection":
@@ -229,16 +233,15 @@ def softmax(module, q, s, seen):
     if module.config.sink == "logit":           # GPT-OSS
         c = c + module.sink_logit[:, None, None]
     if module.config.sink.startswith("key"):    # When Attention Sink Emerges, table 4
-        key, = features(module, every_head(module.sink_key[None, :, None], q.shape[1]))
-        c = scale(module) * (q * key).sum(-1, keepdim=True)
+        c = (q * featured(module, every_head(module.sink_key[None, :, None], q.shape[1]))).sum(-1, keepdim=True)
     s = s.masked_fill(~seen, -math.inf)
     return torch.softmax(s if module.config.sink in ("none", "token") else torch.cat([c, s], -1), -1)
 
 
 def random_features(module, q, k):
     """phi(q_i).phi(k_j), divided by its sum, with phi_w(y) = exp(w.y - |y|^2 / 2). Choromanski et al. 2009.14794."""
-    q, k = (math.sqrt(scale(module)) * y for y in (q, k))               # q.k is the score
-    q, k = (torch.exp(y @ module.directions.mT - y.square().sum(-1, keepdim=True) / 2) for y in (q, k))
+    root = math.sqrt(factor(module))            # q.k is the score: move its factor to both sides
+    q, k = (torch.exp(y @ module.directions.mT - y.square().sum(-1, keepdim=True) / 2) for y in (q / root, k * root))
     w = (q @ k.mT).tril()
     return w / w.sum(-1, keepdim=True)
 
@@ -259,17 +262,18 @@ def routing(module, q, k, s, past):
 
 def shares(module, x):
     """g: each token's shares of the groups, (B, T, K). Focus, eq. 1."""
-    balance, N = module.config.balance, module.args.get("iterations", 0)
+    balance = module.config.balance
     x = x.detach() if balance in ("stop_gradient", "ema") else x        # table 8
     z = x @ module.router.weight.T - (module.middle if balance == "recluster" else 0)
     s = z @ module.centroids.T / module.args["temperature"]
     s = s - module.potential if balance == "potential" else s           # ours: Sinkhorn's result of past steps
-    return sinkhorn(s, N) if balance == "sinkhorn" and N else torch.softmax(s, -1)
+    return sinkhorn(s, module.args["iterations"]) if balance == "sinkhorn" else torch.softmax(s, -1)
 
 
 def sinkhorn(s, iterations):
-    """Q = exp(s), divided in turn by its sums over tokens and by its sums over groups. Focus, section 2."""
-    Q = s.exp()
+    """Q = exp(s), divided in turn by its sums over tokens and by its sums over groups. Focus, section 2. Without
+    iterations, only by the latter."""
+    Q = torch.softmax(s, -1) if iterations == 0 else s.exp()
     for _ in range(iterations):
         Q = Q / Q.sum(1, keepdim=True)
         Q = Q / Q.sum(2, keepdim=True)
@@ -315,7 +319,7 @@ def by_components(module, q, K, s):
     """SparQ, Ribar et al. 2312.04985, algorithm 1."""
     parts, topk = q.abs().argsort(descending=True)[:module.args["components"]], module.config.topk
     cover = q[parts].abs().sum() / q.abs().sum() if q.any() else torch.ones(())
-    rough = torch.softmax(scale(module) * K[:, parts] @ q[parts] / cover.sqrt(), 0)
+    rough = torch.softmax(K[:, parts] @ q[parts] / cover.sqrt(), 0)
     local = torch.arange(len(K)) >= len(K) - int(module.args["local"] * topk)
     chosen = largest(rough + local, topk)
     return chosen, 0.0, (rough * chosen).sum() if module.args["realloc"] else 1.0
@@ -335,7 +339,9 @@ def by_hash(module, q, K, s):
     first, recent, bits, tables = (module.args[name] for name in ("first", "recent", "bits", "tables"))
     j, n = torch.arange(len(K)), len(K)
     exact = (j < first) | (j >= n - recent)
-    K = torch.where(exact.all(), K, K - K[first:first + recent].mean(0))
+    if exact.all():
+        return exact, 0.0, 1.0
+    K = K - K[first:first + recent].mean(0)
     hashes = [(y @ module.planes.to(y) > 0).unflatten(-1, (tables, bits)) for y in (q, K)]
     equal = (hashes[0] == hashes[1]).all(-1).sum(-1)
     p = (1 - torch.acos(unit(K[~exact]) @ unit(q)) / math.pi) ** bits
