@@ -1,5 +1,4 @@
-"""mixers/focus.py: what the balances do in training, the penalty, k-means, runs. Properties against the dense reference
-are in tests/test_mixer_properties.py."""
+"""mixers/focus.py: balances in training, k-means, runs. Its formulas are in tests/reference_mixers.py."""
 import math
 
 import layers
@@ -8,15 +7,13 @@ import reference_mixers as reference
 import torch
 from bounds import below, close, same
 from conftest import by_default, tiny_config, train, train_here, weights
-from layers import inputs, normal
+from layers import normal
 from torch.nn import functional as F
 
 from common.machine import Machine
 from evals.instrument import load_run
 from mixers.focus import BALANCES, k_means
 from model import GPT
-
-MACHINE = Machine("cpu", "float32")
 
 
 def layer(**choices):
@@ -26,35 +23,25 @@ def layer(**choices):
 
 def step(module, *micro_batches):
     """A training step."""
-    module.train()
     for x in micro_batches:
         module.assign(x)
-    module.finish_step(MACHINE)
+    module.finish_step(Machine("cpu", "float32"))
 
 
 # ------------------------------------------------------------------------------------------------- balances in training
 
 
 def test_the_potential_moves_to_what_sinkhorn_subtracts():
-    """Sinkhorn's result is softmax(s - u). It determines u up to a constant. u is averaged over all sequences."""
+    """Sinkhorn's result is softmax(s - u), which determines u up to a constant. u is averaged over sequences. Nothing
+    moves in evaluation."""
     module = layer(attn_args="groups=3,temperature=2,rate=0.2")
     batches = [normal(2, 40, 32), normal(1, 40, 32, stream=1)]
     s = torch.cat(batches) @ module.router.weight.T @ module.centroids.T / 2
     u = (s - reference.sinkhorn(s, 10).log())[:, 0]
-    step(module, *batches)
+    step(module.train(), *batches)
     close(module.potential, 0.2 * (u - u.mean(-1, keepdim=True)).mean(0), terms=10 * 40)
-
-
-def test_potentials_balance_groups_and_do_not_change_in_evaluation():
-    module, most = layer(attn_args="groups=4,temperature=0.3").train(), []
-    for step in range(80):
-        x = normal(2, 200, 32, stream=step) + 1.0                       # adds a direction that all tokens share
-        most.append(module.assign(x).mean((0, 1)).max().item())
-        module.finish_step(MACHINE)
-    below(most[-1] - 1 / 4, (most[0] - 1 / 4) / 2)
     before = module.potential.clone()
-    module.eval().assign(x)
-    module.finish_step(MACHINE)
+    step(module.eval(), *batches)
     same(module.potential, before)
 
 
@@ -69,19 +56,19 @@ def test_how_each_balance_of_table_8_treats_gradients_and_centroids(balance):
     assert ("centroids" in dict(module.named_parameters())) != own
     for number in range(1, 16):
         before = module.centroids.detach().clone()
-        step(module, normal(2, 60, 32, stream=number))
+        step(module.train(), normal(2, 60, 32, stream=number))
         moved += [number] if (module.centroids != before).any() else []
     assert moved == ([7, 14] if balance == "recluster" else list(range(1, 16)) if own else [])
 
 
 def test_the_moving_average_takes_each_centroid_towards_the_mean_of_its_tokens():
     """The mean of W x, weighted by the tokens' shares, over all micro-batches. The centroid of an empty group stays."""
-    module, x = layer(balance="ema", attn_args="groups=3,rate=0.25"), normal(4, 30, 32) + 1.0
+    module, x = layer(balance="ema", attn_args="groups=3,rate=0.25,temperature=100"), normal(4, 30, 32) + 5.0
     z = x @ module.router.weight.T
     module.centroids[2] = -1e3 * z.mean((0, 1))
     g, before = module.assign(x), module.centroids.clone()
     means = torch.einsum("btk,btd->kd", g, z) / g.sum((0, 1))[:, None]
-    step(module, *x.split([1, 3]))
+    step(module.train(), *x.split([1, 3]))
     assert g[..., 2].sum() < 1e-3
     close(module.centroids, torch.cat([0.75 * before[:2] + 0.25 * means[:2], before[2:]]).detach(), terms=120)
 
@@ -91,7 +78,7 @@ def test_the_penalty_is_low_for_confident_tokens_in_balanced_groups():
     penalty, eye = module.choices["balance"].penalty, torch.eye(4).double()
     sure, unsure, one = eye.repeat(1, 3, 1), torch.full((1, 12, 4), 0.25).double(), eye[:1].repeat(1, 12, 1)
     close([penalty(module, g).item() for g in (sure, unsure, one)], [-math.log(4), 0.0, 0.0], size=math.log(4))
-    step(module, normal(2, 12, 32))
+    step(module.train(), normal(2, 12, 32))
     assert module.penalty == 0.0
 
 
@@ -117,33 +104,14 @@ def test_after_reclustering_tokens_are_in_the_groups_of_k_means():
     of the step counts."""
     module = layer(balance="recluster", attn_args="groups=3,every=1,temperature=1")
     x = normal(2, 300, 32) + 2.0
-    step(module, x, normal(2, 300, 32, stream=1))
+    step(module.train(), x, normal(2, 300, 32, stream=1))
     z = (x[0] @ module.router.weight.T).detach()
     close(module.middle, z.mean(0), terms=300)
     close(module.centroids, F.normalize(k_means(z - z.mean(0), 3), dim=-1), terms=300)
-    shares = torch.bincount(module.assign(x)[0].argmax(-1), minlength=3) / 300
-    below((shares - 1 / 3).abs(), 2 / 3)        # 2/3: all in one group
+    assert torch.bincount(module.assign(x)[0].argmax(-1), minlength=3).min() > 20
 
 
-# --------------------------------------------------------------------------------------------------------------- gates
-
-
-@pytest.mark.parametrize("affinity", ["score", "log"])
-def test_a_closed_gate_removes_weight_only_with_affinity_log(affinity):
-    """affinity=score multiplies scores by gates, as the paper does. A closed gate then gives 0, which is no mask."""
-    module = layer(affinity=affinity, window=1, attn_args="gate_offset=4")      # the gate is below 1e-13
-    q, k, _, x = inputs(module, 64)
-    spent = module.weights_of(q, k, x).tril(-1).sum(-1)[..., 32:].mean()
-    below(*(spent, 1e-9) if affinity == "log" else (0.3, spent))
-
-
-def test_sinkhorn_is_not_decoded_with_a_cache():
-    gpt = GPT(tiny_config(attn="focus", window=4, balance="sinkhorn")).eval()
-    assert not gpt.transformer.h[0].attn.cached
-    assert gpt.generate(torch.zeros(1, 3, dtype=torch.long), 4).shape == (1, 7)
-
-
-# ------------------------------------------------------------------------------------------------------------ training
+# ---------------------------------------------------------------------------------------------------------------- runs
 
 FOCUS = ("--attn=focus", "--window=4", "--max_iters=12", "--eval_interval=12")
 
@@ -178,3 +146,9 @@ def test_a_run_can_be_loaded_without_its_router_or_with_another_balance(data, tm
         given = dict(flag.removeprefix("--").split("=") for flag in flags)
         load_run(tmp_path / "focus", "cpu", given | ({"window": 0} if "window" in given else {}))
         train_here(f"--init_from={tmp_path / 'focus'}", *flags, "--max_iters=1", f"--out_dir={tmp_path / 'next'}")
+
+
+def test_sinkhorn_is_not_decoded_with_a_cache():
+    gpt = GPT(tiny_config(attn="focus", window=4, balance="sinkhorn")).eval()
+    assert not gpt.transformer.h[0].attn.cached
+    assert gpt.generate(torch.zeros(1, 3, dtype=torch.long), 4).shape == (1, 7)

@@ -10,18 +10,12 @@ from hypothesis import given
 from layers import inputs, layer, normal, with_gradients
 from torch.nn import functional as F
 
-from attention import ATTENTIONS
 from mixers.recurrent import all_chunks, one_chunk, token_by_token
 from model import GPT
 
-RECURRENT = [name for name, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
-LEARNERS = ["ttt", "titans"]                    # they write by gradient descent, not linearly in the values
-recipes = pytest.mark.parametrize("attn", RECURRENT)
-learners = pytest.mark.parametrize("attn", LEARNERS)
-
 # ----------------------------------------------------------------------------------------------------------- precision
 
-FORM = {"rate": None, "erases": False, "shared": False, "B": 1, "H": 2, "T": 45, "D": 24, "E": 40, "strength": 1,
+FORM = {"rate": None, "erases": False, "shared": False, "B": 1, "H": 2, "T": 37, "D": 24, "E": 40, "strength": 1,
         "repeated": False}                      # several chunks, and several tiles of q, k and v
 forms = given(
     rate=st.sampled_from([None, "head", "channel"]), erases=st.booleans(), shared=st.booleans(), B=st.integers(1, 2),
@@ -87,8 +81,7 @@ def test_a_layer_reads_the_same_in_chunks_and_token_by_token(attn):
 # ----------------------------------------------------------------------------------------------- memories that learn
 
 
-@pytest.mark.parametrize("bias", [0.0, 3.0])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size, bias", [(1, 0.0), (4, 0.0), (4, 3.0)])
 def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
     """The rate is the largest, and nothing is forgotten. Ten equal tokens follow each other, so their steps have the
     same direction. A memory of 4 times its initial size has 16 times the curvature. The steps of each chunk overshoot
@@ -107,7 +100,7 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
     below(slope.norm(), 10)
 
 
-@learners
+@pytest.mark.parametrize("attn", ["ttt", "titans"])
 def test_weights_of_a_learner_estimate_derivatives(attn):
     """weights_of estimates the mean over channels of the derivatives of o_ic with respect to v_jc. One direction of
     random signs estimates each mean roughly, but all of them together well. Along that direction it is exact."""
@@ -127,29 +120,15 @@ def test_weights_of_a_learner_estimate_derivatives(attn):
 # --------------------------------------------------------------------------------------------------------------- costs
 
 
-@recipes
-def test_the_state_does_not_grow_from_token_to_token(attn):
-    module, x, past, sizes = layer(attn), normal(2, 90, 32), {}, []
-    for piece in x.split([40, 1, 1, 17, 1, 29, 1], 1):
-        module(piece, past)
-        sizes.append(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
-    rows = sum(y[:, :, :1].numel() for y in past.get("rows", ()))       # an unfinished chunk has at most 15 rows
-    assert max(sizes) - min(sizes) <= 15 * rows
-
-
-ADDED = {                                       # parameters beyond softmax's, as in the table of docs/variants.md
-    "retnet": lambda C, D, H: C * D * H + D, "gla": lambda C, D, H: (C * D + 17 * D) * H + 16 * C + D,
-    "mamba2": lambda C, D, H: (C * D + C + 5 * D + 3) * H + 8 * D - 2 * C * D * (H - 1),
-    "deltanet": lambda C, D, H: (C + 12 * D) * H + D,
-    "gated_deltanet": lambda C, D, H: (C * D + 2 * C + 12 * D + 2) * H + D,
-    "ttt": lambda C, D, H: (D * D + C + 5 * D + 1) * H + 16,
-    "titans": lambda C, D, H: (8 * D * D + C * D + 3 * C + 12 * D + 3) * H + D}
+# {recipe: parameters beyond softmax's} of a layer with C = 32, D = 8 and H = 4, by the table of docs/variants.md
+ADDED = {"retnet": 1032, "gla": 2088, "mamba2": -148, "deltanet": 520, "gated_deltanet": 1680, "ttt": 564,
+         "titans": 3860}
 
 
 @pytest.mark.parametrize("attn", ADDED)
 def test_parameter_counts_equal_the_table(attn):
     sizes = [sum(p.numel() for p in layer(name, bias=False).parameters()) for name in (attn, "softmax")]
-    assert sizes[0] - sizes[1] == ADDED[attn](32, 8, 4)
+    assert sizes[0] - sizes[1] == ADDED[attn]
 
 
 def test_the_flops_of_a_token_do_not_depend_on_the_length():

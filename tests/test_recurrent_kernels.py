@@ -26,18 +26,14 @@ def gated_delta(**form):
 
 
 @forms
-@settings(max_examples=examples(2))
-@example(**FORM)
-@example(**FORM | {"rate": "head", "erases": True, "shared": True})
+@settings(max_examples=examples(1))                        # first of all a single token, without anything
+@example(**FORM | {"shared": True})
+@example(**FORM | {"rate": "head", "erases": True, "D": 72, "T": 20})          # products are cut into pieces
 @example(**FORM | {"rate": "channel", "erases": True})
 @example(**FORM | {"rate": "channel", "strength": 400})
 @example(**FORM | {"erases": True, "repeated": True})
 def test_float32_equals_the_reference(**form):
     assert_exact(recurrent_kernels.recur, draw(**form))
-
-
-def test_wide_keys_whose_products_are_cut_into_pieces():
-    assert_exact(recurrent_kernels.recur, gated_delta(T=20, D=72))
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -51,6 +47,8 @@ def test_two_runs_agree_bit_for_bit():
 
 
 @pytest.mark.parametrize("changes, message", [
+    *([] if DEVICE == "cuda" else [             # where looking at values is cheap
+        ({"erase": torch.full((1, 2, 9, 1), 1.5)}, "from 0 to 1"), ({"forget": torch.ones(1, 2, 9, 1)}, "at most 0")]),
     ({"k": torch.randn(1, 2, 9, 8)}, "must agree"), ({"forget": torch.zeros(1, 2, 9, 2)}, "must agree"),
     ({"v": torch.randn(1, 2, 9, 16).half()}, "must share one"), ({"erase": torch.ones(1, 2, 9)}, "must agree"),
     ({name: torch.randn(1, 2, 9, 300) for name in "qk"}, "256 at most")])
@@ -58,14 +56,6 @@ def test_invalid_inputs_are_refused(changes, message):
     x = gated_delta(T=9)
     with pytest.raises(ValueError, match=message):
         recurrent_kernels.recur(**x | {name: y.to(DEVICE) for name, y in changes.items()})
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="values on a GPU are not checked")
-@pytest.mark.parametrize("changes, message", [
-    ({"erase": torch.full((1, 2, 9, 1), 1.5)}, "from 0 to 1"), ({"forget": torch.ones(1, 2, 9, 1)}, "at most 0")])
-def test_rates_out_of_range_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        recurrent_kernels.recur(**gated_delta(T=9) | changes)
 
 
 def test_a_second_derivative_is_refused():
