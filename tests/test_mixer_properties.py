@@ -14,7 +14,9 @@ from attention import ATTENTIONS
 from axes.options import constants
 from mixers import focus
 
-MIXED = [attn for attn, axes in ATTENTIONS.items() if "mixer" in axes]
+# what a case always has: a recipe, and Focus' parts
+FIXED = [{"attn": attn} for attn, axes in ATTENTIONS.items() if "mixer" in axes and attn != "focus"]
+FIXED += [{"attn": "focus", "balance": balance} for balance in focus.BALANCES] + [{"attn": "focus", "topk": 2}]
 ARGS = {                                        # values of constants that make a short sequence interesting
     "chunk": st.integers(1, 20), "groups": st.integers(1, 5), "temperature": st.sampled_from([0.5, 1, 2]),
     "iterations": st.integers(0, 4), "gate_scale": st.sampled_from([1, 10]), "gate_offset": st.sampled_from([0, 0.5]),
@@ -26,19 +28,20 @@ ARGS = {                                        # values of constants that make 
 
 
 @st.composite
-def cases(draw, attn):
-    """The recipe with up to three other axes, as arguments of `trained`, and the numbers of sequences and tokens."""
-    mixer = mixers.MIXERS[ATTENTIONS[attn]["mixer"]]
+def cases(draw, fixed):
+    """Up to three axes and all numbers beyond the fixed choices, as arguments of `trained`, and the numbers of
+    sequences and tokens."""
+    mixer = mixers.MIXERS[ATTENTIONS[fixed["attn"]]["mixer"]]
     axes = {axis: list(values) for axis, values in mixer.axes.items() if len(values) > 1}
     changed = draw(st.lists(st.sampled_from(sorted(axes)), max_size=3, unique=True))
-    choices = {"attn": attn} | {axis: draw(st.sampled_from(axes[axis])) for axis in changed}
+    choices = {axis: draw(st.sampled_from(axes[axis])) for axis in changed} | fixed
     heads, groups = draw(st.sampled_from([(4, 2), (4, 4), (4, 1), (3, 1), (1, 1)]))
     choices |= {"n_head": heads, "n_kv_head": groups, "n_embd": heads * draw(st.sampled_from([8, 5, 4]))}
     choices |= {"window": draw(st.integers(1, 12))} if "window" in mixer.numbers else {}
     try:
         args = {name: draw(ARGS[name]) for name in constants(tiny_config(**choices), mixer.axes) if name in ARGS}
         if "topk" in mixer.numbers and "bits" not in args:
-            choices["topk"] = draw(st.integers(0, args.get("groups", 12)))
+            choices.setdefault("topk", draw(st.integers(0, args.get("groups", 12))))
         choices["attn_args"] = ",".join(f"{name}={value}" for name, value in args.items())
         tiny_config(**choices)
     except ValueError:                          # not legal
@@ -46,10 +49,11 @@ def cases(draw, attn):
     return choices, draw(st.integers(1, 2)), draw(st.integers(1, 40))
 
 
-def for_each_recipe(count):
-    """Run a test(attn, data) that draws cases, `count` times for each recipe."""
-    drawn, each = settings(max_examples=examples(count)), pytest.mark.parametrize("attn", MIXED)
-    return lambda test: each(given(data=st.data())(drawn(test)))
+def drawn(count):
+    """Run a test(fixed, data) that draws cases, `count` times for each of FIXED."""
+    names = [" ".join(map(str, fixed.values())) for fixed in FIXED]
+    each = pytest.mark.parametrize("fixed", FIXED, ids=names)
+    return lambda test: each(given(data=st.data())(settings(max_examples=examples(count))(test)))
 
 
 def trained(choices):
@@ -81,9 +85,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(focus, "ROWS", 16)
 
 
-@for_each_recipe(6)
-def test_outputs_all_gradients_and_weights_equal_the_reference(attn, data):
-    choices, B, T = data.draw(cases(attn))
+@drawn(6)
+def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
+    choices, B, T = data.draw(cases(fixed))
     module = trained(choices).train(data.draw(st.booleans()))
     qkvx = q, k, v, x = inputs(module, T, B=B)
     found, expected = (with_gradients(function, qkvx, scalars(module)) for function in (
@@ -95,9 +99,9 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(attn, data):
             agree([module.weights_of(q, k, x)], [reference.weights(module, q, k, x)], 64 * T)
 
 
-@for_each_recipe(4)
-def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_random_parts(attn, data):
-    choices, B, T = data.draw(cases(attn))
+@drawn(4)
+def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_random_parts(fixed, data):
+    choices, B, T = data.draw(cases(fixed))
     module, x = trained(choices), normal(B, T, choices["n_embd"])
     expected, rounding = reference.layer(module, x), (64 * T, None)
     if module.config.pos == "rope":             # its angles are float32
@@ -109,11 +113,11 @@ def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_random_parts(at
         assert past["tokens"] == T
 
 
-@for_each_recipe(4)
-def test_rows_of_a_causal_layer_have_no_gradient_from_later_tokens(attn, data):
-    choices, B, T = data.draw(cases(attn))
+@drawn(4)
+def test_rows_of_a_causal_layer_have_no_gradient_from_later_tokens(fixed, data):
+    choices, B, T = data.draw(cases(fixed))
     module, x = trained(choices).train(data.draw(st.booleans())), normal(B, T, choices["n_embd"]).requires_grad_()
-    assert module.causal == (attn != "routing" and choices.get("balance") != "sinkhorn")
+    assert module.causal == (fixed["attn"] != "routing" and fixed.get("balance") != "sinkhorn")
     if module.causal:
         t = data.draw(st.integers(1, T))
         gradient, = torch.autograd.grad(module(x)[:, :t].square().sum(), x)
