@@ -114,6 +114,16 @@ def test_weights_of_a_learner_estimate_derivatives(attn):
 # --------------------------------------------------------------------------------------------------------------- costs
 
 
+@pytest.mark.parametrize("attn", ["performer", "gated_deltanet", "ttt", "titans"])
+def test_the_cache_does_not_grow(attn):
+    """From one whole chunk to another. In between, ttt and titans also hold the inputs of at most 15 tokens."""
+    module, past, sizes = layer(attn), {}, set()
+    for part in normal(2, 160, 32).split([48, 16, 16, 80], 1):
+        module(part, past)
+        sizes.add(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
+    assert len(sizes) == 1
+
+
 # {recipe: parameters beyond softmax's} of a layer with C = 32, D = 8 and H = 4, by the table of docs/variants.md
 ADDED = {"retnet": 1032, "gla": 2088, "mamba2": -148, "deltanet": 520, "gated_deltanet": 1680, "ttt": 564,
          "titans": 3860}
