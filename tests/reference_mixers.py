@@ -1,0 +1,352 @@
+"""The mixers as their papers define them, in float64: a state token by token, everything else as a matrix of weights.
+
+    layer(module, x)                a whole layer, (B, T, C) to (B, T, C)
+    attend(module, q, k, v, x)      each head's output (B, H, T, E), from convolved and rotated q, k and v
+    weights(module, q, k, x)        its attention weights (B, H, T, T), with an extra key's column first
+
+Nothing here calls the code under test. It reads a layer's config, constants, parameters and buffers by name.
+Shapes: B batch, H heads, T tokens, D width of q and k, E of v, C of the layer's input x (B, T, C).
+"""
+import math
+
+import torch
+from torch.nn import functional as F
+
+# ------------------------------------------------------------------------------------- what mixers share with attention
+
+
+def heads(y, H):
+    """(B, T, H * width) to (B, H, T, width)."""
+    return y.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def unit(x):
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def by_mean_square(x, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def featured(module, x):
+    """The norm without weights, then the feature map, of queries or keys."""
+    c = module.config
+    x = unit(x) if c.qk_norm == "l2" else by_mean_square(x) if c.qk_norm == "rms" else x
+    if c.feature == "mlp":                      # When Attention Sink Emerges, table 6
+        return F.relu(x @ module.feature[0].weight.T) @ module.feature[2].weight.T
+    return F.elu(x) + 1 if c.feature == "elu" else x                    # Katharopoulos et al. 2020, eq. 7
+
+
+def factor(module, n=None):
+    """What q.k is multiplied by, (H, T, 1) or a number. n (T, 1): how many keys each row sees."""
+    c, root = module.config, module.config.head_width ** -0.5
+    if c.scale == "log_n":                      # SSMax, Nakanishi 2501.19399
+        return root * module.sigma[:, None, None] * n.log()
+    if c.scale == "asentmax":                   # the asentmax repository, sparse_gemma.py
+        return root * (1 + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None])
+    return 1.0 if c.scale == "one" else root
+
+
+def output(module, o, x):
+    """What a layer does to the output of its heads (B, H, T, E). x: the layer's input."""
+    c, H, eps = module.config, o.shape[1], module.args.get("out_norm_eps")
+    o = o + module.value_bias[:, None] if c.value_bias == "on" else o   # When Attention Sink Emerges, table 4
+    if c.gate != "none":                        # Qiu et al. 2505.06708; with silu RetNet, GLA, Mamba2
+        gate = (F.silu if c.gate.startswith("silu") else torch.sigmoid)(heads(module.gate(x), H))
+    o = o * gate if c.gate == "silu_first" else o                       # Mamba2 gates before its norm
+    flat = o.transpose(1, 2).flatten(2)
+    if c.out_norm == "head":
+        o = by_mean_square(o, eps) * module.out_norm.weight
+    elif c.out_norm == "layer":                 # TTT
+        o = heads(F.layer_norm(flat, flat.shape[-1:], module.out_norm.weight, module.out_norm.bias, eps), H)
+    elif c.out_norm != "none":                  # ReLA, Zhang et al. 2021
+        o = heads(by_mean_square(flat, eps) * module.out_norm.weight, H)
+        o = o * heads(torch.sigmoid(module.norm_gate * flat), H) if c.out_norm == "gated" else o
+    return o * gate if c.gate in ("head", "element", "silu") else o
+
+
+def rotated(x, places, base):
+    """RoPE, Su et al. 2021: the pair of channels c and c + D/2 turns by the angle place * base^(-2c / D)."""
+    half = x.shape[-1] // 2
+    angle = places[:, None] * base ** (-torch.arange(half).to(x) / half)
+    a, b, rest = x.tensor_split([half, 2 * half], -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), rest], -1)
+
+
+# ------------------------------------------------------------------------------------------------------ a layer's frame
+
+
+def layer(module, x):
+    c, T, D = module.config, x.shape[1], module.config.head_width
+    y = module.c_attn(x)
+    if hasattr(module, "conv"):                 # over 4 tokens: H3, Mamba
+        y = F.silu(sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n:n + T] for n in range(4)))
+    H, K = (1, 1) if c.rule == "ssd" else (c.n_head, c.n_kv_head)       # Mamba2: all heads share one query and one key
+    *qk, v = y.split([H * D, K * D, c.n_kv_head * D], -1)
+    places = torch.arange(T) % (module.args["chunk"] if c.rule == "descent" else T)         # TTT: within a chunk
+    for n, (count, name) in enumerate(((H, "q_norm"), (K, "k_norm"))):
+        if c.qk_norm == "all":                  # OLMo 2
+            qk[n] = by_mean_square(qk[n], c.norm_eps) * getattr(module, name).weight
+        qk[n] = heads(qk[n], count)
+        if c.qk_norm == "head":                 # Qwen3
+            qk[n] = by_mean_square(qk[n], c.norm_eps) * getattr(module, name).weight
+        if c.pos == "rope":
+            qk[n] = rotated(qk[n], places, c.rope_base)
+    return module.c_proj(attend(module, *qk, heads(v, c.n_kv_head), x).transpose(1, 2).flatten(2))
+
+
+def attend(module, q, k, v, x):
+    c, (k, v) = module.config, (every_head(y, H) for y, H in ((k, q.shape[1]), (v, module.config.n_head)))
+    if c.rule in ("descent", "momentum"):
+        return output(module, learned(module, q, k, v, x), x)
+    if c.mixer == "recurrent":
+        return output(module, linear_state(module, q, k, v, x), x)
+    w = weights(module, q, k, x)
+    o = w[..., -k.shape[2]:] @ v
+    if c.sink == "key_value":                   # When Attention Sink Emerges, table 4
+        o = o + w[..., :1] * every_head(module.sink_value[None, :, None], c.n_head)
+    return output(module, o, x)
+
+
+def every_head(y, H):
+    """Neighbouring heads share a head of keys or values: (B, K, ..) to (B, H, ..)."""
+    return y.repeat_interleave(H // y.shape[1], 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+def recurrence(q, k, v, keep, erase=None):
+    """S_t = keep_t S_{t-1} + k_t^T (v_t - erase_t k_t keep_t S_{t-1}),  o_t = q_t S_t.
+
+    The delta rule: Yang et al. 2406.06484; with forgetting 2412.06464. keep (B, H, T, 1 or D), erase (B, H, T, 1)."""
+    S, outputs = torch.zeros(k.shape[3], v.shape[3]).to(v), []
+    for t in range(v.shape[2]):
+        q_t, k_t, u, keep_t = (y[:, :, t, None] for y in (q, k, v, keep))                   # (B, H or 1, 1, .)
+        S = keep_t.mT * S
+        if erase is not None:
+            u = u - erase[:, :, t, None] * (k_t @ S)
+        S = S + k_t.mT @ u
+        outputs.append(q_t @ S)
+    return torch.cat(outputs, 2)
+
+
+def kept(module, x):
+    """The share of a state that survives a token, (B, H, T, 1 or D)."""
+    H, forget = module.config.n_head, module.config.forget
+    one = torch.ones(len(x), H, x.shape[1], 1).to(x)
+    if forget == "fixed":                       # RetNet, Sun et al. 2307.08621, eq. 8
+        return one - 2.0 ** (-5 - torch.arange(H)[:, None, None])
+    if forget == "channel":                     # GLA, Yang et al. 2312.06635, section 4.4
+        return torch.sigmoid(heads(module.fade(x), H)) ** (1 / 16)
+    if forget == "dt":                          # Mamba2, Dao and Gu 2405.21060
+        return torch.exp(-module.A_log.exp()[:, None, None] * time_step(module, x))
+    if forget == "alpha":                       # 1 - alpha_t: Titans, eq. 13
+        return 1 - torch.sigmoid(heads(module.alpha(x) - module.forget_bias, H))
+    return one
+
+
+def time_step(module, x):
+    return F.softplus(heads(module.dt(x) + module.dt_bias, module.config.n_head))
+
+
+def of_state(module, q, k, v, x):
+    """q, k, v, the share that a state keeps, and the share of v that a token writes: DeltaNet's beta, TTT's and Titans'
+    rate, Mamba2's time step."""
+    c, keep = module.config, kept(module, x)
+    write = time_step(module, x) if c.write == "dt" else torch.ones_like(keep[..., :1])
+    write = torch.sigmoid(heads(module.beta(x), c.n_head)) if c.write in ("beta", "rate") else write
+    return factor(module) * featured(module, q), featured(module, k), v, keep, write
+
+
+def linear_state(module, q, k, v, x):
+    c, (q, k, v, keep, write) = module.config, of_state(module, q, k, v, x)
+    o = recurrence(q, k, write * v, keep, write if c.rule == "delta" else None)
+    if c.normalize == "sum":                    # the weights' sum is what values of 1 return
+        o = o / (recurrence(q, k, write * torch.ones_like(v), keep) + 1e-8)
+    return o + module.skip[:, None, None] * v if c.rule == "ssd" else o # Mamba2: y = C h + D x
+
+
+def learned(module, q, k, v, x):
+    """A memory that learns by gradient descent on |answer(k_t) - v_t|^2 / 2, each gradient at the memory before t's
+    chunk: M_t = keep_t M_{t-1} + P_t,  P_t = eta_t P_{t-1} - rate_t gradient_t. Titans, Behrouz et al. 2501.00663,
+    eq. 13 and 14. TTT-linear, Sun et al. 2407.04620, has eta = 0, and the n-th token of a chunk sees 1 / n + a learned
+    number of its chunk's steps."""
+    (q, k, v, keep, rate), D, size = of_state(module, q, k, v, x), q.shape[-1], module.args["chunk"]
+    ttt = module.config.rule == "descent"
+    if ttt:
+        M, rate, place = (module.memory, module.memory_bias), rate / D, torch.arange(size)
+        sees, eta, share = F.relu(1 / (place.to(x) + 1) + module.place), 0 * rate, 1 + 0 * rate
+    else:                                       # ours: values have size 1, and rate times curvature is at most 2
+        M, rate, v, sees = (module.memory_in, module.memory_out), rate / D ** 0.5, by_mean_square(v), torch.ones(size)
+        eta = torch.sigmoid(heads(module.momentum(x), q.shape[1]))
+        share = (1 - eta) / size
+
+    def answer(M, y):
+        if ttt:
+            return y + F.layer_norm(y @ M[0] + M[1], (D,), eps=1e-6) * module.inner_scale + module.inner_bias
+        return F.gelu(y @ M[0]) @ M[1]
+
+    def loss(M, k, v):
+        return (answer(M, k) - v).square().sum() / 2
+
+    M, outputs = [m.expand(len(x), *m.shape) for m in M], []
+    P = [torch.zeros_like(m) for m in M]
+    for t in range(x.shape[1]):
+        q_t, k_t, v_t, keep_t, eta_t, share_t, step = (y[:, :, t, None] for y in (q, k, v, keep, eta, share, rate))
+        if t % size == 0:
+            before = without = M                # without: the memory without this chunk's steps
+        gradient = torch.func.grad(loss)(before, k_t, v_t)
+        if not ttt:                             # along the gradient: |gradient in M|^2 / |gradient in answer|^2
+            slope = sum(g.square().sum((-1, -2), keepdim=True) for g in gradient)
+            step = step / (step * slope / (answer(before, k_t) - v_t).square().sum(-1, keepdim=True) / 2).clamp(min=1)
+        P = [eta_t * p - share_t * step * g for p, g in zip(P, gradient, strict=True)]
+        without, M = [keep_t * m for m in without], [keep_t * m + p for m, p in zip(M, P, strict=True)]
+        seen = [m0 + sees[t % size] * (m - m0) for m0, m in zip(without, M, strict=True)]
+        outputs.append(answer(seen, q_t))
+        M = seen if t % size == size - 1 else M
+    return torch.cat(outputs, 2)
+
+
+# ------------------------------------------------------------------------------------------------- matrices of weights
+
+
+def weights(module, q, k, x):
+    """w_ij of o_i = sum_j w_ij v_j, before norms and gates."""
+    c, H, T = module.config, module.config.n_head, k.shape[2]
+    k = every_head(k, q.shape[1])
+    if c.mixer == "recurrent":                  # the outputs for one-hot values
+        return linear_state(module, q, k, torch.eye(T).to(x).expand(len(x), H, T, T), x)
+    past = torch.ones(T, T).tril()[-q.shape[2]:].bool()                 # (R, T), for the last R queries
+    q, k = factor(module, past.sum(-1, keepdim=True).to(x)) * featured(module, q), featured(module, k)
+    s = q @ k.mT
+    if c.mixer == "focus":
+        return softmax(module, q, *focus(module, s, past, x))
+    if c.mixer == "selection":
+        return selection(module, q, k, s, past)
+    return random_features(module, q, k) if c.mixer == "performer" else routing(module, q, k, s, past)
+
+
+def softmax(module, q, s, seen):
+    """The softmax of the scores s over the keys that are seen, and over an extra key of score c, if there is one."""
+    c = torch.zeros_like(s[..., :1])            # softmax1, Miller 2023
+    if module.config.sink == "logit":           # GPT-OSS
+        c = c + module.sink_logit[:, None, None]
+    if module.config.sink.startswith("key"):    # When Attention Sink Emerges, table 4
+        c = (q * featured(module, every_head(module.sink_key[None, :, None], q.shape[1]))).sum(-1, keepdim=True)
+    s = s.masked_fill(~seen, -math.inf)
+    return torch.softmax(s if module.config.sink in ("none", "token") else torch.cat([c, s], -1), -1)
+
+
+def random_features(module, q, k):
+    """phi(q_i).phi(k_j), divided by its sum, with phi_w(y) = exp(w.y - |y|^2 / 2). Choromanski et al. 2009.14794."""
+    root = math.sqrt(factor(module))            # q.k is the score: move its factor to both sides
+    q, k = (torch.exp(y @ module.directions.mT - y.square().sum(-1, keepdim=True) / 2) for y in (q / root, k * root))
+    w = (q @ k.mT).tril()
+    return w / w.sum(-1, keepdim=True)
+
+
+def routing(module, q, k, s, past):
+    """The mean over clusters of a softmax inside each. A cluster holds the queries and the keys whose directions are
+    nearest to its mean. Roy et al. 2003.05997."""
+    size = module.args["cluster_size"] or math.ceil(s.shape[-1] / module.args["clusters"])
+    near = [(unit(y) @ module.means.mT).argsort(2, True).argsort(2) < size for y in (q, k)]     # (B, H, T, K)
+    pairs = near[0].mT[..., :, None] & near[1].mT[..., None, :] & past                          # (B, H, K, T, T)
+    e = pairs * s.exp()[:, :, None]
+    w = (e / e.sum(-1, keepdim=True).clamp(min=1e-300)).sum(2)
+    return w / pairs.any(-1).sum(2).clamp(min=1)[..., None]
+
+
+# ---------------------------------------------------------------------------------------------------------------- Focus
+
+
+def shares(module, x):
+    """g: each token's shares of the groups, (B, T, K). Focus, eq. 1."""
+    balance = module.config.balance
+    x = x.detach() if balance in ("stop_gradient", "ema") else x        # table 8
+    z = x @ module.router.weight.T - (module.middle if balance == "recluster" else 0)
+    s = z @ module.centroids.T / module.args["temperature"]
+    s = s - module.potential if balance == "potential" else s           # ours: Sinkhorn's result of past steps
+    return sinkhorn(s, module.args["iterations"]) if balance == "sinkhorn" else torch.softmax(s, -1)
+
+
+def sinkhorn(s, iterations):
+    """Q = exp(s), divided in turn by its sums over tokens and by its sums over groups. Focus, section 2. Without
+    iterations, only by the latter."""
+    Q = torch.softmax(s, -1) if iterations == 0 else s.exp()
+    for _ in range(iterations):
+        Q = Q / Q.sum(1, keepdim=True)
+        Q = Q / Q.sum(2, keepdim=True)
+    return Q
+
+
+def focus(module, s, past, x):
+    """Scores gated by g_i.g_j beyond the window (eq. 2), or a mask: distant pairs must share one of their topk largest
+    groups (eq. 3)."""
+    c, g = module.config, shares(module, x)
+    near = past.triu(1 - c.window)
+    if c.topk and not module.training:
+        member = torch.zeros_like(g).scatter(-1, g.argsort(-1, True)[..., :c.topk], 1.0)
+        return s, past & (near | (member @ member.mT > 0)[:, None])
+    gate = torch.sigmoid(module.gate_scale * (g @ g.mT - module.gate_offset))[:, None]
+    return torch.where(near, s, s + gate.log() if c.affinity == "log" else s * gate), past
+
+
+# ------------------------------------------------------------------------------------------------------------ selection
+
+
+def selection(module, q, k, s, past):
+    """The softmax over the keys that each row selects, row by row."""
+    seen, mass, s, (B, H, T, _) = torch.zeros_like(s, dtype=torch.bool), torch.ones_like(s[..., :1]), s.clone(), s.shape
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, T))).tolist():
+        row = s[b, h, i, :i + 1].clone()
+        chosen, change, mass[b, h, i] = CHOSEN[module.config.select](module, q[b, h, i], k[b, h, :i + 1], row)
+        s[b, h, i, :i + 1], seen[b, h, i, :i + 1] = row + change, chosen
+    sink, w = softmax(module, q, s, seen).tensor_split([-T], -1)
+    mean = past / past.double().sum(-1, keepdim=True) * w.sum(-1, keepdim=True)     # SparQ: of all values
+    return torch.cat([sink, mass * w + (1 - mass) * mean], -1)
+
+
+def largest(rank, count):
+    return torch.zeros(len(rank)).bool().scatter(0, rank.argsort(descending=True)[:count or len(rank)], True)
+
+
+def by_score(module, q, K, s):
+    return largest(s, module.config.topk), 0.0, 1.0
+
+
+def by_components(module, q, K, s):
+    """SparQ, Ribar et al. 2312.04985, algorithm 1."""
+    parts, topk = q.abs().argsort(descending=True)[:module.args["components"]], module.config.topk
+    cover = q[parts].abs().sum() / q.abs().sum() if q.any() else torch.ones(())
+    rough = torch.softmax(K[:, parts] @ q[parts] / cover.sqrt(), 0)
+    local = torch.arange(len(K)) >= len(K) - int(module.args["local"] * topk)
+    chosen = largest(rough + local, topk)
+    return chosen, 0.0, (rough * chosen).sum() if module.args["realloc"] else 1.0
+
+
+def by_page(module, q, K, s):
+    """Quest, Tang et al. 2406.10774, section 3. The row's own page, the last one, comes first."""
+    pages = K.split(module.args["page"])
+    bounds = [torch.maximum(q * page.amin(0), q * page.amax(0)).sum().item() for page in pages[:-1]] + [math.inf]
+    chosen = largest(torch.tensor(bounds), math.ceil(module.config.topk / module.args["page"]))
+    return chosen.repeat_interleave(torch.tensor([len(page) for page in pages])), 0.0, 1.0
+
+
+def by_hash(module, q, K, s):
+    """MagicPIG, Chen et al. 2410.16179, algorithm 1: keys that share two or more hashes with the query, and s - log u,
+    where u is the chance that they do. Ours: the centre is the mean of early keys."""
+    first, recent, bits, tables = (module.args[name] for name in ("first", "recent", "bits", "tables"))
+    j, n = torch.arange(len(K)), len(K)
+    exact = (j < first) | (j >= n - recent)
+    if exact.all():
+        return exact, 0.0, 1.0
+    K = K - K[first:first + recent].mean(0)
+    hashes = [(y @ module.planes.to(y) > 0).unflatten(-1, (tables, bits)) for y in (q, K)]
+    equal = (hashes[0] == hashes[1]).all(-1).sum(-1)
+    p = (1 - torch.acos(unit(K[~exact]) @ unit(q)) / math.pi) ** bits
+    u = 1 - (1 - p) ** tables - tables * p * (1 - p) ** (tables - 1)
+    return exact | (equal >= 2), torch.zeros_like(s).masked_scatter(~exact, -u.clamp(min=1e-30).log()), 1.0
+
+
+CHOSEN = {"topk": by_score, "sparq": by_components, "quest": by_page, "magicpig": by_hash}
