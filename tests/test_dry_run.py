@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, by_default
+from conftest import ROOT
 
 import train
 from common.machine import Machine
@@ -17,27 +17,20 @@ SIZES = [                                       # one dominated by activations, 
     "--n_layer=4 --n_head=4 --n_embd=256 --block_size=256 --batch_size=16",
     "--n_layer=6 --n_head=4 --n_embd=768 --block_size=64 --batch_size=2 --gradient_accumulation_steps=2"]
 
-# A minute model is trained first. It leaves in memory what does not depend on the size: modules, threads, data. The
-# allocator returns every freed tensor, as it does by default. train.py tells it to keep them, which is faster and takes
-# up to a third more: gaps between tensors
+# The allocator returns every freed tensor, as it does by default. train.py tells it to keep them, which is faster and
+# takes up to a third more: gaps between tensors
 PROGRAM = """
-import os, sys, train
+import sys, train
 from common import machine
 machine.keep_freed_memory = lambda: None
-def run(*flags):
-    try:
-        train.main(flags)
-    except SystemExit as stop:
-        assert stop.code == 0
-_, out, *flags = sys.argv
-few = "--max_iters=2 --eval_interval=2 --eval_iters=1 --device=cpu".split()
-minute = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=1".split()
-run(*flags[:2], *few, *minute, f"--out_dir={out}/minute")
-with open("/proc/self/statm") as f:
-    before = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-run(*flags, *few, f"--out_dir={out}/run")
-with open("/proc/self/status") as f:            # getrusage's peak can be that of the process which started this one
-    print("bytes:", 1024 * int(f.read().split("VmHWM:")[1].split()[0]) - before)
+def memory(field):                              # getrusage's peak can be that of the process which started this one
+    with open("/proc/self/status") as f:
+        return 1024 * int(f.read().split(field)[1].split()[0])
+before = memory("VmRSS:")
+try:
+    train.main([*sys.argv[1:], "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--device=cpu"])
+finally:
+    print("bytes:", memory("VmHWM:") - before)
 """
 
 
@@ -54,14 +47,15 @@ def size_of(part, text):
     return float(number.replace(",", "")) * {"MB": 1e6, "GB": 1e9}[unit]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
-@pytest.mark.parametrize("size", [SIZES[0], by_default(False, SIZES[1])])
+@pytest.mark.parametrize("size", SIZES)
 def test_the_predicted_peak_is_that_of_a_real_process(size, data, tmp_path, capsys, monkeypatch):
     """To 15 %, by the resident memory that the operating system reports."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")               # tensors above 64 KB get memory of their own
     flags = [f"--dataset={data}", "--dtype=float32", *size.split()]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), *flags], capture_output=True, text=True,
-                          cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, f"--out_dir={tmp_path}", *flags], capture_output=True,
+                          text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     measured = int(re.search(r"^bytes: (\d+)", done.stdout, re.M)[1])
     assert size_of("together", dry_run(capsys, *flags)) == pytest.approx(measured, rel=0.15)

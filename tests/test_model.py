@@ -38,28 +38,20 @@ class Reference(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
-        self.h = nn.ModuleList(nn.TransformerEncoderLayer(
-            c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(c.n_layer))
-        self.ln_f = nn.LayerNorm(c.n_embd)
+        layer = nn.TransformerEncoderLayer(c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True,
+                                           norm_first=True)
+        self.h = nn.TransformerEncoder(layer, c.n_layer, nn.LayerNorm(c.n_embd), enable_nested_tensor=False)
 
     def forward(self, idx):
-        x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]
-        for block in self.h:
-            mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
-            x = block(x, src_mask=mask, is_causal=True)
-        return self.ln_f(x) @ self.wte.weight.T
-
-    def copy(self, gpt):
-        """Copy the weights of a GPT."""
-        self.double().load_state_dict({their_name(name): value for name, value in gpt.named_parameters()})
-        return self.train()
+        mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1], dtype=torch.float64)
+        return self.h(self.wte(idx) + self.wpe.weight[:idx.shape[1]], mask, is_causal=True) @ self.wte.weight.T
 
 
 def their_name(name):
     """What torch.nn calls a parameter of GPT."""
     for ours, theirs in {"attn.c_attn.": "self_attn.in_proj_", "attn.c_proj": "self_attn.out_proj",
                          "mlp.c_fc": "linear1", "mlp.c_proj": "linear2", "ln_1": "norm1", "ln_2": "norm2",
-                         "transformer.": ""}.items():
+                         "transformer.h": "h.layers", "transformer.ln_f": "h.norm", "transformer.": ""}.items():
         name = name.replace(ours, theirs)
     return name
 
@@ -70,7 +62,8 @@ def test_losses_of_fifty_steps_equal_those_of_nanogpts_architecture(kernel, data
     that the model itself returns is in float32."""
     gpt = GPT(tiny_config(n_layer=2, n_embd=32, block_size=32, vocab_size=257, attn="softmax", pos="learned",
                           norm="layernorm", mlp="gelu", bias=True, kernel=kernel)).double()
-    reference = Reference(gpt.config).copy(gpt)
+    reference = Reference(gpt.config).double()
+    reference.load_state_dict({their_name(name): value for name, value in gpt.named_parameters()})
     groups = [{"params": [p for p in reference.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
               for matrix in (True, False)]
     pairs = [(lambda idx: gpt(idx)[0], gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), []),
@@ -116,20 +109,11 @@ def test_post_norm_normalises_the_residual_stream():
     close([x.square().mean(-1) for x in seen], [torch.ones(2, 9).double()] * 2)
 
 
-PAIR, PLAIN = torch.arange(32), 10000.0 ** (-torch.arange(32) / 32)     # RoPE's frequencies in a head of 64 channels
-SMOOTH = ((512 * PLAIN / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
-LOW, HIGH = (32 * math.log(4096 / (2 * math.pi * turns)) / math.log(10000) for turns in (32, 1))
-RAMP = ((PAIR - LOW) / (HIGH - LOW)).clamp(0, 1)
-
-
-@pytest.mark.parametrize("text, factor", [
-    ("linear:4", torch.full((32,), 0.25)),
-    ("ntk:4", 4 ** (-PAIR / 31)),               # a larger base: the fastest pair stays, the slowest takes all of it
-    ("llama3:8,1,4,512", SMOOTH + (1 - SMOOTH) / 8),                    # by wavelength
-    ("yarn:32,32,1,4096", 1 - RAMP + RAMP / 32)])                       # by the index of the pair, as in GPT-OSS
-def test_rope_scaling_makes_wavelengths_longer(text, factor):
-    assert (SMOOTH[0], SMOOTH[-1], RAMP[0], RAMP[-1]) == (1, 0, 0, 1) and ((RAMP > 0) & (RAMP < 1)).sum() > 5
-    close(rope_frequencies(tiny_config(rope_scaling=text), 64, "cpu") / PLAIN, factor, terms=64)
+def test_ntk_scaling_equals_a_larger_base():
+    """Other scalings are compared with those of transformers in tests/test_weights.py."""
+    ntk, larger = (rope_frequencies(tiny_config(**choice), 64, "cpu") for choice in (
+        {"rope_scaling": "ntk:4"}, {"rope_base": 10000.0 * 4 ** (64 / 62)}))
+    close(ntk / larger, torch.ones(32), terms=16)
 
 
 def test_dex_ends_its_schedule_at_anneal_and_stays_there():
@@ -142,16 +126,15 @@ def test_dex_ends_its_schedule_at_anneal_and_stays_there():
         close(layer.choices["dex"].corrected(layer, o), o - 0.3 * o @ layer.dex_proj.weight.T, dtype=torch.float32)
 
 
-SIZES = [
-    ("window", 5), ("window_every", 2), ("first", 2), ("norm", "rmsnorm"), ("mlp", "relu"), ("mlp", "gelu_tanh"),
-    ("mlp", "swiglu"), ("mlp", "relu2"), ("mlp", "moe"), ("tied", False), ("bias", True), ("n_kv_head", 1),
-    ("n_inner", 24), ("rope_base", 500.0), ("dropout", 0.2), ("n_embd", 18), ("head_dim", 6), ("qkv_bias", True),
-    ("norm_place", "out"), ("norm_eps", 1e-3), ("rope_scaling", "linear:4"), ("rope_scaling", "llama3:8,1,4,8"),
-    ("norm_place", "post"), ("norm_place", "parallel"), ("embed_norm", True), ("rope_share", 0.5),
-    ("rope_scaling", "ntk:2"), ("rope_scaling", "yarn:8,4,1,8"), *(("pos", pos) for pos in attention.AXES["pos"])]
+SIZES = {
+    "window": [5], "window_every": [2], "first": [2], "norm": ["rmsnorm"], "tied": [False], "bias": [True],
+    "mlp": ["relu", "gelu_tanh", "swiglu", "relu2", "moe"], "n_kv_head": [1], "n_inner": [24], "rope_base": [500.0],
+    "dropout": [0.2], "n_embd": [18], "head_dim": [6], "qkv_bias": [True], "norm_place": ["out", "post", "parallel"],
+    "norm_eps": [1e-3], "embed_norm": [True], "rope_share": [0.5], "pos": list(attention.AXES["pos"]),
+    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2", "yarn:8,4,1,8"]}
 
 
-@pytest.mark.parametrize("name, value", SIZES)
+@pytest.mark.parametrize("name, value", [(name, value) for name in SIZES for value in SIZES[name]])
 @pytest.mark.parametrize("attn", some_recipes("softmax", "elastic", "diff_rela"))
 def test_every_size_trains_every_parameter(attn, name, value):
     """tests/test_contract.py tests the axes of the mixers."""
@@ -168,6 +151,8 @@ def test_parameters_and_operations_count_what_a_token_uses():
     gpt = GPT(tiny_config(n_layer=2, pos="learned", bias=True))
     assert gpt.num_params() == 2 * block + V * C + T * C + 2 * C
     assert gpt.num_params(embeddings=False) == gpt.num_params() - T * C
+    shared = GPT(tiny_config(n_layer=2, pos="t5", bias=True))           # all layers share one table, with 2 heads
+    assert shared.num_params() == 2 * block + V * C + 2 * C + shared.transformer.h[1].attn.t5.numel()
     untied = GPT(tiny_config(n_layer=2, bias=True, tied=False))
     assert untied.num_params(embeddings=False) == 2 * block + 2 * C + V * C
     expert = 2 * F * C + 2 * F + C * F + C
@@ -228,14 +213,6 @@ def test_experts_equal_a_dense_sum_in_output_gradients_and_load(experts, active)
 
 # ----------------------------------------------------------------------------------------- initial weights, optimizer
 
-def test_all_layers_share_one_parameter_for_t5_buckets():
-    gpt = model(pos="t5")
-    first, second = (block.attn for block in gpt.transformer.h)
-    assert first.t5 is second.t5 and gpt.num_params() == model(pos="none").num_params() + first.t5.numel()
-    optimizer = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
-    assert sum(p is first.t5 for group in optimizer.param_groups for p in group["params"]) == 1
-
-
 def test_initial_values_are_those_of_gpt2():
     """A standard deviation of n draws has a standard error of 1 / sqrt(2 n)."""
     gpt = GPT(tiny_config(n_embd=128, n_layer=2, pos="learned", bias=True), bounds.SEED)
@@ -247,10 +224,11 @@ def test_initial_values_are_those_of_gpt2():
             assert (value == (1 if "ln_" in name and name.endswith("weight") else 0)).all(), name
 
 
-@pytest.mark.parametrize("attn", RECIPES)
-def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(attn):
+@pytest.mark.parametrize("attn, pos", [pytest.param(*p.values, "learned", marks=p.marks) for p in RECIPES] +
+                         [("softmax", "t5")])   # t5: layers share a parameter
+def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(attn, pos):
     """The biases of all experts form a matrix, which does not decay either."""
-    gpt = GPT(tiny_config(attn=attn, bias=True, pos="learned", mlp="moe"))
+    gpt = GPT(tiny_config(attn=attn, bias=True, pos=pos, mlp="moe", n_layer=2))
     optimizer = gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9), head_lr=5.0)
     names = {id(p): name for name, p in gpt.named_parameters()}
     found = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
