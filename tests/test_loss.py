@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import ROOT, TEXT, run
+from conftest import TEXT, run
 
 from common import files
 from data import tokens
@@ -53,34 +53,16 @@ def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(loss, elastic_ru
     close(loss("--windows=6", "--batch_size=4")["loss"], expected, dtype=torch.float32)
     assert [found[name] for name in ("dataset", "split", "windows", "length")] == [str(data), "val", 6, 16]
     assert loss("--windows=1")["loss_error"] is None
+    assert bits_per_byte(1.0, {"shards": {"val.bin": {"tokens": 50, "bytes": 200, "sha256": ""}}}, "val") == (
+        pytest.approx(1 / math.log(2) / 4))
+    assert bits_per_byte(1.0, {"shards": {"val.bin": {"tokens": 50, "sha256": ""}}}, "val") is None
     assert loss("--windows=6", "--split=train")["loss"] != found["loss"]
 
 
-def test_bits_per_byte_need_a_count_of_bytes():
-    row = {"tokens": 50, "bytes": 200, "sha256": ""}
-    close(bits_per_byte(math.log(2), {"shards": {"val.bin": row}}, "val"), 1 / 4)
-    del row["bytes"]
-    assert bits_per_byte(1.0, {"shards": {"val.bin": row}}, "val") is None
-
-
-# a leftover thread of gloo sometimes aborts the process when Python exits
-THREADS = f"""
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
-import eval
-eval.main(sys.argv[1:])
-threads = Path("/proc/self/task")               # the list of threads that Linux has
-for thread in os.listdir(threads) if threads.exists() else ():
-    assert "gloo" not in (threads / thread / "comm").read_text()
-"""
-
-
-def test_two_ranks_give_the_loss_of_one_process_and_leave_no_thread(loss, elastic_run, tmp_path):
+def test_two_ranks_give_the_loss_of_one_process(loss, elastic_run):
     alone = loss("--windows=7", "--batch_size=2")
-    (tmp_path / "threads.py").write_text(THREADS)
     flags = (f"--out_dir={elastic_run}", "--json", "--windows=7", "--batch_size=2", "--device=cpu")
-    both = json.loads(run(tmp_path / "threads.py", "loss", *flags, ranks=2).stdout)
+    both = json.loads(run("eval.py", "loss", *flags, ranks=2).stdout)
     assert both["windows"] == 7
     close(*([numbers["loss"], numbers["loss_error"]] for numbers in (both, alone)), size=alone["loss"],
           dtype=torch.float32)

@@ -28,9 +28,6 @@ from evals.probe import MEASURES
 from model import GPT, GPTConfig
 from training import balance
 
-ASCII = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-
-
 # ------------------------------------------------------------------------------------------------- the files of a run
 
 def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elastic_run, data):
@@ -53,16 +50,13 @@ def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elasti
     assert {"transformer.wte.weight", "transformer.h.0.attn.tau", "lm_head.weight"} <= checkpoint["model"].keys()
 
 
-def test_the_same_command_gives_the_same_run_also_where_the_terminal_knows_only_ascii(elastic_run, tmp_path, data):
+def test_the_same_training_in_a_terminal_that_knows_only_ascii_with_other_intervals(elastic_run, tmp_path, data):
     """The command runs in another process here. All other tests may therefore train in this process. The sample at its
-    end contains bytes that are no text, which the terminal cannot show."""
-    assert "\\ufffd" in train(tmp_path, data, "--attn=elastic", "--dropout=0.1", env=ASCII).stdout
-    assert_same_run(tmp_path, elastic_run)
-
-
-def test_evaluating_and_logging_do_not_change_the_training(elastic_run, tmp_path, data):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=elastic", "--dropout=0.1", "--eval_interval=100",
-               "--log_interval=3", "--eval_iters=2")
+    end contains bytes that are no text, which the terminal cannot show. Evaluating and logging change no weights."""
+    ascii = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = train(tmp_path, data, "--attn=elastic", "--dropout=0.1", "--eval_interval=100", "--log_interval=3",
+                 "--eval_iters=2", env=ascii)
+    assert "\\ufffd" in done.stdout
     same(weights(tmp_path), weights(elastic_run))
 
 
