@@ -66,22 +66,20 @@ def test_losses_of_fifty_steps_equal_those_of_nanogpts_architecture(kernel, data
     reference.load_state_dict({their_name(name): value for name, value in gpt.named_parameters()})
     groups = [{"params": [p for p in reference.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
               for matrix in (True, False)]
-    pairs = [(lambda idx: gpt(idx)[0], gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), []),
-             (reference, torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95)), [])]
-    split, starts = tokens.Tokens(data, "train"), torch.randint(19_000, (50, 4), generator=bounds.dice())
+    optimizers = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    split, starts, expected = tokens.Tokens(data, "train"), torch.randint(19_000, (50, 4), generator=bounds.dice()), []
     for step in range(50):
         rows = torch.from_numpy(split.windows(starts[step].tolist(), 33, 257))
         idx, targets = rows[:, :-1], rows[:, 1:]
-        own = gpt(idx, targets)[1]
-        for logits_of, optimizer, losses in pairs:
-            loss = nn.functional.cross_entropy(logits_of(idx).flatten(0, 1), targets.flatten())
+        losses = [nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                  for logits in (gpt(idx)[0], reference(idx))]
+        close(losses[0], losses[1], terms=50 * 64)
+        close(gpt(idx, targets)[1], losses[1], dtype=torch.float32)
+        for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
-        close(own, losses[-1], dtype=torch.float32)
-    (_, _, found), (_, _, expected) = pairs
-    close(found, expected, terms=50 * 64)
+        expected.append(loss.item())
     below(0.5, expected[0] - expected[-1])
 
 
@@ -127,11 +125,11 @@ def test_dex_ends_its_schedule_at_anneal_and_stays_there():
 
 
 SIZES = {
-    "attn": ["elastic", "diff_rela"], "window": [5], "window_every": [2], "first": [2], "norm": ["rmsnorm"], "tied": [False],
-    "bias": [True], "mlp": ["relu", "gelu_tanh", "swiglu", "relu2", "moe"], "n_kv_head": [1], "n_inner": [24], "rope_base": [500.0],
+    "attn": ["elastic", "diff_rela"], "window": [5], "window_every": [2], "first": [2], "norm": ["rmsnorm"],
+    "mlp": ["relu", "gelu_tanh", "swiglu", "relu2", "moe"], "n_kv_head": [1], "n_inner": [24], "rope_base": [500.0],
     "dropout": [0.2], "n_embd": [18], "head_dim": [6], "qkv_bias": [True], "norm_place": ["out", "post", "parallel"],
     "norm_eps": [1e-3], "embed_norm": [True], "rope_share": [0.5], "pos": list(attention.AXES["pos"]),
-    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2", "yarn:8,4,1,8"]}
+    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2", "yarn:8,4,1,8"], "tied": [False], "bias": [True]}
 
 
 @settings(max_examples=examples(50))
@@ -247,7 +245,8 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(at
 @settings(max_examples=examples(5))
 @given(pos=st.sampled_from(list(attention.AXES["pos"])), parts=st.lists(st.integers(1, 6), min_size=2, max_size=7))
 def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(attn, pos, parts):
-    """A model reads a text in parts of any lengths, and generates."""
+    """A model reads a text in parts of any lengths, and generates. Absolute positions read the last block_size tokens
+    then, all others read everything."""
     assume(pos in mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")].axes["pos"])
     gpt, length = model(attn=attn, pos=pos), sum(parts)
     assume(length <= 16 or not POSITIONS[pos].embeds)
@@ -259,13 +258,8 @@ def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(att
     cached, uncached = (gpt.generate(idx, 20, seed=bounds.SEED, use_cache=use) for use in (True, False))
     assert cached.shape == (2, length + 20)
     same(cached, uncached)                      # ids: rounding is too small to change a draw
-
-
-def test_absolute_positions_read_the_last_block_and_others_read_everything():
-    for pos in attention.AXES["pos"]:
-        gpt, idx = model(pos=pos), token_ids(2, 25)
-        context = idx[:, -16:] if POSITIONS[pos].embeds else idx
-        same(gpt.generate(idx, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
+    context = cached[:, -16:] if POSITIONS[pos].embeds else cached
+    same(gpt.generate(cached, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
 
 
 def test_the_seed_decides_the_draws_and_model_and_global_generator_stay_as_they_were():

@@ -107,22 +107,24 @@ def test_killed_and_interrupted_and_resumed_equals_uninterrupted(tmp_path, data)
     flags = (*TINY, f"--dataset={data}", "--attn=elastic", "--dropout=0.2", "--max_iters=400", "--eval_interval=30",
              "--log_interval=7", "--block_size=32", "--n_embd=32")
     train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
-    out, deadline = tmp_path / "run", time.monotonic() + 120
-    argv = command("train.py", *flags, f"--out_dir={out}")
+    out, argv = tmp_path / "run", command("train.py", *flags, f"--out_dir={tmp_path / 'run'}")
+
+    def wait(process, until):
+        deadline = time.monotonic() + 120
+        while not until():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        return process
+
     process = subprocess.Popen(["sh", "-c", 'exec "$@" >&-', "sh", *argv], stderr=subprocess.DEVNULL)
-    while not (out / "ckpt.pt").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait(process, (out / "ckpt.pt").exists)
     time.sleep(random.uniform(0, 0.3))
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    first = log_rows(out)
+    first = (out / "ckpt.pt").stat()
     process = subprocess.Popen([*argv, "--init_from=resume"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                text=True)
-    while log_rows(out) == first:               # it drops the rows after its checkpoint, then writes new ones
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    wait(process, lambda: (out / "ckpt.pt").stat().st_mtime_ns != first.st_mtime_ns).send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 130
     step = torch.load(out / "ckpt.pt", weights_only=True)["step"]
@@ -183,20 +185,15 @@ def test_resuming_a_preset_continues_its_own_run(backcopy, tmp_path, monkeypatch
     assert meta(tmp_path / "out" / "backcopy-softmax")["losses"]["step"] == 3
 
 
-def test_the_tokenizer_is_stored_with_the_run(toy_run, toy, data, tmp_path, capsys):
-    """It is copied from the data set into a run, and from this run into one that starts from it. When a run moves to
-    old/, its tokenizer moves with it."""
-    assert (meta(toy_run)["tokenizer"], meta(toy_run)["separator"]) == ("toy", 0)
-    tuned = tmp_path / "tuned"
-    train_here(f"--init_from={toy_run}", f"--out_dir={tuned}", "--max_iters=2", "--device=cpu", "--eval_iters=1",
-               "--block_size=8", "--batch_size=2")
-    assert "foxes in the tokenizer toy" in capsys.readouterr().out and meta(tuned)["knobs"]["block_size"] == 8
-    train_here(f"--out_dir={tuned}", "--init_from=resume", "--max_iters=3")
-    assert meta(tuned)["tokenizer"] == "toy" and meta(tuned)["losses"]["step"] == 3
-    assert tokens.content_of(toy) == tokens.content_of(toy_run) == tokens.content_of(tuned)
-    train_here(f"--dataset={data}", f"--out_dir={tuned}", "--max_iters=1")
-    assert meta(tuned)["tokenizer"] == "bytes" and tokens.content_of(tuned) is None
-    assert tokens.content_of(tuned / "old" / "1") == tokens.content_of(toy)
+def test_the_tokenizer_goes_from_run_to_run_and_with_one_that_moves_to_old(toy_run, toy, data, tmp_path, capsys):
+    train_here(f"--init_from={toy_run}", f"--out_dir={tmp_path}", "--max_iters=1", "--device=cpu", "--eval_iters=1",
+               "--block_size=8")
+    assert "foxes in the tokenizer toy" in capsys.readouterr().out
+    assert (meta(tmp_path)["tokenizer"], meta(tmp_path)["separator"]) == ("toy", 0)
+    assert tokens.content_of(toy) == tokens.content_of(toy_run) == tokens.content_of(tmp_path)
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1")
+    assert meta(tmp_path)["tokenizer"] == "bytes" and tokens.content_of(tmp_path) is None
+    assert tokens.content_of(tmp_path / "old" / "1") == tokens.content_of(toy)
 
 
 def test_public_weights_are_trained_with_the_preset_tune(copy):
