@@ -1,17 +1,17 @@
 """eval.py loss: the mean over fixed windows, in nats and bits, from one process or several ranks."""
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import TEXT, run
+from conftest import TEXT
 
 from common import files
+from common.machine import Machine
 from data import tokens
 from evals.instrument import load_run
-from evals.loss import bits_per_byte
+from evals.loss import bits_per_byte, loss_and_error
 
 
 @pytest.fixture
@@ -59,10 +59,11 @@ def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(loss, elastic_ru
     assert loss("--windows=6", "--split=train")["loss"] != found["loss"]
 
 
-def test_two_ranks_give_the_loss_of_one_process(loss, elastic_run):
-    alone = loss("--windows=7", "--batch_size=2")
-    flags = (f"--out_dir={elastic_run}", "--json", "--windows=7", "--batch_size=2", "--device=cpu")
-    both = json.loads(run("eval.py", "loss", *flags, ranks=2).stdout)
-    assert both["windows"] == 7
-    close(*([numbers["loss"], numbers["loss_error"]] for numbers in (both, alone)), size=alone["loss"],
-          dtype=torch.float32)
+def test_ranks_share_the_windows(elastic_run, data):
+    """Two ranks add up the sums of one process. tests/test_train.py starts real ones."""
+    gpt, split, sums = load_run(elastic_run, "cpu")[0], tokens.Tokens(data, "val"), []
+    for rank, world in ((0, 1), (0, 2), (1, 2)):
+        machine = Machine("cpu", "float32")
+        machine.rank, machine.world, machine.sum = rank, world, lambda *values: sums.append(values) or values
+        loss_and_error(gpt, split, machine, 7, 2, 1, 16)
+    close([a + b for a, b in zip(*sums[1:], strict=True)], list(sums[0]), dtype=torch.float32)
