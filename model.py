@@ -6,6 +6,7 @@ SwiGLU and RoPE follow LLaMA (Touvron et al. 2023), the mixture of experts GPT-O
 
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size, E = n_expert.
 """
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import mixers
 from axes.positions import POSITIONS
 from axes.rows import SINKS
 from common.flags import knob
+from common.machine import check_memory
 from common.randomness import generator_of
 from common.shards import draw
 
@@ -274,6 +276,9 @@ class GPTConfig:
         return self.head_dim or self.n_embd // self.n_head
 
 
+MODULES = 40_000                                # bytes of a block's Python objects, without its weights
+
+
 class GPT(nn.Module):
     """The whole model: model(idx) returns (logits (B, T, V), None), model(idx, targets) (logits, mean loss in nats).
 
@@ -281,6 +286,8 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=1337):
         super().__init__()
+        check_memory(config.n_layer * MODULES, f"n_layer={config.n_layer}: the Python objects of the blocks need",
+                     "lower n_layer")
         self.config = config
         self.ahead = SINKS[config.sink].ahead                           # learned tokens before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}            # of token ids
@@ -509,6 +516,20 @@ def pick(logits, temperature, top_k, top_p, generator):
         beyond = ordered.cumsum(-1) - ordered >= top_p                  # likelier tokens already sum to p
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)               # back in the order of ids
     return torch.multinomial(probs, 1, generator=generator)             # normalises the rest by itself
+
+
+def check_size(config, copies):
+    """Raise ValueError if this machine's memory cannot hold `copies` of a model's weights in float32. It counts a model
+    of one block, on the meta device."""
+    one = copy.copy(config)
+    one.n_layer = 1
+    with torch.device("meta"):
+        model = GPT(one)
+    block = sum(p.numel() for p in model.transformer.h.parameters())
+    count = model.num_params() + (config.n_layer - 1) * block
+    check_memory(config.n_layer * MODULES + 4 * copies * count,
+                 f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} blocks, needs",
+                 "lower n_layer or n_embd, or use a larger machine")
 
 
 def shapes_of(config):

@@ -14,6 +14,10 @@ run of --init_from.
 -h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some defaults:
 see the presets at the end.
 """
+if __name__ == "__main__":                      # the imports take seconds, in which SIGTERM must leave a word as well
+    from training.stopping import say_terminated
+    say_terminated()
+
 import contextlib
 import math
 import sys
@@ -31,7 +35,7 @@ import mixers
 from common import files
 from common.adapters import PROJECTIONS, num_trained
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
-from common.machine import Machine
+from common.machine import Machine, check_memory
 from common.randomness import seed_dropout
 from common.runs import Run, as_base, describe, last_checkpoint, read_run
 from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
@@ -39,7 +43,7 @@ from common.tiles import keep_tiles, record_of_tiles
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_size
 from training import printing
 from training.balance import check_balance, expert_loss, losses
 from training.dry_run import DryRun, dry_run
@@ -94,7 +98,8 @@ class Train:
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes")
     expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of --mlp=moe, which is 1 in "
-                                      "each layer with an even load; 0.01 is usual")
+                                      "each layer with an even load; 0.01 is usual. Like head_balance, it balances "
+                                      "the sequences that all ranks read at once, so it depends on batch_size x ranks")
     # evaluations and checkpoints
     eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint")
     eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones")
@@ -146,6 +151,8 @@ class Batches:
             raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
                              f"block_size={config.block_size}: lower --block_size or add data")
         self.total = knobs.batch_size * knobs.gradient_accumulation_steps               # sequences a step, on all ranks
+        check_memory(8 * self.total * (config.block_size + 1) // machine.world, f"--gradient_accumulation_steps="
+                     f"{knobs.gradient_accumulation_steps}: the tokens of a step need", "lower it")
         if self.total % machine.world:
             raise ValueError(f"{self.total} sequences a step (batch_size {knobs.batch_size} x "
                              f"gradient_accumulation_steps {knobs.gradient_accumulation_steps}) cannot be shared by "
@@ -202,11 +209,17 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data set has sequences
     batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
     val = tokens.Tokens(folder, "val")
-    tokens.fixed_windows(val, config.block_size, 1, stride)             # raises if the split is too short
+    fit = len(tokens.fixed_windows(val, config.block_size, 0, stride))  # raises if the split is too short
+    # the default may read a short split to its end; who asks for more learns what there is
+    if not stored and knobs.eval_iters > Train.eval_iters and knobs.eval_iters * knobs.batch_size > fit:
+        raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {knobs.eval_iters * knobs.batch_size} windows, and "
+                         f"{val.name} holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
     # the model: fresh weights, or those of another run. Train all of them or a part. Each rank holds a part of every
     # weight (--shard), or all of them
     split = knobs.shard and machine.world > 1
+    if not split:                               # on a CPU, gradients and AdamW's two averages are in the same memory
+        check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
     with WithoutMatrices() if split else contextlib.nullcontext():
         model = GPT(config, knobs.seed)
     extra = knobs.head_balance or knobs.expert_balance or model.penalized               # losses besides the model's own
@@ -230,8 +243,9 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
         base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
         meta |= {"trained": num_trained(model), "base": base}
 
-    # the loop calls `running`: the same model, compiled and made ready for several ranks
-    running = torch.compile(model) if knobs.compile else model
+    # the loop calls `running`: the same model, compiled and made ready for several ranks. Without dynamic=False, the
+    # compiler turns a rule's constants into symbols once a second model has others, and fails inside `checkpoint`
+    running = torch.compile(model, dynamic=False) if knobs.compile else model
     if machine.world > 1 and not split:
         running = DistributedDataParallel(running)
 

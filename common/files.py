@@ -7,6 +7,7 @@ import errno
 import glob
 import hashlib
 import importlib
+import io
 import json
 import os
 import re
@@ -107,9 +108,21 @@ def optional(module):
 NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
 
 
+def accept_any_text():
+    """Let stdout and stderr accept any text: they write characters that their encoding lacks as escapes. What is
+    printed to a closed one (>&-) is lost, and the command goes on."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:                      # Python's sign for a closed one
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """End a command with one sentence instead of a traceback if the input or the disk is at fault."""
+    accept_any_text()
     try:
         yield
         sys.stdout.flush()

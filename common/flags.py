@@ -115,7 +115,10 @@ def with_recipe(base, given, recipes, axes):
 
 
 def at_least(knobs, **bounds):
-    """Raise ValueError if a knob is below its bound or not finite."""
+    """Raise ValueError if a knob is below its bound, not finite, or a whole number that is too large for 32 bits."""
     for name, bound in bounds.items():
-        if not bound <= getattr(knobs, name) < math.inf:
-            raise ValueError(f"--{name}={getattr(knobs, name)} must be a number of at least {bound}")
+        value = getattr(knobs, name)
+        if not bound <= value < math.inf:
+            raise ValueError(f"--{name}={value} must be a number of at least {bound}")
+        if isinstance(value, int) and value >= 1 << 31:
+            raise ValueError(f"--{name}={value} must be below 2**31")

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import math
 import os
 import re
 import signal
@@ -230,7 +231,7 @@ def cpu_has_bf16():
     return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
 
 
-# ----------------------------------------------------------------------------------------------------- memory of CPUs
+# ------------------------------------------------------------------------------------------- memory of the host, a CPU
 
 
 def keep_freed_memory():
@@ -241,6 +242,19 @@ def keep_freed_memory():
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(mmap_threshold, 1 << 25)   # the largest value allowed
         libc.mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def host_memory():
+    """The bytes of this machine's memory; infinite on Windows, which does not say it in this way."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+
+
+def check_memory(size, what, advice):
+    """Raise ValueError if `size` bytes are more than this machine has. It must be called before they are needed, since
+    Linux promises any memory and later kills a process that uses it."""
+    if size > host_memory():
+        raise ValueError(f"{what} {size / 1e9:,.1f} GB of memory, and this machine has {host_memory() / 1e9:,.1f} GB: "
+                         f"{advice}")
 
 
 class LiveMemory(TorchDispatchMode):

@@ -1,17 +1,17 @@
 """eval.py loss: the mean over fixed windows, in nats and bits, from one process or several ranks."""
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import ROOT, run
+from conftest import TEXT
 
+from common import files
+from common.machine import Machine
 from data import tokens
 from evals.instrument import load_run
-from evals.loss import bits_per_byte
+from evals.loss import bits_per_byte, loss_and_error
 
 
 @pytest.fixture
@@ -19,18 +19,24 @@ def loss(elastic_run, evaluate):
     return lambda *flags: evaluate("loss", f"--out_dir={elastic_run}", *flags)
 
 
-@pytest.mark.parametrize("length", [4, 64])
-def test_fixed_windows_with_a_stride_read_each_sequence_once(length):
-    sequences = range(20 * 65)
-    assert tokens.fixed_windows(sequences, length, 0, 65).tolist() == [65 * n for n in range(20)]
-
-
-def test_fixed_windows_are_spread_over_the_whole_split(data):
+def test_fixed_windows_are_spread_over_the_whole_split_or_begin_at_a_stride(data):
     fox = tokens.Tokens(data, "val")
     starts = tokens.fixed_windows(fox, 16, 5)
     assert starts[0] == 0 and starts[-1] == len(fox) - 17 and len(starts) == 5 and len(set(np.diff(starts) // 10)) == 1
     for count in (10 ** 9, 0):
         assert len(tokens.fixed_windows(fox, 16, count)) == (len(fox) - 1) // 16
+    for length in (4, 64):
+        assert tokens.fixed_windows(range(20 * 65), length, 0, 65).tolist() == [65 * n for n in range(20)]
+
+
+def test_a_window_with_the_first_id_beyond_the_vocabulary_is_refused(data):
+    path, highest = data / "val.bin", max(TEXT.encode())
+    split, digest = tokens.Tokens(data, "val"), files.sha256(path)
+    assert split.windows([0], 99, highest + 1).max() == highest
+    tokens.check_shard(path, digest, highest + 1)
+    for call in (lambda: split.windows([0], 99, highest), lambda: tokens.check_shard(path, digest, highest)):
+        with pytest.raises(ValueError, match=f"{highest}"):
+            call()
 
 
 def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(loss, elastic_run, data):
@@ -47,40 +53,17 @@ def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(loss, elastic_ru
     close(loss("--windows=6", "--batch_size=4")["loss"], expected, dtype=torch.float32)
     assert [found[name] for name in ("dataset", "split", "windows", "length")] == [str(data), "val", 6, 16]
     assert loss("--windows=1")["loss_error"] is None
+    assert bits_per_byte(1.0, {"shards": {"val.bin": {"tokens": 50, "bytes": 200, "sha256": ""}}}, "val") == (
+        pytest.approx(1 / math.log(2) / 4))
+    assert bits_per_byte(1.0, {"shards": {"val.bin": {"tokens": 50, "sha256": ""}}}, "val") is None
     assert loss("--windows=6", "--split=train")["loss"] != found["loss"]
 
 
-def test_bits_per_byte_need_a_count_of_bytes():
-    row = {"tokens": 50, "bytes": 200, "sha256": ""}
-    close(bits_per_byte(math.log(2), {"shards": {"val.bin": row}}, "val"), 1 / 4)
-    del row["bytes"]
-    assert bits_per_byte(1.0, {"shards": {"val.bin": row}}, "val") is None
-
-
-def test_two_ranks_give_the_loss_of_one_process(loss, elastic_run):
-    alone = loss("--windows=7", "--batch_size=2")
-    flags = (f"--out_dir={elastic_run}", "--json", "--windows=7", "--batch_size=2", "--device=cpu")
-    both = json.loads(run("eval.py", "loss", *flags, ranks=2).stdout)
-    assert both["windows"] == 7
-    close(*([numbers["loss"], numbers["loss_error"]] for numbers in (both, alone)), size=alone["loss"],
-          dtype=torch.float32)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the list of threads that Linux has")
-def test_no_thread_of_the_ranks_outlives_the_command(elastic_run, tmp_path):
-    """A leftover thread of gloo sometimes aborts the process when Python exits."""
-    script = tmp_path / "threads.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import eval
-eval.main(sys.argv[1:])
-for thread in os.listdir("/proc/self/task"):
-    try:
-        name = open(f"/proc/self/task/{{thread}}/comm").read()
-    except OSError:                             # the thread has ended
-        continue
-    assert "gloo" not in name, name
-""")
-    run(script, "loss", f"--out_dir={elastic_run}", "--json", "--windows=2", "--device=cpu", ranks=2)
+def test_ranks_share_the_windows(elastic_run, data):
+    """Two ranks add up the sums of one process. tests/test_train.py starts real ones."""
+    gpt, split, sums = load_run(elastic_run, "cpu")[0], tokens.Tokens(data, "val"), []
+    for rank, world in ((0, 1), (0, 2), (1, 2)):
+        machine = Machine("cpu", "float32")
+        machine.rank, machine.world, machine.sum = rank, world, lambda *values: sums.append(values) or values
+        loss_and_error(gpt, split, machine, 7, 2, 1, 16)
+    close([a + b for a, b in zip(*sums[1:], strict=True)], list(sums[0]), dtype=torch.float32)
