@@ -1,10 +1,8 @@
 """eval.py curve: the weights of one row are computed from its scores by the recipe's formula."""
 import json
 
-import pytest
 import torch
 from bounds import close
-from conftest import complain
 
 import attention
 import eval as eval_script
@@ -38,9 +36,3 @@ def test_every_recipe_without_a_mixer_has_a_curve_and_is_drawn(tmp_path, capsys)
     text = curve(capsys, "all", f"--png={tmp_path / 'curve.png'}")
     assert {*RECIPES} <= {*text.split()}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("flags, says", [(("retnet",), "without a mixer"), (("nonsense",), "choose from"),
-                                         (("--keys=1",), "--keys"), (("--spread=-1",), "--spread")])
-def test_wrong_flags_are_explained(flags, says, capsys):
-    assert says in complain(eval_script.main, capsys, "curve", *flags)[1]

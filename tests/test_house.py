@@ -1,11 +1,7 @@
 """The house as docs/add-your-own.md draws it: who imports whom."""
 import ast
-import importlib.util
 import re
-import subprocess
-import sys
 
-import pytest
 from conftest import ROOT
 
 PAGE = ROOT / "docs/add-your-own.md"
@@ -71,23 +67,3 @@ def test_nothing_imports_train_or_eval_and_data_imports_only_common_files():
 def test_only_kernels_imports_triton():
     files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     assert [path.name for path in files if any(room(name) == "triton" for name in imported(path))] == ["kernels.py"]
-
-
-GUEST = """
-import attention, kernels, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-assert LlamaForCausalLM(config)(torch.arange(8)[None]).logits.isfinite().all()
-print(kernels.__file__)
-"""
-
-
-def test_transformers_lives_beside_our_kernels():
-    """transformers looks for an optional package `kernels`, and in this folder it finds our kernels.py. Ours has no
-    version, so transformers does without it. (Where that package is installed too, transformers takes its version and
-    our module, and cannot be imported here.)"""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs the package transformers")
-    done = subprocess.run([sys.executable, "-c", GUEST], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(ROOT / "kernels.py")

@@ -86,17 +86,6 @@ def test_means_are_over_all_layers_heads_and_windows(fox):
     assert found["mean"]["peak_a"] is None and found["layers"][0]["sink"] != found["layers"][1]["sink"]
 
 
-@pytest.mark.parametrize("flags, count", [
-    ((), 100), (["--length=256"], 100), (["--length=1024"], 25), (["--length=30000"], 1), (["--windows=3"], 3),
-    (["--windows=0"], 0)])
-def test_the_default_number_of_windows_falls_with_their_length(flags, count, elastic_run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(eval_script.probe, "probe", lambda *args, **kwargs: asked.append(args[3]) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        eval_script.main(["probe", f"--out_dir={elastic_run}", "--device=cpu", *flags])
-    assert asked == [count]
-
-
 def test_several_lengths_have_a_line_each(probed, printed):
     found = probed("--lengths=16,4,8", "--windows=5")
     assert [line["length"] for line in found["lengths"]] == [4, 8, 16] and found["length"] == 16
