@@ -191,8 +191,8 @@ def entries_of(config_json, path):
     found |= {name[key]: value for key, value in rope.items()}
     for key, value in config_json.items():
         if found[name[key]] != value:
-            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]}, which is another entry "
-                             "or the default of transformers: delete the wrong one, or make them agree")
+            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]}, another entry or the "
+                             "default of transformers: delete the wrong one, or make them agree")
     return found | {"layer_types": period(found.get("layer_types"))}
 
 
