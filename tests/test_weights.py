@@ -69,8 +69,9 @@ ODD = [                                         # entries that are refused, unle
     {"rope_parameters": {"rope_type": "yarn"} | YARN | {"truncate": True}},
     {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5},
     {"rotary_pct": 0.45}, {"rotary_pct": 0.5}, {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
-    {"head_dim": 7}, {"head_dim": None}, {"num_key_value_heads": None}, {"sliding_window": None}, {"sliding_window": 3},
-    {"layer_types": ALTERNATING}, {"layer_types": ["full_attention"] * 2}, {"layer_types": ["sliding_attention"] * 2},
+    {"head_dim": 7}, {"sliding_window": None}, {"sliding_window": 3},
+    *({"head_dim": 8, "layer_types": types} for types in (
+        ALTERNATING, ["full_attention"] * 2, ["sliding_attention"] * 2)),
     {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, {"attention_bias": True},
     {"attention_bias": None}, {"mlp_bias": True}, {"tie_word_embeddings": None}, {"hidden_act": "relu"},
     {"hidden_act": None}, {"use_parallel_residual": False}, {"apply_residual_connection_post_layernorm": True},
