@@ -568,6 +568,7 @@ def check(config):
             ("head_dim", config.head_dim >= 0, "must not be negative"),
             ("norm_eps", 0 < config.norm_eps < 1, "must lie between 0 and 1"),
             ("rope_base", 0 < config.rope_base < math.inf, "must be a positive number"),
+            ("rope_base", config.rope_base > 1 or "yarn" not in config.rope_scaling, "must be above 1 with YaRN"),
             ("rope_share", 0 < config.rope_share <= 1, "must lie in (0, 1]")):
         if not valid:
             raise ValueError(f"{name}={getattr(config, name)} {message}")

@@ -128,17 +128,17 @@ def rope_frequencies(config, width, device):
     half = int(width * config.rope_share) // 2
     frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     how, numbers = parse_rope_scaling(config.rope_scaling)
-    return ROPE_SCALINGS[how](frequency, *numbers)
+    return ROPE_SCALINGS[how](frequency, config.rope_base, *numbers)
 
 
-def ntk_frequencies(frequency, ratio):
+def ntk_frequencies(frequency, base, ratio):
     """NTK-aware scaling: the base grows to base * ratio^(D / (D - 2)). The fastest pair keeps its frequency, and the
     slowest turns `ratio` times slower, so it covers a context `ratio` times longer.
     Source: bloc97 2023; YaRN, Peng et al. 2309.00071, section 3.1."""
     return frequency * ratio ** -torch.linspace(0, 1, len(frequency), device=frequency.device)
 
 
-def llama3_frequencies(frequency, factor, low, high, original):
+def llama3_frequencies(frequency, base, factor, low, high, original):
     """LLaMA 3.1: waves that fit into the original context at least `high` times keep their length. Waves that fit
     less than `low` times become `factor` times longer. The change in between is smooth."""
     fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
@@ -146,15 +146,18 @@ def llama3_frequencies(frequency, factor, low, high, original):
     return frequency * (kept + (1 - kept) / factor)
 
 
-def yarn_frequencies(frequency, factor, fast, slow, original):
+def yarn_frequencies(frequency, base, factor, fast, slow, original):
     """YaRN: waves that fit into the original context at least `fast` times keep their length. Waves that fit less than
-    `slow` times become `factor` times longer. The change in between is linear in the logarithm of the wavelength.
+    `slow` times become `factor` times longer. The change in between is linear in the index of the pair, which is the
+    logarithm of the wavelength. It starts at pair 0 at the earliest and ends at the last channel at the latest.
     Source: Peng et al. 2309.00071, section 3.2; GPT-OSS.
     Differs from the paper: there the change is linear in how often a wave fits, as in LLaMA 3.1. The released code of
     YaRN and of GPT-OSS is as here, except that YaRN's rounds the ends of the change to whole pairs of channels."""
-    fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
-    kept = ((fits / slow).log() / math.log(fast / slow)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
+    pairs = len(frequency)
+    start, end = (pairs * math.log(original / (2 * math.pi * fits)) / math.log(base) for fits in (fast, slow))
+    start, end = max(start, 0), min(end, 2 * pairs - 1)
+    longer = ((torch.arange(pairs, device=frequency.device) - start) / (end - start or 0.001)).clamp(0, 1)
+    return frequency * (1 - longer + longer / factor)
 
 
 def rope_score_factor(config):
@@ -165,9 +168,9 @@ def rope_score_factor(config):
     return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0
 
 
-ROPE_SCALINGS = {                               # frequencies, numbers -> frequencies
-    "": lambda frequency: frequency,
-    "linear": lambda frequency, factor: frequency / factor,             # position interpolation, Chen et al. 2023
+ROPE_SCALINGS = {                               # frequencies, base, numbers -> frequencies
+    "": lambda frequency, base: frequency,
+    "linear": lambda frequency, base, factor: frequency / factor,             # position interpolation, Chen et al. 2023
     "ntk": ntk_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,

