@@ -78,8 +78,9 @@ def check_name(name, what):
     """The same name. Raises ValueError if it cannot be a part of a file's name: one that was read from a file must not
     lead to another folder. what: the name's role, for the message."""
     if not re.fullmatch(r"\w[\w .,+=@()-]*", name) or len(name.encode()) > 100:
-        raise ValueError(f"{what} is {name[:100]!r}: a name has at most 100 letters, digits and characters of "
-                         "_ .,+=@()- and begins with a letter or a digit; give it such a name")
+        shown = name[:100].encode("utf-8", "backslashreplace").decode()
+        raise ValueError(f"{what}={shown} must be a plain name: at most 100 letters, digits and _ .,+=@()-, "
+                         "the first a letter or a digit")
     return name
 
 

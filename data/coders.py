@@ -183,30 +183,31 @@ def fault_of(content):
     """What is wrong with a tokenizer.json, as one line; empty if nothing is. A damaged one can make the package
     tokenizers abort the whole process, and a malicious one can turn each character into megabytes. So a process of its
     own tries it, once for each file, with limits on time and memory."""
-    one_thread = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    child = f"from data import coders; coders.try_tokenizer({MEMORY})"
+    little = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     try:
-        done = subprocess.run([sys.executable, "-c", "from data import coders; coders.try_tokenizer()"], input=content,
-                              capture_output=True, timeout=SECONDS, cwd=Path(__file__).parents[1],
-                              env=os.environ | one_thread)
+        done = subprocess.run([sys.executable, "-c", child], input=content, capture_output=True, timeout=SECONDS,
+                              cwd=Path(__file__).parents[1], env=os.environ | little | {"RUST_BACKTRACE": "0"})
     except subprocess.TimeoutExpired:
         return f"it takes more than {SECONDS} seconds for a page of text"
-    said = done.stderr.decode(errors="replace").strip().splitlines()
+    said = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("note:")]
     return (said or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
 
 
-def try_tokenizer():
+def try_tokenizer(memory):
     """Use the tokenizer.json on stdin once, under limits. Fails with the reason as the last line on stderr."""
     import resource
 
     import tokenizers
-    for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)):
+    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError):   # a stricter limit is in force
             resource.setrlimit(limit, (most, most))
     coder = tokenizers.Tokenizer.from_buffer(sys.stdin.buffer.read())
-    found = [encoding.ids for encoding in coder.encode_batch([*SAMPLE, SAMPLE])]
-    coder.decode(found[-1])
-    if max(map(len, found[:-1])) > IDS or len(found[-1]) > IDS * len(SAMPLE):
-        sys.exit(f"it turns one character into more than {IDS} tokens")
+    for text in ("", *SAMPLE, SAMPLE):
+        ids = coder.encode(text).ids
+        if len(ids) > IDS * (len(text) + 1):
+            sys.exit(f"it turns one character into more than {IDS} tokens")
+    coder.decode(ids)
 
 
 class HuggingFace:
@@ -217,7 +218,7 @@ class HuggingFace:
     """
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
-        self.content, self.name = content, files.check_name(name, f"the tokenizer's name for {path}")
+        self.content, self.name = content, files.check_name(name, f"{path}: its folder or tokenizer")
         library = files.optional("tokenizers")
         if fault := fault_of(content):
             raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it "
@@ -229,8 +230,8 @@ class HuggingFace:
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
         self.separator = self.find_separator(id_hints, path) if separator is None else separator
         if not (isinstance(self.separator, int) and 0 <= self.separator < self.vocab_size):
-            raise ValueError(f"{path}: the separator in the meta.json beside it is {self.separator!r}, not a token id "
-                             f"below {self.vocab_size}: write the right id there")
+            raise ValueError(f"{path}: the separator {self.separator!r} is no id below {self.vocab_size}: name the "
+                             'right one as "separator" in the meta.json beside it')
         decoder = json.dumps(files.parsed(content).get("decoder"))
         self.byte_level = "ByteLevel" in decoder                        # otherwise as in SentencePiece
 

@@ -82,7 +82,7 @@ def tokenizer_name(folder):
     """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in older runs. Raises
     ValueError if it cannot be part of a folder's name."""
     name = meta_of(folder).get("tokenizer") if folder else None
-    return files.check_name(name, f"the tokenizer in {Path(folder, 'meta.json')}") if isinstance(name, str) else None
+    return files.check_name(name, f"{Path(folder, 'meta.json')}: tokenizer") if isinstance(name, str) else None
 
 
 def content_of(folder):

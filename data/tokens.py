@@ -274,7 +274,7 @@ def data_folder(dataset, run=None):
     data/<dataset> uses another one, the result is a folder data/<dataset>-..., whatever the tokenizer's name there."""
     if os.sep in dataset or "/" in dataset:
         return Path(dataset)
-    plain, name = HERE / files.check_name(dataset, "the data set"), tokenizer_name(run)
+    plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
     if name is None:
         return plain
     beside = (path for path in sorted(HERE.glob(f"{dataset}-*")) if meta_of(path).get("dataset") == dataset)
@@ -327,11 +327,11 @@ def read_meta(folder, verify=True):
 
 def is_whole(meta):
     """Does meta.json have all required entries, with the right types?"""
-    defaults = {"stride": 1, "separator": 0}
-    if not has(defaults | meta, vocab_size=int, tokenizer=str, shards=dict, stride=int, separator=int):
+    if not has(meta, vocab_size=int, tokenizer=str, shards=dict):
         return False
-    in_bounds = 0 < meta["vocab_size"] <= 1 << 32 and meta.get("stride", 1) > 0
-    return in_bounds and 0 <= meta.get("separator", 0) < meta["vocab_size"] and has_shards(meta)
+    stride, separator = meta.get("stride", 1), meta.get("separator", 0)
+    return (isinstance(stride, int) and stride > 0 and isinstance(separator, int)
+            and 0 <= separator < meta["vocab_size"] <= 1 << 32 and has_shards(meta))
 
 
 def has_shards(meta):

@@ -14,7 +14,7 @@ from bounds import below, close, same
 from conftest import (FILES, ROOT, TINY, assert_close_runs, assert_same_run, by_default, command, complain, losses,
                       meta, run, tiny_config, train, train_here, weights)
 from test_runs import small_disk
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 
 import eval as eval_script
 import train as train_script
