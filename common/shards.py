@@ -189,7 +189,8 @@ def save_parts(folder, weights, model, optimizer, scaler, step):
         try:
             dcp.save(state, checkpoint_id=folder)
         except dcp.CheckpointException as e:    # it is no Exception. It contains the errors of the ranks
-            raise OSError(str(next(iter(e.failures.values()))[0])) from None
+            error = next(iter(e.failures.values()))[0]
+            raise OSError(str(error) or repr(error)) from None
 
 
 def load_parts(folder, weights, model, optimizer, scaler):
