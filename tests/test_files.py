@@ -187,11 +187,11 @@ DAMAGED = [                                     # (file, what is done to it, com
     ("data/fox/meta.json", entries(separator=-1), (*LOSS, "--dataset=./data/fox"), "lacks vocab_size"),
     ("data/fox/meta.json", entries(shards={"../../run/ckpt.pt": {"tokens": 1, "sha256": ""}}),
      (*LOSS, "--dataset=./data/fox"), "lacks vocab_size"),
-    *(("run/ckpt.pt", tensors(kind), command, "something other than dense tensors|is .. in the checkpoint")
+    *(("run/ckpt.pt", tensors(kind), command, "other than dense tensors|is .. in the checkpoint|no readable")
       for kind, command in (*((kind, LOSS) for kind in KINDS.values()), (KINDS["meta"], RESUME),
                             (KINDS["scalar"], RESUME), (KINDS["sparse"], LORA_LOSS))),
     *(("run/ckpt.pt", tensors(KINDS[kind], optimizer=True), RESUME, "optimizer state does not fit")
-      for kind in ("sparse", "nested", "expanded", "scalar")),
+      for kind in ("sparse", "meta", "expanded", "scalar")),
     *(("lora/ckpt.pt", tensors(KINDS[kind]), LORA_LOSS, "other than dense|does not fit its base")
       for kind in ("CSR", "int", "scalar")),
     *((path, pipe, command, f"{Path(path).name} is no regular file") for path, command in (

@@ -125,14 +125,14 @@ def test_a_sharded_run_from_other_weights_goes_on_from_parts(only, tmp_path, dat
 def test_a_save_that_is_cut_short_keeps_the_older_parts(tmp_path, data, capsys):
     """The disk is full when the last file of the second checkpoint, .metadata, is written."""
     from torch.distributed.checkpoint import FileSystemWriter
-    flags, finish = (f"--dataset={data}", "--sharded_ckpt=1", "--max_iters=6", "--eval_interval=2"), FileSystemWriter.finish
+    flags, out = (f"--dataset={data}", "--sharded_ckpt=1", "--max_iters=6", "--eval_interval=2"), tmp_path / "out"
+    finish = FileSystemWriter.finish
 
     def stop(self, *args, **kwargs):
         if self.path.name == "4":
             raise OSError(errno.ENOSPC, "No space left on device")
         finish(self, *args, **kwargs)
 
-    out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(FileSystemWriter, "finish", stop)
         train_script.main([*TINY, *flags, f"--out_dir={out}"])
