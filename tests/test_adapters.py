@@ -6,7 +6,7 @@ import bounds
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import (assert_close_runs, assert_same_run, by_default, contents, meta, run, tiny_config, train_here,
+from conftest import (assert_same_run, by_default, contents, meta, tiny_config, train_here,
                       weights)
 from layers import normal
 
@@ -158,16 +158,6 @@ def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tm
     train_here(f"--out_dir={killed}", "--init_from=resume")
     assert_same_run(killed, whole)
     assert meta(killed)["base"] == meta(whole)["base"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("only", [LORA, FOCUS], ids=["lora", "focus"])
-def test_two_ranks_equal_one(only, base, tmp_path):
-    """Losses, trained parameters and counted buffers agree."""
-    flags = (f"--init_from={base}", *SHORT, *only, "--learning_rate=1e-2", "--gradient_accumulation_steps=3")
-    run("train.py", *flags, f"--out_dir={tmp_path / '2'}", ranks=2)
-    train_here(*flags, f"--out_dir={tmp_path / '1'}")
-    assert_close_runs(tmp_path / "2", tmp_path / "1")
 
 
 def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_tau, tmp_path, loss):

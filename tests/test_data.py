@@ -8,11 +8,9 @@ import json.decoder
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import unittest.case
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,35 +210,13 @@ def test_shards_are_the_stream_cut_into_pieces_and_can_be_made_in_several_calls(
     assert list(meta(tmp_path / "whole")["shards"]) == names and (stream(tmp_path / "whole") == whole).all()
     assert len(ids(tmp_path / "whole", "val")) == size and text_bytes(meta(tmp_path / "whole")) == ALL_BYTES
     for count in [*range(1, len(names)), 0]:
+        written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
         fineweb(pages, tmp_path / "out", f"--shard_tokens={size}", f"--train_shards={count}")
         assert len(hashes(tmp_path / "out")) == (count + 1 if count else len(names))
+        assert all(path.stat().st_mtime_ns == when for path, when in written.items())        # not written again
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
     done = fineweb(write(tmp_path / "even.jsonl", ["x" * 99] * 30), tmp_path / "even", "--shard_tokens=1000")
     assert len(hashes(tmp_path / "even")) == 3 and "normal" not in done.stdout      # a full last shard is written
-
-
-def test_a_run_killed_twice_restarts_and_writes_the_same_files(tmp_path):
-    """Each kill -9 comes in the middle. Finished shards are not written again."""
-    for i in range(4):
-        write(tmp_path / "pages" / f"{i}.jsonl.gz", DOCUMENTS * 5)
-    whole, out, flags = tmp_path / "whole", tmp_path / "out", ("--shard_tokens=25013",)
-    fineweb(tmp_path / "pages", whole, *flags)
-    count, finished = len(hashes(whole)), {}
-    for share in (0.2, 0.6):
-        process = subprocess.Popen(argv("fineweb_edu", "--source", tmp_path / "pages", "--out_dir", out,
-                                        "--tokenizer=bytes", *flags), stdout=subprocess.DEVNULL)
-        while len(list(out.glob("*.bin"))) < share * count:
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        listed = json.loads((out / "progress.json").read_text())["shards"]
-        assert not (out / "meta.json").exists() and share * count - 2 <= len(listed) < count
-        assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items())
-        finished = {name: (out / name).stat().st_mtime_ns for name in listed}
-    fineweb(tmp_path / "pages", out, *flags)
-    assert hashes(out) == hashes(whole)
-    assert all((out / name).stat().st_mtime_ns == when for name, when in finished.items())
 
 
 def test_parquet_files_are_read(tmp_path):
@@ -282,14 +258,6 @@ def test_a_data_set_stores_the_public_models_tokenizer_that_it_uses(first, tmp_p
     assert meta(tmp_path / "text")["tokenizer"] == "bytes"              # this also checks for other files
 
 
-@pytest.mark.parametrize("dataset, tokenizer, folder", [
-    ("stdlib", "bytes", "stdlib"), ("stdlib", "toy", "stdlib-toy"), ("shakespeare", "bytes", "shakespeare"),
-    ("books", "bytes", "books"), ("books", "toy", "books-toy")])
-def test_a_data_set_has_a_folder_for_each_tokenizer(dataset, tokenizer, folder, toy):
-    args = tokens.flags("", dataset, "bytes").parse_args(["--tokenizer", str(toy) if tokenizer == "toy" else tokenizer])
-    assert tokens.settle(args, dataset).name == tokenizer and args.out_dir == ROOT / "data" / folder
-
-
 # ------------------------------------------------------------------------------------------------------- public files
 
 @pytest.fixture(scope="session")
@@ -310,28 +278,20 @@ def test_shakespeare_has_as_many_tokens_as_in_nanogpt(tmp_path, cache, tokenizer
 
 @needs_public
 def test_a_long_book_encoded_in_parts_has_the_ids_of_one_piece(tmp_path, cache, monkeypatch):
+    """GPT-2's two files are needed once. From then on they are in tiktoken's cache."""
     import tiktoken
-    out, folder = tmp_path / "out", tmp_path / "books"
+    out, folder, env = tmp_path / "out", tmp_path / "books", {"TIKTOKEN_CACHE_DIR": str(tmp_path / "new")} | NO_NETWORK
     folder.mkdir()
     for name in ("les-miserables.txt.gz", "moby-dick.txt.gz"):
         shutil.copy(PUBLIC / "books" / name, folder)
-    script("text", "--source", folder, "--val", "moby-dick", "--out_dir", out, **cache)
+    short = write(tmp_path / "t.jsonl", ["Hello world", "Hello"])
+    script("text", "--source", short, "--out_dir", out, "--tokenizer_files", PUBLIC / "tokenizer", **env)
+    assert ids(out, "train").tolist() == [50256, 15496, 995]
+    script("text", "--source", folder, "--val", "moby-dick", "--out_dir", out, **env)
     text = gzip.open(folder / "les-miserables.txt.gz", "rt", encoding="utf-8-sig", newline="").read()
-    for name, value in cache.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", cache["TIKTOKEN_CACHE_DIR"])
     assert ids(out, "train").tolist() == [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
     assert meta(out)["shards"]["train.bin"]["bytes"] == len(text.encode())
-
-
-@needs_public
-def test_tokenizer_files_are_needed_only_once(tmp_path):
-    """The first call reads OpenAI's two files from a folder. Later calls find them in tiktoken's cache."""
-    source = write(tmp_path / "t.jsonl", ["Hello world", "Hello"])
-    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")} | NO_NETWORK
-    flags = ("--source", source, "--out_dir", tmp_path / "out")
-    script("text", *flags, "--tokenizer_files", PUBLIC / "tokenizer", **env)
-    script("text", *flags, **env)
-    assert ids(tmp_path / "out", "train").tolist() == [50256, 15496, 995]
 
 
 @needs_public
@@ -359,11 +319,3 @@ def test_gpt2s_tokenizer_is_exported_and_read_back(tmp_path, cache, monkeypatch,
     assert not (again / "tokenizer.json").exists()
     (back / "tokenizer.json").unlink()
     weights.main([str(back), f"--out={again}"])                         # the tokenizer is in the cache now
-
-
-@needs_public
-def test_fineweb_in_gpt2s_tokenizer_begins_each_page_with_its_separator(pages, tmp_path, cache):
-    script("fineweb_edu", "--source", pages, "--shard_tokens=9000", "--out_dir", tmp_path / "out", **cache)
-    found, all_ids = meta(tmp_path / "out"), stream(tmp_path / "out")
-    assert (found["vocab_size"], all_ids[0], (all_ids == 50256).sum()) == (50257, 50256, len(DOCUMENTS))
-    assert text_bytes(found) == ALL_BYTES

@@ -186,60 +186,50 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
         tokens.data_for(toy, "stdlib", MACHINE)
 
 
-def test_a_data_set_in_another_tokenizer_is_refused_with_the_command(toy, toy_data, shelf, tmp_path, data):
-    books = write_data(shelf / "books", WORDS[:99], WORDS[:99])
-    older = tmp_path / "older"
-    files.write_json(older / "meta.json", {"knobs": {}})                # names no tokenizer
-    of_bytes = tmp_path / "of_bytes"
-    files.write_json(of_bytes / "meta.json", {"tokenizer": "bytes"})
-    for run, dataset in ((None, "books"), (older, "books"), (of_bytes, "books"), (of_bytes, str(data)),
-                         (toy, str(toy_data)), (older, str(toy_data))):
-        tokens.data_for(run, dataset, MACHINE)
-    for run, dataset, name in ((toy, "books", "books"), (toy, str(data), "fox")):
-        with pytest.raises(ValueError, match=f"{name}.* no data set in the tokenizer of .*toy.* python data/text.py "
-                                             f"--source=... --name={name} --tokenizer={toy}"):
-            tokens.data_for(run, dataset, MACHINE)
-    with pytest.raises(ValueError, match="--tokenizer=bytes"):
-        tokens.data_for(of_bytes, str(toy_data), MACHINE)
-    shutil.copytree(toy_data, shelf / "books-toy")
-    assert tokens.data_for(toy, "books", MACHINE)[0] == shelf / "books-toy" != books
-    other = write_tokenizer(tmp_path / "other", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
-    with pytest.raises(ValueError, match=f"books-toy is no data set .*--tokenizer={other}"):        # same name
-        tokens.data_for(other, "books", MACHINE)
+FIT = [                                         # (tokenizer of a run, data set, the folder found or what is refused)
+    (None, "books", "books"), ("older", "books", "books"), ("bytes", "books", "books"), ("toy", "books", "books-toy"),
+    ("twin", "books", "books-toy"), ("toy", "./foxes", "./foxes"), ("twin", "./foxes", "./foxes"),
+    ("older", "./foxes", "./foxes"), ("numbers", "./lab", "./lab"),
+    ("toy", "plays", "plays-toy is no data set in the tokenizer of toy .toy.: .* python data/text.py --source=... "
+                     "--name=plays --tokenizer=toy$"),
+    ("toy", "./plays", "plays is no data set .*--name=plays --tokenizer=toy$"),
+    ("bytes", "./foxes", "no data set .*--tokenizer=bytes$"), ("namesake", "books", "books-toy is no data set"),
+    ("other", "books", "books-other is no data set .*--tokenizer=other$"), ("numbers", "stdlib", "data/backcopy.py$")]
 
 
-def test_the_same_tokenizer_under_two_names_is_recognised(toy, toy_data, shelf, tmp_path):
-    """It may have been saved again by another program. Truncation makes no difference, but another separator does."""
-    books = shutil.copytree(toy_data, shelf / "books-toy")
-    files.write_json(books / "meta.json", files.read_json(books / "meta.json") | {"dataset": "books"})
+@pytest.mark.parametrize("run, dataset, expected", FIT)
+def test_a_data_set_must_be_in_the_tokenizer_of_a_run(run, dataset, expected, toy, toy_data, shelf, tmp_path, backcopy,
+                                                      monkeypatch):
+    """An older run names none. A twin has the same tokenizer under another name, saved by another program and with
+    truncation. One with another separator is another. So is a namesake with other ids."""
+    monkeypatch.chdir(tmp_path)
     described = json.loads((toy / "tokenizer.json").read_text())
-    for name, separator in (("twin", 0), ("other", 1)):
-        run = tmp_path / name
-        files.write_json(run / "tokenizer.json", dict(reversed(described.items())) | {"truncation": {"max_length": 9}})
-        files.write_json(run / "meta.json", {"tokenizer": name, "separator": separator})
-    assert tokens.data_for(tmp_path / "twin", "books", MACHINE)[0] == books
-    assert tokens.data_for(tmp_path / "twin", str(toy_data), MACHINE)[0] == toy_data
-    with pytest.raises(ValueError, match=f"books-other is no data set .*--tokenizer={tmp_path / 'other'}"):
-        tokens.data_for(tmp_path / "other", "books", MACHINE)
-    french = shutil.copytree(toy_data, shelf / "books-french")          # another data set, not these books
-    shutil.rmtree(books)
-    assert tokens.data_folder("books", tmp_path / "twin") == shelf / "books-twin" != french
+    for name, meta in (("older", {}), ("bytes", {"tokenizer": "bytes"}), ("numbers", {"tokenizer": "numbers"}),
+                       *((name, {"tokenizer": name, "separator": n}) for n, name in enumerate(("twin", "other")))):
+        files.write_json(tmp_path / name / "meta.json", meta)
+        if "separator" in meta:
+            files.write_json(tmp_path / name / "tokenizer.json",
+                             dict(reversed(described.items())) | {"truncation": {"max_length": 9}})
+    write_tokenizer(tmp_path / "namesake", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
+    for source, place in ((toy, "toy"), (toy_data, "foxes"), (backcopy, "lab"), (toy_data, shelf / "books-toy"),
+                          (toy_data, shelf / "books-french")):          # another data set, not these books
+        shutil.copytree(source, tmp_path / place)
+    for place in (shelf / "books", shelf / "plays", tmp_path / "plays"):
+        write_data(place, WORDS[:99], WORDS[:99])
+    meta = files.read_json(shelf / "books-toy/meta.json")
+    files.write_json(shelf / "books-toy/meta.json", meta | {"dataset": "books"})
+    if " " in expected or "$" in expected:
+        with pytest.raises(ValueError, match=expected):
+            tokens.data_for(run and Path(run), dataset, MACHINE)
+    else:
+        folder, _ = tokens.data_for(run and Path(run), dataset, MACHINE)
+        assert folder == (Path(expected) if "/" in expected else shelf / expected)
 
 
 def test_a_file_with_the_byte_tokenizer_is_recognised(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(coders.Bytes().exported())
-    assert tokens.tokenizer(str(folder)).name == lookup.identity(folder) == "bytes"
-    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_bytes(coders.Bytes().exported())
+    assert tokens.tokenizer(str(tmp_path)).name == lookup.identity(tmp_path) == "bytes"
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in ODD:
         assert theirs.encode(text).ids == tokens.tokenizer("bytes").encode(text).tolist()
         assert theirs.decode(theirs.encode(text).ids) == text
-
-
-def test_a_run_on_symbols_accepts_only_data_of_symbols(tmp_path, shelf, backcopy, data):
-    run = tmp_path / "lab"
-    files.write_json(run / "meta.json", {"tokenizer": "numbers"})
-    assert tokens.data_for(run, str(backcopy), MACHINE)[1]["vocab_size"] == 66
-    with pytest.raises(ValueError, match="python data/backcopy.py"):
-        tokens.data_for(run, "stdlib", MACHINE)
