@@ -7,6 +7,7 @@ This makes a ckpt.pt of them:
 
     python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
 """
+import argparse
 import copy
 import pickle
 import sys
@@ -296,7 +297,9 @@ def is_complete(folder):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make a ckpt.pt of a checkpoint in parts.", allow_abbrev=False)
+    parser.add_argument("parts", type=Path, help="RUN/sharded_ckpt/STEP")
+    parser.add_argument("checkpoint", type=Path, help="RUN/ckpt.pt")
+    args = parser.parse_args()
     with files.one_line_errors():
-        if len(sys.argv) != 3:
-            raise ValueError("which parts? python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt")
-        join_parts(Path(sys.argv[1]), Path(sys.argv[2]))
+        join_parts(args.parts, args.checkpoint)
