@@ -382,7 +382,7 @@ def main(argv):
                                                                for run in (None, before)):
             raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, "
                              "or name a folder by its path")
-    except ValueError as e:
+    except (ValueError, OSError) as e:          # OSError: a name that is too long for a file
         parser.error(str(e))
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)

@@ -41,9 +41,10 @@ def merged(state, path):
     for name in [name for name in state if name.endswith(".lora_a")]:
         module = name.removesuffix(".lora_a")
         a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
-        if b is None or weight is None or (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]):
+        if b is None or weight is None or not a.dim() == b.dim() == weight.dim() == 2 or (
+                (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1])):
             raise ValueError(f"{path} does not fit its base: {module} has another shape there, or lacks a matrix")
-        state = state | {f"{module}.weight": weight.float() + b @ a}
+        state = state | {f"{module}.weight": weight.float() + b.float() @ a.float()}
     return {name: value for name, value in state.items() if ".lora_" not in name}
 
 

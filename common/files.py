@@ -9,9 +9,12 @@ import hashlib
 import importlib
 import io
 import json
+import lzma
 import os
 import re
 import sys
+import zipfile
+import zlib
 from pathlib import Path
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -19,6 +22,10 @@ from pathlib import Path
 
 # also a full quota, or a limit on the size of a file
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+# what Python raises on a zip that is damaged, encrypted (RuntimeError) or compressed in an unknown way
+BAD_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 
 @contextlib.contextmanager
@@ -61,6 +68,23 @@ def is_alive(process):
     return True
 
 
+def regular(path):
+    """The same path. Raises ValueError if it names a folder, a pipe or a device: reading a pipe may wait for ever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no regular file: remove it and put the file there")
+    return path
+
+
+def check_name(name, what):
+    """The same name. Raises ValueError if it cannot be a part of a file's name: one that was read from a file must not
+    lead to another folder. what: the name's role, for the message."""
+    if not re.fullmatch(r"\w[\w .,+=@()-]*", name) or len(name.encode()) > 100:
+        shown = name[:100].encode("utf-8", "backslashreplace").decode()
+        raise ValueError(f"{what}={shown} must be a plain name: at most 100 letters, digits and _ .,+=@()-, "
+                         "the first a letter or a digit")
+    return name
+
+
 def write_json(path, value):
     """Write a value as indented JSON, with lists of numbers on one line."""
     text = re.sub(r"\[\n([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(value, indent=2))
@@ -77,6 +101,7 @@ def parsed(text):
 
 
 def read_json(path):
+    regular(path)
     try:
         return parsed(Path(path).read_text(encoding="utf-8"))
     except ValueError as e:                     # not JSON, or not even text
@@ -86,7 +111,7 @@ def read_json(path):
 def sha256(path):
     """The hash of a file of any size, in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
+    with open(regular(path), "rb") as f:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()

@@ -8,9 +8,8 @@
                 --head_balance, --expert_balance and a layer's own penalty, if there are any. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
     sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
-                torch.distributed.checkpoint. Every other command needs ckpt.pt; torch itself joins the parts to it:
-                python -m torch.distributed.checkpoint.format_utils dcp_to_torch RUN/sharded_ckpt/STEP RUN/ckpt.pt
-                Read only parts that you trust: torch unpickles their .metadata
+                torch.distributed.checkpoint. Every other command needs ckpt.pt, which this makes of the parts:
+                python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
 
 Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last
 checkpoint. Only rank 0 writes, except for the parts: each rank writes its own.
@@ -34,7 +33,7 @@ import torch
 
 from common import files
 from common.adapters import learned, merged
-from common.shards import fill, is_complete, save_parts, whole
+from common.shards import fill, is_complete, is_dense, save_parts, whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,7 +86,7 @@ class Run:
         """The log's rows up to a step, without a row that a kill cut short."""
         if not self.log_csv.exists():
             return []
-        with open(self.log_csv, newline="") as f:
+        with open(files.regular(self.log_csv), newline="") as f:
             whole = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdigit())
             return [row for row in whole if int(row[0]) <= step]
 
@@ -230,8 +229,11 @@ def is_meta(meta):
     if not isinstance(meta, dict) or not isinstance(meta.get("knobs"), dict):
         return False
     base = meta.get("base", {"path": "", "weights": ""})                # only an adapter has one
+    ends, separator = meta.get("ends", []), meta.get("separator", 0)    # ids that end a text, or lie between two
     return (isinstance(meta["knobs"].get("dataset"), str) and isinstance(meta.get("losses", {}), dict)
-            and isinstance(base, dict) and all(isinstance(base.get(name), str) for name in ("path", "weights")))
+            and isinstance(base, dict) and all(isinstance(base.get(name), str) for name in ("path", "weights"))
+            and isinstance(meta.get("tokenizer"), str | None) and isinstance(ends, list)
+            and all(type(token) is int and 0 <= token < 1 << 32 for token in [*ends, separator]))
 
 
 RESUME = "--init_from=resume"
@@ -263,7 +265,8 @@ PARTS = "sharded_ckpt"                          # the folder of a run for checkp
 def last_checkpoint(folder):
     """The path of a run's last checkpoint: its ckpt.pt, or a folder sharded_ckpt/STEP. None before the first one."""
     whole = Path(folder) / "ckpt.pt"
-    steps = {int(path.name): path for path in (Path(folder) / PARTS).glob("[0-9]*") if is_complete(path)}
+    parts = (path for path in (Path(folder) / PARTS).glob("*") if path.name.isdecimal())
+    steps = {int(path.name): path for path in parts if is_complete(path)}
     if not steps:
         return whole if whole.exists() else None
     # a run has both if its parts were joined, or if it was killed before it deleted the older one
@@ -273,8 +276,7 @@ def last_checkpoint(folder):
 
 def how_to_join(parts):
     """The command that makes a run's ckpt.pt of a checkpoint in parts. Instruments read only a ckpt.pt."""
-    return ("python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{parts} {parts.parent.with_name('ckpt.pt')}")
+    return f"python common/shards.py {parts} {parts.parent.with_name('ckpt.pt')}"
 
 
 def read_checkpoint(path, mmap=False):
@@ -285,13 +287,15 @@ def read_checkpoint(path, mmap=False):
             raise ValueError(f"{path} does not exist, because the run was trained with --sharded_ckpt=1: join its "
                              f"parts with {how_to_join(parts)}")
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
+    files.regular(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
     if not is_checkpoint(checkpoint):
-        raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step")
+        raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step, or its model holds "
+                         "something other than dense tensors of real numbers")
     return checkpoint
 
 
@@ -303,7 +307,7 @@ def is_checkpoint(found):
     found = {"scaler": {}} | found              # older runs have none
     if not all(isinstance(found.get(name), kind) for name, kind in types.items()):
         return False
-    tensors = all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found["model"].items())
+    tensors = all(isinstance(name, str) and is_dense(value) for name, value in found["model"].items())
     numbers = all(isinstance(value, int | float) for value in (found["step"], *found["scaler"].values()))
     return tensors and numbers and found["step"] >= 0
 
@@ -345,7 +349,7 @@ def fingerprint(out_dir):
     digest = hashlib.sha256()
     for name, value in sorted(read_checkpoint(read_run(out_dir)[1], mmap=True)["model"].items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy())      # its bytes
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy())        # its bytes
     return digest.hexdigest()[:16]
 
 
@@ -378,7 +382,7 @@ def check_projections(config, name, theirs, ours):
     """Raise ValueError if a tensor does not fit because the checkpoint has one query per head and the recipe, a
     differential one, has two. theirs, ours: the tensor's shape in the checkpoint and in the model."""
     rows = (config.n_head + 2 * config.n_kv_head) * config.head_width                   # of queries, keys and values
-    if name.endswith(".attn.c_attn.weight") and theirs[0] == rows != ours[0]:
+    if name.endswith(".attn.c_attn.weight") and theirs[:1] == (rows,) != ours[:1]:
         raise ValueError(
             f"--attn={config.attn} (--diff={config.diff}) needs projections of another shape and cannot use these "
             f"weights: c_attn is {theirs} and would be {ours}. Use {', '.join(USUAL)} or most other recipes")

@@ -3,11 +3,22 @@
 Data parallelism alone keeps all of these on every rank. With shards, the memory of a rank falls with the number of
 ranks: the weights of a block are gathered just before they are needed, and freed afterwards. ckpt.pt is whole, so
 instruments never see shards. Where no host can hold it, --sharded_ckpt=1 writes parts by torch.distributed.checkpoint.
+This makes a ckpt.pt of them:
+
+    python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
 """
+import argparse
+import copy
+import pickle
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+from common import files
 
 # ----------------------------------------------------------------------------------------------- a model of split parts
 
@@ -79,6 +90,14 @@ def whole(x, keep=True):
     return x.cpu() if keep else None
 
 
+def is_dense(x):
+    """Is this an ordinary tensor of real numbers, each of which is stored? A file can also hold sparse, quantized and
+    nested tensors, tensors without data, and large ones that repeat a few numbers."""
+    return (type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and not x.is_nested
+            and x.device.type == "cpu" and x.is_floating_point()
+            and x.untyped_storage().nbytes() >= x.numel() * x.element_size())
+
+
 def part_of(value, p):
     """This rank's part of a whole tensor, which is split as p is. No rank sends anything: each has the whole tensor."""
     from torch.distributed.tensor import distribute_tensor
@@ -140,7 +159,7 @@ def is_entry(entry, shape):
     """Is this AdamW's state of one weight of this shape: two averages, and the number of steps?"""
     shapes = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
     return isinstance(entry, dict) and entry.keys() == shapes.keys() and all(
-        isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shapes[name]
+        is_dense(value) and value.is_contiguous() and value.shape == shapes[name]
         for name, value in entry.items())
 
 
@@ -171,30 +190,116 @@ def save_parts(folder, weights, model, optimizer, scaler, step):
         try:
             dcp.save(state, checkpoint_id=folder)
         except dcp.CheckpointException as e:    # it is no Exception. It contains the errors of the ranks
-            raise OSError(str(next(iter(e.failures.values()))[0])) from None
+            error = next(iter(e.failures.values()))[0]
+            raise OSError(str(error) or repr(error)) from None
 
 
 def load_parts(folder, weights, model, optimizer, scaler):
     """Load what save_parts wrote, with any number of ranks, into weights, optimizer and scaler. Returns the step.
-    Raises ValueError if the parts are damaged, or those of another model."""
-    import torch.distributed.checkpoint as dcp
+    Settings such as betas stay those of the run's knobs. Raises ValueError if the parts are damaged or do not fit."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "step": 0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            if "scaler.scale" in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata:
-                state["scaler"] = scaler.state_dict()                   # the run has trained in float16
-            dcp.load(state, checkpoint_id=folder)                       # each rank reads its parts, into these tensors
-        except (Exception, dcp.CheckpointException) as e:               # the latter is no Exception
-            why = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
-            raise ValueError(f"{folder} is no readable checkpoint ({repr(why).splitlines()[0]}): restore it, or delete "
-                             "it and start again") from None
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    groups = copy.deepcopy(state["optimizer"]["param_groups"])
+
+    def wanted(metadata):
+        in_float16 = "scaler.scale" in metadata.state_dict_metadata     # the run has trained in float16
+        return state | ({"scaler": scaler.state_dict()} if in_float16 else {})
+
+    state = read_parts(folder, wanted)          # each rank reads its parts, into these tensors
+    numbers = {"step": state["step"]} | state.get("scaler", {})
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers.values()):
+        raise unreadable(folder, f"it holds {numbers}")
+    set_optimizer_state_dict(model, optimizer, state["optimizer"] | {"param_groups": groups})
     scaler.load_state_dict(scaler.state_dict() | state.get("scaler", {}))
     return state["step"]
+
+
+def join_parts(folder, path):
+    """Write a ckpt.pt of the parts in a folder. torch's own dcp_to_torch would execute code that it finds in them."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+    places = {}                                 # {"model.lm_head.weight": ("model", "lm_head.weight")}
+
+    def wanted(metadata):
+        places.update(metadata.planner_data)
+        tensors = {name: about for name, about in metadata.state_dict_metadata.items() if hasattr(about, "size")}
+        return dict.fromkeys(places) | {name: torch.empty(about.size, dtype=about.properties.dtype)
+                                        for name, about in tensors.items()}
+
+    state = {"scaler": {}}                      # torch stores nothing of an empty dict
+    for name, value in read_parts(folder, wanted).items():
+        set_element(state, places[name], value)
+    with files.replacing(path) as f:
+        torch.save(state, f)
+
+
+# what a .metadata consists of, besides numbers, texts and containers
+OF_METADATA = {"torch": ("Size",), "torch.serialization": ("_get_layout",), "pathlib": ("PosixPath",),
+               "pathlib._local": ("PosixPath",), "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+               "torch.distributed.checkpoint.metadata": (
+                   "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                   "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles a .metadata. pickle itself would execute any function that the file names."""
+
+    def find_class(self, module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in OF_METADATA.get(module, ()) and not is_dtype:
+            raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_parts(folder, wanted):
+    """Read a checkpoint in parts without executing code in it. wanted: a function of its metadata, which returns the
+    dict to fill. Returns this dict. Raises ValueError if the parts are damaged or do not fit the dict."""
+    import torch.distributed.checkpoint as dcp
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self):
+            with open(files.regular(folder / ".metadata"), "rb") as f:
+                metadata = MetadataUnpickler(f).load()
+            for name in {place.relative_path for place in metadata.storage_data.values()}:
+                if Path(name).name != name:
+                    raise ValueError(f"its part {name} is in another folder")
+                files.regular(folder / name)
+            return metadata
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item, value):                         # of all that is no tensor
+            *inside, last = self.mappings[read_item.dest_index.fqn]
+            part = self.original_state_dict
+            for key in inside:
+                part = part[key]
+            part[last] = torch.load(value, weights_only=True)           # torch's own planner executes code here
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")         # torch warns of a single rank
+        try:
+            reader = Reader(folder)
+            state = wanted(reader.read_metadata())
+            dcp.load(state, storage_reader=reader, planner=Planner())
+        except (Exception, dcp.CheckpointException) as e:               # the latter is no Exception
+            raise unreadable(folder, repr(next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException)
+                                          else e)) from None
+    return state
+
+
+def unreadable(folder, why):
+    """The ValueError for damaged parts."""
+    return ValueError(f"{folder} is no readable checkpoint ({why.splitlines()[0]}): restore it, or delete it and start "
+                      "again")
 
 
 def is_complete(folder):
     """Did save_parts finish in this folder?"""
     return (folder / ".metadata").exists()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make a ckpt.pt of a checkpoint in parts.", allow_abbrev=False)
+    parser.add_argument("parts", type=Path, help="RUN/sharded_ckpt/STEP")
+    parser.add_argument("checkpoint", type=Path, help="RUN/ckpt.pt")
+    args = parser.parse_args()
+    with files.one_line_errors():
+        join_parts(args.parts, args.checkpoint)

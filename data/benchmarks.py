@@ -18,6 +18,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 import urllib.request
 import zipfile
@@ -236,7 +237,7 @@ def read_rows(name, path):
     if task.read is None:
         return pages(tokens.read_text(path))
     with tokens.unpacked(path) as f:
-        for number, line in enumerate(f, 1):
+        for number, line in tokens.lines_of(f):
             try:
                 rows.append(checked(name, task.read(files.parsed(line))))
             except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
@@ -304,7 +305,7 @@ def fetch(name, folder):
         try:
             with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
                 content = joined(*(archive.read(member) for member in task.members))
-        except (OSError, http.client.HTTPException, zipfile.BadZipFile, KeyError) as e:
+        except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
             raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
                              f"this again with network, or {otherwise}") from None
         with files.replacing(part) as f:
@@ -337,7 +338,7 @@ def copy(name, source, folder):
     """Copy a task's file from another folder, decompressed."""
     read(name, source)                          # raises ValueError on a wrong file
     with tokens.unpacked(find(name, source)) as there, files.replacing(folder / TASKS[name].file) as here:
-        here.write(there.read())
+        shutil.copyfileobj(there, here)
 
 
 # ----------------------------------------------------------------------------------------------------- the command line

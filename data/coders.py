@@ -11,12 +11,15 @@ Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any ot
 Hugging Face's format: it belongs to a public model, and to the runs and data sets made with it. lookup.py finds the
 tokenizer of a name, a run or a data set.
 """
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -170,6 +173,43 @@ TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}
 # ------------------------------------------------------------------------------------------ tokenizers of public models
 
 
+# a child process tries a tokenizer.json first: see `fault_of`
+SECONDS, MEMORY, IDS = 60, 4 << 30, 100         # its limits: seconds, bytes, and ids of a single character
+SAMPLE = "".join(map(chr, range(0x3100))) + "漢字 한국어 \U0001f600"       # alphabets of most languages
+
+
+@functools.lru_cache
+def fault_of(content):
+    """What is wrong with a tokenizer.json, as one line; empty if nothing is. A damaged one can make the package
+    tokenizers abort the whole process, and a malicious one can turn each character into megabytes. So a process of its
+    own tries it, once for each file, with limits on time and memory."""
+    child = f"from data import coders; coders.try_tokenizer({MEMORY})"
+    little = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    try:
+        done = subprocess.run([sys.executable, "-c", child], input=content, capture_output=True, timeout=SECONDS,
+                              cwd=Path(__file__).parents[1], env=os.environ | little | {"RUST_BACKTRACE": "0"})
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {SECONDS} seconds for a page of text"
+    said = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("note:")]
+    return (said or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def try_tokenizer(memory):
+    """Use the tokenizer.json on stdin once, under limits. Fails with the reason as the last line on stderr."""
+    import resource
+
+    import tokenizers
+    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError):   # a stricter limit is in force
+            resource.setrlimit(limit, (most, most))
+    coder = tokenizers.Tokenizer.from_buffer(sys.stdin.buffer.read())
+    for text in ("", *SAMPLE, SAMPLE):
+        ids = coder.encode(text).ids
+        if len(ids) > IDS * (len(text) + 1):
+            sys.exit(f"it turns one character into more than {IDS} tokens")
+    coder.decode(ids)
+
+
 class HuggingFace:
     """The tokenizer of a public model, from its tokenizer.json in Hugging Face's format.
 
@@ -178,17 +218,20 @@ class HuggingFace:
     """
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
-        self.content, self.name = content, name
+        self.content, self.name = content, files.check_name(name, f"{path}: its folder or tokenizer")
         library = files.optional("tokenizers")
-        try:
-            self.coder = library.Tokenizer.from_buffer(content)
-        except ValueError as e:
-            raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can read ({e})") from None
+        if fault := fault_of(content):
+            raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it "
+                             "again, or name another tokenizer")
+        self.coder = library.Tokenizer.from_buffer(content)
         self.coder.encode_special_tokens = True                         # special tokens spelled in a text are text
         self.coder.no_truncation()              # some files ask for truncation or padding
         self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
         self.separator = self.find_separator(id_hints, path) if separator is None else separator
+        if not (isinstance(self.separator, int) and 0 <= self.separator < self.vocab_size):
+            raise ValueError(f"{path}: the separator {self.separator!r} is no id below {self.vocab_size}: name the "
+                             'right one as "separator" in the meta.json beside it')
         decoder = json.dumps(files.parsed(content).get("decoder"))
         self.byte_level = "ByteLevel" in decoder                        # otherwise as in SentencePiece
 

@@ -114,8 +114,8 @@ def is_state(state):
     if not tokens.has(state, next=list | None, shards=dict) or "next" not in state:
         return False
     position = state["next"] or [0, 0, 0]
-    return len(position) == 3 and all(isinstance(number, int) and number >= 0 for number in position) and all(
-        tokens.is_shard(row) for row in state["shards"].values())
+    return len(position) == 3 and all(isinstance(number, int) and number >= 0
+                                      for number in position) and tokens.has_shards(state)
 
 
 def prepare(args):

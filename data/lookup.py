@@ -31,7 +31,8 @@ def from_file(path):
     separator; without a meta.json, the folder's name is its name."""
     meta, home = meta_of(path.parent), path.resolve().parent
     id_hints = [] if "separator" in meta else id_hints_in(home)
-    return from_content(path.read_bytes(), meta.get("tokenizer", home.name), path, id_hints, meta.get("separator"))
+    name = tokenizer_name(path.parent) or home.name
+    return from_content(files.regular(path).read_bytes(), name, path, id_hints, meta.get("separator"))
 
 
 def from_content(content, *about):
@@ -78,9 +79,10 @@ def meta_of(folder):
 
 
 def tokenizer_name(folder):
-    """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in older runs."""
+    """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in older runs. Raises
+    ValueError if it cannot be part of a folder's name."""
     name = meta_of(folder).get("tokenizer") if folder else None
-    return name if isinstance(name, str) else None
+    return files.check_name(name, f"{Path(folder, 'meta.json')}: tokenizer") if isinstance(name, str) else None
 
 
 def content_of(folder):
@@ -88,7 +90,7 @@ def content_of(folder):
     path, meta = Path(folder, "tokenizer.json"), meta_of(folder)
     if "tokenizer" in meta and "separator" not in meta:                 # a tokenizer that needs no file: if there is
         return None                                                     # a tokenizer.json, it is a leftover
-    return path.read_bytes() if path.exists() else None
+    return files.regular(path).read_bytes() if path.exists() else None
 
 
 def identity(folder):

