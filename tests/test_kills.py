@@ -12,12 +12,11 @@ from pathlib import Path
 
 import bounds
 import pytest
-from conftest import ROOT, TINY, assert_same_run, by_default, command, train_here
+from conftest import ROOT, TINY, assert_same_run, by_default, command
 
 from common import files, machine
 from common.runs import read_checkpoint
 from data import tokens
-from data import weights as weights_script
 
 PATIENCE = 60                                   # seconds after which a process that is still there hangs
 
@@ -81,7 +80,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
     def wait_until_it_saves(begun):
         while begun.poll() is None and not [*out.glob(".ckpt.pt.*.tmp")]:
             time.sleep(0.001)
-    waits = [wait_until_it_saves, *rng.choices((wait_until_it_saves, lambda _: time.sleep(rng.uniform(0, 15))), k=kills - 1)]
+    anytime = [wait_until_it_saves, lambda _: time.sleep(rng.uniform(0, 15))]
+    waits = [wait_until_it_saves, *rng.choices(anytime, k=kills - 1)]
     finish(train(whole))
     killed = [kill(train(out), out, wait, rng.choice(((), ("0",), ("1",), ("0", "1"))) if ranks > 1 else ())
               for wait in waits]
@@ -90,55 +90,37 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
     assert_same_run(out, whole)
 
 
-WRITERS = {
-    "weights": ["data/weights.py", "LLAMA", "--out=OUT"],
-    "text": ["data/text.py", "--source=PAGES", "--out_dir=OUT", "--tokenizer=bytes"],
-    "fineweb_edu": ["data/fineweb_edu.py", "--source=PAGES", "--out_dir=OUT", "--tokenizer=bytes", "--shard_tokens=9999"]}
-
-
-@pytest.fixture(params=[by_default(name == "fineweb_edu", name) for name in WRITERS])
-def writer(request, tmp_path, data):
-    """A function from a folder to a command that writes it."""
-    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": f"page {n} " * 400}) + "\n" for n in range(400)))
-    if request.param == "weights":
-        pytest.importorskip("safetensors")
-        train_here(f"--dataset={data}", f"--out_dir={tmp_path}/run", "--max_iters=1", "--norm=rmsnorm", "--mlp=swiglu")
-        weights_script.main(["export", f"{tmp_path}/run", f"{tmp_path}/llama"])
-    places = {"LLAMA": f"{tmp_path}/llama", "PAGES": f"{tmp_path}/pages.jsonl"}
-
-    def write(out):
-        words = WRITERS[request.param]
-        for name, path in (places | {"OUT": str(out)}).items():
-            words = [word.replace(name, path) for word in words]
-        return command(*words)
-    return write
-
-
 def made(out):
-    """{name: hash} of what a writer has made."""
+    """{name: hash} of what a command has made."""
     return {str(path.relative_to(out)): files.sha256(path) for path in out.rglob("*") if path.is_file()}
 
 
-def test_a_killed_or_crowded_writer_goes_on_to_the_same_files(writer, tmp_path):
+@pytest.mark.parametrize("script", ["data/fineweb_edu.py --shard_tokens=25000", by_default(False, "data/text.py")])
+def test_a_killed_or_crowded_data_script_goes_on_to_the_same_files(script, tmp_path):
     """It is killed twice. Then its disk has too little space, and later enough."""
-    rng, began, whole, out = random.Random(bounds.SEED), time.monotonic(), tmp_path / "whole", tmp_path / "out"
-    finish(writer(whole))
+    rng, began, pages = random.Random(bounds.SEED), time.monotonic(), tmp_path / "pages.jsonl"
+    whole, out, disk = (tmp_path / name for name in ("whole", "out", "disk"))
+    pages.write_text("".join(json.dumps({"text": f"page {n} " * 400}) + "\n" for n in range(400)))
+
+    def write(out):
+        return command(*script.split(), f"--source={pages}", f"--out_dir={out}", "--tokenizer=bytes")
+    finish(write(whole))
     seconds = time.monotonic() - began
     for _ in range(2):
-        kill(writer(out), out, lambda _: time.sleep(rng.uniform(0.3, 1) * seconds))
-    finish(writer(out))
+        kill(write(out), out, lambda _: time.sleep(rng.uniform(0.3, 1) * seconds))
+    finish(write(out))
     assert made(out) == made(whole)
-    pages = sum(-(-path.stat().st_size // 4096) for path in whole.rglob("*") if path.is_file())
-    size, disk = max(1, int(rng.uniform(0.05, 0.9) * pages)) * 4096, tmp_path / "disk"
+    space = sum(-(-path.stat().st_size // 4096) for path in whole.rglob("*.*"))
+    size = f"size={max(1, int(rng.uniform(0.05, 0.9) * space)) * 4096}"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        done = subprocess.run(writer(disk), capture_output=True, text=True)
+        done = subprocess.run(write(disk), capture_output=True, text=True)
         assert done.returncode == 1 and ": error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert_complete(disk)
         subprocess.run(["mount", "-o", "remount,size=1g", disk], check=True)
-        finish(writer(disk))
+        finish(write(disk))
         assert made(disk) == made(whole)
     finally:
         subprocess.run(["umount", "-l", disk], check=True)

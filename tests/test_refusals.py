@@ -46,7 +46,7 @@ pytestmark = pytest.mark.xdist_group("refusals")
 
 # -------------------------------------------------------------------------------- models: they work, or a line says why
 
-NUMBERS = 0, 1, 2, 3, 4, 6, 8, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
+NUMBERS = 0, 1, 2, 3, 4, 6, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
 SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "yarn", "x")
             for numbers in ("", "2", "0", "nan", "8,1,4,16", "8,32,1,16", "8,4,4,9", "inf,1,4,9", "1e400,1,1")]
 CONSTANTS = "0", "1", "2", "3", "0.5", "-1", "nan", "1e30", "all", "block", "learned", "", "1=2"
@@ -54,7 +54,7 @@ CONSTANTS = "0", "1", "2", "3", "0.5", "-1", "nan", "1e30", "all", "block", "lea
 
 @st.composite
 def drawn_choices(draw):
-    """A recipe and up to four other fields of GPTConfig. In half of the cases its mixer accepts each value by itself."""
+    """A recipe and up to four other fields of GPTConfig. In half of the cases its mixer accepts each single value."""
     attn, anything = draw(st.sampled_from(list(ATTENTIONS))), draw(st.booleans())
     mixer = mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")]
     axes = mixers.AXES if anything else mixer.axes
@@ -97,14 +97,13 @@ MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weight
 @contextlib.contextmanager
 def limited():
     in_use, limit = int(Path("/proc/self/statm").read_text().split()[0]) << 12, resource.getrlimit(resource.RLIMIT_AS)
-    alarm = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{sys.argv} hangs"))
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, limit[1]))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{sys.argv} hangs"))
     signal.alarm(SECONDS)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, alarm)
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
@@ -173,13 +172,6 @@ def saved(path, change):
     return do
 
 
-def offline(monkeypatch):
-    """The proxies are at port 9, where no server listens. tiktoken's cache is empty."""
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.abspath("cache"))
-
-
 # ------------------------------------------------------------------------------------------------------ places to read
 
 # {name} in a command line stands for a copy of one of these folders. {new} stands for the flags of a small new run on
@@ -218,15 +210,8 @@ def make_pages(folder, place):
         "--shard_tokens=4000")
 
 
-def make_questions(folder, place):
-    """Two rows of a benchmark."""
-    row = {"goal": "Open a jar", "sol1": "turn it", "sol2": "eat it", "label": 0}
-    written(folder / "piqa_valid.jsonl", json.dumps(row) + "\n" + json.dumps(row | {"label": 1}) + "\n")(None)
-
-
 MAKE = {"pair": make_pair, "llama": make_public, "gpt2": partial(make_public, run="learned"),
-        "questions": make_questions, "pages": make_pages,
-        "no_separator": lambda folder, place: write_tokenizer(folder)}  # without a config, no separator is named
+        "pages": make_pages, "no_separator": lambda folder, place: write_tokenizer(folder)}     # without a config
 
 
 @pytest.fixture(scope="session")
@@ -266,9 +251,8 @@ def prepared(place, tmp_path, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------------------- flags
 
-WRONG = ("", " ", "x", "none", "nan", "inf", "1e400", "true", "0x10", "1_0", "²", "٣", ",", "=", "a=b", "-", "%s", "{}", "[",
-         "*", "1,2", "8,4,", "..", "/dev/null", "./data", "./run", "é\n", "\udcff", "a" * 300, "3:4", "1/8",
-         "softmax,elastic", "linear:1e400")
+WRONG = ("", " ", "x", "none", "nan", "inf", "1e400", "true", "0x10", "1_0", "²", "٣", ",", "=", "-", "%s", "{}", "[", "*",
+         "1,2", "8,4,", "..", "/dev/null", "./run", "é\n", "\udcff", "a" * 300, "3:4", "1/8", "softmax,elastic")
 SMALL = st.sampled_from(WRONG) | st.integers(-9, 99).map(str)
 TEXTS = st.one_of(SMALL, st.integers(10 ** 9, 10 ** 40).map(str), st.floats().map(str),
                   st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=9))
@@ -315,15 +299,15 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
 
 # the flag, the last value that is refused, and the first that is accepted
 BORDERS = {
-    "train.py {new}": """n_layer 0 1, n_head 0 1, n_embd 0 2, n_embd 17 18, n_kv_head -1 0, n_kv_head 3 2, block_size 0 1,
-        block_size 2147483648 2147483647, vocab_size -1 0, bias_range 0 1, window -1 0, first -1 0, topk -1 0,
-        window_every 0 1, head_dim -1 0, n_inner -1 0, n_active 0 1, n_active 9 8, n_expert 1 2, dropout -0.001 0,
-        dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9, rope_base 0 0.1, rope_base inf 1e30, rope_share 0 0.1,
-        rope_share 1.001 1, batch_size 0 1, max_iters 0 1, gradient_accumulation_steps 0 1, eval_interval 0 1,
-        eval_iters 0 1, log_interval 0 1, lora_rank 0 1, warmup_iters -1 0, lr_decay_iters -1 0, grad_clip -1 0,
-        head_lr -1 0, weight_decay -1 0, seed -1 0, balance_skip -1 0, balance_shared -0.1 0, balance_shared 1 0.9,
-        expert_balance -1 0, learning_rate 0 1e-9, learning_rate inf 1, learning_rate nan 1, min_lr nan 0, beta1 -0.1 0,
-        beta1 1 0.9, beta2 -0.1 0, beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
+    "train.py {new}": """n_layer 0 1, n_head 0 1, n_embd 0 2, n_embd 17 18, n_kv_head -1 0, n_kv_head 3 2,
+        block_size 0 1, block_size 2147483648 2147483647, vocab_size -1 0, bias_range 0 1, window -1 0, first -1 0,
+        topk -1 0, window_every 0 1, head_dim -1 0, n_inner -1 0, n_active 0 1, n_active 9 8, n_expert 1 2,
+        dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9, rope_base 0 0.1, rope_base inf 1e30,
+        rope_share 0 0.1, rope_share 1.001 1, batch_size 0 1, max_iters 0 1, gradient_accumulation_steps 0 1,
+        eval_interval 0 1, eval_iters 0 1, log_interval 0 1, lora_rank 0 1, warmup_iters -1 0, lr_decay_iters -1 0,
+        grad_clip -1 0, head_lr -1 0, weight_decay -1 0, seed -1 0, balance_skip -1 0, balance_shared -0.1 0,
+        balance_shared 1 0.9, expert_balance -1 0, learning_rate 0 1e-9, learning_rate inf 1, learning_rate nan 1,
+        min_lr nan 0, beta1 -0.1 0, beta1 1 0.9, beta2 -0.1 0, beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
     "train.py {new} --attn=focus": "window 0 1, window 16 15",
     "train.py {new} --attn=focus --window=4": "attn_args=groups 1 2, attn_args=groups 17 16",
     "train.py {new} --attn=focus --window=4 --attn_args=groups=3": "topk 4 3",
@@ -331,7 +315,8 @@ BORDERS = {
     "train.py {new} --attn=k_bias": "attn_args=bias_dims 9 8, attn_args=bias_dims 1.7 1",
     "train.py {new} --attn=softmax --head_balance=0.1 --n_layer=2": "balance_skip 1 0",
     "eval.py loss --out_dir=x": "windows -1 0, batch_size 0 1", "eval.py passkey --out_dir=x": "trials 0 1, seed -1 0",
-    "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0", "eval.py lengths --out_dir=x": "finetune -1 0, windows -2 -1",
+    "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0",
+    "eval.py lengths --out_dir=x": "finetune -1 0, windows -2 -1",
     "eval.py sample --out_dir=x": "tokens 0 1, samples 0 1, temperature -1 0, top_k -1 0, top_p -1 0",
     "eval.py heads --out_dir=x": "local 0 1, windows 0 1, prune 101 100, prune -1 0",
     "eval.py scrolls --out_dir=x --source=y": "tokens 0 1", "eval.py bench --out_dir=x": "limit -1 0",
@@ -449,8 +434,7 @@ READERS = {                                     # {a file: command lines that re
     **{f"{{{model}}}/{name}": [f"data/weights.py {{{model}}} --out=out"] for model in ("llama", "gpt2")
        for name in ("config.json", "model.safetensors", "tokenizer.json")},
     "{pages}/made/meta.json": [OF_PAGES], "{pages}/made/progress.json": [OF_PAGES],
-    "{pages}/some.jsonl": ["data/text.py --source={pages}/some.jsonl --tokenizer=bytes --out_dir=out"],
-    "{questions}/piqa_valid.jsonl": ["eval.py bench --source={questions} --out_dir={run} --device=cpu"]}
+    "{pages}/some.jsonl": ["data/text.py --source={pages}/some.jsonl --tokenizer=bytes --out_dir=out"]}
 
 
 @settings(max_examples=examples(3))
@@ -499,7 +483,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --attn=routing => has no kernel; --attn=streaming --window=4 --n_embd=512 => heads are wider than 256;
     --attn=focus --window=4 => the soft gate of every pair has no kernel"""),
     ("train.py {new}", INPUT, """--device=meta => choose cuda, mps or cpu;
-    --vocab_size=256 => the data set .* needs 257; --block_size=20000 => train holds 20000 tokens, too few;
+    --vocab_size=256 => the data set .* needs 257;
     --preset=lab --dataset={symbols} --block_size=65 => have 64 tokens: lower --block_size"""),
     ("train.py --init_from=resume --out_dir={run}", FLAGS, """--n_layer=2 => cannot resume with n_layer=2: leave out;
     --dropout=0 => cannot resume with dropout=0; --out_dir=no => no run in no"""),
@@ -511,37 +495,28 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> the first word must be a command: loss, lengths; scrolls --out_dir=x => give --source;
     loss => which run. give --out_dir; claims --run=lab,x => no claim 'x'.*--run also takes lab;
-    sample --out_dir=x --chat => give it as --prompt; heads --out_dir=x --prune=1,x => '1,x' must be whole;
-    maps --out_dir=x --text=' ' => --text is empty"""),
+    maps --out_dir=x --text=' ' => --text is empty; heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
     ("eval.py", INPUT, """loss --out_dir={run} --attn=softmax => does not fit.*tau;
-    loss --out_dir={softmax} --attn=tda => cannot use these.*elastic; claims --run=lazy-vs-recurrent => out of reach;
-    loss --out_dir={run} --length=99999 => too few for one; loss --out_dir={symbols_run} --length=65 => 64 tokens;
+    loss --out_dir={softmax} --attn=tda => cannot use these.*elastic;
     loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
-    loss --out_dir={learned} --length=17 => its block_size=16 positions; speed --live => name it with --out_dir;
-    params --out_dir={softmax} --png=x.png => nothing to draw; probe --out_dir={run} --k=17 => window has 16 tokens;
+    loss --out_dir={learned} --length=17 => its block_size=16 positions;
+    loss --out_dir={symbols_run} --length=65 => 64 tokens; probe --out_dir={symbols_run} --input=bos => no separator;
     sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>;
-    sample --out_dir={symbols_run} --prompt=66 => ids in 0..65; bench --source=nowhere --out_dir={run} => fetch them;
-    probe --out_dir={run} --length=1 => needs 2 tokens; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
-    probe --out_dir={symbols_run} --input=bos => no separator; groups --out_dir={run} => trained with --attn=focus;
-    heads --out_dir={run} --other=16 => --other=16.*16; lengths --out_dir={learned} => --lengths=64.*block_size=16;
+    probe --out_dir={run} --k=17 => window has 16 tokens; lengths --out_dir={learned} => --lengths=64.*block_size=16;
     groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
-    routers --out_dir={focus} --sweep=window => name its base; passkey --out_dir={symbols_run} => trained on text;
-    routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={run} --lengths=200 => garbage.*at least;
-    maps --out_dir={run} --heads=0,2 => from 0 to 1;
-    scrolls --source={questions} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
-    bench --source={questions} --out_dir={symbols_run} => on symbols, not on text"""),
+    routers --out_dir={focus} --k=5 => 1 to 4 groups; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
+    passkey --out_dir={run} --lengths=200 => garbage.*at least; passkey --out_dir={symbols_run} => trained on text;
+    scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
     ("data/text.py --tokenizer=bytes", INPUT, """--source=missing => --source=missing does not exist;
-    --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=a/b => must be a plain name;
-    --source={toy} --val tokenizer meta => holds out everything; --source={toy} --fixed_at=6 --length=6 => in 0..5;
+    --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --fixed_at=6 --length=6 => in 0..5;
+    --source={toy} --val tokenizer meta => holds out everything;
     --source={toy} --name=stdlib => is the name of a script"""),
     ("data/text.py --source={toy} --out_dir=out", INPUT, """--tokenizer=nowhere => choose from bytes, gpt2;
     --tokenizer=numbers => for symbols, not for text; --tokenizer=gpt2 --tokenizer_files=. => vocab.bpe is missing;
     --tokenizer={no_separator} => between two texts.*eos_token"""),
-    ("data/backcopy.py --out_dir=out", INPUT, "--fixed_at=99 => in 0..64, or -1; --length=0 => must be at least 1"),
+    ("data/backcopy.py --out_dir=out", INPUT, "--fixed_at=99 => in 0..64, or -1"),
     ("data/stdlib.py --source=. --out_dir=out", INPUT, "=> 0 Python files under .* are too few .*--source"),
-    ("data/shakespeare.py --out_dir=out", INPUT, "--source={toy} => not Tiny Shakespeare"),
-    ("data/benchmarks.py --out_dir=out", INPUT, "--source={questions} --tasks=all => no hellaswag_val.jsonl"),
     ("data/weights.py", FLAGS, "=> NAME.FOLDER.FILE"),
     ("data/weights.py", INPUT, """{llama}/model.safetensors --out=out => name its folder;
     {llama} --out={llama} => name another one; export {llama_run} {llama} => exists and is not empty;
@@ -592,17 +567,12 @@ AFTER = [                                       # (a command line, rows: what th
         ("tokens trained on: 512 and 256", edited("copy/meta.json", "knobs", batch_size=2)),
         ("training data .hash.", edited("copy/meta.json", data_hash="0")),
         ("budget are unknown", edited("copy/meta.json", data_hash=..., losses={})))]),
-    *(("eval.py bench --source={questions} --out_dir={run}", [(f"no row of piqa .{says}", written(
-        "questions/piqa_valid.jsonl", {"goal": "a", "sol1": "b", "sol2": "c", "label": 0} | wrong))])
-      for says, wrong in (("a choice is empty", {"sol2": ""}), ("the right answer is number 3", {"label": 2}))),
     *((f"{TEXT} --source={name}", [(f"{name}.*{says}", written(name, content))]) for name, says, content in (
         ("blank.txt", "is empty", " \n"), ("binary.bin", "not text", b"\x7fELF\0\1"), ("latin.txt", "not text", b"\xe9"),
         ("line.jsonl", "line 2", '{"text": "a"}\n{"text": \n'), ("one.txt", "too few to hold out", "x"),
         ("plain.gz", "damaged", "x"))),
     (f"{TEXT} --source={{toy}} --tokenizer={{toy}}", [
         ("pip install tokenizers", lambda patch: patch.setitem(sys.modules, "tokenizers", None))]),
-    (f"{TEXT} --source={{toy}} --tokenizer=gpt2", [("could not be fetched.*TIKTOKEN_CACHE_DIR", offline)]),
-    ("data/shakespeare.py --out_dir=out", [("name a local copy with --source", offline)]),
     (OF_PAGES, [("from other sources", changed("pages/some.jsonl", lambda b: b + b'{"text": "one more"}\n'))]),
     ("data/weights.py {llama} --out=out", [
         *((f"{name} is missing", removed(f"llama/{name}")) for name in ("model.safetensors", "config.json")),
@@ -654,8 +624,8 @@ def go_on(first, then, cache):
 
 
 CALLS = [                                       # (what the error says, a function, its arguments)
-    *(("adds nothing to scores by distance", attend, attn, 9, torch.zeros(2, 9)) for attn in ("retnet", "routing", "topk")),
-    ("x has 3 rows for 9 keys", partial(attend, window=4), "focus", 3), ("x has 8 rows for 9 keys", attend, "retnet", 8),
+    *(("adds nothing to scores", attend, attn, 9, torch.zeros(2, 9)) for attn in ("retnet", "routing", "topk")),
+    ("x has 3 rows for 9", partial(attend, window=4), "focus", 3), ("x has 8 rows for 9 keys", attend, "retnet", 8),
     *(("has no views", views, attn) for attn in ("focus", "retnet", "routing")),
     *(("another recipe", go_on, *recipes, [{}]) for recipes in (("deltanet", "mamba2"), ("softmax", "retnet"))),
     *(("with ids in 0..30", GPT(tiny_config()).generate, torch.tensor([ids]).long(), 1) for ids in ([], [31], [-1])),
