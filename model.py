@@ -550,7 +550,8 @@ def check(config):
         value, choices = getattr(config, field.name), field.metadata["choices"]
         if choices and value not in choices:
             raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        if field.type in (int, float, int | None) and not isinstance(value, field.type | int):
+        is_number = isinstance(value, field.type | int) and not isinstance(value, bool)
+        if field.type in (int, float, int | None) and not is_number:
             raise ValueError(f"{field.name}={value!r} must be a {'whole ' * (field.type is not float)}number")
         if isinstance(value, int) and value >= 1 << 31:
             raise ValueError(f"{field.name}={value} must be below 2**31")
