@@ -57,7 +57,7 @@ def test_no_module_imports_itself_through_others():
 
 def test_nothing_imports_train_or_eval_and_data_imports_only_files_and_flags():
     """data/ and common/ are below the model: a data set is made, and a file written, without it."""
-    below = {"common": set(), "data": {"common.files", "common.flags"}}                 # {room: its imports of other rooms}
+    below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
     for module, targets in imports().items():
         assert not targets & {"train", "eval", "data.weights"}, module
         others = {target for target in targets if room(target) != room(module)}
