@@ -48,7 +48,8 @@ def already_normalized(config, args, choices):
 
 def sum_may_be_zero(config, args, choices):
     if config.rule == "identity" and config.feature != "elu":
-        return "--normalize=sum divides by row sums, which can be 0 for weights of either sign: use --normalize=max1"
+        return ("--normalize=sum divides by row sums, which can be 0, because --rule=identity with "
+                f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use --normalize=max1")
     return already_normalized(config, args, choices)
 
 

@@ -192,7 +192,7 @@ def random_planes(layer):
 
 def has_no_topk(config, args, choices):
     if config.topk:
-        return (f"--topk={config.topk}: how many keys magicpig finds depends on its tables: leave it out, and give "
+        return (f"--topk={config.topk}: how many keys --select=magicpig finds depends on its tables: give --topk=0 and "
                 "--attn_args=bits=NUMBER,tables=NUMBER")
 
 
