@@ -497,7 +497,7 @@ class GPT(nn.Module):
 
 def pick(logits, temperature, top_k, top_p, generator):
     """Draw one token id (B, 1) from logits (B, V). generator: None for torch's own."""
-    if temperature == 0:
+    if temperature < 1e-9:                      # 0, or so small that the division below would overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature               # below 1 sharpens, above 1 flattens
     if top_k:
@@ -529,7 +529,8 @@ def check(config):
         value, choices = getattr(config, field.name), field.metadata["choices"]
         if choices and value not in choices:
             raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        if field.type in (int, float, int | None) and not isinstance(value, field.type | int):
+        is_number = isinstance(value, field.type | int) and not isinstance(value, bool)
+        if field.type in (int, float, int | None) and not is_number:
             raise ValueError(f"{field.name}={value!r} must be a {'whole ' * (field.type is not float)}number")
         if isinstance(value, int) and value >= 1 << 31:
             raise ValueError(f"{field.name}={value} must be below 2**31")
