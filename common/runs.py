@@ -87,9 +87,12 @@ class Run:
         """The log's rows up to a step, without a row that a kill cut short."""
         if not self.log_csv.exists():
             return []
-        with open(self.log_csv, newline="") as f:
-            whole = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdigit())
-            return [row for row in whole if int(row[0]) <= step]
+        try:
+            with open(self.log_csv, newline="") as f:
+                whole = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdecimal())
+                return [row for row in whole if int(row[0]) <= step]
+        except (ValueError, csv.Error) as e:    # not even text, or without commas
+            raise ValueError(f"{self.log_csv} is damaged ({e}): delete it, and a new one begins") from None
 
     def log(self, **row):
         """Append a row. Columns that are not given stay empty."""
