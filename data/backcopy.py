@@ -9,7 +9,6 @@ before it. So a head has work to do on triggers only; on all other rows it must 
 
 After BOS, and where the symbol before a trigger is BOS or the fixed token, the bigram row decides.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
 from common import files
+from common.flags import Parser
 from data import tokens
 
 SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
@@ -66,7 +66,7 @@ def prepare(args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
     parser.add_argument("--seed", type=int, default=0, help="seed of the table, the triggers and the sequences")
     parser.add_argument("--length", type=int, default=64,

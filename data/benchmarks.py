@@ -12,7 +12,6 @@ rows. Only the needed parts of a zip are fetched: ARC's zip has 680 MB, of which
 Each row of a file becomes a Row: a context and a possible continuation for every choice. The words around the question
 are those of lm-evaluation-harness, because every space in them affects a score.
 """
-import argparse
 import http.client
 import io
 import itertools
@@ -28,6 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
 from common import files
+from common.flags import Parser
 from data import tokens
 from data.downloads import TIMEOUT, download, size_of
 
@@ -344,8 +344,7 @@ def copy(name, source, folder):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="benchmarks.py", description=__doc__, usage=argparse.SUPPRESS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(prog="benchmarks.py", description=__doc__)
     parser.add_argument("--tasks", help="tasks, separated by commas (default: all, or with --source those found there)"
                                         f": {', '.join(TASKS)}")
     parser.add_argument("--source", type=Path, help="folder with the files; without it they are fetched")

@@ -13,7 +13,6 @@ A shard is a header of 256 int32 (magic number, version, number of tokens), then
 a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they can read these files. A shard can be
 memory-mapped.
 """
-import argparse
 import gzip
 import hashlib
 import itertools
@@ -30,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from common import files
+from common.flags import Parser
 from data.lookup import content_of, identity, keep_tokenizer, meta_of, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent
@@ -471,8 +471,7 @@ def fixed_windows(split, length, count, stride=1):
 
 def flags(doc, dataset, tokenizer):
     """The argument parser of a data script, with the flags that all of them share. Its errors are one line."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser = Parser(description=doc)
     parser.add_argument("--out_dir", type=Path,
                         help=f"folder of the data set (default: data/{dataset}; in a public model's tokenizer "
                              f"data/{dataset}-TOKENIZER, so it can exist in several)")
