@@ -1,36 +1,143 @@
-"""tests/kills.py: what is killed goes on, and nothing outlives it. `python tests/kills.py` kills many more."""
+"""Kills and full disks: what is killed goes on as if nothing had happened, nothing outlives it, a full disk costs one
+line. Moments are random; --hypothesis-seed draws others, and --all also kills ranks, launchers and other commands."""
+import contextlib
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-import kills
+import bounds
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY, assert_same_run, by_default, command
 
-from common import machine
+from common import files, machine
+from common.runs import read_checkpoint
+from data import tokens
 
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    pytest.importorskip("safetensors")
-    home = tmp_path_factory.mktemp("sources")
-    return home, kills.make_sources(home)
+PATIENCE = 60                                   # seconds after which a process that is still there hangs
 
 
-CHILD = "import os, time; {setup}; print(os.getpid(), flush=True); time.sleep(99)"
-MARKED = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.machine import end_with_parent; end_with_parent()"
+def is_running(process):
+    """Is there a process with this id that has not ended?"""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def ranks_of(mark):
+    """{process id: its rank as text, or None} of a command and all that it has started, which have this variable."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):      # it has just ended
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            if mark in environment and is_running(folder.name):
+                found[int(folder.name)] = next((e[5:] for e in environment if e.startswith("RANK=")), None)
+    return found
+
+
+def kill(argv, out, wait, ranks=()):
+    """Begin a command, and kill -9 some ranks of it, or () itself, after wait(process). All that it has started ends as
+    well, and what has its final name in `out` can be read. Returns whether it was killed before its end."""
+    mark = f"KILLS_MARK={os.getpid()}-{time.monotonic_ns()}"
+    begun = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             env=os.environ | dict([mark.split("=")]))
+    wait(begun)
+    for process in [process for process, rank in ranks_of(mark).items() if rank in ranks] if ranks else [begun.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    said, deadline = begun.communicate(timeout=PATIENCE)[0], time.monotonic() + PATIENCE
+    while ranks_of(mark):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+    assert_complete(out)
+    return begun.returncode != 0
+
+
+def assert_complete(out):
+    for pattern, read in (("*.json", files.read_json), ("ckpt.pt", read_checkpoint), ("*.bin", tokens.read_shard)):
+        for path in out.rglob(pattern):
+            assert path.name.startswith(".") or read(path) is not None
+
+
+def finish(argv):
+    subprocess.run(argv, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("ranks, kills, flags", [
+    by_default(True, 1, 1, ()), by_default(False, 2, 5, ()), by_default(False, 2, 5, ("--shard=1",))])
+def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path, data):
+    rng, whole, out = random.Random(bounds.SEED), tmp_path / "whole", tmp_path / "killed"
+    new = [*TINY, f"--dataset={data}", "--attn=elastic", "--n_layer=2", "--dropout=0.1", "--max_iters=160",
+           "--gradient_accumulation_steps=2", *flags]
+
+    def train(folder):
+        how = ["--init_from=resume"] if (folder / "meta.json").exists() else new
+        return command("train.py", f"--out_dir={folder}", *how, ranks=ranks)
+
+    def wait_until_it_saves(begun):
+        while begun.poll() is None and not [*out.glob(".ckpt.pt.*.tmp")]:
+            time.sleep(0.001)
+    anytime = [wait_until_it_saves, lambda _: time.sleep(rng.uniform(0, 15))]
+    waits = [wait_until_it_saves, *rng.choices(anytime, k=kills - 1)]
+    finish(train(whole))
+    killed = [kill(train(out), out, wait, rng.choice(((), ("0",), ("1",), ("0", "1"))) if ranks > 1 else ())
+              for wait in waits]
+    finish(train(out))
+    assert killed[0]
+    assert_same_run(out, whole)
+
+
+def made(out):
+    """{name: hash} of what a command has made."""
+    return {str(path.relative_to(out)): files.sha256(path) for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("script", ["data/fineweb_edu.py --shard_tokens=25000", by_default(False, "data/text.py")])
+def test_a_killed_or_crowded_data_script_goes_on_to_the_same_files(script, tmp_path):
+    """It is killed twice. Then its disk has too little space, and later enough."""
+    rng, began, pages = random.Random(bounds.SEED), time.monotonic(), tmp_path / "pages.jsonl"
+    whole, out, disk = (tmp_path / name for name in ("whole", "out", "disk"))
+    pages.write_text("".join(json.dumps({"text": f"page {n} " * 400}) + "\n" for n in range(400)))
+
+    def write(out):
+        return command(*script.split(), f"--source={pages}", f"--out_dir={out}", "--tokenizer=bytes")
+    finish(write(whole))
+    seconds = time.monotonic() - began
+    for _ in range(2):
+        kill(write(out), out, lambda _: time.sleep(rng.uniform(0.3, 1) * seconds))
+    finish(write(out))
+    assert made(out) == made(whole)
+    space = sum(-(-path.stat().st_size // 4096) for path in whole.rglob("*.*"))
+    size = f"size={max(1, int(rng.uniform(0.05, 0.9) * space)) * 4096}"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        done = subprocess.run(write(disk), capture_output=True, text=True)
+        assert done.returncode == 1 and ": error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert_complete(disk)
+        subprocess.run(["mount", "-o", "remount,size=1g", disk], check=True)
+        finish(write(disk))
+        assert made(disk) == made(whole)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+CHILD = (f"import os, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.machine import end_with_parent; "
+         "end_with_parent(); print(os.getpid(), flush=True); time.sleep(99)")
+PARENT = ("import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
+          "env=os.environ | {'STARTED_BY': str(os.getpid())})")
 
 
 def test_a_process_ends_with_its_killed_parent():
-    parent = ("import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], "
-              "env=os.environ | {'STARTED_BY': str(os.getpid())}); child.wait()")
-    begun = subprocess.Popen([sys.executable, "-c", parent, CHILD.format(setup=MARKED)], stdout=subprocess.PIPE)
-    child = int(begun.stdout.readline())
+    begun = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE)
+    child, deadline = int(begun.stdout.readline()), time.monotonic() + PATIENCE
     begun.kill()
     begun.wait()
-    deadline = time.monotonic() + 10
-    while kills.is_running(child):
+    while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -45,18 +152,3 @@ def test_a_process_that_comes_too_late_says_that_its_parent_has_ended(monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="torchrun, which started this rank, has ended"):
         machine.check_launcher()
-
-
-def test_a_killed_writer_goes_on(sources):
-    assert not kills.writer_kills(1, seed=0, only="fineweb_edu", sources=sources)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", kills.writers(ROOT, ""))
-def test_every_killed_writer_goes_on(name, sources):
-    assert not kills.writer_kills(1, seed=1, only=name, sources=sources)
-
-
-@pytest.mark.exhaustive
-def test_killed_runs_of_two_ranks_go_on():
-    assert not kills.train_kills(2, seed=1)
