@@ -504,7 +504,7 @@ class GPT(nn.Module):
 
 def pick(logits, temperature, top_k, top_p, generator):
     """Draw one token id (B, 1) from logits (B, V). generator: None for torch's own."""
-    if temperature == 0:
+    if temperature < 1e-9:                      # 0, or so small that the division below would overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature               # below 1 sharpens, above 1 flattens
     if top_k:
