@@ -1,14 +1,17 @@
-"""eval.py bench: requests, a model's answers in batches of any size, scores of known answers, and the scores of
-lm-evaluation-harness as an oracle."""
+"""eval.py bench: requests, a model's answers in batches of any size, scores against small independent forms, and the
+scores of lm-evaluation-harness as an oracle."""
 import json
 import math
+import statistics
 
 import bounds
 import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import (CACHES, assert_says, byte_pairs, run, tiny_config, write_tokenizer)
+from conftest import CACHES, assert_says, byte_pairs, run, tiny_config, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from test_benchmarks import PUBLIC, WIKI, write_rows
 
 import eval as eval_script
@@ -17,8 +20,8 @@ from common.machine import Machine
 from data import benchmarks, coders, tokens
 from data import weights as weights_tool
 from evals import bench, likelihood
+from evals.instrument import load_run
 from evals.likelihood import Answer, Request, Unit
-from evals.instrument import load_run, mean_and_error
 from model import GPT
 
 BYTES = coders.Bytes()
@@ -27,42 +30,34 @@ BYTES = coders.Bytes()
 
 
 def test_a_row_becomes_a_request_for_each_choice():
-    row = benchmarks.Row(["ab", "abc "], ["x", "yz"], 0)
-    first, second = likelihood.row_requests(row, BYTES, 99, bos=False)
-    assert first == Request(list(b"ab x"), 2) and second == Request(list(b"abc  yz"), 4)
-    first, second = likelihood.row_requests(row, BYTES, 99, bos=True)
-    assert first == Request([256, *b"ab x"], 2)
-    empty, = likelihood.row_requests(benchmarks.Row([""], ["x"], 0), BYTES, 99, bos=False)
-    assert empty == Request([256, *b" x"], 2)   # a prediction needs a token before it
-
-
-def test_context_and_choice_are_encoded_together(toy):
-    """The context has the tokens of its text alone. The choice has the remaining tokens of the whole text."""
-    coder = tokens.tokenizer(str(toy))
-    before, after = likelihood.pair(coder, "the quick", " brown")
-    assert before == coder.encode("the quick").tolist() and before + after == coder.encode("the quick brown").tolist()
-    joined = likelihood.pair(coder, "the qu", "ick")
-    assert joined[0] == coder.encode("the qu").tolist()
-    assert joined[1] == coder.encode("the quick").tolist()[len(joined[0]):]
-    assert likelihood.pair(coder, "the  ", "x")[1] == coder.encode("the  x").tolist()[len(coder.encode("the")):]
-
-
-def test_long_requests_are_cut_at_the_beginning():
-    assert likelihood.request([1, 2, 3], [4, 5], 4) == Request([1, 2, 3, 4, 5], 2, cut=False)        # 4 inputs
-    assert likelihood.request([1, 2, 3], [4, 5], 3) == Request([2, 3, 4, 5], 2, cut=True)
-    assert likelihood.request([1, 2, 3], [4, 5], 2) == Request([3, 4, 5], 2, cut=True)
+    row = benchmarks.Row(["ab", "abc ", ""], ["x", "yz", "x"], 0)
+    assert likelihood.row_requests(row, BYTES, 99, bos=False) == [
+        Request(list(b"ab x"), 2), Request(list(b"abc  yz"), 4), Request([256, *b" x"], 2)]         # 256 precedes all
+    assert likelihood.row_requests(row, BYTES, 99, bos=True)[0] == Request([256, *b"ab x"], 2)
+    assert likelihood.row_requests(row, BYTES, 3, bos=True)[0] == Request(list(b"ab x"), 2, cut=True)
+    assert not likelihood.row_requests(row, BYTES, 4, bos=True)[0].cut
     with pytest.raises(ValueError, match="a choice has 2 tokens where the model can predict 1 to 1"):
         likelihood.request([1, 2, 3], [4, 5], 1)
 
 
-@pytest.mark.parametrize("text, windows", [
-    ("a", [([256, 97], 1)]),
-    ("abc", [([256, 97, 98, 99], 3)]),
-    ("abcd", [([256, 97, 98, 99], 3), ([97, 98, 99, 100], 1)]),
-    ("abcdef", [([256, 97, 98, 99], 3), ([99, 100, 101, 102], 3)]),
-    ("abcdefg", [([256, 97, 98, 99], 3), ([99, 100, 101, 102], 3), ([100, 101, 102, 103], 1)])])
-def test_every_token_of_a_page_is_predicted_once(text, windows):
-    assert likelihood.page_requests(benchmarks.Page(text, 1, 1), BYTES, 3, False) == [Request(*w) for w in windows]
+@given(context=st.text("theqk ", max_size=12), more=st.text("theqk ", min_size=1, max_size=6))
+def test_context_and_choice_are_encoded_together(toy, context, more):
+    """The context has the tokens of its text alone. The choice has the remaining tokens of the whole text."""
+    coder = tokens.tokenizer(str(toy))
+    before, after = likelihood.pair(coder, context, more)
+    assert before == coder.encode(context.rstrip()).tolist()
+    assert after == coder.encode(context + more).tolist()[len(before):]
+
+
+@given(st.binary(min_size=1, max_size=30), st.integers(1, 12))
+def test_every_token_of_a_page_is_predicted_once_in_a_full_window(text, length):
+    page, end = benchmarks.Page(text.decode("latin-1"), 1, 1), 0
+    ids = [256, *page.text.encode()]
+    for request in likelihood.page_requests(page, BYTES, length, False):
+        end += request.count
+        assert request.ids == ids[end + 1 - len(request.ids):end + 1]
+        assert len(request.ids) - 1 == min(length, len(ids) - 1) >= request.count
+    assert end == len(ids) - 1
 
 
 @pytest.mark.parametrize("count, limit, chosen", [(5, 0, [0, 1, 2, 3, 4]), (5, 3, [0, 2, 4]), (3, 9, [0, 1, 2]),
@@ -73,25 +68,35 @@ def test_a_limit_is_spread_over_the_file(count, limit, chosen):
 
 # --------------------------------------------------------------------------------------------- from requests to answers
 
-
-def test_a_shared_beginning_is_read_once():
-    shared = [Request([1, 2, 3, 4, 5], 1), Request([1, 2, 3, 9], 1), Request([1, 2, 3, 4, 7, 8], 3)]
-    assert likelihood.in_common(shared) == 2    # token 3 predicts the first scored token of the other two
-    assert likelihood.in_common(shared[:1]) == 0 and likelihood.in_common([Request([1, 2], 1), Request([1, 3], 1)]) == 0
-    groups = [shared, [Request([1, 2], 1), Request([3, 4], 1)]]
-    apart = [Unit([groups[1][0]], 0, 3), Unit([groups[1][1]], 0, 4)]
-    assert likelihood.units_of(groups, cached=True) == [Unit(shared, 2, 0), *apart]
-    assert [unit.shared for unit in likelihood.units_of(groups, cached=False)] == [0] * 5
+IDS = st.lists(st.integers(0, 1), min_size=2, max_size=6)
+GROUPS = st.lists(st.lists(IDS.flatmap(lambda ids: st.integers(1, len(ids) - 1).map(
+    lambda count: Request(ids, count))), min_size=1, max_size=3), min_size=1, max_size=5)
 
 
-def test_batches_hold_requests_of_one_kind_up_to_a_size():
-    sizes = [(0, 5), (3, 4), (3, 9), (0, 7), (3, 4)]
-    units = [Unit([Request([0] * (shared + n + 1), 1)] * 2, shared, 0) for shared, n in sizes]
-    def shapes(size):
-        return [[(unit.shared, unit.longest) for unit in batch] for batch in likelihood.batches(units, size)]
-    assert shapes(1000) == [[(3, 9), (3, 4), (3, 4)], [(0, 7), (0, 5)]]
-    assert shapes(42) == [[(3, 9), (3, 4)], [(3, 4)], [(0, 7), (0, 5)]]         # 2 * 3 + 4 * 9 tokens, with padding
-    assert shapes(1) == [[(3, 9)], [(3, 4)], [(3, 4)], [(0, 7)], [(0, 5)]]
+@given(GROUPS, st.booleans())
+def test_a_beginning_is_shared_up_to_the_token_that_predicts_the_first_score(groups, cached):
+    found, number = [], 0
+    for group in groups:
+        able = [n for n in range(1, 7) if all(r.ids[:n] == group[0].ids[:n] and n < len(r.ids) - r.count for r in group)]
+        shared = able[-1] if able and cached and len(group) > 1 else 0
+        found += [Unit(group, shared, number)] if shared else [Unit([r], 0, number + i) for i, r in enumerate(group)]
+        number += len(group)
+    assert likelihood.units_of(groups, cached) == found
+
+
+@given(GROUPS, st.integers(0, 40))
+def test_batches_hold_as_many_units_of_one_kind_as_fit_and_the_longest_come_first(groups, size):
+    units = likelihood.units_of(groups, cached=True)
+    found = list(likelihood.batches(units, size))
+    assert sorted((unit for batch in found for unit in batch), key=id) == sorted(units, key=id)
+
+    def tokens_of(batch):                       # the shared ones of each unit, and all others with their padding
+        return sum(unit.shared for unit in batch) + max(u.longest for u in batch) * sum(len(u.requests) for u in batch)
+    order = [(unit.shared, unit.longest) for batch in found for unit in batch]
+    assert order == sorted(order, reverse=True)
+    for batch, following in zip(found, [*found[1:], []], strict=True):
+        assert len({unit.shared for unit in batch}) == 1 and (len(batch) == 1 or tokens_of(batch) <= size)
+        assert not following or following[0].shared != batch[0].shared or tokens_of([*batch, following[0]]) > size
 
 
 def some_groups():
@@ -109,16 +114,6 @@ def said(model, groups, batch_size=10 ** 6):
     return [answer for group in found for answer in group]
 
 
-def one_by_one(model, groups):
-    """The same answers from the full logits in float64, one request at a time."""
-    for request in (request for group in groups for request in group):
-        with torch.no_grad():
-            logits = model(torch.tensor([request.ids[:-1]]))[0][0, -request.count:].double()
-        wanted = torch.tensor(request.ids[-request.count:])
-        yield Answer(torch.log_softmax(logits, -1)[range(request.count), wanted].sum().item(),
-                     bool((logits.argmax(-1) == wanted).all()))
-
-
 @pytest.mark.parametrize("recipe", CACHES)
 def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
     """The model is float64, so that rounding does not decide between two likely tokens."""
@@ -127,17 +122,25 @@ def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
     with torch.no_grad():
         for p in model.parameters():            # less flat logits than at initialisation
             p.add_(0.2 * torch.randn_like(p))
-    groups = some_groups()
-    greedy, logliks = zip(*((answer.greedy, answer.loglik) for answer in one_by_one(model, groups)), strict=True)
+    expected, groups, head = [], some_groups(), model.lm_head
+    for request in (request for group in groups for request in group):
+        with torch.no_grad():
+            logits = model(torch.tensor([request.ids[:-1]]))[0][0, -request.count:]
+        wanted = torch.tensor(request.ids[-request.count:])
+        expected.append(Answer(logits.log_softmax(-1)[range(request.count), wanted].sum().item(),
+                               bool((logits.argmax(-1) == wanted).all())))
     for batch_size in (10 ** 6, 1):
         found = said(model, groups, batch_size)
-        assert tuple(answer.greedy for answer in found) == greedy
-        close([answer.loglik for answer in found], logliks, dtype=torch.float32)
+        assert [answer.greedy for answer in found] == [answer.greedy for answer in expected]
+        close([answer.loglik for answer in found], [answer.loglik for answer in expected], dtype=torch.float32)
+    assert model.lm_head is head
+    model.transformer.wte.weight.data[:] = math.nan
+    with pytest.raises(ValueError, match="x: the model's log-likelihoods are not finite"):
+        said(model, groups)
 
 
 def test_requests_to_a_model_that_sees_later_tokens_are_neither_padded_nor_shared(monkeypatch):
-    model = GPT(tiny_config()).eval()
-    seen = []
+    model, seen = GPT(tiny_config()).eval(), []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda idx, cache=None: seen.append((idx.shape, cache)) or forward(idx))
     monkeypatch.setattr(type(model.transformer.h[0].attn), "causal", False)
@@ -148,72 +151,59 @@ def test_requests_to_a_model_that_sees_later_tokens_are_neither_padded_nor_share
     assert seen == [((1, n), None) for n in lengths]
 
 
-def test_lm_head_is_restored_and_scores_that_are_not_finite_are_refused():
-    model = GPT(tiny_config()).eval()
-    head = model.lm_head
-    said(model, some_groups())
-    assert model.lm_head is head
-    model.transformer.wte.weight.data[:] = math.nan
-    with pytest.raises(ValueError, match="x: the model's log-likelihoods are not finite"):
-        said(model, some_groups())
-
-
 # ----------------------------------------------------------------------------------------------- from answers to scores
 
-
-def answers(*logliks):
-    return [[Answer(value, False) for value in choices] for choices in logliks]
+CHOICES = st.lists(st.tuples(st.text("aé", min_size=1, max_size=3), st.integers(-3, 0)), min_size=2, max_size=4)
 
 
-def test_accuracy_takes_the_first_of_equal_choices_and_acc_norm_counts_characters():
-    rows = [benchmarks.Row(["c"] * 2, choices, gold) for choices, gold in
-            ((["aa", "aaaaaaaa"], 1), (["a", "b"], 0), (["a", "b"], 1), (["é", "ab"], 0))]
-    found = bench.judge("piqa", rows, answers((-3, -4), (-1, -1), (-1, -1), (-2, -3)), 0.5)
-    # row 1 is right only per character; the first of equal choices wins; a character of two bytes counts once
-    assert found["acc"]["value"] == 0.5 and found["acc_norm"]["value"] == 0.5
-    deviation = math.sqrt(sum((x - 0.5) ** 2 for x in (0, 1, 0, 1)) / 3)
-    close(found["acc"]["stderr"], deviation / math.sqrt(4))
-    assert found["n"] == 4
-    assert found["acc"]["adjusted"] == 0 and found["acc"]["than_guessing"] == "no better"
+@given(st.lists(CHOICES.flatmap(lambda c: st.tuples(st.just(c), st.integers(0, len(c) - 1))), min_size=2, max_size=8))
+def test_accuracy_takes_the_first_of_the_best_choices_and_acc_norm_counts_characters(rows):
+    chance = statistics.mean(1 / len(choices) for choices, _ in rows)
+    asked = [benchmarks.Row(["c"] * len(choices), [text for text, _ in choices], gold) for choices, gold in rows]
+    heard = [[Answer(score, False) for _, score in choices] for choices, _ in rows]
+    assert bench.chance("piqa", asked) == pytest.approx(chance)
+    found = bench.judge("piqa", asked, heard, chance)
+    for measure, per in (("acc", lambda text: 1), ("acc_norm", len)):
+        hits = [float(max(range(len(c)), key=lambda i: c[i][1] / per(c[i][0])) == gold) for c, gold in rows]
+        value = statistics.mean(hits)
+        close([found[measure][part] for part in ("value", "stderr", "adjusted")],
+              [value, statistics.stdev(hits) / len(hits) ** 0.5, (value - chance) / (1 - chance)], size=1.0)
+        assert found[measure]["rows"].split() == [f"{hit:g}" for hit in hits]
+        error = 2 * (chance * (1 - chance) / len(rows)) ** 0.5
+        assert found[measure]["than_guessing"] == ("better" if value > chance + error else
+                                                   "worse" if value < chance - error else "no better")
+    assert found["n"] == len(rows)
 
 
-def test_lambada_is_scored_per_word():
-    rows = [benchmarks.Row(["c"], ["word"], 0)] * 3
-    heard = [[Answer(-1.0, True)], [Answer(-2.0, False)], [Answer(-6.0, False)]]
-    found = bench.judge("lambada", rows, heard, 0.0)
-    error = math.sqrt((4 + 1 + 9) / 2) / math.sqrt(3)
-    close([found["acc"]["value"], found["acc"]["adjusted"]], [1 / 3, 1 / 3])
-    close([found["perplexity"][part] for part in ("value", "stderr")], [math.e ** 3, math.e ** 3 * error])
-    assert found["acc"]["than_guessing"] is None
-    assert "adjusted" not in found["perplexity"] and found["perplexity"]["rows"] == "1 2 6"
-    other = bench.judge("lambada", rows, [[Answer(-2.0, True)], [Answer(-3.0, False)], [Answer(-7.0, False)]], 0.0)
-    assert bench.difference(other["perplexity"], found["perplexity"]) == (1.0, 0.0)         # 1 nat is a factor of e
-    assert bench.beside(other["perplexity"], found["perplexity"])[2] == "higher"
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(1, 9), st.integers(9, 40)), min_size=2,
+                max_size=6))
+def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
+    """The error of a ratio is what moves it if one page is left out, up to the second order: the delta method."""
+    nats, greedy, words, size = (np.array(column, float) for column in zip(*rows, strict=True))
+    n, heard = len(rows), [[Answer(-loss, bool(right))] for loss, right in zip(nats, greedy, strict=True)]
+    found = bench.judge("lambada", [benchmarks.Row(["c"], ["word"], 0)] * n, heard, 0.0)
+    error = nats.std(ddof=1) / n ** 0.5
+    close([found["acc"]["value"], found["acc"]["adjusted"]], [greedy.mean()] * 2, size=1.0)
+    close(list(found["perplexity"][part] for part in ("value", "stderr")), [math.exp(nats.mean()) * x for x in (1, error)])
+    assert found["acc"]["than_guessing"] is None and "adjusted" not in found["perplexity"]
+    pages = [[Answer(-loss / 2, False)] * 2 for loss in nats]           # in two windows
+    found = bench.judge("wikitext", [benchmarks.Page("", w, b) for w, b in zip(words, size, strict=True)], pages, None)
+    for measure, count, scale in (("word_perplexity", words, 1), ("byte_perplexity", size, 1),
+                                  ("bits_per_byte", size, math.log(2))):
+        mean = nats.sum() / count.sum() / scale
+        error = math.sqrt(((nats - mean * scale * count) ** 2).sum() / (n - 1) / n) / count.mean() / scale
+        value = math.exp(mean) if "perplexity" in measure else mean
+        close([found[measure]["value"], found[measure]["stderr"]], [value, error * (value if value != mean else 1)],
+              terms=256)
 
 
-def test_wikitext_is_scored_per_word_and_per_byte():
-    pages = [benchmarks.Page("", 10, 40), benchmarks.Page("", 30, 160)]
-    found = bench.judge("wikitext", pages, answers((-20, -10), (-70,)), None)
-    close([found[name]["value"] for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
-          [math.exp(100 / 40), math.exp(100 / 200), 0.5 / math.log(2)])
-    close(mean_and_error(bench.per_row([30, 70], [10, 30])), (2.5, math.sqrt((5 ** 2 + 5 ** 2) / 2) / 20))
-    assert bench.judge("wikitext", pages[:1], answers((-20,)), None)["bits_per_byte"]["stderr"] is None
-
-
-@pytest.mark.parametrize("value, guess, n, says", [
-    (0.5, 0.5, 10, "no better"), (0.64, 0.5, 50, "no better"), (0.65, 0.5, 50, "better"), (0.35, 0.5, 50, "worse"),
-    (1.0, 0.5, 3, "no better"), (0.02, 0.0, 50, None)])
-def test_a_score_within_the_sampling_error_of_guessing_is_no_better(value, guess, n, says):
-    assert bench.than_guessing(value, guess, n) == says
-
-
-def test_chance_is_the_accuracy_of_the_best_guess():
-    two, three = (benchmarks.Row(["c"] * n, ["a"] * n, n - 1) for n in (2, 3))
-    close(bench.chance("arc_easy", [two, three]), (1 / 2 + 1 / 3) / 2)
-    assert bench.chance("boolq", [two._replace(gold=0)] * 3 + [two]) == 0.75
+def test_the_chance_of_yes_or_no_is_the_more_frequent_answer():
+    no, yes = (benchmarks.Row(["c"] * 2, ["no", "yes"], gold) for gold in (0, 1))
+    assert bench.chance("boolq", [no] * 3 + [yes]) == bench.chance("boolq", [no] + [yes] * 3) == 0.75
     assert bench.chance("lambada", []) == 0 and bench.chance("wikitext", []) is None
-    same_answer = bench.judge("boolq", [two] * 2, answers((-1, -2), (-2, -1)), bench.chance("boolq", [two] * 2))
-    assert same_answer["acc"]["adjusted"] <= 0                          # guessing is always right
+    found = bench.judge("boolq", [yes] * 2, [[Answer(-1, False), Answer(-2, False)]] * 2, bench.chance("boolq", [yes] * 2))
+    assert found["acc"]["adjusted"] == -1       # guessing is always right, so nothing is divided
+    assert bench.than_guessing(1.0, 0.5, 3) == "no better"              # three rows are too few
 
 
 def test_averages_weigh_all_tasks_equally():
@@ -221,33 +211,29 @@ def test_averages_weigh_all_tasks_equally():
         score = {"value": value, "stderr": error, "adjusted": value - 0.1}
         return {"acc": score, "acc_norm": score}
     tasks = {name: task(0.1 * i, 0.01) for i, name in enumerate(bench.EIGHT)} | {"wikitext": {"bits_per_byte": {}}}
-    average = bench.averages(tasks)["average"]
-    assert average["tasks"] == 8
-    close([average[part] for part in ("value", "stderr", "adjusted")], [0.35, 0.01 / math.sqrt(8), 0.25])
+    assert list(bench.averages(tasks)) == ["average"] and bench.averages({"piqa": task(1, 0)}) == {}
+    close([bench.averages(tasks)["average"][part] for part in ("tasks", "value", "stderr", "adjusted")],
+          [8, 0.35, 0.01 / math.sqrt(8), 0.25])
     found = bench.averages(tasks | {"openbookqa": task(0.8, None)})
     assert found["average"]["tasks"] == 9 and found["average"]["stderr"] is None
-    close(found["average of eight"]["value"], 0.35)
-    assert bench.averages({"piqa": task(1, 0)}) == {}
-
-
-def task_of(*hits):
-    return {"tasks": {"piqa": bench.judge("piqa", [benchmarks.Row(["c"] * 2, ["a", "b"], 0)] * len(hits), answers(
-        *((0, -1) if hit else (-1, 0) for hit in hits)), 0.5) | {"cut": 0}}, "averages": {}}
+    close([found["average of eight"]["value"], found["average"]["value"]], [0.35, 0.4])
 
 
 def test_runs_are_compared_with_the_first_run_row_by_row():
     """The error is that of the rows' differences. One of 8 rows differs, so the mean and its error are both 1/8."""
-    first, other = task_of(1, 1, 1, 1, 0, 0, 0, 0), task_of(1, 1, 1, 1, 1, 0, 0, 0)
-    one, two = (numbers["tasks"]["piqa"]["acc"] for numbers in (first, other))
-    assert one["rows"] == "1 1 1 1 0 0 0 0"
-    close(bench.difference(two, one), (1 / 8, 1 / 8))
-    assert bench.beside(one, one) == [0, 0, "cannot be told apart"]
-    text = bench.tell(bench.Bench(), {"out/a": first, "out/b": other, "out/c": task_of(*[1] * 8)})
-    lines = [line.split() for line in text.splitlines()[1:4]]
+    def piqa(*hits):
+        heard = [[Answer(-(not hit), False), Answer(-hit, False)] for hit in hits]
+        task = bench.judge("piqa", [benchmarks.Row(["c"] * 2, ["a", "b"], 0)] * len(hits), heard, 0.5) | {"cut": 0}
+        return {"tasks": {"piqa": task}, "averages": {}}
+    first, other, best = piqa(1, 1, 1, 1, 0, 0, 0, 0), piqa(1, 1, 1, 1, 1, 0, 0, 0), piqa(*[1] * 8)
+    lines = [line.split() for line in bench.tell(bench.Bench(), {"out/a": first, "out/b": other, "out/c": best,
+                                                                 "out/d": piqa(*[0] * 8)}).splitlines()[1:5]]
     assert lines[0][2:4] == ["out/a", "0.5000"] and lines[0][-3:] == ["-"] * 3
     assert lines[1][-6:] == ["0.1250", "0.1250", *"cannot be told apart".split()]
-    assert lines[2][-1] == "higher" and lines[2][-3] == "0.5000"
-    assert text.count("standard error of that difference") == 1
+    assert [line[-1] for line in lines[2:]] == ["higher", "lower"] and lines[2][-3] == "0.5000"
+    assert bench.beside(*[first["tasks"]["piqa"]["acc"]] * 2) == [0, 0, "cannot be told apart"]
+    loss = [{"rows": "1 2 6"}, {"rows": "2 3 7"}]                       # of perplexities: 1 nat is a factor of e
+    assert bench.difference(loss[1], loss[0]) == (1.0, 0.0)
 
 
 # ------------------------------------------------------------------------------------------- the command and its table
@@ -255,49 +241,38 @@ def test_runs_are_compared_with_the_first_run_row_by_row():
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory):
-    """A folder with one file for each task. The rows have the form of the public files."""
+    """A folder with one file for each task: a row of the public file, one with another right answer, one with a longer
+    question."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    for name, row in PUBLIC.items():
-        write_rows(folder, name, row, *varied(name, row))
-    (folder / "wiki.test.raw").write_text(WIKI)
-    return folder
-
-
-def varied(name, row):
-    """Two variants of a row: one with another right answer, one with a longer question."""
     key = {"arc_easy": "answerKey", "arc_challenge": "answerKey", "openbookqa": "answerKey", "winogrande": "answer"}
     first = {"arc_easy": "B", "arc_challenge": "1", "openbookqa": "A", "siqa": "1", "winogrande": "1", "boolq": False}
     long = {"hellaswag": "ctx_a", "piqa": "goal", "siqa": "context", "boolq": "passage", "lambada": "text",
             "winogrande": "sentence"}
-    if name != "lambada":
-        yield row | {key.get(name, "label"): first.get(name, 1)}
-    if name in long:
-        yield row | {long[name]: "A rather longer beginning, with 7 words. " + row[long[name]]}
+    for name, row in PUBLIC.items():
+        rows = [row] if name == "lambada" else [row, row | {key.get(name, "label"): first.get(name, 1)}]
+        if name in long:
+            rows.append(row | {long[name]: "A rather longer beginning, with 7 words. " + row[long[name]]})
+        write_rows(folder, name, *rows)
+    (folder / "wiki.test.raw").write_text(WIKI)
+    return folder
 
 
-@pytest.fixture
-def scored(elastic_run, questions, evaluate):
-    return lambda *flags: evaluate("bench", f"--out_dir={elastic_run}", f"--source={questions}", *flags)
-
-
-def test_a_run_is_scored_on_every_task(scored):
-    found = scored("--length=200")
+def test_a_run_is_scored_on_every_task_and_drawn(elastic_run, questions, evaluate, capsys, tmp_path):
+    look = ("bench", f"--out_dir={elastic_run}", f"--source={questions}")
+    found = evaluate(*look, "--length=200")
     assert list(found["tasks"]) == list(benchmarks.TASKS) and found["length"] == 200 and not found["bos"]
     for name, task in found["tasks"].items():
         assert set(bench.MEASURES[name]) < set(task) and task["cut"] == 0
-    assert set(found["averages"]) == {"average", "average of eight"} and found["averages"]["average"]["tasks"] == 9
-    # an untrained model needs about 8 bits a byte
-    assert 6 < found["tasks"]["wikitext"]["bits_per_byte"]["value"] < 9
-    again = scored("--length=200", "--bos", "--batch_size=1", "--tasks=piqa,wikitext")
-    assert list(again["tasks"]) == ["piqa", "wikitext"]
+    assert {name: mean["tasks"] for name, mean in found["averages"].items()} == {"average": 9, "average of eight": 8}
+    less = evaluate(*look, "--length=200", "--bos", "--batch_size=1", "--tasks=piqa,wikitext")
+    assert list(less["tasks"]) == ["piqa", "wikitext"]
     for measure in bench.MEASURES["wikitext"]:  # pages begin with the separator even without --bos
-        one, two = (numbers["tasks"]["wikitext"][measure] for numbers in (again, found))
+        one, two = (numbers["tasks"]["wikitext"][measure] for numbers in (less, found))
         close([one["value"], one["stderr"]], [two["value"], two["stderr"]], dtype=torch.float32)
-
-
-def test_the_table_shows_scores_and_cut_rows(elastic_run, questions, capsys):
-    eval_script.main(["bench", f"--out_dir={elastic_run}", "--device=cpu", f"--source={questions}", "--length=50",
-                      "--tasks=boolq,piqa,lambada", "--limit=2"])
+    for name, runs in (("one", {"one": found}), ("three", {"one": found, "less": less, "again": found})):
+        bench.draw(tmp_path / name, runs)
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    eval_script.main([*look, "--device=cpu", "--length=50", "--tasks=boolq,piqa,lambada", "--limit=2"])
     done = capsys.readouterr()
     assert done.err == ""
     assert_says(r"task +measure +score +\+- +n +chance +adjusted +than guessing\n *boolq +acc ", done.out)
@@ -305,21 +280,24 @@ def test_the_table_shows_scores_and_cut_rows(elastic_run, questions, capsys):
     assert_says("longer than 50 tokens, and cut at the beginning: rows 1 of boolq, 1 of piqa, 1 of lambada", done.out)
 
 
-def test_one_and_several_runs_are_drawn(scored, tmp_path):
-    found, less = scored("--length=200"), scored("--length=200", "--tasks=piqa,wikitext")
-    bench.draw(tmp_path / "one.png", {"one": found})
-    bench.draw(tmp_path / "three.png", {"one": found, "less": less, "again": found})
-    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("one", "three"))
-
-
 @pytest.mark.exhaustive
-def test_two_ranks_give_the_scores_of_one_process(scored, elastic_run, questions):
-    flags = ("--length=200", "--tasks=piqa,lambada")
-    done = run("eval.py", "bench", f"--out_dir={elastic_run}", "--device=cpu", f"--source={questions}", "--json",
-               *flags, ranks=2)
-    ranks, alone = (found["tasks"]["lambada"]["perplexity"]["value"]
-                    for found in (json.loads(done.stdout), scored(*flags)))
-    close(ranks, alone, dtype=torch.float32)
+def test_two_ranks_give_the_scores_of_one_process(elastic_run, questions, evaluate):
+    flags = ("bench", f"--out_dir={elastic_run}", f"--source={questions}", "--length=200", "--tasks=piqa,lambada")
+    done = run("eval.py", *flags, "--device=cpu", "--json", ranks=2)
+    close(*(found["tasks"]["lambada"]["perplexity"]["value"] for found in (json.loads(done.stdout), evaluate(*flags))),
+          dtype=torch.float32)
+
+
+def test_pages_are_scored_in_the_tokens_of_the_run(toy_run, questions, evaluate):
+    """Each page begins with the separator of this tokenizer."""
+    found = evaluate("bench", f"--out_dir={toy_run}", f"--source={questions}", "--length=100", "--tasks=wikitext")
+    (model, _), coder, nats = load_run(toy_run, "cpu"), tokens.tokenizer(str(toy_run)), 0
+    for page in benchmarks.pages(WIKI):
+        ids = torch.tensor([[coder.separator, *coder.encode(page.text).tolist()]])
+        with torch.no_grad():
+            nats += model(ids[:, :-1], ids[:, 1:])[1].item() * (ids.shape[1] - 1)
+    close(math.log(found["tasks"]["wikitext"]["word_perplexity"]["value"]),
+          nats / sum(page.words for page in benchmarks.pages(WIKI)), dtype=torch.float32)
 
 
 # ----------------------------------------------------------------------------------- lm-evaluation-harness as an oracle
@@ -401,19 +379,3 @@ def small_llama(transformers, folder):
     transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|end|>",
                                          eos_token="<|end|>").save_pretrained(folder)
     return model
-
-
-def test_a_run_is_scored_with_its_own_tokenizer(toy_run, questions, evaluate):
-    """Each page begins with the separator of this tokenizer."""
-    found = evaluate("bench", f"--out_dir={toy_run}", f"--source={questions}", "--length=100",
-                     "--tasks=lambada,wikitext")["tasks"]
-    model, _ = load_run(toy_run, "cpu")
-    coder = tokens.tokenizer(str(toy_run))
-    losses = []
-    for page in benchmarks.pages(WIKI):
-        ids = torch.tensor([[coder.separator, *coder.encode(page.text).tolist()]])
-        with torch.no_grad():
-            losses.append(model(ids[:, :-1], ids[:, 1:])[1].item() * (ids.shape[1] - 1))
-    assert ids.shape[1] < 100
-    nats = sum(losses) / sum(page.words for page in benchmarks.pages(WIKI))
-    close(math.log(found["wikitext"]["word_perplexity"]["value"]), nats, dtype=torch.float32)
