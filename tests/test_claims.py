@@ -268,7 +268,7 @@ def test_every_command_of_every_reading_is_valid_and_every_recipe_and_look_is_us
         flags_of("nonsense", "lab")
 
 
-def test_a_result_is_read_again_until_its_run_or_its_words_change(tmp_path, elastic_run):
+def test_a_result_is_valid_until_its_run_or_its_words_change(tmp_path, elastic_run):
     run, place = Job((), tmp_path / "run"), tmp_path / "found.json"
     job = Job(("probe", "x"), place, (run,))
     run.place.mkdir()
@@ -280,6 +280,9 @@ def test_a_result_is_read_again_until_its_run_or_its_words_change(tmp_path, elas
     assert experiments.result_of(job) is None
     (run.place / "meta.json").unlink()
     assert experiments.result_of(job) is None
+    found = {"stream": [{"a": 1}, {"b": 2}, {"a": 3}], "changes": [{"what": "zero", "where": "all", "loss": 4}]}
+    assert claims.value_at(found, "probe/stream/*/a", job) == [1, 3]    # the name of the look is no part of the path
+    assert claims.value_at(found, "changes/zero, all/loss", job) == 4 and claims.value_at(found, "stream/1/b", job) == 2
     rows = [line.split(",") for line in (elastic_run / "log.csv").read_text().splitlines()]
     assert experiments.best_loss(elastic_run) == min(float(row[2]) for row in rows[1:] if row[2])
 

@@ -9,7 +9,7 @@ from bounds import close
 
 import eval as eval_script
 from evals import scrolls
-from evals.instrument import Common, OpenedRun
+from evals.instrument import Common, OpenedRun, load_run
 from evals.scrolls import TASKS, Question, Reply, Scrolls, best, make_question, read_questions, score
 
 DOCUMENT = "The fox jumps over the dog.\n\nThen it packs a box with five dozen jugs. " * 3
@@ -101,48 +101,42 @@ def test_a_task_has_the_geometric_mean_of_its_means_and_the_best_answer_counts(m
 def test_rouge_counts_words_pairs_and_common_subsequences():
     """The example of Lin 2004: police killed the gunman."""
     pytest.importorskip("rouge_score")
-    for text, *expected in (("police kill the gunman", .75, 1 / 3, .75), ("the gunman kill police", .75, 1 / 3, .5)):
-        close(list(scrolls.rouge(text, "police killed the gunman").values()), expected, terms=4)
+    for said, *expected in (("police kill the gunman", .75, 1 / 3, .75), ("the gunman kill police", .75, 1 / 3, .5)):
+        close([*scrolls.rouge(said, "police killed the gunman").values()], expected, terms=4)
 
 
 # ---------------------------------------------------------------------------------------------------------- the answers
 
 
-@pytest.fixture(scope="module")
-def opened(elastic_run):
-    return OpenedRun(Common(out_dir=str(elastic_run), device="cpu"), {})
+@pytest.fixture
+def reply(elastic_run):
+    """The run's reply to a question, of at most `tokens` tokens."""
+    run = OpenedRun(Common(out_dir=str(elastic_run), device="cpu"), {})
+    return lambda question, length, **flags: scrolls.reply(run, run.tokenizer, question, Scrolls(source="x", **flags),
+                                                           length)
 
 
-def reply(run, question, length=100, **flags):
-    """The run's reply, of at most `tokens` tokens."""
-    return scrolls.reply(run, run.tokenizer, question, Scrolls(source="x", **flags), length)
-
-
-def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(opened, monkeypatch):
-    prompt = "x" * 50 + " the quick brown fox jumps"
-    seen = []
+def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(reply, monkeypatch):
+    prompt, seen, read = "x" * 50 + " the quick brown fox jumps", [], scrolls.Reader.read
     monkeypatch.setattr(scrolls.Reader, "go_on", lambda self, *args: torch.tensor([[102, 111, 120, 10, 99]]))
-    before = scrolls.Reader.read
-    monkeypatch.setattr(scrolls.Reader, "read", lambda self, idx: seen.append(idx) or before(self, idx))
+    monkeypatch.setattr(scrolls.Reader, "read", lambda self, idx: seen.append(bytes(idx[0] % 256)) or read(self, idx))
     question = Question(prompt, ["fox"], [])
-    assert reply(opened, question, length=40, tokens=10) == Reply("fox", True)
-    assert reply(opened, question, length=40, tokens=10, bos=True).cut
-    assert not reply(opened, question, length=86, tokens=10).cut
-    assert bytes(seen[0][0].tolist()).decode() == prompt[-30:]
-    assert seen[1][0].tolist() == [256, *prompt[-29:].encode()] and seen[2].shape == (1, 76)
+    assert reply(question, 40, tokens=10) == reply(question, 40, tokens=10, bos=True) == Reply("fox", True)
+    assert [reply(question, length, tokens=10).cut for length in (86, 85)] == [False, True]
+    assert [text.decode() for text in seen[:3]] == [prompt[-30:], "\0" + prompt[-29:], prompt]         # 256 is \0 here
 
 
-def test_choices_are_ranked_by_their_likelihood_per_character(opened):
+def test_choices_are_ranked_by_their_likelihood_per_character(reply, elastic_run):
     prompt, choices = "pack my box with five dozen", ["liquor jugs", "dogs", "the lazy quick brown foxes"]
-    each = []
+    each, model = [], load_run(elastic_run, "cpu")[0]
     for choice in choices:
         ids = torch.tensor([list(f"{prompt} {choice}".encode())])
         with torch.no_grad():
-            logs = opened.model(ids)[0].double().log_softmax(-1)[0, len(prompt) - 1:-1]
+            logs = model(ids)[0].double().log_softmax(-1)[0, len(prompt) - 1:-1]
         each.append(logs.gather(1, ids[0, len(prompt):, None]).sum().item() / len(choice))
     question = Question(prompt, ["x"], choices)
-    close(each[choices.index(reply(opened, question, length=60).text)], max(each), terms=8, dtype=torch.float32)
-    assert reply(opened, question, length=60, tokens=3, rank=False).text not in choices
+    close(each[choices.index(reply(question, 60).text)], max(each), terms=8, dtype=torch.float32)
+    assert reply(question, 60, tokens=3, rank=False).text not in choices
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

@@ -80,13 +80,10 @@ def test_the_fastest_tile_is_chosen_saved_and_used(monkeypatch, evaluate, result
     assert tile_of_a_call() != fast
 
 
-@pytest.mark.parametrize("content, says", [
-    ("{", "not valid JSON"), ('{"tiles": {"forward, plain": [24, 16, 4, 1]}}', "does not hold"),
-    ('{"gpu": "h200", "tiles": {}}', "the tiles of h200, but this GPU is")])
-def test_a_damaged_or_foreign_file_is_one_line(content, says, results, capsys):
-    results.write_text(content)
+def test_a_foreign_file_is_one_line(results, capsys):
+    results.write_text('{"gpu": "h200", "tiles": {}}')
     code, line = complain(eval_script.main, capsys, "speed", "--tune", f"--device={DEVICE}", *SMALL)
-    assert code == 1 and says in line and "delete it" in line and results.name in line
+    assert code == 1 and "the tiles of h200, but this GPU is" in line and "delete it" in line and results.name in line
 
 
 # a state, because its kernels are the quickest in the interpreter: 20 tokens are two chunks of 16, or one of 32
