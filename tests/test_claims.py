@@ -4,6 +4,7 @@ import math
 import os
 import re
 import statistics
+import subprocess
 
 import bounds
 import numpy as np
@@ -14,7 +15,7 @@ from conftest import ROOT, by_default, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import inputs, layer
-from test_lab import SHORT, output_here
+from test_lab import SHORT, process_here
 
 import eval as eval_script
 import train as train_script
@@ -22,7 +23,7 @@ from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims
 from evals.instrument import Common, Overrides
 from evals.lab_runs import RECIPES, SETUPS, flags_of, train_flags
-from evals.ledger import checks, claim, experiments, routing, view
+from evals.ledger import checks, claim, emerges, experiments, lazy, native_moe, routing, threshold, view
 from evals.ledger.book import (
     CLAIMS, PAPERS, cost_of, decided_by, evidence, fits, grade_of, jobs_of, readable, seeds_of, verdicts_of)
 from evals.ledger.changes import LOG
@@ -169,66 +170,27 @@ def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
             assert (HAS_SINK in reading.bounds) == (SOFTMAX_SINK in reading.reads) >= (where == "nobos"), row.id
 
 
-def at(column, *values, lengths=(1024, 4096, 16_384)):
-    return {f"{column} {T}": value for T, value in zip(lengths, values, strict=True)}
-
-
-def races(*speeds):
-    return at("torch at", 1, 1, 1) | at("TRA at", *speeds)
-
-
-def ratios(*speeds):
-    return at("T", *speeds, lengths=(1024, 4096, 8192, 16_384, 32_768, 65_536, 262_144))
-
-
-def sizes(*shares):
-    return {"dormant": dict(zip(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), shares, strict=True))}
-
-
-def massive(softmax, others, **more):           # in two layers
-    return {"massive": {"softmax": [1, softmax], "others": [1, others]} | {run: [1, x] for run, x in more.items()}}
-
-
-def lead(errors):                               # of two errors that are 0.05 together
-    gain, error = {"tda": 1 + errors * 0.05, "softmax": 1.0}, {"tda": .03, "softmax": .04}
-    return {f"{name} at {T}": runs for T in (512, 1024, 2048) for name, runs in (("gain", gain), ("error", error))}
-
-
-def fading(alone, beside, moved):
-    bias = {"bias-alone": 1.0 * (np.arange(200) < alone)[None, None],
-            "rope+bias": 1.0 * (np.arange(200) < beside)[None, None]}
-    return {"bias": bias, "slopes": np.array([[.5, .25]]) * (1 + moved), "slopes at first": np.array([[.5, .25]])}
-
-
-# the claims without committed numbers, and a branch that the committed numbers do not reach: {claim@where: {verdict:
-# columns}}. A column has a number for each run, or the same for all
-INVENTED = {
-    "elastic-two-pass": [(A, {"forward": .51, "forward and backward": .63}), (C, {"forward": .49}),
-                         (C, {"forward": .51, "forward and backward": .62})],
-    "tda-kernel": [(A, races(1.1, 1.2, 1.3)), (M, races(1.1, 1.2, 1.1)), (C, races(.7, .8, .9))],
-    "focus-ft-beats-full": [(A, {"full": 2, "sparse": 1.99}), (M, {"full": 2, "sparse": 2}),
-                            (C, {"full": 2, "sparse": 2.01})],
-    "focus-speed": [(A, ratios(.5, .9, .95, 1.1, 2, 3, 5.1)), (M, ratios(.5, .9, .95, 1.1, 2, 3, 4.9)),
-                    (M, ratios(1.1, 1.2, 1.3, 1.3, 2, 3, 6)), (C, ratios(.5, .6, .7, .8, .9, 1.3, 6))],
-    "bigger-more-dormant": [(A, sizes(.1, .2, .3, .4)), (M, sizes(.1, .3, .2, .4)), (C, sizes(.4, .3, .2, .1))],
-    "bias-massive": [(A, massive(3.1, 5.1, k_bias=1.9, kv_bias=1.9)), (M, massive(3.1, 4.9, k_bias=1.9, kv_bias=1.9)),
-                     (C, massive(5, 5.1)), (N, massive(2.9, 5.1))],
-    "massive-iff-norm": [(A, massive(5.1, 1.6)), (M, massive(5.1, 1.6, elastic=1.8)), (C, massive(4.9, 5)),
-                         (N, massive(2.9, 1))],
-    "tda-long-context@gpu": [(A, lead(2.1)), (M, lead(1.9)), (M, lead(-1.9)), (C, lead(-2.1))],
-    "bias-range": [(A, fading(100, 40, .19)), (M, fading(100, 60, .1)), (C, fading(50, 60, 1.1)),
-                   (M, fading(200, 40, .1)), (C, fading(200, 40, 1.1))]}
-
-
-@pytest.mark.parametrize("name, expected, columns", [(name, *case) for name in INVENTED for case in INVENTED[name]])
-def test_a_claim_that_nobody_has_run_yet_is_judged_on_invented_numbers(name, expected, columns):
-    reading, numbers = readings(CLAIMS[name.partition("@")[0]])[name.partition("@")[2]], {}
-    for column, (_, runs) in reading.reads.items():
-        value = columns.get(column, 9.0 if column == SOFTMAX_SINK else 1.0)
-        for run in (run.split("@")[0] for run in runs.split()):
-            one = value.get(run, value.get("others")) if isinstance(value, dict) else value
-            numbers.setdefault(column, {})[run] = [one] * 3
-    assert columns.keys() <= reading.reads.keys() and judge(reading, numbers) == expected
+def test_the_quantities_of_claims_without_committed_numbers():
+    """The pages have their bounds, but no numbers of theirs."""
+    speeds = {f"{name} at {T}": {"kernels": np.array([speed])} for T, *pair in (
+        (1024, 2, 1), (4096, 1, 3), (16_384, 2, 10)) for name, speed in zip(("torch", "TRA"), pair, strict=True)}
+    found = threshold.speedup(speeds) | threshold.growth_of_speedup(speeds)
+    close(np.concatenate([*found.values()]), [.5, 3, 5, 2.5, 2])
+    leads = {f"{name} at {T}": runs for T in (512, 1024, 2048) for name, runs in (
+        ("gain", {"tda": T + np.arange(3), "softmax": np.arange(3)}), ("error", {"tda": [3] * 3, "softmax": [4] * 3}))}
+    close([*threshold.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
+    dormant = {"dormant": {"small": [.1, .3], "medium": [.5], "large": [.1]}}
+    close([*native_moe.growth(dormant).values()], [.3, -.4])
+    massive = {"massive": {"softmax": np.array([[1, 4], [2, 1]]), "gated": np.array([[2, 1], [6, 8]])}}
+    found = [quantity("gated")(massive)["gated"] for quantity in (emerges.largest, emerges.over_softmax)]
+    close(np.stack(found), [[2, 8], [.5, 4]])
+    bias = 1.0 * (np.arange(200) < np.array([[40], [60], [80]]))        # of three heads, smoothed over five distances
+    assert lazy.reach(bias) == 61 and np.isnan(lazy.reach(bias + 0.2))  # the latter does not fade
+    before, after = ({"alibi-learned": np.array(slopes)} for slopes in ([.5, .25], [.6, .2]))
+    close(lazy.change_of_slopes({"slopes at first": before, "slopes": after}), 0.2)
+    verdicts = [judge(readings(CLAIMS["elastic-two-pass"])[""], {"forward": {"kernels": [a]}, "forward and backward": {
+        "kernels": [b]}}) for a, b in ((.51, .63), (.51, .62), (.49, .63))]
+    assert verdicts == [A, C, C]
 
 
 # ------------------------------------------------------------------------------------------------------------ the jobs
@@ -379,6 +341,17 @@ def test_the_mass_of_shut_pairs_is_that_of_an_independent_form(affinity):
     assert module.local == 5 and apart.any()
 
 
+def test_the_right_key_of_a_row_is_the_one_before_it_and_a_gate_counts():
+    module, T = layer("gated"), 21
+    q, k, _, x = inputs(module, T)
+    found = checks.figures_of_rows(module, q, k, x, None, {"here": (torch.arange(T) >= 1).expand(len(x), T)})
+    w, ones = module.weights_of(q, k, x).mean(1), x.new_ones(len(x), module.heads, T, 8)
+    gate = module.choices["gate"].gated(module, ones, x).mean((1, 3))
+    even = 1 / torch.arange(1.0, T + 1).expand(len(x), T)
+    close([found["right here"], found["effective here"]], [w.diagonal(-1, 1, 2).mean(), (
+        gate * w[..., 0])[:, 1:].mean() / even[:, 1:].mean()], terms=64, dtype=torch.float32)
+
+
 def test_classes_of_tokens_and_what_groups_tell_about_them():
     kinds = routing.classes_of(["The", " c", "at", ",", " of", " 12.", " ", "7", " Ada", " tHE"])
     assert " ".join(routing.CLASSES[kind] for kind in kinds) == (
@@ -398,7 +371,7 @@ def run_claims(capsys, *flags):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """Flags of a toy ledger. Training runs in this process, because starting processes would take most of the time."""
-    monkeypatch.setattr(experiments, "output_of", output_here)
+    monkeypatch.setattr(subprocess, "run", process_here)
     return f"--out_dir={tmp_path / 'claims'}", f"--train_args={SHORT}", "--workers=1"
 
 

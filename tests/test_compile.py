@@ -50,14 +50,6 @@ def test_kernels_compile_without_problems(flags):
 
 
 @exhaustive
-def test_the_largest_tile_without_problems_is_chosen():
-    """At width 64, softmax has room for more rows than its usual tile. The last tile that is tried has no problem."""
-    found = compiled("--choose=forward", "--sm=90", "--width=64", "--dtype=bfloat16", "--calls=softmax")
-    *others, last = found["tried"]
-    assert all(row["problems"] for row in others) and not last["problems"] and last["tile"][0] >= 128
-
-
-@exhaustive
 def test_an_edited_rule_is_compiled_anew(tmp_path):
     """Triton caches compiled kernels on disk. Without Kernel.cache_key, it would run the old kernel after an edit."""
     source = (ROOT / "attention.py").read_text(encoding="utf-8")
@@ -71,9 +63,7 @@ def test_an_edited_rule_is_compiled_anew(tmp_path):
     assert codes[0] == codes[2] != codes[1]
 
 
-@pytest.mark.parametrize("flag, interpreted, says", [
-    ("--calls=nonsense", False, "elastic"), ("--dtype=int8", False, "bfloat16"), ("--sm=new", False, "'new'"),
-    ("--choose=nonsense", False, "scan"), ("--sm=90", True, "unset the variable")])
+@pytest.mark.parametrize("flag, interpreted, says", [("--calls=x", False, "elastic"), ("--sm=90", True, "unset")])
 def test_wrong_flags_are_explained(flag, interpreted, says, capsys, monkeypatch):
     monkeypatch.setattr("kernels.INTERPRETED", interpreted)
     assert says in complain(eval_script.main, capsys, "compile", flag)[1]

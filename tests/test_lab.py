@@ -22,7 +22,6 @@ from data import tokens
 from evals import lab, sweeps
 from evals.claims import ClaimsFlags
 from evals.instrument import markdown
-from evals.lab import lab_figures, true_process
 from evals.lab_runs import RECIPES, flags_of, folder_of, train_flags
 from evals.ledger import experiments
 from mixers import trained_recipes
@@ -41,7 +40,7 @@ def task(tmp_path_factory):
 def test_the_exact_loss_in_every_form_of_the_task(flags, tmp_path):
     folder = make(tmp_path / "x", "--sequences=200", *flags)
     about, rows = meta(folder), torch.from_numpy(sequences(folder))[:20]
-    loss, trigger = true_process(rows, about)
+    loss, trigger = lab.true_process(rows, about)
     expected, copies = torch.zeros(loss.shape, dtype=torch.float64), torch.zeros_like(trigger)
     for n, i in np.ndindex(*loss.shape):
         x, y = rows[n, i].item(), rows[n, i + 1].item()
@@ -61,7 +60,7 @@ def test_every_figure_is_that_of_the_same_model_by_hand(attn, task):
     gpt = GPT(tiny_config(block_size=T, vocab_size=66, attn=attn, pos="learned")).eval()
     for p in gpt.parameters():
         p.mul_(20 if p.dim() > 1 else 1)
-    found = lab_figures(gpt, split, about, Machine("cpu", "float32"))
+    found = lab.lab_figures(gpt, split, about, Machine("cpu", "float32"))
     rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, T, 256, T + 1), T + 1, 66))
     module, seen, losses = gpt.transformer.h[0].attn, {}, {}
 
@@ -84,7 +83,7 @@ def test_every_figure_is_that_of_the_same_model_by_hand(attn, task):
         logits = gpt(rows[:, :-1])[0].double()
         losses[change] = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
     w, extra, norm = seen["w"], seen["extra"], seen["norm"]
-    bayes, even = true_process(rows, about)[0], 1 / torch.arange(1, T + 1).expand(len(w), T)
+    bayes, even = lab.true_process(rows, about)[0], 1 / torch.arange(1, T + 1).expand(len(w), T)
     share = w[..., 0] / (w.sum(-1) + extra + 1e-8)                      # (N, heads, T)
     trigger, late = torch.isin(rows[:, :-1], torch.tensor(about["triggers"])), torch.arange(T) >= 8
     expected = {
@@ -110,15 +109,6 @@ def test_every_figure_is_that_of_the_same_model_by_hand(attn, task):
 SHORT = "--max_iters=3 --eval_interval=3 --batch_size=4 --eval_iters=1 --device=cpu"
 
 
-def train_here(argv):
-    """Run train.py with these arguments in this process. Returns what it prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
-        with pytest.raises(SystemExit) as stop:
-            train_script.main(argv)
-    assert stop.value.code == 0
-    return said.getvalue()
-
-
 RUN = subprocess.run
 
 
@@ -126,14 +116,10 @@ def process_here(argv, **how):
     """A substitute for subprocess.run that runs train.py in this process, to save time."""
     if Path(argv[1]).name != "train.py":
         return RUN(argv, **how)
-    train_here(argv[2:])
-    return subprocess.CompletedProcess(argv, 0)
-
-
-def output_here(script, *flags, **variables):
-    """A substitute for common.runs.output_of that runs train.py in this process, to save time."""
-    assert script == "train.py"
-    return train_here(flags)
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
+        with pytest.raises(SystemExit) as stop:
+            train_script.main(argv[2:])
+    return subprocess.CompletedProcess(argv, stop.value.code, said.getvalue(), "")
 
 
 def test_the_lab_its_sweeps_and_the_ledger_share_runs():

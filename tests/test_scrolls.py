@@ -79,7 +79,7 @@ def test_a_limit_spreads_over_all_rows():
 
 @pytest.mark.parametrize("text, answer, f1, exact", [
     ("The fox!", "a fox", 1, 1), ("the fox jumps", "fox", 2 / 3, 0), ("dog dog", "dog", 2 / 3, 0), ("", "fox", 0, 0),
-    ("cat", "fox", 0, 0), ("five-dozen", "five dozen", 0, 0), ("jumps over the dog", "the dog jumps", 0.8, 0)])
+    ("cat", "c t", 0, 0), ("five-dozen", "five dozen", 0, 0), ("jumps over the dog", "the dog jumps", 0.8, 0)])
 def test_f1_and_exact_match_are_those_of_squad(text, answer, f1, exact):
     close([best(measure, text, [answer])[measure] for measure in ("f1", "exact")], [f1, exact], terms=4)
 
