@@ -4,8 +4,7 @@ import json
 from functools import partial
 
 import pytest
-import torch
-from bounds import below, close
+from bounds import below
 from conftest import DEVICE, TINY, needs_triton
 
 import eval as eval_script
@@ -13,13 +12,12 @@ import mixers
 from common.machine import Machine
 from evals import everything, kernels
 from evals.decode import HARD
-from evals.plain_flash import PlainFlash
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]      # see test_kernels.py
 FLAGS = ("speed", "--everything", "--device=cpu", "--dtype=float32")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def minutes(monkeypatch):
     """A fake clock: every look at it takes a minute, and every timed call, which runs once, a millisecond."""
     looks = iter(range(0, 10**6, 60))
@@ -30,33 +28,29 @@ def minutes(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the sizes of this trial are those without a GPU")
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("all_rules", [False, True])
-def test_every_part_runs_from_end_to_end(all_rules, minutes, monkeypatch, data, tmp_path, capsys):
+def test_every_part_runs_from_end_to_end(monkeypatch, data, tmp_path, capsys):
     trained = (*TINY, "--attn=tda", f"--dataset={data}", "--n_head=1", "--max_iters=2")
     monkeypatch.setattr(everything, "TRIAL", dataclasses.replace(everything.TRIAL, trained=trained))
-    if not all_rules:
-        monkeypatch.setattr(everything, "CHECKED", ("tda", "gated_deltanet"))
-        monkeypatch.setattr(kernels, "PRODUCTS", {"softmax": (2, 5), "tda": (1.5, 4)})
+    monkeypatch.setattr(kernels, "PRODUCTS", {"softmax": (2, 5), "tda": (1.5, 4)})
     eval_script.main([*FLAGS, "--minutes=10000", f"--out={tmp_path}"])
     printed, page = capsys.readouterr().out, (tmp_path / "gpu.md").read_text()
     assert printed == page and "No time was left" not in page
     found = {name: json.loads((tmp_path / f"gpu-{name}-cpu.json").read_text()) for name in everything.PARTS}
-    for name, part in everything.PARTS.items():
-        assert part.about in page and found[name]["tables"] and not found[name]["left"]
-    rows = {name: row for part in found.values() for table in part["tables"].values() for name, row in table.items()}
-    assert not [row for row in rows.values() if "error" in row]
+    assert all(part.about in page and found[name]["tables"] for name, part in everything.PARTS.items())
+    assert not [row for part in found.values() for table in part["tables"].values() for row in table.values()
+                if "error" in row]
     checked = found["check"]["tables"]["float32"]
     for row in checked.values():
         below(max(row[name] for name in ("output", "dq", "dk", "dv")), row["allowed"])
         below(row["parameters"] or 0, 4 * row["allowed"])               # PyTorch in float32 needs more than one as well
-    assert {*HARD, "tda"} <= checked.keys() and checked["tda"]["parameters"] > 0
+    assert {*HARD, *everything.CHECKED} <= checked.keys() and checked["tda"]["parameters"] > 0
     steps, = found["steps"]["tables"].values()
     assert steps.keys() == {"softmax (sdpa)", *mixers.trained_recipes()}
     assert all(row["tokens_per_s"] == 16000 and row["memory_gb"] > 0 for row in steps.values())
     assert any("gain" in row for table in found["live"]["tables"].values() for row in table.values())
 
 
-def test_what_no_longer_fits_is_named_and_a_failure_stops_nothing(minutes, monkeypatch, tmp_path, capsys):
+def test_what_no_longer_fits_is_named_and_a_failure_stops_nothing(monkeypatch, tmp_path, capsys):
     """Nine minutes, a third of them for the first part. What it leaves over goes to the second."""
     def measure(name):
         if name == "bad":
@@ -75,16 +69,3 @@ def test_what_no_longer_fits_is_named_and_a_failure_stops_nothing(minutes, monke
     assert list(two["tables"]["table"]) == [*"cdefghi"] and two["left"] == ["table: j"]
     assert "bad is missing: RuntimeError: the device is gone" in said and "for 1 steps: table: j" in said
     assert "RuntimeError" in err and "| i | 1 |" in said and "# A trial without a GPU" in said
-
-
-@pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (DEVICE == "cuda"))
-def test_the_tutorials_algorithm_computes_softmax_attention(dtype):
-    q, k, v, do = (torch.randn(1, 2, 256, 16, device=DEVICE, dtype=dtype) for _ in range(4))
-    results = []
-    for attend, kind in ((PlainFlash.apply, dtype), (torch.nn.functional.scaled_dot_product_attention, torch.float64)):
-        leaves = [part.to(kind).requires_grad_() for part in (q, k, v)]
-        o = attend(*leaves, **({} if kind == dtype else {"is_causal": True}))
-        results.append([o, *torch.autograd.grad(o, leaves, do.to(kind))])
-    close(*results, dtype=dtype)
-    with pytest.raises(ValueError, match="multiple of 128"):
-        PlainFlash.apply(q[:, :, :100], k, v)
