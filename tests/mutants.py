@@ -58,7 +58,7 @@ def run_tests(folder, tests, log):
     os.chdir(folder)
     os.dup2(os.open(log.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 34, 1 << 34))
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 34, 1 << 34))
     faulthandler.dump_traceback_later(180, exit=True)
     sys.path.remove(str(HERE))
     options = "-x -q -n 0 -o addopts= -p no:cacheprovider --assert=plain".split()
