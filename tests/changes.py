@@ -19,7 +19,7 @@ class Source:
         self.starts = [0, *itertools.accumulate(map(len, self.source.splitlines(keepends=True)))]
         tree = ast.parse(self.source)
         self.meaning = ast.dump(tree)
-        self.visit(tree, [], [(1, len(self.starts))])
+        self.visit(tree, [(1, len(self.starts))], False)
 
     def span(self, node):
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
@@ -30,24 +30,25 @@ class Source:
     def text(self, start, end):
         return self.source[start:end].decode()
 
-    def visit(self, node, places, scope):
-        """Collect changes. A line is judged by the tests that execute it, or else its statement. Lines that run on
-        import are judged by all tests of the file (scope), and default values by those of their function."""
+    def visit(self, node, places, inside):
+        """Collect changes. One inside a function is judged by the tests that execute its lines, or else its statement.
+        A default value is judged by the tests of its function, and what runs on import by all tests of the file."""
         match node:                             # no texts, no decorators, nothing that only prints
             case (ast.JoinedStr() | ast.Expr(value=ast.Call(func=ast.Name(id="print")))
                   | ast.If(test=ast.Compare(left=ast.Name(id="__name__")))):
                 return
-            case ast.FunctionDef():
-                places, scope = [(node.lineno, node.end_lineno)], []
-            case ast.stmt():
+            case ast.FunctionDef() | ast.Lambda():
+                places, inside = [(node.lineno, node.end_lineno)], False
+            case ast.stmt() if inside:
                 last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
-                places = [(node.lineno, max(node.lineno, last)), *scope]
-        self.changes += [(start, end, new, [self.lines(start, end), *places])
+                places = [(node.lineno, max(node.lineno, last))]
+        self.changes += [(start, end, new, [self.lines(start, end), *places] if inside else places)
                          for start, end, new in self.changes_of(node)]
         for field, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and field not in NO_CODE:
-                    self.visit(child, places, scope)
+                    body = field == "body" and isinstance(node, ast.FunctionDef | ast.Lambda)
+                    self.visit(child, places, inside or body)
 
     def operators(self, *operands):
         for (_, start), (end, _) in itertools.pairwise(map(self.span, operands)):
@@ -107,8 +108,8 @@ class Source:
             same = ast.dump(ast.parse(changed)) == self.meaning
         except SyntaxError:
             return None
-        (first, last), grown = places[0], len(changed) - len(self.source)
-        start, end = self.starts[first - 1], self.starts[last]
+        first, last = self.lines(start, end)
+        start, end, grown = self.starts[first - 1], self.starts[last], len(changed) - len(self.source)
         row = {"file": self.file, "line": first, "was": self.text(start, end),
                "now": changed[start:end + grown].decode()}
         return None if same else (row, changed, places)
@@ -120,7 +121,7 @@ def draw(root, patterns, seed, count):
     for path in sorted(path for pattern in patterns.split() for path in root.glob(pattern)):
         source = Source(root, path)
         for change in source.changes:
-            lines[source.file, change[-1][0][0]].append((source, change))
+            lines[source.file, source.lines(*change[:2])[0]].append((source, change))
     dice, order = random.Random(seed), sorted(lines)
     dice.shuffle(order)
     mutants = ((source.mutant(*change) for source, change in dice.sample(lines[at], len(lines[at]))) for at in order)

@@ -2,6 +2,7 @@
 
     python tests/mutants.py --record            run the default tests once, and note which of them execute which line
     python tests/mutants.py                     judge 400 mutants; a campaign that was stopped goes on where it stopped
+    python tests/mutants.py --again             judge the survivors once more, after tests were added and recorded
     python tests/mutants.py --show              print the share noticed by file, and the survivors
 
 --root=DIR judges another checkout with its own tests. mutants.md judges the survivors one by one.
@@ -92,6 +93,10 @@ def judge(mutants, root, out, limit):
             print("{file}:{line} {seconds} s {noticed_by}".format(**row), flush=True)
 
 
+def identity(row):
+    return row["file"], row["line"], row["was"], row["now"]
+
+
 def show(rows):
     """Print the share noticed by file, and the survivors."""
     files = collections.defaultdict(list)
@@ -110,6 +115,7 @@ def show(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="run the default tests once, and note what they execute")
+    parser.add_argument("--again", action="store_true", help="judge the survivors once more")
     parser.add_argument("--show", action="store_true", help="print the results so far")
     parser.add_argument("--root", type=Path, default=HERE.parent, help="another checkout of this repository")
     parser.add_argument("--out", type=Path, default=HERE.parent / "out/mutants", help="folder of recording and results")
@@ -123,12 +129,13 @@ def main():
     if args.record:
         return recording.record(root, FILES, out, args.jobs)
     results = out / "mutants.jsonl"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    rows = map(json.loads, results.read_text().splitlines() if results.exists() else [])
+    rows = {identity(row): row for row in rows}         # the last judgement of each mutant
     if args.show:
-        return show(rows)
-    judged = [[row[key] for key in ("file", "line", "was", "now")] for row in rows]
+        return show(rows.values())
     drawn = changes.draw(root, args.files, args.seed, args.count)
-    todo = [mutant for mutant in drawn if list(mutant[0].values()) not in judged]
+    todo = [mutant for mutant in drawn if identity(mutant[0]) not in rows
+            or args.again and rows[identity(mutant[0])]["noticed_by"] is None]
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
     for name in WARM:

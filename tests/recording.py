@@ -6,7 +6,6 @@ import collections
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +54,9 @@ def pytest_sessionfinish(session):
 
 def record(root, files, out, jobs):
     """Run the default tests once."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("coverage*"):
+        old.unlink()
     include = ", ".join(str(root / pattern) for pattern in files.split())
     (out / "coveragerc").write_text(f"[run]\nparallel = true\nsigterm = true\ninclude = {include}\n"
                                     f"data_file = {out}/coverage\ncontext = ${{RECORDED_AS-}}\n")
