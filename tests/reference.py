@@ -119,7 +119,7 @@ RULES = {
     "lssar": lssar, "softpick": softpick,
     "relu": lambda s, seen, t, power: torch.relu(s),                    # Wortsman et al. 2309.08586; Zhang et al. 2021
     "tra": lambda s, seen, t, power: torch.relu(s - t) ** power,        # Threshold Differential Attention, eq. 1
-    "sigmoid": lambda s, seen, t, power: 1 / (1 + (t - s).exp()),       # Ramapuram et al. 2409.04431
+    "sigmoid": lambda s, seen, t, power: torch.sigmoid(s - t),          # Ramapuram et al. 2409.04431
     "elu": lambda s, seen, t, power: elu_plus_one(s),                   # When Attention Sink Emerges, table 6
     "identity": lambda s, seen, t, power: s,                            # the same
 }
