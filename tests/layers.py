@@ -60,6 +60,17 @@ def recipes(*of):
     return combinations(*of).filter(legal)
 
 
+SCORES = st.sampled_from((None, "large", "ties", "equal", "negative", "far below 0"))
+
+
+def shaped(kind, q, k):
+    """Queries and keys whose scores are of a kind."""
+    if kind == "ties":                          # pairs of equal keys
+        return q, k[:, :, torch.arange(k.shape[2], device=k.device) // 2 * 2]
+    return {None: (q, k), "large": (30 * q, k), "equal": (q, k[:, :, :1].expand_as(k)), "negative": (q.abs(), -k.abs()),
+            "far below 0": (10 + q.abs(), -30 - k.abs())}[kind]
+
+
 def layer(attn="softmax", dtype=torch.float64, stream=3, depth=0, progress=0.3, **choices):
     """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks. By
     default it is in the middle of Dex's schedule, where both of its terms count."""
