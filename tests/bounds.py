@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-SEED = 0                                        # the seed of all random inputs; conftest.py sets it from --hypothesis-seed
+SEED = 0                                        # of all random inputs; conftest.py sets it from --hypothesis-seed
 shares = []                                     # (share of the bound, line of the test) for the running test
 
 
@@ -64,10 +64,10 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
     """
     if isinstance(expected, (dict, list, tuple)):
         names = list(expected) if isinstance(expected, dict) else range(len(expected))
-        assert list(names) == (list(found) if isinstance(expected, dict) else list(range(len(found))))
-        moved = dict(zip(names, moved, strict=True)) if isinstance(moved, (list, tuple)) else dict.fromkeys(names, moved)
-        for name in names:
-            close(found[name], expected[name], terms, size, dtype, moved[name], f"{what}{name}: ")
+        assert list(names) == list(found if isinstance(expected, dict) else range(len(found)))
+        for n, name in enumerate(names):
+            m = moved[n] if isinstance(moved, (list, tuple)) else moved
+            close(found[name], expected[name], terms, size, dtype, m, f"{what}{name}: ")
         return
     if expected is None or found is None:
         assert found is None and expected is None, f"{what}only one of them is None"

@@ -14,7 +14,7 @@ import reference
 import torch
 from bounds import below, close, dice, note, same
 from conftest import DEVICE, ROOT, by_default, examples
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layers import SCORES, shaped
 
@@ -255,3 +255,279 @@ def test_the_kernels_of_each_rule_equal_the_reference_in_outputs_and_all_gradien
 @settings(max_examples=examples(6))
 def test_kernels_equal_the_reference_in_outputs_and_all_gradients(rule, call, draws):
     check(rule, call, draws)
+
+
+@pytest.mark.parametrize("survivors", ["one", "two, of which one dominates"])
+def test_lssar_where_one_weight_dominates(survivors):
+    """Here g - delta cancels, and is divided by a small x. The kernel must not lose more precision than autograd."""
+    x, options = draw("lssar", T=45, slope=True)
+    x |= {"q": 0.02 * x["q"], "slope": 0.02 * x["slope"]}             # scores differ little, so x is small
+    exact = {name: part.double() for name, part in x.items()} | {"t": None}
+    eye = torch.eye(45, dtype=torch.float64, device=DEVICE).expand(1, 1, 45, 45)
+    phi, _ = reference.attend_by_rule("softplus", **exact | {"v": eye}, **options)
+    first, second = phi.topk(2).values.unbind(-1)
+    # of two survivors, the first has twice the x: its weight is 2^15 times the other
+    t = (first + second if survivors == "one" else 4 * second - 2 * first) / 2
+    x["t"] = torch.minimum(t.clamp(min=0), first * (1 - 2 ** -16)).float()        # x within rounding of 0 counts as 0
+    compare("lssar", x, options, only_o=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- live tiles
+
+
+def clusters(T, views=1):
+    """Clustered queries and keys: tokens have high scores only within stretches of 60, so whole tiles of weights are 0.
+    The second view has other such tiles."""
+    centre = torch.zeros(4, 16)
+    centre[:, :4] = 8 * (torch.eye(4) - 1 / 4)
+    member = torch.arange(T) // 60 % 4
+    q, k = (centre[member] + 0.4 * torch.randn(1, 1, T, 16, generator=dice(stream)) for stream in (2, 3))
+    heads = {"q": [q, q.roll(60, 2)], "k": [k, k]}
+    return {name: torch.cat(of_views[:views], 1).to(DEVICE) for name, of_views in heads.items()}
+
+
+BUSY = dict(window=120, first=5, **EVERYTHING)
+
+
+@pytest.mark.parametrize("rule, options", [
+    *(by_default((rule, kind) == ("tra", "busy"), rule, dict(H=1, T=150, **options))
+      for rule in RULES if kernels.KERNELS[rule].skip for kind, options in (("plain", {}), ("busy", BUSY))),
+    *(by_default(False, rule, dict(T=230, mix=(1, 1), **options)) for rule in ("tra", "relu") for options in ({}, BUSY))
+    ], ids=str)
+def test_skipping_dead_tiles_changes_nothing(rule, options):
+    """Results equal those of kernels that visit every tile and are close to float64. A weight of 0 may have a gradient.
+    With two views, a tile is visited if either view has a weight in it. In many tiles neither view has."""
+    x, more = draw(rule, **options)
+    x |= clusters(options["T"], 2 if "mix" in options else 1)
+    x |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
+    # a bias must not lift every score above its threshold
+    x |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}
+    with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
+        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
+                              for skip in (True, False))
+    if kernels.INTERPRETED:                     # tiles are 32 x 16; those on a GPU are too large for these clusters
+        T, alive = options["T"], visits.call_args_list[0].args[0].float()
+        past = torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31
+        assert 0.1 < alive.sum() / past.sum() < 0.9
+    same(with_skip, without)
+    compare(rule, x, more)
+
+
+def test_a_map_of_live_tiles_can_be_resized_and_sorted():
+    """A tile of another size is alive if any part of it is. The list names the live tiles first, in ascending order."""
+    T, g = 150, dice(6)
+    for a, b in ((32, 16), (16, 64), (16, 16), (64, 16)):
+        alive = (torch.rand(2, kernels.count(T, a), generator=g) > 0.6).to(torch.int8)
+        fine = alive.repeat_interleave(a, 1)[:, :T]
+        there = kernels.resized(alive, 1, T, a, b)
+        assert there.shape[1] == kernels.count(T, b)
+        assert all(there[n, m] == fine[n, m * b:(m + 1) * b].max() for n in range(2) for m in range(there.shape[1]))
+        for row, n in zip(kernels.in_order(there).tolist(), there.tolist(), strict=True):
+            before, order = row[:len(n) + 1], row[len(n) + 1:]
+            assert before == [sum(n[:m]) for m in range(len(n) + 1)]
+            assert order[:sum(n)] == [m for m in range(len(n)) if n[m]]
+
+
+def test_without_gradients_and_in_a_second_run_the_output_is_the_same_bit_for_bit():
+    """Without gradients, the kernel saves nothing for a backward pass."""
+    x, options = draw("elastic", 45, Hk=1, Hv=1, window=30, first=2, **EVERYTHING)
+    one, two = (outputs_and_gradients(kernels.attend, "elastic", x, options) for _ in range(2))
+    same(two, one)
+    same(kernels.attend("elastic", **x, **options)[0], one["o"].detach())
+
+
+# -------------------------------------------------------------------------------------------------------------- addresses
+
+
+def test_heads_may_lie_far_apart_in_memory_but_a_head_must_fit_32_bit_offsets():
+    """Batches and heads are more than 2^31 elements apart. Only a few pages of the buffer are ever touched."""
+    torch.use_deterministic_algorithms(False)                         # NaN would fill the whole buffer
+    x, options = draw("softmax", T=33, B=2, dtype=torch.float16)
+    far, step = 2**31 + 8 * 64, 64 * 64
+    buffer = torch.empty(far + 8 * step, dtype=torch.float16, device=DEVICE)
+    spread = {}
+    for n, (name, part) in enumerate(x.items()):                      # q, v: batches are far apart; k: heads
+        strides = (step, far) if name == "k" else (far, step)
+        spread[name] = buffer.as_strided(part.shape, (*strides, 16, 1), 2 * n * step).copy_(part)
+    near, far = (outputs_and_gradients(kernels.attend, "softmax", form, options) for form in (x, spread))
+    same(far, near)
+    with pytest.raises(ValueError, match="2\\^31"):
+        kernels.attend("softmax", x["q"], buffer.as_strided((2, 2, 33, 16), (0, 0, 2**26, 1)), x["v"])
+
+
+# ----------------------------------------------------------------------------------------------------------------- errors
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, device=DEVICE, dtype=dtype)
+
+
+@pytest.mark.parametrize("message, rule, changes", [
+    ("choose one of", "softmox", {}), ("leave out row_sum", "softmax", {"row_sum": True}),
+    ("takes no power 2", "softmax", {"power": 2}), ("takes no power 0.5", "tra", {"power": 0.5}),
+    ("leave out t", "softmax", {"t": zeros(8)}), ("without a row statistic", "softmax", {"mix": zeros()}),
+    ("without a row statistic", "relu", {"mix": zeros(), "row_sum": True}),
+    ("must agree", "softmax", {"q": zeros(2, 8, 16)}), ("must agree", "softmax", {"k": zeros(1, 2, 9, 16)}),
+    ("must agree", "softmax", {"k": zeros(1, 2, 8, 32)}), ("must agree", "softmax", {"k": zeros(1, 3, 8, 16)}),
+    ("must agree", "softmax", {"v": zeros(1, 2, 8, 0)}), ("must agree", "relu", {"mix": zeros()}),
+    ("heads of q", "softmax", {"table": zeros(3, 4)}), ("heads of q", "softmax", {"tail": zeros(3)}),
+    ("width 256 at most", "softmax", {"v": zeros(1, 2, 8, 257)}),
+    ("width 128 at most", "relu", {"mix": zeros(), "v": zeros(1, 1, 8, 129)}),
+    ("share one of float32", "softmax", {"v": zeros(1, 2, 8, 16, dtype=torch.float16)}),
+    (r"sets must be \(B, T\) int64", "softmax", {"sets": zeros(1, 9, dtype=torch.int64)}),
+    pytest.param("interpreter computes bfloat16 wrongly", "softmax", dict.fromkeys("qkv", zeros(
+        1, 2, 8, 16, dtype=torch.bfloat16)), marks=pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes it rightly"))],
+    ids=lambda value: value if isinstance(value, str) else "")
+def test_invalid_inputs_are_refused(message, rule, changes):
+    x, _ = draw("softmax", T=8)
+    with pytest.raises(ValueError, match=message):
+        kernels.attend(rule, **(x | changes))
+
+
+# --------------------------------------------------------------------------------------------------------- extreme scores
+
+KINDS = {                                       # scores of the keys (T,), the same in every row
+    "below -100": lambda T: -100 - torch.rand(T), "nearly uniform": lambda T: 1e-3 * torch.randn(T),
+    "ties": lambda T: torch.randint(0, 3, (T,)).float(), "10^4": lambda T: 1e4 * torch.randn(T),
+    "10^4 either way": lambda T: 1e4 * torch.randn(T).sign(), "0": lambda T: torch.zeros(T)}
+
+
+def with_scores(s, **more):
+    """Inputs whose scores are exactly s_j."""
+    q = torch.zeros(1, 1, len(s), 16, device=DEVICE)
+    q[..., 0] = 1
+    k = torch.randn_like(q)
+    k[..., 0] = s.to(DEVICE)
+    return dict(q=q, k=k, v=torch.randn_like(q), **more)
+
+
+@pytest.mark.parametrize("rule, kind", [by_default(kind in ("below -100", "10^4 either way"), rule, kind)
+                                        for rule in RULES for kind in KINDS])
+def test_extreme_scores_give_finite_outputs_and_gradients_close_to_float64(rule, kind):
+    """Rules that cut off low scores give 0 if all scores are very negative."""
+    x = with_scores(KINDS[kind](20), **{"t": torch.full((), 0.02, device=DEVICE)} if kernels.KERNELS[rule].takes_t else {})
+    found = outputs_and_gradients(kernels.attend, rule, x, {})
+    assert all(part.isfinite().all() for part in found.values())
+    o, _ = reference.attend_by_rule(rule, **{name: part.double() for name, part in x.items()})
+    below(rms(found["o"] - o), 4e-3 * rms(o) + 1e-12)                   # scores of 10^4 are themselves rounded to 5e-4
+    if kind == "below -100" and rule in ("lssar", "softpick", "relu", "tra"):
+        assert not any(part.any() for name, part in found.items() if name not in ("r", "dq", "dk"))
+
+
+@pytest.mark.parametrize("rule, power", [by_default(power == 2, rule, power) for rule, power in (
+    ("entmax", 10), ("entmax", 5), ("entmax", 2), ("entmax", 1.25), ("sparsemax", None))])
+def test_long_rows_of_entmax_sum_to_one(monkeypatch, rule, power):
+    """Values of 1 give outputs of 1, and r solves its equation to float32 precision."""
+    monkeypatch.setattr(kernels, "SMALL", ((512, 512, 8, 1),) * 5)      # the interpreter is slow per tile
+    for s in (KINDS["nearly uniform"](1500), torch.rand(1000).log(), *(make(200) for make in KINDS.values())):
+        x = with_scores(s)
+        o, r = kernels.attend(rule, **x | {"v": torch.ones_like(x["v"])}, power=power)
+        close(o, torch.ones_like(o), terms=64)                          # the errors of the long sums cancel
+        p, r, z = power or 1, r[0, 0, -1].double(), s.double() / (power or 1)
+        # the sums for r moved up and down by the spacing of float32 numbers
+        spacing = torch.finfo(torch.float32).eps * z.abs().max()
+        near = [(torch.relu(z.to(DEVICE) - r - d) ** p).sum() for d in (spacing, -spacing)]
+        assert near[0] - 1e-5 <= 1 <= near[1] + 1e-5
+
+
+def test_long_rows_of_lssar_stay_finite(monkeypatch):
+    """A key may have a thousand times the mean of its row. The 15th power of that overflows float32."""
+    monkeypatch.setattr(kernels, "SMALL", ((256, 256, 8, 1),) * 5)
+    s = torch.full((1100,), -30.0)
+    s[7] = 900.0
+    x = with_scores(s, t=torch.zeros((), device=DEVICE))
+    o, _ = kernels.attend("lssar", **x)
+    close(o[0, 0, 7:], x["v"][0, 0, 7].expand_as(o[0, 0, 7:]), terms=64)
+
+
+def test_ties_of_elastic_at_tau_one_pass_no_gradient():
+    """The first row sees one key, so p = 1 = t. Its output and gradients are 0, however each kernel rounds."""
+    x, options = draw("elastic", B=16, T=2, D=32, W=2)
+    leaves = {name: part.detach().requires_grad_() for name, part in x.items()}
+    leaves["t"] = (1 / torch.arange(1.0, 3.0, device=DEVICE)).requires_grad_()
+    o, _ = kernels.attend("elastic", **leaves, **options)
+    close(o[:, :, 0], torch.zeros_like(o[:, :, 0]), terms=4, size=x["v"].abs().max().item())
+    o[:, :, 0].backward(torch.randn_like(o[:, :, 0]))
+    assert not any(leaves[name].grad.any() for name in ("q", "k", "t", "table"))
+    close(leaves["v"].grad, torch.zeros_like(leaves["v"]), terms=4, size=4.0)
+
+
+# ------------------------------------------------------------------------------------------------ with the rest of PyTorch
+
+
+def test_a_loss_on_the_statistic_alone_and_a_second_derivative():
+    """If o is not used, the gradients are those for an upstream gradient of 0."""
+    x, options = draw("softmax", T=20)
+    upstream = [torch.zeros_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
+    both = outputs_and_gradients(kernels.attend, "softmax", x, options, upstream)
+    alone = outputs_and_gradients(lambda rule, **x: kernels.attend(rule, **x)[1:], "softmax", x, options, upstream[1:])
+    same({name: both["d" + name] for name in x}, {name: alone["d" + name] for name in x})
+    q = x["q"].requires_grad_()
+    dq, = torch.autograd.grad(kernels.attend("softmax", **x)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        dq.sum().backward()
+
+
+def test_without_triton_modules_can_be_imported_but_attend_is_refused():
+    """The modules can be imported and the rules listed. Calling attend() says that triton is missing."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import attention, kernels, torch
+assert not kernels.AVAILABLE and list(kernels.KERNELS)[:3] == ["softmax", "elastic", "entmax"]
+try: kernels.attend("softmax", *torch.zeros(3, 1, 1, 4, 16))
+except ValueError as error: assert "need triton" in str(error)
+else: raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_autocast_casts_inputs_to_one_dtype():
+    """Each gradient has the original dtype of its input."""
+    low = DTYPES[-1]
+    x, options = draw("elastic", T=33, **EVERYTHING)
+    x["v"] = x["v"].to(low)
+    with torch.autocast(DEVICE, dtype=low):
+        one = outputs_and_gradients(kernels.attend, "elastic", x, options)
+    cast = {name: part.to(low) if name in "qkv" else part for name, part in x.items()}
+    two = outputs_and_gradients(kernels.attend, "elastic", cast, options)
+    assert one["o"].dtype == low and one["r"].dtype == torch.float32
+    same(one, {name: two[name].to(one[name].dtype) for name in one})
+
+
+@pytest.mark.parametrize("reentrant", [False, by_default(False, True)])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    def checkpointed(rule, **inputs):
+        return torch.utils.checkpoint.checkpoint(lambda *parts: kernels.attend(rule, *parts), *inputs.values(),
+                                                 use_reentrant=reentrant)
+
+    x, _ = draw("softmax", T=20)
+    same(*(outputs_and_gradients(form, "softmax", x, {}) for form in (checkpointed, kernels.attend)))
+
+
+def test_torch_compile_makes_one_graph_and_does_not_recompile():
+    """The compiled function gives the same outputs and gradients in two steps with different inputs."""
+    torch._dynamo.reset()
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(lambda rule, **x: kernels.attend(rule, **x), fullgraph=True, backend=backend, dynamic=False)
+    for step in range(2):
+        x, options = draw("elastic", T=16, H=4, Hk=2, seed=step, **EVERYTHING)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            fused = outputs_and_gradients(compiled, "elastic", x, options)
+        close(fused, outputs_and_gradients(kernels.attend, "elastic", x, options), terms=64)
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+@pytest.mark.parametrize("rule, options", [("elastic", EVERYTHING), ("tra", dict(H=4, W=4, mix=(1, 2, 20)))],
+                         ids=["one view", "two views"])
+def test_operators_declare_what_they_return(rule, options):
+    """The shapes, strides and dtypes that tracing assumes are those of the kernels' outputs."""
+    x, more = draw(rule, T=20, E=24, **options)
+    names = ("q", "k", "v", "t", "table", "tail", "slope", "scale", "window", "first", "power", "mix", "sets")
+    call = kernels.prepare(rule, *map(({"window": 0, "first": 0} | x | more).get, names))
+    torch.library.opcheck(kernels.run_forward, (*call, True, True), test_utils=CHECKS)
+    o, r, u, alive = kernels.run_forward(*call, True, True)
+    saved = u if kernels.KERNELS[rule].save_u else o
+    torch.library.opcheck(kernels.run_backward, (*call, saved, r, alive, o, r, True), test_utils=CHECKS[:2])

@@ -36,11 +36,12 @@ def drawn_inputs(module, call):
 
 def output_and_gradients(attend, distance, module, qkvx, table):
     """{name: attend's output, and its gradient by every input and every learned number of the layer}."""
-    parts = {name: part for name, part in zip(("table", "tail", "slope"), table or (), strict=False) if part is not None}
+    names = ("table", "tail", "slope")
+    parts = {name: part for name, part in zip(names, table or (), strict=False) if part is not None}
 
     def call(q, k, v, x, *leaves):
-        return attend(q, k, v, x, distance(*map(dict(zip(parts, leaves, strict=True)).get, ("table", "tail", "slope")))
-                      if parts else None)
+        leaves = dict(zip(parts, leaves, strict=True))
+        return attend(q, k, v, x, distance(*map(leaves.get, names)) if parts else None)
     own = [name for name, _ in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))]
     found = with_gradients(call, [*qkvx, *parts.values()], scalars(module))
     return dict(zip(("o", *(f"d{name}" for name in ("q", "k", "v", "x", *parts, *own))), found, strict=True))
