@@ -22,7 +22,8 @@ SIZES = {"n_head": 4, "n_embd": 32}
 # values of the constants of --attn_args, and small numbers of the axes that are numbers, to draw from
 CONSTANTS = {
     "tau_init": ("0", "0.5"), "per_length": ("0", "block"), "alpha": ("learned", "1.2", "2"),
-    "power": ("1", "3", "1.5"), "kappa": ("4",), "beta_init": ("0.5",), "sigma_init": ("0.4",), "lambda_init": ("0.2",), "anneal": ("0.2",),
+    "power": ("1", "3", "1.5"), "kappa": ("4",), "beta_init": ("0.5",), "sigma_init": ("0.4",), "anneal": ("0.2",),
+    "lambda_init": ("0.2",),
     "value_norm": ("5",), "value_even": ("1",), "bias_shared": ("1",), "bias_dims": ("3",), "learn_alibi": ("1",),
     "length_bias": ("0", "1"), "out_norm_eps": ("0.01",)}
 NUMBERS = {"window": (7, 1, 16, 40), "first": (2, 1, 9), "window_every": (2,), "topk": (2, 6)}

@@ -142,7 +142,7 @@ def log_divisor(rule, s, seen, t=None, power=None):
         e, m = above_one(s, seen)
     else:
         return None
-    total = (e.abs().sum(-1) + 1e-8 * (rule == "softpick"))
+    total = e.abs().sum(-1) + 1e-8 * (rule == "softpick")
     return torch.where(total > 0, m[..., 0], 0.0) + torch.where(total > 0, total, 1.0).log()
 
 
@@ -164,7 +164,7 @@ def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, sca
     return w.to(v.dtype) @ v, w.sum(-1) if row_sum else log_divisor(rule, s, seen, t, power)
 
 
-# ---------------------------------------------------------------------------------------- a layer: from q and k to weights
+# ------------------------------------------------------------------------------------- a layer: from q and k to weights
 
 
 def by_mean_square(x, eps=1e-6):
@@ -214,7 +214,7 @@ def extra_score(module, q, n):
     if sink in ("key", "key_value"):            # When Attention Sink Emerges, table 4: a learned key, like any other
         return scores(module, q, whole(module.sink_key, *module.shapes["k"])[key_heads(module), None], n)
     # softmax1, Miller 2023; GPT-OSS, The Attention Sink as Native MoE, eq. 2
-    return {"one": torch.zeros(1, 1, 1), "logit": getattr(module, "sink_logit", q.new_zeros(1))[:, None, None]}.get(sink)
+    return module.sink_logit[:, None, None] if sink == "logit" else torch.zeros(1, 1, 1) if sink == "one" else None
 
 
 def row_input(module, n, s, seen):
@@ -285,7 +285,7 @@ def weights(module, q, k, x, table=None, early=None):
     return one - mix(module, x) * two
 
 
-# ------------------------------------------------------------------------------------- a layer: from weights to its output
+# ---------------------------------------------------------------------------------- a layer: from weights to its output
 
 
 def attend(module, q, k, v, x, table=None, early=None):
@@ -327,7 +327,7 @@ def gates(module, x, heads, activation):
     return activation(module.gate(x)).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-# ----------------------------------------------------------------------------------------- a layer: from x to its output
+# ---------------------------------------------------------------------------------------- a layer: from x to its output
 
 
 def rotated(x, places, base):
@@ -363,7 +363,7 @@ def layer(module, x):
     q, k, v = y.split([heads * width for heads, width in module.shapes.values()], -1)
     if c.qk_norm == "all":                      # OLMo 2: all heads together
         q, k = (by_mean_square(y, c.norm_eps) * norm.weight for y, norm in ((q, module.q_norm), (k, module.k_norm)))
-    q, k, v = (y.unflatten(-1, shape).transpose(1, 2) for y, shape in zip((q, k, v), module.shapes.values(), strict=True))
+    q, k, v = (y.unflatten(-1, module.shapes[name]).transpose(1, 2) for name, y in zip("qkv", (q, k, v), strict=True))
     if c.qk_norm == "head":                     # Qwen3
         q, k = (by_mean_square(y, c.norm_eps) * norm.weight for y, norm in ((q, module.q_norm), (k, module.k_norm)))
     early, places = None, torch.arange(T).to(x)

@@ -1,5 +1,5 @@
-"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn combinations of axes. A new row
-of ATTENTIONS is tested without further work. Only its rule needs a formula, in tests/reference.py.
+"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn combinations of axes. A new
+row of ATTENTIONS is tested without further work. Only a new rule needs a formula, in tests/reference.py.
 """
 import io
 
