@@ -61,7 +61,8 @@ def recipes(*of):
     return combinations(*of).filter(legal)
 
 
-SCORES = st.sampled_from((None, "large", "ties", "equal", "negative", "far below 0"))
+KINDS = (None, "large", "ties", "equal", "negative", "far below 0")     # of scores, see `shaped`
+SCORES = st.sampled_from(KINDS)
 
 
 def shaped(kind, q, k):

@@ -92,25 +92,6 @@ def test_a_very_low_sink_logit_gives_softmax_and_a_very_high_one_gives_zero():
     assert module.attend(q, k, v, x).abs().max() == 0 and (module.weights_of(q, k, x)[..., 0] == 1).all()
 
 
-@pytest.mark.parametrize("attn, option", [("softmax1", "add_zero_attn"), ("kv_bias", "add_bias_kv")])
-def test_extra_keys_equal_those_of_torch_nn(attn, option):
-    """softmax1 and the KV bias against torch.nn.MultiheadAttention."""
-    module, T = layer(attn), 12
-    theirs = torch.nn.MultiheadAttention(32, 4, bias=False, batch_first=True, **{option: True}).double()
-    q, k, v, x = inputs(module, T)
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.eye(32).repeat(3, 1))
-        theirs.out_proj.weight.copy_(torch.eye(32))
-        if attn == "kv_bias":
-            theirs.bias_k.copy_(module.sink_key.flatten())
-            theirs.bias_v.copy_(module.sink_value.flatten())
-    flat = [a.transpose(1, 2).flatten(2) for a in (q, k, v)]
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    expected, w = theirs(*flat, attn_mask=future, average_attn_weights=False)
-    close(module.attend(q, k, v, x).transpose(1, 2).flatten(2), expected)
-    close(module.weights_of(q, k, x), w.roll(1, -1))                    # their extra key comes last
-
-
 @pytest.mark.parametrize("norm, even, expected", [
     (5, 0, [5.0] + [0.0] * 7), (5, 1, [5 / 8 ** 0.5] * 8), (0, 0, [0.0] * 8)])
 def test_a_fixed_value_of_the_extra_key_lies_along_the_first_axis_or_along_all(norm, even, expected):
@@ -154,19 +135,6 @@ def test_a_first_key_out_of_sight_has_no_weight_however_large_its_score():
     q, k, v, x = inputs(module, 30)
     k[:, :, 0] = 500 * q[:, :, 29, :]           # the last row would give it all its weight
     assert importance_of(module, q, k, v, x).isfinite().all()
-
-
-@needs_triton
-@pytest.mark.parametrize("attn", ["softmax", "sink"])
-def test_importance_comes_from_the_kernels_log_sum_exp(attn):
-    """Importance and its gradients from Triton equal those of the block loop."""
-    found = []
-    for kernel in ("triton", "torch"):
-        module = layer(attn, torch.float32, kernel=kernel).to(DEVICE)
-        q, k, v, x = (a.to(DEVICE).requires_grad_() for a in inputs(module, 45, B=1, dtype=torch.float32))
-        importance = importance_of(module, q, k, v, x)
-        found.append([importance, *torch.autograd.grad(importance.square().sum(), [q, k])])
-    close(*found)
 
 
 @pytest.mark.parametrize("size", [0.3, 3.0, 30.0])

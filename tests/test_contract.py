@@ -102,8 +102,8 @@ def test_weights_times_values_equal_the_output(choices):
     close(module.attend(q, k, v, x), reference.output(module, w, v, x), terms=T, size=max(1.0, most))
 
 
-@every
-def test_gradients_equal_finite_differences(choices):
+@pytest.mark.parametrize("choices", [case for case in EVERY if "mixer" in ATTENTIONS[case.values[0]["attn"]]])
+def test_gradients_of_other_mixers_equal_finite_differences(choices):
     """Along four random directions of all inputs and parameters. A step in one direction may cross a kink, so the
     second largest error counts: a wrong gradient is wrong in all. 35 rows are three blocks, which are recomputed."""
     module, step = layer(**choices), 1e-6

@@ -445,18 +445,6 @@ def test_long_rows_of_lssar_stay_finite(monkeypatch):
     close(o[0, 0, 7:], x["v"][0, 0, 7].expand_as(o[0, 0, 7:]), terms=64)
 
 
-def test_ties_of_elastic_at_tau_one_pass_no_gradient():
-    """The first row sees one key, so p = 1 = t. Its output and gradients are 0, however each kernel rounds."""
-    x, options = draw("elastic", B=16, T=2, D=32, W=2)
-    leaves = {name: part.detach().requires_grad_() for name, part in x.items()}
-    leaves["t"] = (1 / torch.arange(1.0, 3.0, device=DEVICE)).requires_grad_()
-    o, _ = kernels.attend("elastic", **leaves, **options)
-    close(o[:, :, 0], torch.zeros_like(o[:, :, 0]), terms=4, size=x["v"].abs().max().item())
-    o[:, :, 0].backward(torch.randn_like(o[:, :, 0]))
-    assert not any(leaves[name].grad.any() for name in ("q", "k", "t", "table"))
-    close(leaves["v"].grad, torch.zeros_like(leaves["v"]), terms=4, size=4.0)
-
-
 # --------------------------------------------------------------------------------------------- with the rest of PyTorch
 
 
@@ -498,16 +486,6 @@ def test_autocast_casts_inputs_to_one_dtype():
     two = outputs_and_gradients(kernels.attend, "elastic", cast, options)
     assert one["o"].dtype == low and one["r"].dtype == torch.float32
     same(one, {name: two[name].to(one[name].dtype) for name in one})
-
-
-@pytest.mark.parametrize("reentrant", [False, by_default(False, True)])
-def test_activation_checkpointing_changes_nothing(reentrant):
-    def checkpointed(rule, **inputs):
-        return torch.utils.checkpoint.checkpoint(lambda *parts: kernels.attend(rule, *parts), *inputs.values(),
-                                                 use_reentrant=reentrant)
-
-    x, _ = draw("softmax", T=20)
-    same(*(outputs_and_gradients(form, "softmax", x, {}) for form in (checkpointed, kernels.attend)))
 
 
 def test_torch_compile_makes_one_graph_and_does_not_recompile():

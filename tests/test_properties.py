@@ -12,7 +12,7 @@ from bounds import close
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import SCORES, inputs, layer, normal, recipes, scalars, shaped, with_gradients
+from layers import KINDS, SCORES, inputs, layer, normal, recipes, scalars, shaped, with_gradients
 
 import kernels
 from attention import ATTENTIONS
@@ -135,6 +135,8 @@ def test_each_recipe_as_it_is_has_all_these_properties(attn, where, call, t):
     test_decoding_in_chunks_equals_one_call.hypothesis.inner_test(choices, [t, 1, 1, 20])
     test_no_row_of_a_causal_layer_depends_on_later_tokens.hypothesis.inner_test(choices, 45, t, True)
     if "mixer" not in ATTENTIONS[attn]:
-        test_the_block_loop_equals_the_reference_in_output_and_all_gradients.hypothesis.inner_test(choices, where, call)
+        for scores in KINDS:
+            test_the_block_loop_equals_the_reference_in_output_and_all_gradients.hypothesis.inner_test(
+                choices, where, call | {"scores": scores})
         test_attention_weights_and_views_equal_the_reference.hypothesis.inner_test(choices, where, call)
         test_a_layer_equals_the_reference_from_x_to_all_its_gradients.hypothesis.inner_test(choices, where, 150)
