@@ -131,7 +131,8 @@ def checks(sizes, machine, folder):
 
 def errors_of(name, choices, dtype, size, machine):
     """{name: relative errors of the output and of the gradients of q, k and v, the largest error of a gradient of the
-    layer's parameters (None: attention uses no parameters), and the error that rounding allows}.
+    layer's parameters and the name of that parameter (None: attention uses no parameters), and the error that rounding
+    allows}.
 
     A parameter's gradient is a sum over all rows, whose terms cancel. The tests allow it four times that error."""
     T, heads, width = size
@@ -143,6 +144,7 @@ def errors_of(name, choices, dtype, size, machine):
     x = torch.randn(2, T, heads * width, device=machine.device)
     drawn = [torch.randn(2, T, n, w, device=machine.device).to(getattr(torch, dtype)).transpose(1, 2)
              for n, w in fused.shapes.values()]
+    names = ["dq", "dk", "dv", *(name for name, _ in fused.named_parameters())]
     upstream, results = None, []
     for module, kind in ((fused, getattr(torch, dtype)), (judge, torch.float64)):
         leaves = [part.detach().to(kind).requires_grad_() for part in drawn]
@@ -150,10 +152,13 @@ def errors_of(name, choices, dtype, size, machine):
         upstream = torch.randn_like(o) if upstream is None else upstream.to(kind)
         # projections, which attend() does not use, have no gradient
         gradients = torch.autograd.grad(o, [*leaves, *module.parameters()], upstream, allow_unused=True)
-        results.append([o.detach(), *(gradient for gradient in gradients if gradient is not None)])
-    output, dq, dk, dv, *others = (largest_error([a], [b]) for a, b in zip(*results, strict=True))
-    return {name: {"output": output, "dq": dq, "dk": dk, "dv": dv, "parameters": max(others, default=None),
-                   "allowed": rounding(getattr(torch, dtype))}}
+        results.append({"output": o.detach()} | {
+            part: gradient for part, gradient in zip(names, gradients, strict=True) if gradient is not None})
+    errors = {part: largest_error([found], [results[1][part]]) for part, found in results[0].items()}
+    row = {part: errors.pop(part) for part in ("output", "dq", "dk", "dv")}
+    worst = max(errors, key=errors.get, default=None)
+    return {name: row | {"parameters": errors.get(worst), "largest at": worst,
+                         "allowed": rounding(getattr(torch, dtype))}}
 
 
 def kernel_speeds(sizes, machine, folder):
@@ -280,5 +285,7 @@ def table_and_notes(rows):
 
 
 def shown(value):
-    """A cell: three digits, or all of a large number."""
+    """A cell: a name, three digits, or all of a large number."""
+    if isinstance(value, str):
+        return value
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

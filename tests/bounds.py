@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-SEED = 0                                        # the seed of all random inputs: --hypothesis-seed, or 0
+SEED = 0                                        # of all random inputs; conftest.py sets it from --hypothesis-seed
 shares = []                                     # (share of the bound, line of the test) for the running test
 
 
@@ -22,14 +22,15 @@ def dice(stream=0):
     return torch.Generator().manual_seed(1_000_003 * SEED + stream)
 
 
-def note(share):
-    """Record the share of a bound and the line of the test that made the comparison. Fail if it is above 1."""
+def note(share, what="the error"):
+    """Record the share of a bound and the line of the test that made the comparison. Fail if it is above 1. what: which
+    tensor of which computation, for the message."""
     frame = sys._getframe(2)
     while Path(frame.f_code.co_filename).name in ("bounds.py", "conftest.py"):
         frame = frame.f_back
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     shares.append((share, line))
-    assert share <= 1, f"{line}: the error is {share:.3g} times the bound"      # nan also fails
+    assert share <= 1, f"{line}: {what} is {share:.3g} times the bound"      # nan also fails
 
 
 def same(found, expected):
@@ -50,7 +51,7 @@ def same(found, expected):
         assert found == expected or (found != found and expected != expected), f"{found} is not {expected}"
 
 
-def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
+def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
     """Equal up to rounding: tensors, or numbers, or lists and dicts of them where None equals None.
 
     The bound is 4 eps * terms * size + 8 * moved.
@@ -59,24 +60,21 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
         the result is then smaller than the summands.
     dtype: the data type of the computation. None: the less precise of the two.
     moved: how far rounding the inputs moves the exact result (see `moved_by_rounding`), for ill-conditioned functions.
+    what: names the tensor in the message; the names of a dict and the places in a list are added.
     """
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        found, expected = [found[name] for name in expected], list(expected.values())
-    if isinstance(expected, (list, tuple)):
-        moved = moved if isinstance(moved, (list, tuple)) else [moved] * len(expected)
-        for i, (a, b, m) in enumerate(zip(found, expected, moved, strict=True)):
-            try:
-                close(a, b, terms, size, dtype, m)
-            except AssertionError as e:
-                raise AssertionError(f"number {i} of {len(expected)}: {e}") from None
+    if isinstance(expected, (dict, list, tuple)):
+        names = list(expected) if isinstance(expected, dict) else range(len(expected))
+        assert list(names) == list(found if isinstance(expected, dict) else range(len(found)))
+        for n, name in enumerate(names):
+            m = moved[n] if isinstance(moved, (list, tuple)) else moved
+            close(found[name], expected[name], terms, size, dtype, m, f"{what}{name}: ")
         return
     if expected is None or found is None:
-        assert found is None and expected is None
+        assert found is None and expected is None, f"{what}only one of them is None"
         return
     found, expected = (torch.as_tensor(a, dtype=None if isinstance(a, torch.Tensor) else torch.float64)
                        for a in (found, expected))
-    assert found.shape == expected.shape, f"shape {tuple(found.shape)} is not {tuple(expected.shape)}"
+    assert found.shape == expected.shape, f"{what}shape {tuple(found.shape)} is not {tuple(expected.shape)}"
     if not expected.numel():
         return
     eps = max(torch.finfo(d).eps for d in ([dtype] if dtype else [found.dtype, expected.dtype]))
@@ -84,7 +82,7 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0):
     size = expected.abs().max().item() if size is None else size
     error = (found - expected).abs().max().item()
     bound = 4 * eps * terms * size + 8 * moved
-    note(error / bound if bound else 0.0 if error == 0 else math.inf)
+    note(error / bound if bound else 0.0 if error == 0 else math.inf, f"{what}the error {error:.3g}")
 
 
 def below(value, bound):

@@ -2,9 +2,11 @@
 import torch
 from bounds import dice
 from conftest import tiny_config
+from hypothesis import strategies as st
 
 import mixers
 from evals.instrument import instead
+from model import GPTConfig
 
 
 # what a value of the axis `select` is given to choose from a few dozen tokens
@@ -16,24 +18,80 @@ def selection(attn="softmax", **choices):
     return choices.get("select", mixers.attention.ATTENTIONS[attn].get("select"))
 
 
-def layer(attn="softmax", dtype=torch.float64, stream=3, **choices):
-    """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks."""
+SIZES = {"n_head": 4, "n_embd": 32}
+# values of the constants of --attn_args, and small numbers of the axes that are numbers, to draw from
+CONSTANTS = {
+    "tau_init": ("0", "0.5"), "per_length": ("0", "block"), "alpha": ("learned", "1.2", "2"),
+    "power": ("1", "3", "1.5"), "kappa": ("4",), "beta_init": ("0.5",), "sigma_init": ("0.4",), "anneal": ("0.2",),
+    "lambda_init": ("0.2",),
+    "value_norm": ("5",), "value_even": ("1",), "bias_shared": ("1",), "bias_dims": ("3",), "learn_alibi": ("1",),
+    "length_bias": ("0", "1"), "out_norm_eps": ("0.01",)}
+NUMBERS = {"window": (7, 1, 16, 40), "first": (2, 1, 9), "window_every": (2,), "topk": (2, 6)}
+
+
+@st.composite
+def combinations(draw, *of):
+    """A recipe of these mixers (none: of all) with up to four axes changed, as choices for a GPTConfig of SIZES. Some
+    are illegal."""
+    recipes = mixers.attention.ATTENTIONS
+    attn = draw(st.sampled_from([name for name in recipes if not of or recipes[name].get("mixer", "attention") in of]))
+    mixer = mixers.MIXERS[recipes[attn].get("mixer", "attention")]
+    values = {axis: list(table) for axis, table in mixer.axes.items() if len(table) > 1}
+    values |= {name: NUMBERS[name] for name in mixer.numbers if name in NUMBERS}
+    changed = draw(st.lists(st.sampled_from(sorted(values)), max_size=4, unique=True))
+    choices = {"attn": attn} | {axis: draw(st.sampled_from(values[axis])) for axis in changed}
+    choices |= draw(st.sampled_from([{}, {"n_kv_head": 2}, {"n_kv_head": 1}]))
+    chosen = mixers.DEFAULTS | recipes[attn] | choices
+    known = [name for axis in mixer.axes if chosen[axis] in mixer.axes[axis]
+             for name in mixer.axes[axis][chosen[axis]].args if name in CONSTANTS]
+    args = draw(st.lists(st.sampled_from(known), max_size=2, unique=True)) if known else []
+    args = ",".join(f"{name}={draw(st.sampled_from(CONSTANTS[name]))}" for name in args)
+    return choices | ({"attn_args": args} if args else {})
+
+
+def legal(choices):
+    try:
+        return bool(GPTConfig(**SIZES | choices))
+    except ValueError:
+        return False
+
+
+def recipes(*of):
+    """The combinations that are legal."""
+    return combinations(*of).filter(legal)
+
+
+KINDS = (None, "large", "ties", "equal", "negative", "far below 0")     # of scores, see `shaped`
+SCORES = st.sampled_from(KINDS)
+
+
+def shaped(kind, q, k):
+    """Queries and keys whose scores are of a kind."""
+    if kind == "ties":                          # pairs of equal keys
+        return q, k[:, :, torch.arange(k.shape[2], device=k.device) // 2 * 2]
+    return {None: (q, k), "large": (30 * q, k), "equal": (q, k[:, :, :1].expand_as(k)), "negative": (q.abs(), -k.abs()),
+            "far below 0": (10 + q.abs(), -30 - k.abs())}[kind]
+
+
+def layer(attn="softmax", dtype=torch.float64, stream=3, depth=0, progress=0.3, **choices):
+    """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks. By
+    default it is in the middle of Dex's schedule, where both of its terms count."""
     few = {name: small for name, small in (("window", 7), ("topk", 6)) if name in mixers.attention.ATTENTIONS[attn]}
     few |= {"attn_args": SELECTING[select]} if (select := selection(attn, **choices)) in SELECTING else {}
-    config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32, "bias": True} | few | choices)
-    module = mixers.layer_of(config, 0).to(dtype).eval()
+    config = tiny_config(**SIZES | {"attn": attn, "bias": True} | few | choices)
+    module = mixers.layer_of(config, depth).to(dtype).eval()
     random = dice(stream)
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.2 * torch.randn(p.shape, generator=random, dtype=torch.float64).to(dtype))
         if hasattr(module, "progress"):
-            module.progress.fill_(0.3)          # in the middle of Dex's schedule, where both of its terms count
+            module.progress.fill_(progress)
     return module
 
 
 def fresh(attn, dtype=torch.float64, **choices):
     """One layer in eval mode with its initial parameters."""
-    config = tiny_config(**{"attn": attn, "n_head": 4, "n_embd": 32} | choices)
+    config = tiny_config(**SIZES | {"attn": attn} | choices)
     return mixers.layer_of(config, 0).to(dtype).eval()
 
 

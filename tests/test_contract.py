@@ -1,16 +1,26 @@
-"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on 60 random combinations of axes. A
-new row in ATTENTIONS is tested without further work. Only its formula needs a test, in the file of its mixer.
+"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn combinations of axes. A new
+row of ATTENTIONS is tested without further work. Only a new rule needs a formula, in tests/reference.py.
 """
 import io
-import random
 
-import bounds
 import pytest
+import reference
 import torch
 from bounds import below, close, moved_by_rounding, same
-from conftest import DEVICE, FEW, tiny_config
-from layers import assert_learns, attend_and_gradients, inputs, layer, normal, rows_of, scalars, selection, token_ids
-from torch.nn import functional as F
+from conftest import DEVICE, FEW, examples, tiny_config
+from hypothesis import given, settings
+from layers import (
+    assert_learns,
+    attend_and_gradients,
+    inputs,
+    layer,
+    normal,
+    recipes,
+    rows_of,
+    scalars,
+    selection,
+    token_ids,
+)
 
 import kernels
 import mixers
@@ -18,43 +28,20 @@ import train
 from attention import ATTENTIONS, RULES
 from common.machine import LiveMemory
 from evals import params, show
-from model import GPT, GPTConfig
+from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 # ---------------------------------------------------------------------------------------------------------- the cases
 
-
-def random_combinations(count):
-    """Recipes with one to four axes changed at random, half of them with fewer key heads. All are legal. Most are
-    unpublished."""
-    pick, found = random.Random(bounds.SEED), []
-    while len(found) < count:
-        attn = pick.choice(list(ATTENTIONS))
-        mixer = mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")]
-        axes = {axis: list(values) for axis, values in mixer.axes.items() if len(values) > 1}
-        axes |= {name: [value] for name, value in (("window", 7), ("first", 2), ("topk", 2)) if name in mixer.numbers}
-        changed = pick.sample(sorted(axes), pick.randint(1, min(4, len(axes))))
-        choices = {"attn": attn} | {axis: pick.choice(axes[axis]) for axis in changed}
-        choices |= {"n_kv_head": 2} if pick.random() < 0.5 else {}
-        try:
-            GPTConfig(n_head=4, n_embd=32, **choices)
-        except ValueError:                      # not legal: tests/test_refusals.py tests the messages
-            continue
-        found += [choices] if choices not in found else []
-    return found
-
-
 STATES = [attn for attn, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
 PUBLISHED = [{"attn": attn} for attn in ATTENTIONS]
-COMBINED = random_combinations(60)
 FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
 FOCUS = [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]        # sparse; with an extra key; both
 EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
-                      marks=() if choices in COMBINED or choices["attn"] in FEW else pytest.mark.exhaustive)
-         for choices in PUBLISHED + FOCUS + COMBINED]
+                      marks=() if choices["attn"] in FEW else pytest.mark.exhaustive) for choices in PUBLISHED + FOCUS]
 every = pytest.mark.parametrize("choices", EVERY)
-recipes = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
+published = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
 # The interpreter needs seconds per kernel, so the default tests have one recipe for each way of calling the kernels.
 # --all adds the rest. In the order of CALLS: plain; with the statistic; twice as wide; half as many heads; a table; a
 # threshold in row sums; two views in one pass; a row sum to divide by; features; a state; a state that erases; a state
@@ -68,37 +55,12 @@ called = pytest.mark.parametrize("choices", [
     pytest.param({"attn": "softmax", "pos": "t5"}, id="softmax pos=t5", marks=pytest.mark.exhaustive)])
 
 
-def causal(module):
-    return module if module.causal else pytest.skip("declares that it is not causal")
-
-
 def clusters(module):
     """Does the mixer cluster all tokens, so that each token can change the weights of the others?"""
     return module.config.mixer == "routing"
 
 
-# ----------------------------------------------------------------------------------------------------------- causality
-
-
-@every
-def test_rows_of_a_causal_recipe_do_not_depend_on_later_tokens(choices):
-    module, T, t = causal(layer(**choices)), 45, 37
-    x = normal(2, T, 32).requires_grad_()
-    later = torch.cat([x[:, :t], 100 * normal(2, T - t, 32, stream=1)], 1)
-    for training in (False, True):
-        y = module.train(training)(x)
-        close(module(later)[:, :t], y[:, :t], terms=T)
-        gradient, = torch.autograd.grad(y[:, :t].square().sum(), x)
-        assert gradient[:, t:].abs().max() == 0 and gradient[:, :t].abs().max() > 0
-
-
-@every
-def test_a_later_key_has_weight_zero_even_with_negative_parameters(choices):
-    module, T = causal(layer(**choices)), 21
-    for p in scalars(module):
-        p.data = -p.data.abs()                  # a negative threshold must not lift masked scores
-    q, k, _, x = inputs(module, T)
-    assert module.weights_of(q, k, x)[..., -T:].triu(1).abs().max() == 0
+# --------------------------------------------------------------------------------------------------------- attention
 
 
 @every
@@ -115,29 +77,12 @@ def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
     close(o[:, :, :place + 1], module.attend(q, k, v, x)[:, :, :place + 1], terms=T)
 
 
-# -------------------------------------------------------------------------------------------------------- step by step
-
-
-@every
-def test_one_call_equals_token_by_token_equals_prefill_then_decode(choices):
-    module, x = layer(**choices), normal(2, 45, 32)
-    if not module.cached:
-        pytest.skip("declares that it cannot be decoded step by step")
-    whole = module(x)
-    for pieces in ([1] * 45, [30] + [1] * 15, [5, 20, 1, 1, 17, 1]):
-        past = {}
-        steps = [module(part, past) for part in x.split(pieces, 1)]
-        close(torch.cat(steps, 1), whole, terms=45, dtype=torch.float32)                # RoPE's angles are float32
-        sizes = [y.numel() for y in past.values() if isinstance(y, torch.Tensor)]
-        assert past["tokens"] == 45 and sum(sizes) <= 2 * 45 * 4 * (2 * 32 + 32)
-
-
 @every
 def test_fewer_queries_than_keys_are_the_last_rows(choices):
     module, T = layer(**choices), 41
     q, k, v, x = inputs(module, T)
-    if clusters(module):
-        pytest.skip("fewer queries form other clusters")
+    if clusters(module):                        # fewer queries form other clusters
+        return
     o, w = module.attend(q, k, v, x), module.weights_of(q, k, x)
     for R in (1, 5, 18):
         last = q[:, :, -R:], k
@@ -145,66 +90,20 @@ def test_fewer_queries_than_keys_are_the_last_rows(choices):
         close(module.weights_of(*last, rows_of(module, x, R)), w[:, :, -R:], terms=T)
 
 
-# ---------------------------------------------------------------------------------------------------- weights, outputs
-
-
-def output_by_hand(module, w, v, x):
-    """A layer's output from its weights (B, H, T, T or 1 + T): weights times values, an extra key's included. Then
-    corrections, norms and gates, each by its own formula."""
-    c, T = module.config, v.shape[2]
-    o = w[..., -T:] @ v.repeat_interleave(w.shape[1] // v.shape[1], 1)
-    if c.sink == "key_value":
-        o = o + w[..., :1] * module.sink_value.repeat_interleave(w.shape[1] // v.shape[1], 0)[:, None]
-    if c.value_bias == "on":
-        o = o + module.value_bias[:, None]
-    if c.dex == "on":                           # lambda_init of layer 0 is 0.2; the schedule takes half of the training
-        a = min(1.0, module.progress.item() / 0.5)
-        o = o - ((1 - a) * a * 0.2 + a * module.dex_lambda) * (o @ module.dex_proj.weight.T)
-    if c.gate == "silu_first":                  # Mamba2 gates before its norm
-        o = o * gate_by_hand(module, x, o.shape[1], F.silu)
-    if c.out_norm == "head":
-        o = by_rms(o, module.args["out_norm_eps"]) * module.out_norm.weight
-    elif c.out_norm in ("all", "gated"):        # over all heads side by side
-        flat = o.transpose(1, 2).flatten(2)
-        y = by_rms(flat, module.args["out_norm_eps"]) * module.out_norm.weight
-        y = y * torch.sigmoid(module.norm_gate * flat) if c.out_norm == "gated" else y
-        o = y.unflatten(-1, (o.shape[1], -1)).transpose(1, 2)
-    elif c.out_norm == "layer":                 # TTT's LayerNorm, over all heads side by side
-        flat = o.transpose(1, 2).flatten(2)
-        flat = by_rms(flat - flat.mean(-1, keepdim=True), module.args["out_norm_eps"])
-        o = (flat * module.out_norm.weight + module.out_norm.bias).unflatten(-1, (o.shape[1], -1)).transpose(1, 2)
-    if c.diff == "v1":
-        o = o * (1 - 0.2)
-    if c.gate in ("head", "element", "silu"):
-        o = o * gate_by_hand(module, x, o.shape[1], F.silu if c.gate == "silu" else torch.sigmoid)
-    return o
-
-
-def by_rms(x, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def gate_by_hand(module, x, heads, activation):
-    return activation(module.gate(x)).unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 @every
 def test_weights_times_values_equal_the_output(choices):
     module, T = layer(**choices), 45
-    if not module.exact:
-        pytest.skip("not linear in its values: its weights are derivatives")
+    if not module.exact:                        # not linear in its values: its weights are derivatives
+        return
     q, k, v, x = inputs(module, T)
     w = module.weights_of(q, k, x)
     assert w.shape == (2, module.heads, T, module.has_extra_key + T)
     most = (w[..., -T:].abs() @ v.abs().repeat_interleave(w.shape[1] // v.shape[1], 1)).max().item()
-    close(module.attend(q, k, v, x), output_by_hand(module, w, v, x), terms=T, size=max(1.0, most))
+    close(module.attend(q, k, v, x), reference.output(module, w, v, x), terms=T, size=max(1.0, most))
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
-
-
-@every
-def test_gradients_equal_finite_differences(choices):
+@pytest.mark.parametrize("choices", [case for case in EVERY if "mixer" in ATTENTIONS[case.values[0]["attn"]]])
+def test_gradients_of_other_mixers_equal_finite_differences(choices):
     """Along four random directions of all inputs and parameters. A step in one direction may cross a kink, so the
     second largest error counts: a wrong gradient is wrong in all. 35 rows are three blocks, which are recomputed."""
     module, step = layer(**choices), 1e-6
@@ -227,9 +126,6 @@ def test_gradients_equal_finite_differences(choices):
         slope, size = torch.cat(parts).sum().item(), torch.cat(parts).norm().item()
         errors.append(abs((ahead - behind) / (2 * step) - slope) / size)
     below(sorted(errors)[2], 1e-4)
-
-
-# ------------------------------------------------------------------------------------------------------------ extremes
 
 
 @every
@@ -297,7 +193,7 @@ def test_training_memory_grows_linearly(choices):
 # -------------------------------------------------------------------------------- a model, its checkpoint, its pages
 
 
-@recipes
+@published
 def test_parameters_that_recipes_share_have_the_same_initial_values(choices):
     one, other = (GPT(tiny_config(**axes)).state_dict() for axes in (choices, {"attn": "softmax", "pos": "learned"}))
     shared = [name for name in one if name in other and one[name].shape == other[name].shape]
@@ -305,7 +201,7 @@ def test_parameters_that_recipes_share_have_the_same_initial_values(choices):
     same([one[name] for name in shared], [other[name] for name in shared])
 
 
-@recipes
+@published
 def test_initial_values_depend_only_on_the_seed_of_the_model(choices):
     """The state of the global generator is different for the second model."""
     one, again, other = (GPT(tiny_config(**choices), seed).state_dict() for seed in (5, 5, 6))
@@ -331,7 +227,7 @@ def test_every_parameter_learns(choices):
     assert_learns(gpt, token_ids(4, 17))
 
 
-@recipes
+@published
 def test_help_show_and_params_describe_the_recipe(choices, capsys):
     with pytest.raises(SystemExit):
         train.main(["-h"])
@@ -343,6 +239,19 @@ def test_help_show_and_params_describe_the_recipe(choices, capsys):
     found = params.figures(module)
     assert not own - {*params.BEHIND, "table", "alibi", "t5"} or found
     assert found.keys() <= params.MEANINGS.keys(), "give it a line in MEANINGS of evals/params.py"
+
+
+CONTRACT = (
+    test_a_hidden_key_is_seen_by_its_own_row_only, test_fewer_queries_than_keys_are_the_last_rows,
+    test_weights_times_values_equal_the_output, test_extreme_scores_stay_finite_in_values_and_gradients,
+    test_autocast_is_close_to_float64, test_a_model_is_the_same_after_saving_and_loading, test_every_parameter_learns)
+
+
+@given(recipes())
+@settings(max_examples=examples(30))
+def test_combinations_of_axes_obey_the_same_contract(choices):
+    for test in CONTRACT:
+        test(choices)
 
 
 # ---------------------------------------------------------------------------------------------------------- the kernel

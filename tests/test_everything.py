@@ -44,6 +44,7 @@ def test_every_part_runs_from_end_to_end(monkeypatch, data, tmp_path, capsys):
         below(max(row[name] for name in ("output", "dq", "dk", "dv")), row["allowed"])
         below(row["parameters"] or 0, 4 * row["allowed"])               # PyTorch in float32 needs more than one as well
     assert {*HARD, *everything.CHECKED} <= checked.keys() and checked["tda"]["parameters"] > 0
+    assert checked["tda"]["largest at"] in ("beta", "lambda_logit", "out_norm.weight")
     steps, = found["steps"]["tables"].values()
     assert steps.keys() == {"softmax (sdpa)", *mixers.trained_recipes()}
     assert all(row["tokens_per_s"] == 16000 and row["memory_gb"] > 0 for row in steps.values())
