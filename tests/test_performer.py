@@ -1,11 +1,11 @@
-"""mixers/performer.py: its random directions, and extreme inputs. Its formula is in tests/reference_mixers.py."""
+"""mixers/performer.py: its random directions. Its formula is in tests/reference_mixers.py."""
 import math
 
 import pytest
 import torch
 from bounds import below, close, dice, same
 from conftest import tiny_config
-from layers import attend_and_gradients, fresh, inputs, normal
+from layers import normal
 
 from mixers.performer import orthogonal_normal
 from model import GPT
@@ -30,14 +30,3 @@ def test_each_layer_draws_its_own_floor_d_log_d_features_by_default():
     one, other = (block.attn.directions for block in gpt.transformer.h)
     assert one.shape == (266, 64) and not torch.equal(one, other)
     same(one, GPT(gpt.config, seed=5).transformer.h[0].attn.directions)
-
-
-@pytest.mark.parametrize("first, size", [(1.0, 1e3), (1.0, 1e-6), (1e3, 1.0), (1.0, -30.0)])
-def test_extreme_keys_stay_finite_and_rows_sum_to_one(first, size):
-    """Huge ones, tiny ones, a huge first one, and keys that point away from their queries."""
-    module = fresh("performer", torch.float32)
-    q, _, v, x = inputs(module, 40, dtype=torch.float32)
-    q = abs(size) * q
-    k = math.copysign(1, size) * torch.cat([first * q[:, :, :1], q[:, :, 1:]], 2)
-    assert all(a is None or a.isfinite().all() for a in attend_and_gradients(module, q, k, v, x))
-    close(module.weights_of(q, k, x).sum(-1), torch.ones(2, 4, 40), terms=40)

@@ -8,8 +8,6 @@ from bounds import SEED, below, close
 from conftest import by_default
 from layers import fresh, inputs, layer, normal
 
-from evals.instrument import load_run
-from mixers import trained_recipes
 
 
 def test_magicpig_finds_a_key_with_the_probability_that_its_weight_is_divided_by():
@@ -53,9 +51,3 @@ def test_every_instrument_takes_a_selection_over_a_softmax_run(flags, toy_run, e
     assert evaluate("loss", run, "--attn=topk", "--topk=1000")["loss"] == pytest.approx(full, abs=1e-5)
     for command in (["probe"], ["heads"], ["maps"], ["sample", "--tokens=4"]):
         evaluate(*command, run, *flags)
-
-
-def test_selection_adds_nothing_that_can_be_trained(toy_run):
-    plain, magicpig = (load_run(toy_run, "cpu", choices)[0] for choices in ({}, {"attn": "magicpig"}))
-    assert [name for name, _ in magicpig.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert not {"topk", "sparq", "quest", "magicpig"} & {*trained_recipes()}
