@@ -83,7 +83,6 @@ def home(tmp_path_factory, elastic_run, toy_run, data):
     train_here(f"--dataset={data}", f"--out_dir={home / 'parts'}", "--sharded_ckpt=1", "--max_iters=2")
     train_here(f"--init_from={home / 'run'}", f"--out_dir={home / 'lora'}", "--train_only=lora", "--eval_iters=1",
                "--batch_size=2", *NEW)
-    entries(base=json.loads((home / "lora/meta.json").read_text())["base"] | {"path": "run"})(home / "lora/meta.json")
     return home
 
 

@@ -35,9 +35,8 @@ def column(out_dir, name):
 @pytest.mark.parametrize("flags", [
     ("--attn=elastic", "--grad_clip=0.1", "--dropout=0"),
     *(by_default(False, flags) for flags in (
-        ("--attn=lazy",), ("--attn=tda",), ("--attn=gated_deltanet",), ("--attn=dex",), FOCUS,
-        ("--attn=elastic", *FIFTY), ("--attn=lazy", *FIFTY), ("--attn=tda", *FIFTY),
-        ("--attn=gated_deltanet", *FIFTY), (*FOCUS, *FIFTY),
+        ("--attn=dex",), (*FOCUS, *FIFTY),
+        *((f"--attn={attn}", *FIFTY) for attn in ("elastic", "lazy", "tda", "gated_deltanet")),
         ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1"),
         ("--attn=gated", "--n_head=4", "--head_balance=0.1", *AT_ONCE), ("--mlp=moe", "--expert_balance=0.1", *AT_ONCE),
         ("--attn=softmax1", "--head_balance=0.1", *AT_ONCE), ("--pos=t5",)))], ids=" ".join)
