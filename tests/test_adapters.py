@@ -6,8 +6,7 @@ import bounds
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import (assert_same_run, by_default, contents, meta, tiny_config, train_here,
-                      weights)
+from conftest import assert_same_run, by_default, contents, meta, tiny_config, train_here, weights
 from layers import normal
 
 import attention
@@ -97,8 +96,7 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
 
     freeze_all_but(one, "lora")                 # only these matrices are trained, with weight decay
     decay, = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
-    assert decay["weight_decay"] == 0.1 and len(decay["params"]) == 8
-    assert sum(p.numel() for p in decay["params"]) == num_trained(one)
+    assert decay["weight_decay"] == 0.1 and sum(p.numel() for p in decay["params"]) == num_trained(one)
     assert frozen(one) == {name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name}
 
 
@@ -160,25 +158,23 @@ def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tm
     assert meta(killed)["base"] == meta(whole)["base"]
 
 
-def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_tau, tmp_path, loss):
+def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_tau, tmp_path):
     """The two adapters may be of different kinds or of the same kind. A full run needs no base; a step of Adam moves a
     weight by at most the learning rate."""
     taus, twice = adapt(lora, tmp_path / "taus", *TAU), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
     together, name = read_weights(lora), "transformer.h.0.attn.c_proj"
     assert sorted(weights(taus)) == [f"transformer.h.{layer}.attn.tau" for layer in (0, 1)]
-    assert meta(taus)["base"]["path"] == str(lora)
     same({name: read_weights(taus)[name] for name in together}, together)
     b, a = (weights(twice)[f"{name}.lora_{part}"] for part in "ba")
     close(read_weights(twice)[f"{name}.weight"], together[f"{name}.weight"] + b @ a, terms=2)
     assert all(".lora_" in name for name in weights(adapt(taus, tmp_path / "third", *LORA)))            # and no tau
     out = adapt(lora, tmp_path / "all", "--max_iters=2", "--learning_rate=1e-9", "--weight_decay=0")
-    assert weights(out).keys() == together.keys() and "base" not in meta(out)
-    for name, value in weights(out).items():
-        close(value, together[name], terms=1, moved=2e-9)
+    assert "base" not in meta(out)
+    close(weights(out), together, terms=1, moved=2e-9)
 
 
-def test_the_base_is_found_at_its_path_or_next_to_the_adapter(base, lora, tmp_path, monkeypatch, loss):
-    here, about, expected = tmp_path / "here", meta(lora), loss(lora)
+def test_the_base_is_found_at_its_path_or_next_to_the_adapter(base, lora, tmp_path, monkeypatch):
+    here, about, expected = tmp_path / "here", meta(lora), read_weights(lora)
     for folder in (base, lora):
         shutil.copytree(folder, here / folder.name)
 
@@ -186,9 +182,9 @@ def test_the_base_is_found_at_its_path_or_next_to_the_adapter(base, lora, tmp_pa
         files.write_json(here / "lora/meta.json", about | {"base": about["base"] | {"path": path}})
 
     named("elsewhere/base")                     # no such folder: the base is next to the adapter
-    assert loss(here / "lora") == expected
+    same(read_weights(here / "lora"), expected)
     named("out/before")                         # relative to the current folder
     (tmp_path / "out").mkdir()
     (here / "base").rename(tmp_path / "out/before")
     monkeypatch.chdir(tmp_path)
-    assert loss(here / "lora") == expected
+    same(read_weights(here / "lora"), expected)

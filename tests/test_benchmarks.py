@@ -68,10 +68,9 @@ def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
         assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
 
 
-@pytest.mark.parametrize("text, clean", [
-    (" one [title] two ", "one. two"), ("a [header] b", "a b"), ("a   b", "a  b"), ("[step] do [it] now", " do now")])
-def test_text_is_cleaned_in_one_pass(text, clean):
-    assert benchmarks.cleaned(text) == clean
+def test_text_is_cleaned_in_one_pass():
+    assert benchmarks.cleaned(" one [title] two   [step] do [it] now ") == "one. two  do now"
+    assert benchmarks.cleaned("a [header] b") == "a b" and benchmarks.cleaned("a   b") == "a  b"
 
 
 def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
@@ -140,6 +139,5 @@ def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_help_of_the_script_lists_its_flags_and_tasks():
-    done = run("data/benchmarks.py", "-h", cwd=ROOT.parent)
-    assert "--source" in done.stdout and "winogrande" in done.stdout
+def test_the_script_runs_from_any_folder():
+    assert "winogrande" in run("data/benchmarks.py", "-h", cwd=ROOT.parent).stdout

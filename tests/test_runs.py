@@ -42,8 +42,7 @@ def test_the_newest_complete_checkpoint_counts_and_on_equal_steps_the_whole_one(
 
 
 def small_disk(limit=20000):
-    """Limit every file of this process to `limit` bytes. 20 kB are enough for a log but not for a checkpoint. 500 bytes
-    are too few for a log."""
+    """Limit every file of this process. 20 kB are enough for a log but not for a checkpoint, 500 bytes for neither."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 

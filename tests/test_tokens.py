@@ -2,15 +2,14 @@
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import SPECIAL, TEXT, WORDS, byte_pairs, write_data, write_tokenizer
-from hypothesis import given
+from conftest import SPECIAL, TEXT, WORDS, assert_says, byte_pairs, write_data, write_tokenizer
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common import files
@@ -26,7 +25,7 @@ def test_every_script_that_makes_a_data_set_is_known():
 @given(st.data(), st.sampled_from([300, 65536, 65537, 128256]), st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_size, sizes):
     """Headers are those of llm.c. A larger vocabulary has wider ids. Shards are mapped, and not read. An id outside the
-    vocabulary is reported with its file."""
+    vocabulary is reported with its file. Shards whose ids are of two sizes are refused."""
     folder, cuts = tmp_path_factory.mktemp("shards"), np.cumsum([0, *sizes]).tolist()
     ids = np.array(draw.draw(st.lists(st.integers(0, vocab_size - 1), min_size=cuts[-1], max_size=cuts[-1])))
     coder = SimpleNamespace(vocab_size=vocab_size, lengths=np.full(vocab_size, 3))
@@ -46,20 +45,13 @@ def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_si
     assert rows.dtype == np.int64 and (rows == expected).all()
     with pytest.raises(ValueError, match=f"train: token id {expected.max()} near .* has {expected.max()} ids"):
         split.windows(starts, length, expected.max())
-
-
-def test_shards_of_two_sizes_are_refused(tmp_path):
-    for n, vocab_size in enumerate((300, 70000)):
-        coder = SimpleNamespace(vocab_size=vocab_size, lengths=np.ones(3, int))
-        tokens.write_shard(tmp_path / f"train_{n:06d}.bin", np.array([1, 2]), coder)
+    tokens.write_shard(folder / "train_000009.bin", [0], None if vocab_size > 1 << 16 else SimpleNamespace(
+        vocab_size=70_000, lengths=np.ones(1, int)))
     with pytest.raises(ValueError, match="train_.*two sizes.*run"):
-        tokens.Tokens(tmp_path, "train")
+        tokens.Tokens(folder, "train")
 
 
-def test_meta_and_hash_follow_the_contents_of_both_splits(data, tmp_path):
-    meta = tokens.read_meta(data)
-    assert (meta["vocab_size"], meta["tokenizer"]) == (257, "bytes") and meta["shards"]["val.bin"]["tokens"] == 4000
-    assert tokens.bytes_per_token(meta, "val") == 1.0
+def test_the_hash_follows_the_contents_of_both_splits(tmp_path):
     splits = [([1, 2], [3]), ([1, 4], [3]), ([1, 2], [4]), ([3], [1, 2]), ([1, 2], [3])]
     hashes = [tokens.data_hash(tokens.read_meta(write_data(tmp_path / str(n), *split))) for n, split in
               enumerate(splits)]
@@ -68,42 +60,10 @@ def test_meta_and_hash_follow_the_contents_of_both_splits(data, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- tokenizers
 
-ODD = ["", " ", "the lazy dog", "<|end|> and<|im_end|>", "12345 6.78", "it's DON'T", "\u2028\u00a0",
-       "naïve  café\n\n\t  x", "漢字 😀\U0001f469\u200d\U0001f467 \0 end", "a   b    c\r\n"]
-
-
-def test_bytes_and_numbers_round_trip():
-    coder, numbers = tokens.tokenizer("bytes"), tokens.tokenizer("numbers")
-    for text in ODD:
-        ids = coder.encode(text)
-        assert ids.dtype == np.uint16 and ids.max(initial=0) < coder.separator < coder.vocab_size
-        assert coder.decode(ids) == coder.decode(ids.tolist()) == text
-    assert coder.decode([256, 104, 105, 256]) == "hi" and coder.decode([255, 104]) == "\ufffdh"
-    assert numbers.decode(numbers.encode("3 0 65535")) == "3 0 65535"
-
-
-def test_ids_equal_those_of_the_package_tokenizers_and_special_tokens_are_text(toy):
-    """The texts are odd characters and Python's own library: English, code and some other alphabets. A long text is cut
-    where it makes no difference."""
-    coder, described = tokens.tokenizer(str(toy)), json.loads((toy / "tokenizer.json").read_text())
-    assert (coder.name, coder.vocab_size, coder.separator) == ("toy", 300, 0)
-    assert coder.lengths.shape == (300,) and coder.lengths[:2].tolist() == [0, 0]
-    theirs = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(described))
-    bare = theirs.from_str(json.dumps(described | {"added_tokens": []}))                # without special tokens
-    library = [path.read_text("utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:10]]
-    long = "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 310
-    assert len(long) > 1 << 20 and len(list(coders.cut(long))) == 2
-    for text in [*ODD, TEXT, *library, long]:
-        ids = coder.encode(text)
-        assert ids.tolist() == bare.encode(text).ids
-        assert coder.decode(ids) == text and coder.lengths[ids].sum() == len(text.encode())
-    assert theirs.encode("x<|end|>").ids[-1] == 0 and coder.encode("x<|end|>")[-1] != 0
-    assert coder.decode([0, *coder.encode("fox"), 1, 0, *coder.encode(" dog").tolist(), 299 + 7]) == "fox dog"
-
-
-def test_the_spelling_of_sentencepiece_is_decoded(tmp_path):
-    """As in Llama 2, spaces are low lines, bytes are written as numbers, and a special token precedes each text.
-    Truncation and padding in the file are ignored."""
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    """A folder with a tokenizer as Llama 2 has: spaces are low lines, bytes are written as numbers, and a special token
+    precedes each text. Truncation and padding in the file are to be ignored."""
     lib = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abé"]
     coder = lib.Tokenizer(lib.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>",
@@ -115,13 +75,50 @@ def test_the_spelling_of_sentencepiece_is_decoded(tmp_path):
     coder.post_processor = lib.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     coder.enable_truncation(3)
     coder.enable_padding(length=99)
-    ours = tokens.tokenizer(str(write_tokenizer(tmp_path / "llama", coder)))
-    assert (ours.name, ours.separator, ours.lengths[:3].sum()) == ("llama", 1, 0)
-    for text in ("ab é a", "  ", "\n漢b"):
-        assert ours.lengths[ours.encode(text)].sum() == len(text.encode()) and ours.decode(ours.encode(text)) == text
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "llama", coder)
 
 
-def test_how_the_separator_is_found(tmp_path):
+@pytest.fixture(scope="module")
+def pairs(toy, sentencepiece):
+    """Pairs of a tokenizer of ours and the same in the package tokenizers, without special tokens."""
+    lib, bare = pytest.importorskip("tokenizers"), {"added_tokens": [], "truncation": None, "padding": None}
+    ours = [tokens.tokenizer(name) for name in ("bytes", str(toy), str(sentencepiece))]
+    contents = [json.loads(coder.content or coder.exported()) | bare for coder in ours]
+    return [(coder, lib.Tokenizer.from_str(json.dumps(content))) for coder, content in zip(ours, contents, strict=True)]
+
+
+ODD = ("", " ", "the lazy dog", "<|end|> and<|im_end|>", "12345 6.78", "it's DON'T", "\u2028\u00a0",
+       "x<|endoftext|><s>", "naïve  café\n\n\t  x", "漢字 😀\U0001f469\u200d\U0001f467 \0 end", "a   b    c\r\n")
+PIECES = st.sampled_from([*ODD, *TEXT.split(), " the", "é", "<0x41>"])
+
+
+@given(st.lists(PIECES | st.text(st.characters(codec="utf-8", exclude_characters="\u2581")), max_size=9).map("".join))
+@example("".join(ODD))
+def test_ids_are_those_of_the_package_tokenizers_and_become_the_same_text(pairs, text):
+    """Special tokens that are spelled in a text are text."""
+    for ours, theirs in pairs:
+        ids = ours.encode(text)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == ours.decode(ids.tolist()) == theirs.decode(ids.tolist()) == text
+        assert ours.lengths[ids].sum() == len(text.encode()) and ours.lengths.shape == (ours.vocab_size,)
+
+
+def test_a_long_text_is_cut_where_no_pair_of_tokens_is_merged(pairs):
+    _, (ours, theirs), _ = pairs
+    long = "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 310
+    assert len(list(coders.cut(long))) == 2 and ours.encode(long).tolist() == theirs.encode(long).ids
+
+
+def test_special_tokens_are_not_shown(toy):
+    coder, plain, numbers = tokens.tokenizer(str(toy)), tokens.tokenizer("bytes"), tokens.tokenizer("numbers")
+    assert (coder.vocab_size, coder.separator, coder.lengths[:2].tolist()) == (300, 0, [0, 0])
+    assert coder.decode([0, *coder.encode("fox"), 1, 0, *coder.encode(" dog").tolist(), 299 + 7]) == "fox dog"
+    assert plain.decode([256, 104, 105, 256]) == "hi" and plain.decode([255, 104]) == "\ufffdh"
+    assert numbers.decode(numbers.encode("3 0 65535")) == "3 0 65535"
+
+
+def test_how_the_separator_is_found(tmp_path, sentencepiece):
+    assert tokens.tokenizer(str(sentencepiece)).separator == 1          # it precedes each text
     folder = write_tokenizer(tmp_path / "model")
     for name, content, expected in (
             ("tokenizer_config", {"eos_token": SPECIAL[1]}, 1), ("tokenizer_config", {"bos_token": SPECIAL[0]}, 0),
@@ -147,6 +144,8 @@ def test_a_tokenizer_is_found_by_several_names(toy, toy_data, tmp_path, monkeypa
     assert tokens.content_of(smol) == tokens.content_of(toy) and tokens.content_of(toy)
     files.write_json(smol / "meta.json", {"tokenizer": "bytes"})
     assert tokens.content_of(smol) is None and tokens.tokenizer("smol").name == "bytes"
+    (tmp_path / "tokenizer.json").write_bytes(coders.Bytes().exported())                # a known one under another name
+    assert tokens.tokenizer(str(tmp_path)).name == lookup.identity(tmp_path) == "bytes"
 
 
 # ---------------------------------------------------------------------------------- data sets in a run's tokenizer
@@ -160,10 +159,8 @@ def shelf(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "stdlib.py").write_text(f"""
 import sys
-from pathlib import Path
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
-tokens.HERE = Path(__file__).parent
 args = tokens.flags("", "stdlib", "bytes").parse_args()
 coder = tokens.settle(args, "stdlib")
 tokens.write_data_set(args.out_dir, coder, dict(train=["one"], val=["two"]), dataset="stdlib")
@@ -178,7 +175,6 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
     out, err = capfd.readouterr()
     assert out == "" and f"making {folder}: python data/stdlib.py --tokenizer={toy}" in err
     assert folder == shelf / "stdlib-toy" and (meta["tokenizer"], meta["separator"]) == ("toy", 0)
-    assert tokens.tokenizer_name(shelf / "stdlib") == "bytes"           # this one does not change
     assert tokens.data_for(toy, "stdlib", MACHINE)[1] == meta and capfd.readouterr() == ("", "")
     (shelf / "stdlib.py").write_text("raise SystemExit(1)")
     shutil.rmtree(folder)
@@ -186,20 +182,18 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
         tokens.data_for(toy, "stdlib", MACHINE)
 
 
-FIT = [                                         # (tokenizer of a run, data set, the folder found or what is refused)
-    (None, "books", "books"), ("older", "books", "books"), ("bytes", "books", "books"), ("toy", "books", "books-toy"),
-    ("twin", "books", "books-toy"), ("toy", "./foxes", "./foxes"), ("twin", "./foxes", "./foxes"),
-    ("older", "./foxes", "./foxes"), ("numbers", "./lab", "./lab"),
+# (tokenizer of a run, data set, the folder found or what is refused)
+FIT = [
+    *((run, "books", "data/books$") for run in (None, "older", "bytes")), ("numbers", "./lab", "^lab$"),
+    *((run, "books", "data/books-toy$") for run in ("toy", "twin")),
+    *((run, "./foxes", "^foxes$") for run in ("toy", "twin", "older")),
     ("toy", "plays", "plays-toy is no data set in the tokenizer of toy .toy.: .* python data/text.py --source=... "
                      "--name=plays --tokenizer=toy$"),
-    ("toy", "./plays", "plays is no data set .*--name=plays --tokenizer=toy$"),
     ("bytes", "./foxes", "no data set .*--tokenizer=bytes$"), ("namesake", "books", "books-toy is no data set"),
     ("other", "books", "books-other is no data set .*--tokenizer=other$"), ("numbers", "stdlib", "data/backcopy.py$")]
 
 
-@pytest.mark.parametrize("run, dataset, expected", FIT)
-def test_a_data_set_must_be_in_the_tokenizer_of_a_run(run, dataset, expected, toy, toy_data, shelf, tmp_path, backcopy,
-                                                      monkeypatch):
+def test_a_data_set_must_be_in_the_tokenizer_of_a_run(toy, toy_data, shelf, tmp_path, backcopy, monkeypatch):
     """An older run names none. A twin has the same tokenizer under another name, saved by another program and with
     truncation. One with another separator is another. So is a namesake with other ids."""
     monkeypatch.chdir(tmp_path)
@@ -214,22 +208,13 @@ def test_a_data_set_must_be_in_the_tokenizer_of_a_run(run, dataset, expected, to
     for source, place in ((toy, "toy"), (toy_data, "foxes"), (backcopy, "lab"), (toy_data, shelf / "books-toy"),
                           (toy_data, shelf / "books-french")):          # another data set, not these books
         shutil.copytree(source, tmp_path / place)
-    for place in (shelf / "books", shelf / "plays", tmp_path / "plays"):
+    for place in (shelf / "books", shelf / "plays"):
         write_data(place, WORDS[:99], WORDS[:99])
     meta = files.read_json(shelf / "books-toy/meta.json")
     files.write_json(shelf / "books-toy/meta.json", meta | {"dataset": "books"})
-    if " " in expected or "$" in expected:
-        with pytest.raises(ValueError, match=expected):
-            tokens.data_for(run and Path(run), dataset, MACHINE)
-    else:
-        folder, _ = tokens.data_for(run and Path(run), dataset, MACHINE)
-        assert folder == (Path(expected) if "/" in expected else shelf / expected)
-
-
-def test_a_file_with_the_byte_tokenizer_is_recognised(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(coders.Bytes().exported())
-    assert tokens.tokenizer(str(tmp_path)).name == lookup.identity(tmp_path) == "bytes"
-    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for text in ODD:
-        assert theirs.encode(text).ids == tokens.tokenizer("bytes").encode(text).tolist()
-        assert theirs.decode(theirs.encode(text).ids) == text
+    for run, dataset, expected in FIT:
+        try:
+            found, _ = tokens.data_for(run and Path(run), dataset, MACHINE)
+        except ValueError as e:
+            found = e
+        assert_says(expected, str(found))
