@@ -2,7 +2,6 @@
 
 Debian and Ubuntu: apt-get install chromium chromium-driver; pip install selenium
 """
-import base64
 import shutil
 
 import pytest
@@ -73,10 +72,6 @@ class Browser:
             for name in held:
                 self.actions.key_up(name)
         self.actions.perform()
-
-    def screenshot(self):
-        """A PNG of the window."""
-        return base64.b64decode(self.driver.get_screenshot_as_base64())
 
     def errors(self):
         """What the page has written to the console as errors or warnings since the last call."""

@@ -1,6 +1,4 @@
 """eval.py groups: measures of known groups, agreement of labellings, printed text and pictures."""
-import json
-
 import bounds
 import numpy as np
 import pytest
@@ -23,11 +21,8 @@ def focus_run(tmp_path_factory, data):
 
 
 @pytest.fixture
-def look(focus_run, capsys):
-    def call(*flags):
-        eval_script.main(["groups", f"--out_dir={focus_run}", "--windows=5", "--device=cpu", *flags])
-        return capsys.readouterr().out
-    return call
+def look(focus_run, evaluate):
+    return lambda *flags: evaluate("groups", f"--out_dir={focus_run}", "--windows=5", *flags)
 
 
 class Module:
@@ -78,7 +73,7 @@ def test_longest_pairs_join_distant_words_of_one_group_and_use_each_word_once():
 
 
 def test_the_numbers_equal_those_from_each_layers_shares(look, focus_run, data):
-    found = json.loads(look("--json", "--batch_size=2"))
+    found = look("--batch_size=2")
     run = OpenedRun(Common(str(focus_run), device="cpu"), {})
     split, layers = run.split("val"), run.model.transformer.h
     idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 16, 257))
@@ -102,9 +97,10 @@ def test_the_numbers_equal_those_from_each_layers_shares(look, focus_run, data):
     assert len(shown["passage"]) == 16
 
 
-def test_a_run_compared_with_itself_has_stability_1(look, focus_run, tmp_path):
-    text = look(f"--against={focus_run}", f"--png={tmp_path / 'groups.png'}", "--layer=1")
-    header, *rows = [line.split() for line in text.split("\n\n")[1].splitlines()]
-    assert [row[header.index("stability")] for row in rows] == ["1.0000"] * 3
+def test_a_run_compared_with_itself_has_stability_1(look, focus_run, tmp_path, capsys):
+    flags = (f"--against={focus_run}", f"--png={tmp_path / 'groups.png'}", "--layer=1")
+    assert [layer["stability"] for layer in look(*flags)["layers"]] == [1, 1]
+    eval_script.main(["groups", f"--out_dir={focus_run}", "--windows=5", "--device=cpu", *flags])
+    text = capsys.readouterr().out
     assert "layer 1: the most frequent tokens" in text and "kept, k=4" in text
     assert (tmp_path / "groups.png").stat().st_size > 10_000
