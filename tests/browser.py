@@ -29,10 +29,8 @@ class Browser:
         self.keys = {name: getattr(webdriver.Keys, name.upper()) for name in (
             "left", "up", "right", "down", "shift", "home", "end")}
 
-    def open(self, path, width=1024, height=768, dark=False):
+    def open(self, path, width=1024, height=768):
         """Open a file in a window whose page has this size, and wait until it is ready."""
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
             "width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
         self.driver.set_script_timeout(300)

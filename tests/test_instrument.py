@@ -75,22 +75,16 @@ def test_a_run_whose_meta_names_no_tokenizer_has_that_of_its_data(copy, loss, ca
     assert capsys.readouterr().out.startswith("the")
 
 
-def opened(**choices):
-    """An opened run of a model with these choices, without its weights."""
-    found = OpenedRun.__new__(OpenedRun)
-    found.data, found.machine = ("", {}), SimpleNamespace(main=True)
-    found.model = SimpleNamespace(config=tiny_config(**choices))
-    return found
-
-
 def test_a_window_has_the_default_length_and_one_that_hides_no_key_is_reported(capsys):
-    for block_size, asked, length in ((64, 0, 64), (8192, 0, 1024), (8192, 8192, 8192), (64, 256, 256)):
-        assert opened(block_size=block_size).window(asked) == length
-    for choices, asked, hides in (({"attn": "window"}, 128, False), ({"attn": "window"}, 129, True), ({}, 8, True),
-                                  ({"window": 16}, 0, False), ({"window": 15}, 0, True)):
-        opened(**choices).window(asked)
-        found = capsys.readouterr()
-        assert found.out == "" and found.err.count("\n") == (not hides) and ("hides none" in found.err) != hides
+    for choices, asked, length, hides in (
+            ({"block_size": 64}, 0, 64, True), ({"block_size": 8192}, 0, 1024, True),
+            ({"block_size": 8192}, 8192, 8192, True), ({"attn": "window"}, 128, 128, False),
+            ({"attn": "window"}, 129, 129, True), ({"window": 16}, 0, 16, False), ({"window": 15}, 0, 16, True)):
+        run = OpenedRun.__new__(OpenedRun)      # of a model without weights
+        run.data, run.machine = ("", {}), SimpleNamespace(main=True)
+        run.model = SimpleNamespace(config=tiny_config(**choices))
+        found = run.window(asked), *capsys.readouterr()
+        assert found[:2] == (length, "") and found[2].count("\n") == ("hides none" in found[2]) == (not hides)
 
 
 # ------------------------------------------------------------------------------------------------- watching attention
