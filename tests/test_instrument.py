@@ -118,15 +118,15 @@ def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_othe
     assert asked == [[*flags, "--seed=3"], again]
 
 
-def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy):
+def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
     flags = [flag for flag in meta(copy)["flags"] if not flag.startswith("--out_dir")] + [f"--out_dir={copy}"]
     log, finished = (copy / "log.csv").read_text(), meta(copy)
     report = finished.pop("report")
     files.write_json(copy / "meta.json", finished | {"flags": flags})
     found = train_if_missing(copy, flags)
-    assert found["flags"] == [*flags, "--init_from=resume"] and found["report"] == report
+    assert found["flags"] == [*flags, "--init_from=resume"] == trainings[0] and found["report"] == report
     assert (copy / "log.csv").read_text() == log                        # no step was done again
-    assert train_if_missing(copy, flags) == found                       # and it counts as trained with these flags
+    assert train_if_missing(copy, flags) == found and len(trainings) == 1       # it counts as trained with these flags
 
 
 # --------------------------------------------------------------------------------------------------- lists and tables

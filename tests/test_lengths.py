@@ -86,7 +86,7 @@ def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(elastic_run):
     close_losses(plain["by_position"][0]["loss"], scaled["by_position"][0]["loss"])
 
 
-def test_finetuning_continues_the_run_at_the_longer_length(copy, look):
+def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings):
     finetune = ("--finetune=2", "--lengths=16,32", "--train_args=--eval_iters=1 --batch_size=2")
     found = look(*finetune, out_dir=copy)
     tuned = copy.with_name("copy-32")
