@@ -2,7 +2,6 @@
 
 Debian and Ubuntu: apt-get install chromium chromium-driver; pip install selenium
 """
-import base64
 import shutil
 
 import pytest
@@ -30,10 +29,8 @@ class Browser:
         self.keys = {name: getattr(webdriver.Keys, name.upper()) for name in (
             "left", "up", "right", "down", "shift", "home", "end")}
 
-    def open(self, path, width=1024, height=768, dark=False):
+    def open(self, path, width=1024, height=768):
         """Open a file in a window whose page has this size, and wait until it is ready."""
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
             "width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
         self.driver.set_script_timeout(300)
@@ -73,10 +70,6 @@ class Browser:
             for name in held:
                 self.actions.key_up(name)
         self.actions.perform()
-
-    def screenshot(self):
-        """A PNG of the window."""
-        return base64.b64decode(self.driver.get_screenshot_as_base64())
 
     def errors(self):
         """What the page has written to the console as errors or warnings since the last call."""

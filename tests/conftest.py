@@ -1,6 +1,7 @@
 """Shared by all tests: a small data set, functions that run the scripts in this process or a new one, a trained run."""
 import contextlib
 import http.server
+import io
 import json
 import os
 import re
@@ -285,6 +286,23 @@ def train_here(*flags):
     with pytest.raises(SystemExit) as stop:
         train.main([*new, *map(str, flags)])
     assert stop.value.code == 0
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """The flags of each process of train.py that the code under test started. It trains silently in this process."""
+    process, asked = subprocess.run, []
+
+    def run_here(argv, **how):
+        if Path(argv[1]).name != "train.py":
+            return process(argv, **how)
+        asked.append(argv[2:])
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_here(*argv[2:])
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    return asked
 
 
 def command(*args, ranks=1):

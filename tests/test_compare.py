@@ -1,5 +1,4 @@
 """eval.py compare: seeds share a row, losses are ranked, and --anyway compares runs of different budgets."""
-import json
 import math
 import shutil
 
@@ -13,9 +12,6 @@ from common import files
 from evals import compare
 from evals.compare import COLUMNS, Compare, cell, groups_of, mark, tell
 
-# ------------------------------------------------------------------------------------------------------ known numbers
-
-
 READ = {"dataset": "books", "split": "val", "windows": 4, "length": 16, "uniform": 0.1}
 
 
@@ -26,19 +22,13 @@ def numbers(attn="softmax", seed=0, loss=2.0, **other):
     return found | {"attn": attn, "seed": seed, "knobs": {"attn": attn, **other}}
 
 
-def test_runs_that_differ_in_the_seed_alone_are_one_recipe():
-    found = {"a": numbers(seed=0), "b": numbers(seed=1)}
-    found |= {f"window {width}": numbers("elastic", window=width) for width in (0, 4, 8)}
-    groups = groups_of(found)
-    assert list(groups) == ["softmax", "elastic --window=0", "elastic --window=4", "elastic --window=8"]
-    assert [n["seed"] for n in groups["softmax"]] == [0, 1]
-
-
-def test_a_recipe_is_named_with_the_flags_that_changed_it():
-    found = {"a": numbers("lazy", gate="head", pos="rope+bias", rule="elastic", n_embd=64),
-             "b": numbers("tra", attn_args="kappa=2", gate="none", pos="learned", rule="tra", n_embd=64),
-             "c": numbers("ttt")}
-    assert list(groups_of(found)) == ["lazy --gate=head", "tra --attn_args=kappa=2", "ttt (derivatives)"]
+def test_runs_that_differ_in_the_seed_alone_are_one_recipe_named_with_the_flags_that_changed_it():
+    found = [numbers(seed=0, window=0), numbers(seed=1, window=0), numbers(seed=0, window=4),
+             numbers("lazy", gate="head", pos="rope+bias", rule="elastic", n_embd=64),
+             numbers("tra", attn_args="kappa=2", gate="none", pos="learned", rule="tra", n_embd=64), numbers("ttt")]
+    assert {name: len(group) for name, group in groups_of(dict(enumerate(found))).items()} == {
+        "softmax --window=0": 2, "softmax --window=4": 1, "lazy --gate=head": 1, "tra --attn_args=kappa=2": 1,
+        "ttt (derivatives)": 1}
 
 
 def test_a_cell_shows_the_mean_and_the_sample_standard_deviation():
@@ -52,10 +42,9 @@ def test_a_cell_shows_the_mean_and_the_sample_standard_deviation():
 
 @pytest.mark.parametrize("md, best, second, other", [(True, "**1**", "<u>2</u>", "3"), (False, "1 **", "2 * ", "3   ")])
 def test_the_best_and_the_second_best_loss_are_marked(md, best, second, other):
-    rows = [["a", "1", "1", "x"], ["b", "1", "2", "x"], ["c", "1", "3", "x"]]
+    rows, alone = [["a", "1", "1", "x"], ["b", "1", "2", "x"], ["c", "1", "3", "x"]], [["a", "1", "1"]]
     mark(rows, ["loss", "sink"], md)
     assert rows == [["a", "1", best, "x"], ["b", "1", second, "x"], ["c", "1", other, "x"]]
-    alone = [["a", "1", "1"]]
     mark(alone, ["loss"], md)
     assert alone == [["a", "1", "1"]]
 
@@ -69,9 +58,6 @@ def test_the_text_says_whether_the_seeds_separate_the_recipes(losses, says):
     for sentence in ("closer than two standard deviations", "one seed says little"):
         assert (sentence in text) == (sentence == says)
     assert text.index("elastic") < text.index("softmax")                # the best is first
-
-
-# --------------------------------------------------------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")
@@ -88,30 +74,24 @@ def call(*flags):
     eval_script.main(["compare", "--device=cpu", "--windows=4", "--probe_windows=2", *map(str, flags)])
 
 
-def test_two_seeds_of_one_recipe_share_a_row(runs, tmp_path, capsys):
-    call(f"--out_dir={runs}/*", f"--png={tmp_path}/x.png")
-    said = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line.split() for line in said[1:3]}
-    assert rows.keys() == {"softmax", "elastic"} and rows["softmax"][1] == "2" and "±" in rows["softmax"]
-    assert f"{8 * 4 * 16:,}" in said[1] and "one seed says little" in "\n".join(said)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+def test_two_seeds_of_one_recipe_share_a_row(runs, capsys):
     call(f"--out_dir={runs}/*", "--md")
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("| recipe | runs | loss |") and "**" in said[2] and "<u>" in said[3]
-    assert said[5].startswith("4 windows of 16 tokens of ") and said[-1].startswith("sink: weight on the first token")
+    rows = {line.split()[1]: line for line in said[2:4]}
+    assert said[0].startswith("| recipe | runs | loss |") and rows.keys() == {"softmax", "elastic"}
+    assert rows["softmax"].startswith("| softmax | 2 |") and "±" in rows["softmax"]
+    assert f"{8 * 4 * 16:,}" in said[2] and "one seed says little" in "\n".join(said)
+    assert "**" in said[2] and "<u>" in said[3] and said[-1].startswith("sink: weight on the first token")
 
 
-def test_its_numbers_equal_those_of_loss_and_probe(runs, capsys):
-    call(f"--out_dir={runs}/*", "--json")
-    found = json.loads(capsys.readouterr().out)[f"{runs}/softmax-1"]
-    for command, pairs in (("loss", {"loss": "loss", "bits per byte": "bits_per_byte"}),
-                           ("probe", {name: name for name in (*compare.PROBED, "uniform")})):
-        windows = {"loss": 4, "probe": 2}[command]
-        eval_script.main([command, f"--out_dir={runs}/softmax-1", "--device=cpu", "--json", f"--windows={windows}"])
-        other = json.loads(capsys.readouterr().out)
-        other = other.get("mean", other)
-        close([found[name] for name in pairs], [other[key] for key in pairs.values()], dtype=torch.float32)
-    close(found["perplexity"], math.exp(found["loss"]))
+def test_its_numbers_equal_those_of_loss_and_probe(runs, evaluate):
+    flags = (f"--out_dir={runs}/softmax-1",)
+    found = evaluate("compare", *flags, "--windows=4", "--probe_windows=2")
+    loss, probed = evaluate("loss", *flags, "--windows=4"), evaluate("probe", *flags, "--windows=2")["mean"]
+    close([found[name] for name in ("loss", "bits per byte", "perplexity")],
+          [loss["loss"], loss["bits_per_byte"], math.exp(loss["loss"])], dtype=torch.float32)
+    for name in (*compare.PROBED, "uniform"):
+        close(found[name], probed[name], dtype=torch.float32)
     same([found[name] for name in ("seed", "tokens", "parameters")], [1, 512, meta(runs / "softmax-1")["parameters"]])
 
 

@@ -27,9 +27,10 @@ def test_weights_equal_the_formulas_of_the_scores(capsys):
     threshold = (2 * torch.tensor(9.0).double().log() / 64).sqrt()
     close(w["tda"], (s.double() / 3 - threshold).clamp(min=0) ** 2, terms=64)       # one view of cosines
     close(w["diff2"], p, terms=9)
-    row = found["recipes"]["softmax1"]
+    row, cut = (found["recipes"][name] for name in ("softmax1", "elastic"))
     assert row["zeros"] == 0 and row["largest"] == max(row["weights"])
-    close(torch.tensor(row["on_keys"] + row["extra"]), torch.ones(()), terms=9)
+    close(cut["zeros"], cut["weights"].count(0) / 9)
+    close(row["on_keys"] + row["extra"], 1, terms=9, dtype=torch.float32)
 
 
 def test_every_recipe_without_a_mixer_has_a_curve_and_is_drawn(tmp_path, capsys):

@@ -1,11 +1,8 @@
 """eval.py heads: the summary of its measures, and the command. test_measures.py tests the measures themselves."""
-import json
-
 import torch
 from bounds import close, same
 from conftest import WORDS, write_data
 
-import eval as eval_script
 from evals.heads import MEASURES, Heads, compared, correlation, summary, variation
 
 
@@ -31,29 +28,11 @@ def test_alpha_sink_of_two_data_sets_is_compared():
     close(compared(a, -a, "other")["correlation"], -1)
 
 
-# ------------------------------------------------------------------------------------------------- the command
-
-FEW = ("--device=cpu", "--windows=2")
-
-
-def test_a_run_is_compared_on_another_data_set_and_its_heads_are_ablated(elastic_run, tmp_path, capsys):
-    fox = write_data(tmp_path / "dogs", WORDS[7:3000], WORDS[3000:3400])
-    eval_script.main(["heads", f"--out_dir={elastic_run}", *FEW, f"--against={fox}", "--cost", "--prune=0,50",
-                      "--draws=2", "--json", f"--png={tmp_path}/x.png"])
-    found = json.loads(capsys.readouterr().out)
+def test_a_run_is_compared_on_another_data_set_and_its_heads_are_ablated(elastic_run, tmp_path, evaluate):
+    dogs = write_data(tmp_path / "dogs", WORDS[7:3000], WORDS[3000:3400])
+    found = evaluate("heads", f"--out_dir={elastic_run}", "--windows=2", f"--against={dogs}", "--cost", "--prune=0,50",
+                     "--draws=2", f"--png={tmp_path}/x.png")
     assert found["maps"].keys() == found["mean"].keys() == MEASURES.keys()
     assert found["windows"] == 2 and len(found["maps"]["sigma2"]) == 1 and len(found["maps"]["sigma2"][0]) == 2
     assert found["against"]["dataset"] == "dogs" and len(found["cost"]["changes"]) == 14
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_text_for_one_run_and_for_several(elastic_run, toy_run, capsys, tmp_path):
-    eval_script.main(["heads", f"--out_dir={elastic_run}", *FEW])
-    one = capsys.readouterr().out
-    assert all(word in one for word in ("alpha_sink", "0 of 2", "last 8 keys", "rank correlation", "eq. 7"))
-    eval_script.main(["heads", f"--out_dir={elastic_run},{toy_run}", *FEW, "--cost", f"--png={tmp_path}/x.png"])
-    both = capsys.readouterr().out
-    assert both.count("loss as it is") == 2 and both.count("2 windows of 16 tokens of") == 2
-    assert both.count("in dormant heads: no head is above 0.5") == 2
-    assert str(toy_run) in next(line for line in both.splitlines() if line.startswith("over all heads"))
-    assert (tmp_path / "x.png").exists()

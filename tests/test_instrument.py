@@ -11,18 +11,8 @@ from bounds import close, dice, same
 from conftest import complain, meta, tiny_config, train_here
 
 import eval as eval_script
-from common.machine import Machine
 from common import files
-from data import tokens
-from evals.instrument import (
-    OpenedRun,
-    instead,
-    load_run,
-    runs_named,
-    table,
-    train_if_missing,
-    window_batches,
-)
+from evals.instrument import OpenedRun, instead, load_run, runs_named, table, train_if_missing
 from model import GPT
 
 
@@ -59,60 +49,42 @@ def test_axes_may_be_overridden_if_the_parameters_fit(loss):
     same_loss(loss("--window=16"), as_it_is)
 
 
-def test_streaming_on_a_softmax_checkpoint(plain_run, loss, capsys):
-    """A model trained on all keys also runs with a window and first keys. The parameters are the same, and text
-    continues past the window."""
-    streaming, wide = ("--attn=streaming", "--window=4", "--first=1"), ("--attn=window", "--window=16")
-    for flags in ((), streaming, wide):
-        eval_script.main(["sample", f"--out_dir={plain_run}", "--json", "--device=cpu", "--tokens=40",
-                          "--prompt=the quick", *flags])
-        assert len(json.loads(capsys.readouterr().out)["samples"][0]) >= 40
-    as_it_is, through_window, with_less = (loss(*flags, out_dir=plain_run) for flags in ((), wide, streaming))
-    same_loss(through_window, as_it_is)
-    assert with_less != as_it_is
-
-
 def test_overriding_the_recipe_of_a_run_adds_its_parameters(plain_run, tmp_path, data, loss, capsys):
-    """The added parameters have their initial values and are named in one line, in eval.py and in further training."""
+    """The added parameters have their initial values and are named in one line, in eval.py and in further training. A
+    recipe without parameters of its own, such as streaming, adds none."""
     base, tuned = shutil.copytree(plain_run, tmp_path / "base"), tmp_path / "tuned"
     capsys.readouterr()                         # drop what training printed
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
-    assert added != as_it_is
-    same_loss(loss("--attn=elastic", "--attn_args=tau_init=0", out_dir=base), as_it_is)
+    assert added != as_it_is != loss("--attn=streaming", "--window=4", "--first=1", out_dir=base)
+    for flags in (("--attn=elastic", "--attn_args=tau_init=0"), ("--attn=window", "--window=16")):
+        same_loss(loss(*flags, out_dir=base), as_it_is)
     eval_script.main(["loss", f"--out_dir={base}", "--json", "--device=cpu", "--windows=4", "--attn=sink_token"])
     assert "initial values: sink_token" in capsys.readouterr().err
-    files.write_json(base / "meta.json", json.loads((base / "meta.json").read_text()) | {"ends": [7]})
+    files.write_json(base / "meta.json", meta(base) | {"ends": [7]})
     train_here(f"--init_from={base}", f"--out_dir={tuned}", f"--dataset={data}", "--attn=elastic", "--max_iters=2",
                "--device=cpu", "--eval_iters=1", "--batch_size=2")
     assert "initial values: tau" in capsys.readouterr().out and loss(out_dir=tuned) != added
-    assert json.loads((tuned / "meta.json").read_text())["ends"] == [7]
+    assert meta(tuned)["ends"] == [7]
 
 
-def test_a_run_is_evaluated_on_data_in_its_tokenizer(toy_run, elastic_run, tmp_path, loss, capsys):
-    assert loss(out_dir=toy_run) > 0
-    older = shutil.copytree(elastic_run, tmp_path / "older")            # its meta.json names no tokenizer
-    files.write_json(older / "meta.json", {name: value for name, value in meta(older).items() if name != "tokenizer"})
-    same(loss(out_dir=older), loss())
-    eval_script.main(["sample", f"--out_dir={older}", "--device=cpu", "--tokens=3", "--prompt=the"])
+def test_a_run_whose_meta_names_no_tokenizer_has_that_of_its_data(copy, loss, capsys):
+    expected = loss()
+    files.write_json(copy / "meta.json", {name: value for name, value in meta(copy).items() if name != "tokenizer"})
+    same(loss(out_dir=copy), expected)
+    eval_script.main(["sample", f"--out_dir={copy}", "--device=cpu", "--tokens=3", "--prompt=the"])
     assert capsys.readouterr().out.startswith("the")
 
 
-def opened(**choices):
-    """An opened run of a model with these choices, without its weights."""
-    found = OpenedRun.__new__(OpenedRun)
-    found.data, found.machine = ("", {}), SimpleNamespace(main=True)
-    found.model = SimpleNamespace(config=tiny_config(**choices))
-    return found
-
-
 def test_a_window_has_the_default_length_and_one_that_hides_no_key_is_reported(capsys):
-    for block_size, asked, length in ((64, 0, 64), (8192, 0, 1024), (8192, 8192, 8192), (64, 256, 256)):
-        assert opened(block_size=block_size).window(asked) == length
-    for choices, asked, hides in (({"attn": "window"}, 128, False), ({"attn": "window"}, 129, True), ({}, 8, True),
-                                  ({"window": 16}, 0, False), ({"window": 15}, 0, True)):
-        opened(**choices).window(asked)
-        found = capsys.readouterr()
-        assert found.out == "" and found.err.count("\n") == (not hides) and ("hides none" in found.err) != hides
+    for choices, asked, length, hides in (
+            ({"block_size": 64}, 0, 64, True), ({"block_size": 8192}, 0, 1024, True),
+            ({"block_size": 8192}, 8192, 8192, True), ({"attn": "window"}, 128, 128, False),
+            ({"attn": "window"}, 129, 129, True), ({"window": 16}, 0, 16, False), ({"window": 15}, 0, 16, True)):
+        run = OpenedRun.__new__(OpenedRun)      # of a model without weights
+        run.data, run.machine = ("", {}), SimpleNamespace(main=True)
+        run.model = SimpleNamespace(config=tiny_config(**choices))
+        found = run.window(asked), *capsys.readouterr()
+        assert found[:2] == (length, "") and found[2].count("\n") == ("hides none" in found[2]) == (not hides)
 
 
 # ------------------------------------------------------------------------------------------------- watching attention
@@ -133,16 +105,6 @@ def test_every_layer_is_watched_in_its_order_and_can_be_changed():
     same(gpt(idx)[0], before)
 
 
-def test_windows_come_in_batches_that_ranks_can_share(data):
-    gpt, split, machine = GPT(tiny_config(vocab_size=257)), tokens.Tokens(data, "val"), Machine("cpu", "float32")
-    expected = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 17, 257))
-    batches = list(window_batches(gpt, split, machine, 16, 5, 2))
-    assert [len(rows) for rows in batches] == [2, 2, 1]
-    same(torch.cat(batches), expected)
-    machine.rank, machine.world = 1, 2
-    same(torch.cat(list(window_batches(gpt, split, machine, 16, 5, 2, share=True))), expected[1::2])
-
-
 def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(copy, elastic_run, monkeypatch):
     asked, flags = [], meta(copy)["flags"]
     again = [*flags, f"--init_from={elastic_run}"]
@@ -156,15 +118,15 @@ def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_othe
     assert asked == [[*flags, "--seed=3"], again]
 
 
-def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy):
+def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
     flags = [flag for flag in meta(copy)["flags"] if not flag.startswith("--out_dir")] + [f"--out_dir={copy}"]
     log, finished = (copy / "log.csv").read_text(), meta(copy)
     report = finished.pop("report")
     files.write_json(copy / "meta.json", finished | {"flags": flags})
     found = train_if_missing(copy, flags)
-    assert found["flags"] == [*flags, "--init_from=resume"] and found["report"] == report
+    assert found["flags"] == [*flags, "--init_from=resume"] == trainings[0] and found["report"] == report
     assert (copy / "log.csv").read_text() == log                        # no step was done again
-    assert train_if_missing(copy, flags) == found                       # and it counts as trained with these flags
+    assert train_if_missing(copy, flags) == found and len(trainings) == 1       # it counts as trained with these flags
 
 
 # --------------------------------------------------------------------------------------------------- lists and tables
@@ -191,21 +153,29 @@ def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run)
 def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, capsys, monkeypatch):
     both = [str(elastic_run), str(toy_run)]
     assert runs_named(",".join([*both, both[0]])) == both
-    (tmp_path / "runs").mkdir()
     for i, folder in enumerate(both):
-        (tmp_path / "runs" / f"run-{i}").symlink_to(folder)
-    pattern = f"{tmp_path}/runs/run-*"
-    assert runs_named(pattern) == [f"{tmp_path}/runs/run-0", f"{tmp_path}/runs/run-1"]
-    eval_script.main(["probe", f"--out_dir={pattern}", "--json", "--device=cpu", "--windows=2",
-                      f"--png={tmp_path}/x.png"])
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == runs_named(pattern) and all("mean" in numbers for numbers in found.values())
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / f"run-{i}").symlink_to(folder)
+    pattern = f"{tmp_path}/run-*"
+    assert runs_named(pattern) == [f"{tmp_path}/run-0", f"{tmp_path}/run-1"]
     eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2"])
     said = capsys.readouterr().out
     assert said.index("run-0\n") < said.index("bits per byte") < said.index("run-1\n")
+    eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2", "--json"])
+    assert list(json.loads(capsys.readouterr().out)) == runs_named(pattern)
     looked = []                                 # a run without parameters of this axis is refused early
     monkeypatch.setattr(eval_script, "OpenedRun", lambda *args: looked.append(args))
     for flags, says in (("--attn=diff2", "projections"), ("--pos=learned", "wpe")):
         assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={pattern}", "--device=cpu", flags)[1]
     assert not looked
+
+
+@pytest.mark.parametrize("command", [
+    "probe --windows=2", "probe --windows=2 --lengths=4,8,16", "heads --windows=2 --cost", "maps --text=$fox$",
+    "maps --text=$fox$ --heads=0", "lengths --windows=2 --lengths=16,32", "params --windows=2",
+    "compare --windows=2 --probe_windows=2 --anyway"])
+def test_every_instrument_draws_one_run_or_several(command, elastic_run, toy_run, tmp_path, capsys):
+    for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}"), 1):
+        eval_script.main([*command.split(), f"--out_dir={out_dir}", "--device=cpu", f"--png={tmp_path}/{number}.png"])
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+        said = capsys.readouterr()
+        assert len(said.out) > 100 and said.err == "" and "nan" not in said.out

@@ -13,8 +13,6 @@ from conftest import train_here
 import eval as eval_script
 from evals.maps_page import packed
 
-# ---------------------------------------------------------------------------------------------------- the page of maps
-
 SENTENCE = "the quick brown"
 
 

@@ -1,15 +1,13 @@
 """eval.py params: shows known parameter values of every recipe, next to their initial values."""
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bounds import below, close, dice, same
-from conftest import RECIPES, tiny_config, train_here
+from conftest import RECIPES, enliven, tiny_config, train_here
 from layers import normal
 
-import eval as eval_script
 from common.machine import Machine
 from data import tokens
 from evals import params
@@ -75,9 +73,7 @@ def test_figures_of_known_parameters(attn, given, expected):
 def test_a_gate_is_shown_by_its_mean_opening(gate, data):
     """On data, it equals the linear layer written out. For an input of zeros, the gate is half open."""
     gpt = GPT(tiny_config(gate=gate, vocab_size=257, n_layer=2)).eval()
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.mul_(5)
+    enliven(gpt)
     numbers, text = params.command(Params(windows=3, batch_size=2), opened(data, gpt))
     inputs = []
     gpt.transformer.h[1].attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
@@ -100,16 +96,14 @@ def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
     assert figures(module, x)["slowed"].tolist() == [1, 0]
 
 
-def test_the_distance_bias_is_what_is_added_to_the_scores():
-    """The curve is the table, then 0, and ends with the context. It equals the bias added to the scores."""
-    module = layer(attn="lazy", bias_range=4)
-    values = torch.tensor([[1.0, 2, 3, 4], [-1.0, 0, 0.5, 0]])
-    fill(module.table, values)
-    same(bias_by_distance(module), values)
-    module = layer(attn="lazy", bias_range=40)
-    fill(module.table, normal(2, 40))
+@pytest.mark.parametrize("bias_range", [4, 40])
+def test_the_distance_bias_is_what_is_added_to_the_scores(bias_range):
+    """The curve ends with the context or with its range; after it the bias is 0."""
+    module = layer(attn="lazy", bias_range=bias_range)
+    fill(module.table, normal(2, bias_range))
     curve, added = bias_by_distance(module), module.distance().bias(16, 16)
-    assert curve.shape == (2, 16)
+    assert curve.shape == (2, min(16, bias_range))
+    curve = torch.cat([curve, torch.zeros(2, 16 - curve.shape[1])], 1)
     for i in range(16):
         same(added[:, i, :i + 1], curve[:, :i + 1].flip(-1))
 
@@ -132,35 +126,25 @@ def test_a_model_before_its_first_step_shows_its_initial_values(attn, data):
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, n_layer=2), seed=5)
     numbers, text = params.command(Params(windows=1), opened(data, gpt, seed=5))
     own = {name for name in gpt.transformer.h[0].attn.state_dict() if not name.startswith("c_")}
-    norms_and_maps = {"out_norm.weight", "feature.0.weight", "feature.2.weight", "conv", "directions",
-                      "means", "moves"}
-    assert bool(numbers["figures"] or numbers["distance_bias"]) == bool(own - norms_and_maps)
+    hidden = {"out_norm.weight", "feature.0.weight", "feature.2.weight", "conv", "directions", "means", "moves"}
+    assert bool(numbers["figures"] or numbers["distance_bias"]) == bool(own - hidden)
     assert ("(kept as it was)" in text) == (attn in ("lssar", "focus"))
     assert text and numbers["figures"].keys() <= MEANINGS.keys()
     for name, figure in numbers["figures"].items():
         assert len(figure["now"]) == 2
-        for now, start in zip(figure["now"], figure["start"], strict=True):
-            # an untrained gate opens a little more or less for text than for an input of zeros
-            of_text = name in ("gate", "lambda", "kept", "written", "momentum")
-            if of_text:
-                below((torch.tensor(now) - torch.tensor(start)).abs(), 0.2)
-            else:
-                same(now, start)
+        if name in ("gate", "lambda", "kept", "written", "momentum"):   # of text; the initial value is for zeros
+            below((torch.tensor(figure["now"]) - torch.tensor(figure["start"])).abs(), 0.2)
+        else:
+            same(figure["now"], figure["start"])
 
 
-def test_a_run_is_shown_as_text_json_and_picture(tmp_path, data, capsys):
-    """The run has every kind of panel. tau has changed, and its initial value is shown next to it."""
+def test_a_run_is_shown_next_to_its_initial_values(tmp_path, data, evaluate):
+    """The run has every kind of panel."""
     out = tmp_path / "run"
     train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=lazy", "--gate=head", "--learning_rate=0.1", "--seed=3")
-    capsys.readouterr()
-    eval_script.main(["params", f"--out_dir={out}", "--device=cpu", "--windows=2", f"--png={tmp_path}/x.png", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = evaluate("params", f"--out_dir={out}", "--windows=2", f"--png={tmp_path}/x.png")
     saved = torch.load(out / "ckpt.pt")["model"]
     close(found["figures"]["tau"]["now"][0], saved["transformer.h.0.attn.tau"])          # six decimals are shown
     assert found["figures"]["tau"]["start"] == [[1.0, 1.0]] != found["figures"]["tau"]["now"]
-    table = saved["transformer.h.0.attn.table"][:, :16]
-    close(torch.tensor(found["distance_bias"]["now"][0]), table)
+    close(torch.tensor(found["distance_bias"]["now"][0]), saved["transformer.h.0.attn.table"][:, :16])
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    eval_script.main(["params", f"--out_dir={out}", "--device=cpu", "--windows=2"])
-    said = capsys.readouterr().out
-    assert all(word in said for word in ("plot -tau", "minus this", "gate  the gate on", "2-10"))

@@ -35,9 +35,6 @@ def test_a_run_with_its_own_tokenizer_samples_without_its_data(toy_run, tmp_path
         assert len(texts) == 2 and all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
 
 
-# ------------------------------------------------------------------------------------------------------- conversations
-
-
 @pytest.fixture
 def chatty(toy_run, tmp_path):
     """The toy run, with ChatML's marks in its tokenizer."""

@@ -1,6 +1,5 @@
 """eval.py show: every page holds the code itself and names its place in the files."""
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -21,34 +20,27 @@ def shown(capsys, *argv):
 
 
 @pytest.mark.parametrize("attn", attention.ATTENTIONS)
-def test_a_page_holds_the_rule_in_pytorch_and_triton_with_its_places(attn, capsys):
-    page, found = shown(capsys, attn), json.loads(shown(capsys, attn, "--json"))
+def test_a_page_holds_the_code_with_its_places_every_choice_and_every_parameter(attn):
+    page = page_of(attn)
+    text, found = str(page), page.numbers()
     mixer, rule = (attention.ATTENTIONS[attn].get(axis) for axis in ("mixer", "rule"))
     does = getattr(mixers.AXES["rule"][rule], "chunk", None) or getattr(attention, rule)
-    assert inspect.getsource(does).rstrip() in page
+    assert inspect.getsource(does).rstrip() in text
     if not mixer:
         weigh = kernels.KERNELS[rule].weigh
-        assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in page
+        assert inspect.getsource(getattr(weigh, "fn", weigh)).rstrip() in text
     # a place is the line where the function begins: its def or the decorator above
     for name, place in (found["pytorch"] | found["triton"]).items():
         file, line = place.split(":")
-        lines = (ROOT / file).read_text().splitlines()
-        assert place in page and any(
-            text.strip().startswith((f"def {name}(", f"class {name}("))
-            for text in lines[int(line) - 1:int(line) + 1]), place
+        lines = (ROOT / file).read_text().splitlines()[int(line) - 1:int(line) + 1]
+        assert place in text and any(re.match(rf" *(def|class) {name}\(", line) for line in lines), place
     file, line = found["where"].split()[0].split(":")
     assert f'"{attn}": {{' in (ROOT / file).read_text().splitlines()[int(line) - 1]
-
-
-@pytest.mark.parametrize("attn", attention.ATTENTIONS)
-def test_a_page_names_every_choice_and_every_parameter(attn):
-    page = page_of(attn)
-    text = str(page)
-    for axis, value in attention.ATTENTIONS[attn].items():
-        assert axis == "args" or re.search(rf"^{axis} +{re.escape(str(value))}( |$)", text, re.M)
-    for name, p in page.layer.named_parameters():
-        if not name.startswith(("c_attn", "c_proj")):
-            assert re.search(rf"^{re.escape(name)} +{re.escape(str(tuple(p.shape)))}", text, re.M)
+    rows = [(axis, str(value)) for axis, value in attention.ATTENTIONS[attn].items() if axis != "args"]
+    rows += [(name, str(tuple(p.shape))) for name, p in page.layer.named_parameters()
+             if not name.startswith(("c_attn", "c_proj"))]
+    for name, value in rows:
+        assert re.search(rf"^{re.escape(name)} +{re.escape(value)}( |$)", text, re.M), name
 
 
 def test_a_page_shows_what_comes_before_and_after_the_rule():
@@ -69,25 +61,19 @@ def test_diff_marks_the_lines_of_each_recipe(capsys):
     assert mine == shown(capsys, "elastic").splitlines()
 
 
-def test_a_runs_page_has_its_sizes(elastic_run, data, capsys):
-    page = shown(capsys, f"--out_dir={elastic_run}")
-    assert re.search(r"^tau +\(2,\) ", page, re.M)
-    for name, value in {"n_layer": 1, "n_head": 2, "n_kv_head": 2, "head_dim": 8, "block_size": 16, "rope_base": 10000,
-                        "rope_scaling": "none"}.items():
-        assert re.search(rf"^{name} +{value} +[a-zA-Z]", page, re.M), name
-    assert f"trained on {data}, from scratch" in " ".join(page.split())
-    assert "---- the run" not in shown(capsys, "elastic")
-
-
-def test_a_recipe_named_with_a_run_has_the_sizes_of_the_run(elastic_run, capsys):
-    """Both sides of --diff have these sizes."""
+def test_a_page_has_the_sizes_of_a_run(elastic_run, data, capsys):
+    """So has the page of another recipe that is named with the run, and both sides of --diff."""
     out_dir = f"--out_dir={elastic_run}"
-    assert re.search(r"^sink_key +\(2, 8\) ", shown(capsys, "k_bias", out_dir), re.M)
-    lines = shown(capsys, "k_bias", out_dir, "--diff=sink").splitlines()
-    assert any(re.match(r"- sink_logit +\(2,\) ", line) for line in lines)
-    assert any(re.match(r"  n_embd +16 ", line) for line in lines)
-    marked = shown(capsys, out_dir, "--diff=elastic").splitlines()      # the run against its own recipe: no difference
-    assert all(line.startswith("  ") or not line for line in marked)
+    page = shown(capsys, out_dir)
+    for name, value in {"tau": r"\(2,\)", "n_layer": 1, "n_head": 2, "n_kv_head": 2, "head_dim": 8, "block_size": 16,
+                        "rope_base": 10000, "rope_scaling": "none"}.items():
+        assert re.search(rf"^{name} +{value} +[a-zA-Z0-9]", page, re.M), name
+    assert f"trained on {data}, from scratch" in " ".join(page.split())
+    page = shown(capsys, "k_bias", out_dir, "--diff=sink")
+    for line in (r"\+ sink_key +\(2, 8\) ", r"- sink_logit +\(2,\) ", "  n_embd +16 "):
+        assert re.search(f"^{line}", page, re.M), line
+    same = shown(capsys, out_dir, "--diff=elastic").splitlines()        # the run against its own recipe: no difference
+    assert all(line.startswith("  ") or not line for line in same)
 
 
 def test_a_closed_pipe_is_no_error():
