@@ -70,6 +70,7 @@ def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
     below(abs(np.mean(keys) - 25_000), 6 * 50_000 / 12 ** 0.5 / 200 ** 0.5)             # six standard errors
     below(torch.tensor(np.histogram(depths, 5, (0, 1))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
     assert {len(trial.right) for trial in trials} > {5, 6}
+    assert len(batches([*trials, make_trial(BYTES, 400, 0)], 4)[0][0].prompt) == 390    # the longest is first
     for batch in batches(trials, 4):            # trials of equal sizes, so that nothing is padded
         assert len({(len(t.prompt), len(t.right)) for t in batch}) == 1 and len(batch) <= 4
 
