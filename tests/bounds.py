@@ -64,7 +64,7 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
     """
     if isinstance(expected, (dict, list, tuple)):
         names = list(expected) if isinstance(expected, dict) else range(len(expected))
-        assert list(names) == list(found if isinstance(expected, dict) else range(len(found)))
+        assert set(names) == set(found if isinstance(expected, dict) else range(len(found)))
         for n, name in enumerate(names):
             m = moved[n] if isinstance(moved, (list, tuple)) else moved
             close(found[name], expected[name], terms, size, dtype, m, f"{what}{name}: ")
