@@ -8,6 +8,7 @@ from conftest import by_default
 
 import attention
 import eval as eval_script
+import mixers
 from evals import curve_page
 from model import GPTConfig
 
@@ -105,3 +106,17 @@ def test_every_rule_has_a_program_of_known_operations(page):
     rules = curve_page.rules_for_page()
     assert [rule["name"] for rule in rules] == RULES
     assert {step[0] for rule in rules for step in rule["program"]["steps"]} <= set(known)
+
+
+def test_a_new_rule_with_a_learned_scalar_has_a_slider(monkeypatch):
+    """The page knows nothing of this rule: its scalar gets a slider around its initial value."""
+    rule = attention.Rule(
+        learns=lambda layer: {"gamma": torch.full((layer.heads,), 2.0)}, statistic=attention.row_sum,
+        row_input=lambda layer, n: layer.gamma[:, None, None] / n[:, None],
+        weights=lambda s, seen, t: (s * t).relu().masked_fill(~seen, 0.0))
+    monkeypatch.setitem(attention.RULES, "sharp", rule)
+    monkeypatch.setitem(mixers.AXES["rule"], "sharp", rule)
+    sharp = curve_page.recorded("sharp")
+    assert sharp["constants"] == [{"name": "gamma", "start": 2.0, "least": -2, "most": 6, "step": 0.1,
+                                   "about": "learned"}]
+    assert "gamma" in sharp["program"]["inputs"]
