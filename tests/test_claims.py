@@ -74,7 +74,7 @@ def meets(condition, values, ends):
     return [eval(f"{low} <= x <= {high}" if to else f"x {condition}", {"x": x}) for x in values]
 
 
-@settings(max_examples=examples(400))
+@settings(max_examples=max(200, examples(40)))
 @given(judged())
 def test_a_verdict_is_what_the_conditions_say(case):
     """The same by hand. A bound without its sink, or with a nan, is not tested."""
