@@ -74,7 +74,7 @@ def meets(condition, values, ends):
     return [eval(f"{low} <= x <= {high}" if to else f"x {condition}", {"x": x}) for x in values]
 
 
-@settings(max_examples=examples(400))
+@settings(max_examples=max(200, examples(40)))
 @given(judged())
 def test_a_verdict_is_what_the_conditions_say(case):
     """The same by hand. A bound without its sink, or with a nan, is not tested."""
@@ -308,15 +308,17 @@ def test_a_check_repeats_its_committed_numbers(name, committed):
     assert compared
 
 
-def test_the_number_of_survivors_of_a_threshold_is_that_of_chance():
+@pytest.mark.parametrize("kappa", [1, 4])
+def test_the_number_of_survivors_of_a_threshold_is_that_of_chance(kappa):
     """The cosine u of two random directions in 64 dimensions has a density proportional to (1 - u^2)^(61 / 2)."""
-    row, u = checks.chance_of(64, 1, 64, 20_000, 4, bounds.dice()), torch.linspace(-1, 1, 100_001, dtype=torch.float64)
-    density, threshold = (1 - u ** 2) ** (61 / 2), math.sqrt(2 * math.log(64) / 64)
+    row, u = checks.chance_of(64, kappa, 64, 20_000, 4, bounds.dice()), torch.linspace(-1, 1, 100_001).double()
+    density, threshold = (1 - u ** 2) ** (61 / 2), math.sqrt(2 * math.log(64 / kappa) / 64)
     chance = 64 * (density[u > threshold].sum() / density.sum()).item()
     error = (chance / 20_000) ** 0.5            # two pairs of directions are independent
     below(torch.tensor([abs(row["survivors"] - chance), abs(row["survivors error"] - error) * 60]), 6 * error)
-    below(row["overlap"], 0.01)
-    below(abs(row["tra, relevant keys"] - math.log(4) / math.log(64)), 0.01)
+    if kappa == 1:                              # hardly any random key passes beside the four relevant ones
+        below(row["overlap"], 0.01)
+        below(abs(row["tra, relevant keys"] - math.log(4) / math.log(64)), 0.01)
 
 
 @pytest.mark.parametrize("attn", ["sink", "k_bias", "kv_bias"])

@@ -90,6 +90,8 @@ def test_an_answer_is_right_as_text_or_as_a_number(text, right):
 @pytest.mark.parametrize("name", CACHES)
 def test_reading_in_parts_equals_reading_at_once(name, cached, monkeypatch):
     gpt = GPT(tiny_config(attn=name, block_size=64, **({"window": 8} if name == "streaming" else {}))).eval()
+    if not gpt.transformer.h[0].attn.causal:
+        pytest.skip("its outputs depend on later tokens")
     for block in gpt.transformer.h if not cached else ():
         monkeypatch.setattr(block.attn, "cached", False)
     idx, reader = token_ids(2, 40), Reader(gpt)
