@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_says, complain, train_here
+from conftest import ROOT, assert_says, complain, meta, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +83,7 @@ def home(tmp_path_factory, elastic_run, toy_run, data):
     train_here(f"--dataset={data}", f"--out_dir={home / 'parts'}", "--sharded_ckpt=1", "--max_iters=2")
     train_here(f"--init_from={home / 'run'}", f"--out_dir={home / 'lora'}", "--train_only=lora", "--eval_iters=1",
                "--batch_size=2", *NEW)
+    entries(base=meta(home / "lora")["base"] | {"path": "run"})(home / "lora" / "meta.json")            # of each copy
     return home
 
 
