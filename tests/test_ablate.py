@@ -170,4 +170,5 @@ def test_costs_of_a_model(attn, rows):
     for line in found["changes"]:
         if line["where"] == "all heads" or "%" in line["what"]:
             close(line["loss_change"], losses[line["what"]] - before, terms=4, size=before, dtype=torch.float32)
-    assert len(set(losses.values())) == len(losses)
+    # in rows that are not normalised, a hidden key is like one of value 0
+    assert attn != "softmax" or len(set(losses.values())) == len(losses)

@@ -1,5 +1,5 @@
 """eval.py bench: requests, a model's answers in batches of any size, scores against small independent forms, and the
-scores of lm-evaluation-harness as an oracle."""
+two ranks."""
 import json
 import math
 import statistics
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import CACHES, assert_says, byte_pairs, run, tiny_config, write_tokenizer
+from conftest import CACHES, assert_says, run, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from test_benchmarks import PUBLIC, WIKI, write_rows
@@ -18,7 +18,6 @@ import eval as eval_script
 from attention import ATTENTIONS
 from common.machine import Machine
 from data import benchmarks, coders, tokens
-from data import weights as weights_tool
 from evals import bench, likelihood
 from evals.likelihood import Answer, Request
 from model import GPT
@@ -246,71 +245,3 @@ def test_two_ranks_give_the_scores_of_one_process(elastic_run, questions, evalua
     done = run("eval.py", *flags, "--device=cpu", "--json", ranks=2)
     close(*(found["tasks"]["lambada"]["perplexity"]["value"] for found in (json.loads(done.stdout), evaluate(*flags))),
           dtype=torch.float32)
-
-
-# ----------------------------------------------------------------------------------- lm-evaluation-harness as an oracle
-
-# {our task: the oracle's file}. Its split is the test set of these, otherwise the validation set
-ORACLE = {name: f"{name}/{name}" for name in ("hellaswag", "piqa", "openbookqa", "siqa", "wikitext")} | {
-    "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_challenge", "winogrande": "winogrande/default",
-    "boolq": "super_glue/boolq/default", "lambada": "lambada/lambada_openai"}
-TEST = ("arc_easy", "arc_challenge", "openbookqa", "lambada", "wikitext")
-
-
-def oracle_task(lm_eval, name, questions, folder):
-    """The path of a task of lm-evaluation-harness that is unchanged except that it reads our rows, in its format."""
-    if name == "wikitext":
-        first, second = WIKI[WIKI.index(" = Ash"):].split("\n = Oak")
-        rows = [{"page": first}, {"page": f" = Oak{second}"}]
-    else:
-        rows = [json.loads(line) for line in (questions / benchmarks.TASKS[name].file).read_text().splitlines()]
-    for row in rows if name in ("arc_easy", "arc_challenge", "openbookqa") else ():
-        stem, choices = row["question"]["stem"], row["question"]["choices"]
-        row |= {"question": stem, "question_stem": stem, "answerKey": row["answerKey"].strip(),
-                "choices": {key: [choice[key] for choice in choices] for key in ("text", "label")}}
-    path, split = folder / f"{name}.jsonl", "test" if name in TEST else "validation"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = dict.fromkeys(("dataset_name", "training_split", "validation_split", "test_split")) | {
-        "include": f"{next(iter(lm_eval.__path__))}/tasks/{ORACLE[name]}.yaml", "task": f"our_{name}",
-        "dataset_path": "json", "dataset_kwargs": {"data_files": {split: str(path)}}, f"{split}_split": split}
-    path.with_suffix(".yaml").write_text(json.dumps(config))            # JSON is valid YAML
-    return str(path.with_suffix(".yaml"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("weights")
-@pytest.mark.parametrize("length, bos", [(24, False), (64, True)])
-def test_scores_equal_those_of_lm_evaluation_harness(length, bos, questions, tmp_path, monkeypatch, evaluate):
-    """Both sides run from the files to the scores, with one small random Llama. Long inputs are cut."""
-    for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_DATASETS_OFFLINE", "1"), ("HF_DATASETS_CACHE", f"{tmp_path}/c")):
-        monkeypatch.setenv(name, value)
-    lm_eval = pytest.importorskip("lm_eval", exc_type=ImportError)
-    models = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
-    transformers, processors = pytest.importorskip("transformers"), pytest.importorskip("tokenizers").processors
-    theirs, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)).eval(), tmp_path / "theirs"
-    with torch.no_grad():
-        for p in theirs.parameters():           # predictions that are not uniform
-            p.copy_(0.3 * torch.randn(p.shape) + (1.0 if p.dim() == 1 else 0.0))
-    theirs.save_pretrained(folder)
-    coder = byte_pairs()
-    coder.post_processor = processors.TemplateProcessing(               # for --bos
-        single="<|end|> $A", special_tokens=[("<|end|>", 0)])
-    write_tokenizer(folder, coder)
-    transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|end|>",
-                                         eos_token="<|end|>").save_pretrained(folder)
-    judge = models.HFLM(pretrained=theirs, tokenizer=str(folder), device="cpu", dtype="float32", batch_size=3,
-                        max_length=length, add_bos_token=bos)
-    names = [name for name in ORACLE if not bos or name != "wikitext"]  # with --bos, theirs has two and predicts one
-    tasks = [oracle_task(lm_eval, name, questions, tmp_path) for name in names]
-    expected = lm_eval.simple_evaluate(model=judge, tasks=tasks, bootstrap_iters=2)["results"]
-    weights_tool.main([str(folder), f"--out={tmp_path / 'run'}"])
-    found = evaluate("bench", f"--out_dir={tmp_path / 'run'}", "--dtype=float32", f"--source={questions}",
-                     f"--length={length}", f"--bos={int(bos)}", f"--tasks={','.join(names)}")["tasks"]
-    assert found["boolq"]["cut"]
-    for name, measure in [(task, measure) for task in names for measure in bench.MEASURES[task]]:
-        ours, theirs = found[name][measure], expected[f"our_{name}"]
-        close(ours["value"], theirs[f"{measure},none"], dtype=torch.float32)
-        if measure.startswith("acc"):
-            close(ours["stderr"], theirs[f"{measure}_stderr,none"])
