@@ -41,6 +41,14 @@ def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
     assert path.read_text() == "after" and sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
 
 
+def test_an_error_is_one_line_or_with_traceback_1_where_it_came_from(monkeypatch, capsys):
+    for traceback, raised in (("", SystemExit), ("1", ValueError)):
+        monkeypatch.setenv("TRACEBACK", traceback)
+        with pytest.raises(raised), files.one_line_errors():
+            raise ValueError("one\nline")
+    assert capsys.readouterr().err.endswith("error: one line\n")
+
+
 def test_too_little_memory_is_reported_in_one_line(capsys):
     def allocate():
         torch.empty(1 << 50)

@@ -341,3 +341,14 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
     assert preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"] == step_tokens
     train_script.Train(**fields_of(train_script.Train, preset))
     assert set(preset) - {"about"} <= {f for group in (train_script.Train, GPTConfig) for f in vars(group())}
+
+
+def test_the_gradient_norm_is_that_of_the_unscaled_gradient(data, tmp_path):
+    """In float16 the loss is multiplied by 65536. The logged norm, which is clipped, is that of float32."""
+    found = {}
+    for dtype in ("float32", "float16"):
+        train_here(f"--dataset={data}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}", "--max_iters=1",
+                   "--grad_clip=0.1")
+        header, row = log_rows(tmp_path / dtype)[:2]
+        found[dtype] = float(row[header.index("grad_norm")])
+    close(found["float16"], found["float32"], terms=16, dtype=torch.float16)
