@@ -183,16 +183,19 @@ def featured(module, x):
     return elu_plus_one(x) if c.feature == "elu" else x                 # Katharopoulos et al. 2020, eq. 7
 
 
-def scores(module, q, k, n):
-    """Each q.k times its factor, (B, H, R, T). n (R, 1): how many keys each row sees."""
-    scale, factor = module.config.scale, module.width ** -0.5
-    if scale == "one":
-        factor = 1.0
+def factor(module, n=None):
+    """What q.k is multiplied by, (H, R, 1) or a number. n (R, 1): how many keys each row sees."""
+    scale, root = module.config.scale, module.width ** -0.5
     if scale == "log_n":                        # SSMax, Nakanishi 2501.19399; in LSSAR sigma = sqrt(d) log d
-        factor = factor * module.sigma[:, None, None] * n.log()
+        return root * module.sigma[:, None, None] * n.log()
     if scale == "asentmax":                     # the asentmax repository, sparse_gemma.py
-        factor = factor * (1 + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None])
-    return factor * (featured(module, q) @ featured(module, k).mT)
+        return root * (1 + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None])
+    return 1.0 if scale == "one" else root
+
+
+def scores(module, q, k, n):
+    """Each q.k times its factor, (B, H, R, T)."""
+    return factor(module, n) * (featured(module, q) @ featured(module, k).mT)
 
 
 def key_heads(module):
@@ -294,14 +297,19 @@ def attend(module, q, k, v, x, table=None, early=None):
 
 
 def output(module, w, v, x):
-    """Each head's output from its weights, values, and the layer's input x. What follows weights times values comes in
-    this order."""
-    c, heads, T, silu = module.config, w.shape[1], v.shape[2], torch.nn.functional.silu
+    """Each head's output from its weights, values, and the layer's input x."""
+    heads, T = w.shape[1], v.shape[2]
     o = w[..., -T:] @ v.repeat_interleave(heads // v.shape[1], 1)
-    if c.sink == "key_value":                   # When Attention Sink Emerges, table 4
+    if module.config.sink == "key_value":       # When Attention Sink Emerges, table 4
         o = o + w[..., :1] * whole(module.sink_value, heads, v.shape[3])[:, None]
-    if c.value_bias == "on":                    # the same
-        o = o + whole(module.value_bias, heads, v.shape[3])[:, None]
+    return finished(module, o, x)
+
+
+def finished(module, o, x):
+    """What a layer does to the output of its heads (B, heads, R, E), in this order."""
+    c, heads, silu = module.config, o.shape[1], torch.nn.functional.silu
+    if c.value_bias == "on":                    # When Attention Sink Emerges, table 4
+        o = o + whole(module.value_bias, heads, o.shape[3])[:, None]
     if c.dex == "on":                           # Kong et al. 2505.16333. progress: the share of the training so far
         a = (module.progress / module.args["anneal"]).clamp(max=1.0)
         o = o - ((1 - a) * a * lambda_init(module) + a * module.dex_lambda) * (o @ module.dex_proj.weight.mT)

@@ -4,15 +4,15 @@
     attend(module, q, k, v, x)      each head's output (B, H, T, E), from convolved and rotated q, k and v
     weights(module, q, k, x)        its attention weights (B, H, T, T), with an extra key's column first
 
-Nothing here calls the code under test. It reads a layer's config, constants, parameters and buffers by name.
+What mixers share with the rules of scores is in reference.py. Nothing here calls the code under test: it reads a
+layer's config, constants, parameters and buffers by name.
 Shapes: B batch, H heads, T tokens, D width of q and k, E of v, C of the layer's input x (B, T, C).
 """
 import math
 
 import torch
+from reference import by_mean_square, factor, featured, finished, rotated
 from torch.nn import functional as F
-
-# ------------------------------------------------------------------------------------- what mixers share with attention
 
 
 def heads(y, H):
@@ -22,55 +22,6 @@ def heads(y, H):
 
 def unit(x):
     return x / x.square().sum(-1, keepdim=True).sqrt()
-
-
-def by_mean_square(x, eps=1e-6):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def featured(module, x):
-    """The norm without weights, then the feature map, of queries or keys."""
-    c = module.config
-    x = unit(x) if c.qk_norm == "l2" else by_mean_square(x) if c.qk_norm == "rms" else x
-    if c.feature == "mlp":                      # When Attention Sink Emerges, table 6
-        return F.relu(x @ module.feature[0].weight.T) @ module.feature[2].weight.T
-    return F.elu(x) + 1 if c.feature == "elu" else x                    # Katharopoulos et al. 2020, eq. 7
-
-
-def factor(module, n=None):
-    """What q.k is multiplied by, (H, T, 1) or a number. n (T, 1): how many keys each row sees."""
-    c, root = module.config, module.config.head_width ** -0.5
-    if c.scale == "log_n":                      # SSMax, Nakanishi 2501.19399
-        return root * module.sigma[:, None, None] * n.log()
-    if c.scale == "asentmax":                   # the asentmax repository, sparse_gemma.py
-        return root * (1 + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None])
-    return 1.0 if c.scale == "one" else root
-
-
-def output(module, o, x):
-    """What a layer does to the output of its heads (B, H, T, E). x: the layer's input."""
-    c, H, eps = module.config, o.shape[1], module.args.get("out_norm_eps")
-    o = o + module.value_bias[:, None] if c.value_bias == "on" else o   # When Attention Sink Emerges, table 4
-    if c.gate != "none":                        # Qiu et al. 2505.06708; with silu RetNet, GLA, Mamba2
-        gate = (F.silu if c.gate.startswith("silu") else torch.sigmoid)(heads(module.gate(x), H))
-    o = o * gate if c.gate == "silu_first" else o                       # Mamba2 gates before its norm
-    flat = o.transpose(1, 2).flatten(2)
-    if c.out_norm == "head":
-        o = by_mean_square(o, eps) * module.out_norm.weight
-    elif c.out_norm == "layer":                 # TTT
-        o = heads(F.layer_norm(flat, flat.shape[-1:], module.out_norm.weight, module.out_norm.bias, eps), H)
-    elif c.out_norm != "none":                  # ReLA, Zhang et al. 2021
-        o = heads(by_mean_square(flat, eps) * module.out_norm.weight, H)
-        o = o * heads(torch.sigmoid(module.norm_gate * flat), H) if c.out_norm == "gated" else o
-    return o * gate if c.gate in ("head", "element", "silu") else o
-
-
-def rotated(x, places, base):
-    """RoPE, Su et al. 2021: the pair of channels c and c + D/2 turns by the angle place * base^(-2c / D)."""
-    half = x.shape[-1] // 2
-    angle = places[:, None] * base ** (-torch.arange(half).to(x) / half)
-    a, b, rest = x.tensor_split([half, 2 * half], -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), rest], -1)
 
 
 # ------------------------------------------------------------------------------------------------------ a layer's frame
@@ -98,14 +49,14 @@ def layer(module, x):
 def attend(module, q, k, v, x):
     c, (k, v) = module.config, (every_head(y, H) for y, H in ((k, q.shape[1]), (v, module.config.n_head)))
     if c.rule in ("descent", "momentum"):
-        return output(module, learned(module, q, k, v, x), x)
+        return finished(module, learned(module, q, k, v, x), x)
     if c.mixer == "recurrent":
-        return output(module, linear_state(module, q, k, v, x), x)
+        return finished(module, linear_state(module, q, k, v, x), x)
     w = weights(module, q, k, x)
     o = w[..., -k.shape[2]:] @ v
     if c.sink == "key_value":                   # When Attention Sink Emerges, table 4
         o = o + w[..., :1] * every_head(module.sink_value[None, :, None], c.n_head)
-    return output(module, o, x)
+    return finished(module, o, x)
 
 
 def every_head(y, H):
