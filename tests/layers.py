@@ -79,6 +79,7 @@ def layer(attn="softmax", dtype=torch.float64, stream=3, depth=0, progress=0.3, 
     few = {name: small for name, small in (("window", 7), ("topk", 6)) if name in mixers.attention.ATTENTIONS[attn]}
     few |= {"attn_args": SELECTING[select]} if (select := selection(attn, **choices)) in SELECTING else {}
     config = tiny_config(**SIZES | {"attn": attn, "bias": True} | few | choices)
+    torch.manual_seed(stream)                   # for what is not moved below, such as fixed directions
     module = mixers.layer_of(config, depth).to(dtype).eval()
     random = dice(stream)
     with torch.no_grad():

@@ -65,6 +65,7 @@ def entmax(s, seen, t, power):
     power = power if t is None else t           # t: the power of each row, where alpha is learned
     z = s / power
     low = z.detach().masked_fill(~seen, -1e30).amax(-1, keepdim=True) - 1
+    low = torch.where(seen.any(-1, keepdim=True), low, 0.0)             # a row without keys must not overflow
     high = low + 1
     for _ in range(60):
         r = (low + high) / 2
