@@ -73,7 +73,8 @@ def entmax(s, seen, t, power):
         low, high = torch.where(heavy, r, low), torch.where(heavy, high, r)
     x = torch.relu(z - low) * seen
     slope = (power * (x > 0) * x ** (power - 1)).sum(-1, keepdim=True).detach().clamp(min=1e-30)
-    return torch.relu(z - low - ((x ** power).sum(-1, keepdim=True) - 1) / slope) ** power
+    excess = ((x ** power).sum(-1, keepdim=True) - 1) * seen.any(-1, keepdim=True)
+    return torch.relu(z - low - excess / slope) ** power
 
 
 def softplus(s, *_):
