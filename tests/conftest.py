@@ -81,19 +81,19 @@ def server():
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
-                     help="run every case of every recipe, kernel and choice, and draw 20 times as many cases for each "
-                          "property, as .ci/run does")
+                     help="run every case of every recipe, kernel and choice, and draw ten times as many cases of "
+                          "each property, as .ci/run does")
     parser.addoption("--threads", type=int, default=1,
                      help="threads of each process (default: 1; the models here are too small for more)")
     parser.addoption("--margins", action="store_true",
                      help="print the twenty comparisons that came closest to their bound")
 
 
-DRAWS = {"factor": 1}                           # times as many examples of each property: 20 with --all
+DRAWS = {"factor": 1}                           # times as many examples of each property: ten with --all
 
 
 def examples(count):
-    """How many cases a property draws: count, or 20 times as many with --all."""
+    """How many cases a property draws: count, or ten times as many with --all."""
     return count * DRAWS["factor"]
 
 
@@ -101,7 +101,7 @@ def pytest_configure(config):
     # --hypothesis-seed draws other cases, and other random inputs in all tests. Without it, every run draws the same
     seed = config.getoption("--hypothesis-seed")
     bounds.SEED = int(seed or 0)
-    DRAWS["factor"] = 20 if config.getoption("--all") else 1
+    DRAWS["factor"] = 10 if config.getoption("--all") else 1
     hypothesis.settings.register_profile(
         "nano", max_examples=examples(20), derandomize=seed is None, deadline=None, database=None,
         suppress_health_check=list(hypothesis.HealthCheck))

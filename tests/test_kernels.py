@@ -190,7 +190,9 @@ def compare(rule, x, options, only_o=False):
         rounded = dtype if name in ("dt", "dmix") else kernel[name].dtype
         length = D**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
         floor = torch.finfo(rounded).eps + eps * length
-        size = max(rms(true), x["v"].shape[3]**0.5) if alone else rms(true)     # g and delta, sums over E, cancel
+        size = rms(true)
+        if alone or size == 0:                                        # g and delta, sums over E, cancel
+            size = max(size, x["v"].shape[3]**0.5)
         bound = 8 * (rms(eager[name] - true) + lost.get(name, 0) + rms(moved[name] - true))
         bound += 2 * floor * (size + sums.get(name, 0))
         error = rms(kernel[name] - true)

@@ -1,7 +1,7 @@
 """Refusals: what cannot work ends with one line that says what was given, what is allowed, and what to type.
 
-Three properties hold for drawn cases, and for 20 times as many with --all: of the models that flags describe, of flags,
-and of damaged files. BORDERS tests the numbers. Every other reason to refuse has a row in SAYS, AFTER or CALLS.
+Three properties hold for drawn cases (ten times as many with --all): of the models that flags describe, of flags, and
+of damaged files. BORDERS tests the numbers. Every other reason to refuse has a row in SAYS, AFTER or CALLS.
 """
 import contextlib
 import copy

@@ -250,8 +250,11 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(data, world, 
     for now in (step, step + 1, step):          # in order, and after a jump
         parts = [part for rank in ranks for part, _ in rank(now)]
         assert all(len(part) <= batch_size for part in parts)
-        assert torch.equal(torch.cat(parts), x) == (now == step)
-    assert not torch.equal(batches(data, 1, 0, total, 1, seed=seed + 100).read(step)[0][0], x)
+        if now == step:
+            same(torch.cat(parts), x)
+        elif total > 3:                         # fewer may be equal by chance: the text repeats
+            assert not torch.equal(torch.cat(parts), x)
+    assert total < 4 or not torch.equal(batches(data, 1, 0, total, 1, seed=seed + 100).read(step)[0][0], x)
 
 
 @pytest.mark.parametrize("flags", [
