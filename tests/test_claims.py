@@ -4,25 +4,24 @@ import math
 import os
 import re
 import statistics
-import subprocess
 
 import bounds
 import numpy as np
 import pytest
 import torch
 from bounds import below, close
-from conftest import ROOT, by_default, examples
+from conftest import ROOT, by_default, examples, meta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import inputs, layer
-from test_lab import SHORT, process_here
+from test_lab import SHORT
 
 import eval as eval_script
 import train as train_script
 from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims
 from evals.instrument import Common, Overrides
-from evals.lab_runs import RECIPES, SETUPS, flags_of, train_flags
+from evals.lab_runs import RECIPES, SETUPS, train_flags
 from evals.ledger import checks, claim, emerges, experiments, lazy, native_moe, routing, threshold, view
 from evals.ledger.book import (
     CLAIMS, PAPERS, cost_of, decided_by, evidence, fits, grade_of, jobs_of, readable, seeds_of, verdicts_of)
@@ -33,8 +32,7 @@ from evals.sweeps import SWEEPS, cases
 from model import GPTConfig
 
 A, M, C, N, NOT_RUN = claim.VERDICTS            # agrees, mixed, contradicts, not testable, not run here
-
-# ---------------------------------------------------------------------------------------------- the algebra of verdicts
+SMALL = "--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 --eval_interval=3"
 
 GRID = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0])                # of numbers and of bounds: some are equal
 CONDITIONS = st.sampled_from(["", "-0.5 to 1", "not 0 to 1/2", "clearly -1 to 2", "could be 0.5"]) | st.builds(
@@ -119,30 +117,21 @@ def test_verdicts_obey_their_algebra(values, one, other):
 
 
 def test_the_interval_is_that_of_students_t():
-    close(interval(np.array([1.0, 2.0, 4.0])), [-1.46125, 6.12792], terms=16, dtype=torch.float32)
     for degrees, t in enumerate(T95, 1):        # t = sqrt(degrees) tan(angle) has the density cos(angle)^(degrees - 1)
         angle = torch.linspace(0, math.pi / 2, 100_001, dtype=torch.float64)
         density = angle.cos() ** (degrees - 1)
         below(abs(density[angle < math.atan(t / degrees ** 0.5)].sum() / density.sum() - 0.95), 1e-4)
     many = np.arange(30.0)
     close(interval(many)[1], 14.5 + T95[8] * many.std(ddof=1) / 30 ** 0.5)
-    assert len(T95) == 9 and interval(np.array([1.0])) == (-math.inf, math.inf)
 
 
-def test_quantities_are_columns_ratios_and_differences():
-    numbers = {"raw": {"softmax@lab": [1.0, 2.0], "elastic@lab": [0.5, 0.2]}, "cost": {"elastic@lab": [1.0, 0.1]}}
-    parts = (Bound(what="ratio", column="raw", over="softmax"), Bound(what="less", column="raw", less="softmax"),
-             Bound(what="columns", column="raw", of="elastic", over="cost"),
-             Bound(what="own", value=lambda n: {run: 2 * values for run, values in n["raw"].items()}),
-             Bound(what="windows", error="windows", value=lambda n: np.stack([*n["raw"].values()])))
-    found = judge(Reading(reads={}, bounds=parts), numbers).quantities
-    assert [part.name for part in found] == ["ratio", "less", "columns", "own, softmax", "own, elastic", "windows"]
-    close(np.stack([part.values for part in found]), [[.5, .1], [-.5, -1.8], [.5, 2], [2, 4], [1, .4], [1.5, .35]])
-    close(found[-1].errors, [0.5, 0.15])        # of two windows
-    found = [claim.rank_correlation(*pair) for pair in (([1, 2, 2, 4], [1, 3, 3, 9]), ([1, 1], [1, 2]),
-                                                        ([1, 2, 3, 3], [1, 2, 4, 3]))]
-    close(found, [1, 0, 3 / 10 ** 0.5])         # as in scipy.stats.spearmanr
-    close(claim.thirds(np.array([[1, 2, 3, 4, 5, 6], [3, 3, 3, 3, 3, 4]])), [[1.5, 3], [3.5, 3], [5.5, 3.5]])
+def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_rank():
+    """The pages have all other kinds of quantities."""
+    numbers = {"raw": {"softmax@lab": [1, 2], "elastic@lab": [5, 6]}, "cost": {"softmax@lab": [2], "elastic@lab": [4]}}
+    found = judge(Reading(reads={}, bounds=(Bound(what="it", column="raw", over="cost"),)), numbers).quantities
+    close(np.stack([part.values for part in found]), [[0.5, 1], [1.25, 1.5]])
+    ranked = ([1, 2, 2, 4], [1, 3, 3, 9]), ([1, 1], [1, 2]), ([1, 2, 3, 3], [1, 2, 4, 3])
+    close([claim.rank_correlation(*pair) for pair in ranked], [1, 0, 3 / 10 ** 0.5])    # as in scipy.stats.spearmanr
 
 
 @pytest.mark.parametrize("agrees, contradicts, value, place", [
@@ -156,12 +145,9 @@ def test_the_forest_plot_is_linear_with_1_where_a_claim_holds_and_0_where_it_fai
     assert line.count("o") == 1 and line.index("o") == round((place + 1) / 3 * 29)
 
 
-# ------------------------------------------------------------------------------------------------------------ the rows
-
 
 def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
-    assert [len(rows) for rows in PAPERS.values()] == [15, 16, 15, 13, 11] and len(CLAIMS) == 70
-    assert {change.claim for change in LOG} <= CLAIMS.keys()
+    assert len(CLAIMS) == sum(map(len, PAPERS.values())) and {change.claim for change in LOG} <= CLAIMS.keys()
     for row in CLAIMS.values():
         assert row.place and row.says and row.theirs and row.cost in claim.COSTS, row.id
         assert row.reads or row.cost == "out of reach", row.id
@@ -188,27 +174,21 @@ def test_the_quantities_of_claims_without_committed_numbers():
     assert lazy.reach(bias) == 61 and np.isnan(lazy.reach(bias + 0.2))  # the latter does not fade
     before, after = ({"alibi-learned": np.array(slopes)} for slopes in ([.5, .25], [.6, .2]))
     close(lazy.change_of_slopes({"slopes at first": before, "slopes": after}), 0.2)
-    verdicts = [judge(readings(CLAIMS["elastic-two-pass"])[""], {"forward": {"kernels": [a]}, "forward and backward": {
-        "kernels": [b]}}) for a, b in ((.51, .63), (.51, .62), (.49, .63))]
-    assert verdicts == [A, C, C]
+    ratios = {"forward": {"kernels": [0.5]}, "forward and backward": {"kernels": [0.8]}}
+    found = judge(readings(CLAIMS["elastic-two-pass"])[""], ratios).quantities
+    close(np.concatenate([part.values for part in found]), [2, 1.25])
 
-
-# ------------------------------------------------------------------------------------------------------------ the jobs
-
-
-SMALL = "--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 --eval_interval=3"
 
 
 def test_every_command_of_every_reading_is_valid_and_every_recipe_and_look_is_used():
     """The jobs of one seed, and the runs of the sweeps."""
-    rows = [(row, reading) for row in CLAIMS.values() for reading in readings(row).values()]
-    words = {job.words for _, reading in rows for group in jobs_of(reading, [2], Place()).values()
+    every = [reading for row in CLAIMS.values() for reading in readings(row).values()]
+    words = {job.words for reading in every for group in jobs_of(reading, [2], Place()).values()
              for job in all_jobs(group)}
+    swept = {run for name in SWEEPS for run in cases(name).values()}
+    trained = [flags for script, *flags in words if script == "train.py"]
     parser = Parser(prog="train.py")
     add_flags(parser, train_script.Train, GPTConfig)
-    trained = [flags for script, *flags in words if script == "train.py"]
-    assert len(trained) > 100 and sum(flags[0] == "--preset=lab" for flags in trained) <= 100
-    swept = {run for name in SWEEPS for run in cases(name).values()}
     for flags in trained + [train_flags(run, 2, "out") for run in swept]:
         fresh = [flag for flag in flags if not flag.startswith("--init_from")]          # that run does not exist
         for small in ([], SMALL.split()):       # SMALL is for trying out the rows of a GPU
@@ -221,13 +201,11 @@ def test_every_command_of_every_reading_is_valid_and_every_recipe_and_look_is_us
         command, parser = eval_script.COMMANDS[name], Parser(prog="eval.py")
         add_flags(parser, command.flags, *(Common, Overrides) * (name in eval_script.OF_A_RUN))
         command.flags(**given_flags(parser.parse_args(flags), command.flags))
-    read = [pair for _, reading in rows for pair in reading.reads.values()]
-    runs = {run for _, named in read for run in named.split()}
-    assert {run.split("@")[0] for run in runs} | swept >= set(RECIPES) - {"heads", "blind"}
-    assert {path.split("/")[0] for path, _ in read} >= {*COMMANDS, *LOOKS}
-    assert {run.partition("@")[2] for run in runs} | {"lab"} == set(SETUPS) | {""}
-    with pytest.raises(ValueError, match="unknown --attn=nonsense"):
-        flags_of("nonsense", "lab")
+    paths, named = zip(*(pair for reading in every for pair in reading.reads.values()), strict=True)
+    runs = {tuple(run.split("@")) for names in named for run in names.split()}
+    assert {run for run, *_ in runs} | swept >= set(RECIPES) - {"heads", "blind"}
+    assert {setup for _, *at in runs for setup in at} | {"lab"} == set(SETUPS)
+    assert {path.split("/")[0] for path in paths} >= {*COMMANDS, *LOOKS}
 
 
 def test_a_result_is_valid_until_its_run_or_its_words_change(tmp_path, elastic_run):
@@ -251,17 +229,15 @@ def test_a_result_is_valid_until_its_run_or_its_words_change(tmp_path, elastic_r
 
 def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
     """Jobs are done by their depth, so that those of one depth can be done at the same time."""
-    run, other = Job(("train.py",), "run"), Job(("eval.py",), "other")
-    look, done = Job(("eval.py",), "look", (run,)), []
+    run, other, done = Job(("train.py",), "run"), Job(("eval.py",), "other"), []
+    look = Job(("eval.py",), "look", (run,))
     last = Job(("eval.py",), "last", (look, other))
-    monkeypatch.setattr(claims, "result_of", lambda job: None if job == run else {})
     monkeypatch.setattr(claims, "do", done.append)
-    claims.do_all([run, look, other, last], 1)
-    assert done == [run, look, last]
-    done.clear()
-    monkeypatch.setattr(claims, "result_of", lambda job: None)
-    claims.do_all([run, look, other, last], 1)
-    assert done == [run, other, look, last]
+    for missing, expected in (([run], [run, look, last]), ([run, other, look, last], [run, other, look, last])):
+        monkeypatch.setattr(claims, "result_of", lambda job, missing=missing: None if job in missing else {})
+        done.clear()
+        claims.do_all([run, look, other, last], 1)
+        assert done == expected
 
 
 def test_which_readings_are_run(capsys, monkeypatch):
@@ -279,16 +255,14 @@ def test_which_readings_are_run(capsys, monkeypatch):
     small = wanted("gpu-minutes")               # no kernel can be timed, but small models can be trained
     assert "pe-all-sink@gpu" in small and {"focus-speed@", "tda-kernel@", "elastic-two-pass@"}.isdisjoint(small)
     assert "left out, because they need a GPU: elastic-two-pass@, tda-kernel@" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no such reading; it has nobos, nobias"):
-        wanted("zero-v0-harmless@nowhere")
-    with pytest.raises(ValueError, match="trains models of 30M parameters and wants a GPU"):
-        wanted("pe-all-sink@gpu", small="")
+    for names, small, says in (("zero-v0-harmless@nowhere", SMALL, "no such reading; it has nobos, nobias"),
+                               ("pe-all-sink@gpu", "", "trains models of 30M parameters and wants a GPU")):
+        with pytest.raises(ValueError, match=says):
+            wanted(names, small)
     row, timed = CLAIMS["early-layers-active"], readings(CLAIMS["tda-kernel"])[""]
     assert [seeds_of(row, reading, [2, 3]) for reading in (*readings(row).values(), timed)] == [[2], [0], [0]]
     assert grade_of(timed) == "lab" and grade_of(readings(row)[""]) == "small text"
 
-
-# ---------------------------------------------------------------------------------------------------- checks and looks
 
 
 @pytest.fixture(scope="module")
@@ -362,8 +336,6 @@ def test_classes_of_tokens_and_what_groups_tell_about_them():
     close(routing.purity(np.array([0, 0, 1, 1, 1]), np.array([0, 1, 0, 0, 1])), 2 / 3)  # group 1 has two of three marks
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
 
 def run_claims(capsys, *flags):
     eval_script.main(["claims", *map(str, flags)])
@@ -371,46 +343,42 @@ def run_claims(capsys, *flags):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """Flags of a toy ledger. Training runs in this process, because starting processes would take most of the time."""
-    monkeypatch.setattr(subprocess, "run", process_here)
+def here(tmp_path):
+    """Flags of a toy ledger."""
     return f"--out_dir={tmp_path / 'claims'}", f"--train_args={SHORT}", "--workers=1"
 
 
 def test_the_ledger_prints_the_stored_verdict_of_each_claim_and_counts_them(capsys):
     said, found = run_claims(capsys).out, json.loads(run_claims(capsys, "--json").out)
+    grades = {}
     for name, verdict in found["verdicts"].items():
+        grades.setdefault(evidence(CLAIMS[name], found["claims"].get(name, {})), []).append(verdict[""])
         assert re.search(rf"^  {verdict['']} +.* {name} ", said, re.M), name
-    assert said.startswith(f"70 claims of five papers. {70 - len(found['claims'])} are not run here.")
-    for grade in claim.GRADES:
-        decided = [verdict[""] for name, verdict in found["verdicts"].items()
-                   if evidence(CLAIMS[name], found["claims"].get(name, {})) == grade]
-        row = re.search(rf"^ *{grade} ([ \d]+)$", said, re.M)
-        assert (row and [*map(int, row[1].split())]) == ([*map(decided.count, (A, M, C, N))] if decided else None)
+    assert said.startswith(f"70 claims of five papers. {len(grades.pop(None))} are not run here.")
+    rows = dict(re.findall(rf"^ *({'|'.join(claim.GRADES)}) ([ \d]+)$", said, re.M))
+    assert {grade: row.split() for grade, row in rows.items()} == {
+        grade: [str(verdicts.count(verdict)) for verdict in (A, M, C, N)] for grade, verdicts in grades.items()}
     shown = run_claims(capsys, "--show=kbias-shift").out
     assert shown.startswith(f"kbias-shift: {found['verdicts']['kbias-shift']['']}")
     assert "python train.py --preset=lab --seed=2" in shown and re.search("run +seed 2 +seed 3 +seed 4", shown)
 
 
-def test_claims_are_measured_once_and_further_seeds_are_added(here, tmp_path, capsys):
+def test_claims_are_measured_once_and_further_seeds_are_added(here, trainings, tmp_path, capsys):
     def measured(*flags):
         said = run_claims(capsys, *here, *flags)
         return said, json.loads((tmp_path / "claims/claims.json").read_text())["claims"]
 
     _, first = measured("--run=postnorm,gate-identity", "--seeds=3")
     assert set(first) == {"postnorm", "gate-identity"} and first["postnorm"][""]["seeds"] == [3]
-    report, other = (json.loads((tmp_path / f"claims/{run}-3/meta.json").read_text())["report"]
-                     for run in ("postnorm", "softmax"))
-    found = first["postnorm"][""]["numbers"]
-    assert found == {"x uniform": {"postnorm": [float(f"{report['times_uniform_idle']:.6g}")]},
-                     "raw": {run: [float(f"{value['sink_idle']:.6g}")] for run, value in (
-                         ("postnorm", report), ("softmax", other))}}
-    times = [(tmp_path / f"claims/{run}-3/ckpt.pt").stat().st_mtime for run in ("postnorm", "softmax")]
+    report, other = (meta(tmp_path / f"claims/{run}-3")["report"] for run in ("postnorm", "softmax"))
+    numbers = first["postnorm"][""]["numbers"]
+    assert numbers == {"x uniform": {"postnorm": [float(f"{report['times_uniform_idle']:.6g}")]},
+                       "raw": {run: [float(f"{value['sink_idle']:.6g}")] for run, value in (
+                           ("postnorm", report), ("softmax", other))}}
     (tmp_path / "claims/postnorm-3/meta.json").unlink()                 # as if it had been interrupted
     again, same = measured("--run=postnorm,gate-identity", "--seeds=3", "--json")
-    assert same["postnorm"][""]["numbers"] == found and json.loads(again.out)["verdicts"]["gate-identity"] == {"": A}
-    now = [(tmp_path / f"claims/{run}-3/ckpt.pt").stat().st_mtime for run in ("postnorm", "softmax")]
-    assert now[0] != times[0] and now[1] == times[1]                    # nothing is trained twice
+    assert same["postnorm"][""]["numbers"] == numbers and json.loads(again.out)["verdicts"]["gate-identity"] == {"": A}
+    assert sorted("--norm_place=post" in flags for flags in trainings) == [False, True, True]
     said, _ = measured("--show=postnorm")
     assert "python train.py --preset=lab --seed=3" in said.out and "seed 3" in said.out
     said, found = measured("--run=gate-identity", "--seeds=9,2")
