@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 from bounds import close, same
-from conftest import complain, meta, train_here
+from conftest import meta, train_here
 
 import eval as eval_script
 from common import files
 from evals import compare
-from evals.compare import COLUMNS, Compare, cell, groups_of, mark, tell
+from evals.compare import COLUMNS, Compare, cell, groups_of, tell
 
 READ = {"dataset": "books", "split": "val", "windows": 4, "length": 16, "uniform": 0.1}
 
@@ -32,74 +32,53 @@ def test_runs_that_differ_in_the_seed_alone_are_one_recipe_named_with_the_flags_
 
 
 def test_a_cell_shows_the_mean_and_the_sample_standard_deviation():
-    group = [numbers(loss=loss) for loss in (1.0, 2.0, 4.0)]
+    group = [numbers(loss=loss) | {"bits per byte": None} for loss in (1.0, 2.0, 4.0)]
     assert cell("loss", group) == f"{7 / 3:.4f} ± {math.sqrt(7 / 3):.4f}"              # the variance is 7 / 3 as well
     assert cell("loss", group[:1]) == "1.0000" and cell("parameters", group) == "1,000"
-    for found in group:
-        found["bits per byte"] = None
     assert cell("bits per byte", group) == "-"
 
 
-@pytest.mark.parametrize("md, best, second, other", [(True, "**1**", "<u>2</u>", "3"), (False, "1 **", "2 * ", "3   ")])
-def test_the_best_and_the_second_best_loss_are_marked(md, best, second, other):
-    rows, alone = [["a", "1", "1", "x"], ["b", "1", "2", "x"], ["c", "1", "3", "x"]], [["a", "1", "1"]]
-    mark(rows, ["loss", "sink"], md)
-    assert rows == [["a", "1", best, "x"], ["b", "1", second, "x"], ["c", "1", other, "x"]]
-    mark(alone, ["loss"], md)
-    assert alone == [["a", "1", "1"]]
-
-
-@pytest.mark.parametrize("losses, says", [
-    ([(2.0, 2.02), (2.01, 2.03)], "closer than two standard deviations"), ([(2.0, 2.001), (2.3, 2.301)], None),
-    ([(2.0,), (2.3,)], "one seed says little")])
-def test_the_text_says_whether_the_seeds_separate_the_recipes(losses, says):
-    text = tell(Compare(), {(attn, seed): numbers(attn, seed, loss) for attn, group in zip(
-        ("elastic", "softmax"), losses, strict=True) for seed, loss in enumerate(group)})
-    for sentence in ("closer than two standard deviations", "one seed says little"):
+@pytest.mark.parametrize("losses, says, shown", [
+    ([(2.0, 2.02), (2.01, 2.03), (9.0,)], "closer than two", ["2.0100 ± 0.0141 **", "2.0200 ± 0.0141 * ", "9.0000   "]),
+    ([(2.0, 2.001), (2.3, 2.301)], None, ["2.0005 ± 0.0007 **", "2.3005 ± 0.0007 * "]),
+    ([(2.0,), (2.3,)], "one seed says little", ["2.0000 **", "2.3000 * "]), ([(2.0,)], None, ["2.0000"])])
+def test_losses_are_ranked_and_the_text_says_whether_the_seeds_separate_the_best_two(losses, says, shown):
+    recipes = ("elastic", "softmax", "lazy")[:len(losses)]
+    text = tell(Compare(), {(attn, seed): numbers(attn, seed, loss) for attn, group in [*zip(
+        recipes, losses, strict=True)][::-1] for seed, loss in enumerate(group)})
+    for sentence in ("closer than two", "one seed says little"):
         assert (sentence in text) == (sentence == says)
-    assert text.index("elastic") < text.index("softmax")                # the best is first
+    for line, attn, loss in zip(text.splitlines()[1:], recipes, shown, strict=False):
+        assert line.split()[0] == attn and loss in line and line.count("*") == loss.count("*") * 3
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, data):
-    """Two seeds of softmax and one of elastic."""
+    """Two seeds of softmax, one of elastic, and a run that seems to have half of the budget."""
     out = tmp_path_factory.mktemp("compare")
-    for name, flags in (("softmax-0", ["--attn=softmax", "--seed=0"]), ("softmax-1", ["--attn=softmax", "--seed=1"]),
-                        ("elastic", ["--attn=elastic", "--seed=0"])):
-        train_here(f"--dataset={data}", f"--out_dir={out / name}", *flags)
+    for attn, seed in (("softmax", 0), ("softmax", 1), ("elastic", 0)):
+        train_here(f"--dataset={data}", f"--out_dir={out / attn}-{seed}", f"--attn={attn}", f"--seed={seed}")
+    short, about = shutil.copytree(out / "elastic-0", out / "short"), meta(out / "elastic-0")
+    files.write_json(short / "meta.json", about | {
+        "losses": about["losses"] | {"step": 4}, "knobs": about["knobs"] | {"max_iters": 4}})
     return out
 
 
-def call(*flags):
-    eval_script.main(["compare", "--device=cpu", "--windows=4", "--probe_windows=2", *map(str, flags)])
-
-
-def test_two_seeds_of_one_recipe_share_a_row(runs, capsys):
-    call(f"--out_dir={runs}/*", "--md")
+def test_two_seeds_of_one_recipe_share_a_row_and_with_anyway_budgets_may_differ(runs, capsys):
+    eval_script.main(["compare", "--device=cpu", "--windows=4", f"--out_dir={runs}/*", "--anyway", "--md"])
     said = capsys.readouterr().out.splitlines()
-    rows = {line.split()[1]: line for line in said[2:4]}
-    assert said[0].startswith("| recipe | runs | loss |") and rows.keys() == {"softmax", "elastic"}
-    assert rows["softmax"].startswith("| softmax | 2 |") and "±" in rows["softmax"]
-    assert f"{8 * 4 * 16:,}" in said[2] and "one seed says little" in "\n".join(said)
+    rows = {line.split(" | ")[0]: line for line in said[2:5]}
+    assert rows.keys() == {"| softmax", "| elastic --max_iters=8", "| elastic --max_iters=4"}
+    assert said[0].startswith("| recipe | runs | loss |") and f" {8 * 4 * 16:,} |" in rows["| elastic --max_iters=8"]
+    assert rows["| softmax"].startswith("| softmax | 2 |") and "±" in rows["| softmax"]
     assert "**" in said[2] and "<u>" in said[3] and said[-1].startswith("sink: weight on the first token")
 
 
 def test_its_numbers_equal_those_of_loss_and_probe(runs, evaluate):
-    flags = (f"--out_dir={runs}/softmax-1",)
+    flags = f"--out_dir={runs}/softmax-1",
     found = evaluate("compare", *flags, "--windows=4", "--probe_windows=2")
     loss, probed = evaluate("loss", *flags, "--windows=4"), evaluate("probe", *flags, "--windows=2")["mean"]
-    close([found[name] for name in ("loss", "bits per byte", "perplexity")],
-          [loss["loss"], loss["bits_per_byte"], math.exp(loss["loss"])], dtype=torch.float32)
-    for name in (*compare.PROBED, "uniform"):
+    probed |= {"loss": loss["loss"], "bits per byte": loss["bits_per_byte"], "perplexity": math.exp(loss["loss"])}
+    for name in (*compare.LOSSES, *compare.PROBED, "uniform"):
         close(found[name], probed[name], dtype=torch.float32)
     same([found[name] for name in ("seed", "tokens", "parameters")], [1, 512, meta(runs / "softmax-1")["parameters"]])
-
-
-def test_runs_of_different_budgets_are_compared_with_anyway_alone(runs, tmp_path, capsys):
-    other, changed = shutil.copytree(runs / "softmax-0", tmp_path / "other"), meta(runs / "softmax-0")
-    files.write_json(other / "meta.json", changed | {
-        "losses": changed["losses"] | {"step": 4}, "knobs": changed["knobs"] | {"max_iters": 4}})
-    flags = f"--out_dir={runs}/softmax-0,{other}"
-    assert "--anyway" in complain(eval_script.main, capsys, "compare", flags, "--device=cpu")[1]
-    call(flags, "--anyway")
-    assert "softmax --max_iters=4" in capsys.readouterr().out
