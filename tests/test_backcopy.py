@@ -20,10 +20,8 @@ def sequences(folder, split="train"):
 
 def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_table(tmp_path):
     folder = make(tmp_path / "backcopy")
-    x, about = sequences(folder), meta(folder)
-    assert (x[:, 0] == 64).all() and x[:, 1:].max() < 64 and x.shape == (3000, 65)
-    table, triggers = np.array(about["bigrams"]), about["triggers"]
-    assert table.shape == (66, 64) and len(set(triggers)) == 5
+    x, table, triggers = sequences(folder), np.array(meta(folder)["bigrams"]), meta(folder)["triggers"]
+    assert (x[:, 0] == 64).all() and x[:, 1:].max() < 64 and x.shape == (3000, 65) and len(set(triggers)) == 5
     close(table.sum(1), np.ones(66))
     copies = np.isin(x[:, 1:-1], triggers) & (x[:, :-2] < 64)
     below(0.03, copies.mean())
@@ -34,14 +32,12 @@ def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_
     expected = table * counts.sum(1, keepdims=True)
     large = expected > 20                       # nearly normal counts: allow ten standard errors
     assert large.sum() > 500
-    spread = 10 * np.sqrt(expected * (1 - table))
-    below(*(torch.from_numpy(a[large]) for a in (np.abs(counts - expected), spread)))
+    below(*map(torch.from_numpy, (np.abs(counts - expected)[large], 10 * np.sqrt(expected * (1 - table))[large])))
 
 
 def test_the_seed_determines_the_sequences_also_without_bos_and_with_a_fixed_token(tmp_path):
     flags = ("--length=20", "--no_bos", "--fixed_at=4", "--sequences=50", "--val_sequences=50")
     a, b, c = (make(tmp_path / name, f"--seed={seed}", *flags) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
-    assert meta(a)["shards"] == meta(b)["shards"]
-    assert (sequences(a) != sequences(c)).any() and (sequences(a) != sequences(a, "val")).any()
     x = sequences(a)
+    assert meta(a)["shards"] == meta(b)["shards"] and (x != sequences(c)).any() and (x != sequences(a, "val")).any()
     assert x.shape == (50, 21) and (x[:, 4] == 65).all() and np.delete(x, 4, 1).max() < 64 and len(set(x[:, 0])) > 10

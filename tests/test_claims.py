@@ -24,8 +24,7 @@ from evals import claims
 from evals.instrument import Common, Overrides
 from evals.lab_runs import RECIPES, SETUPS, train_flags
 from evals.ledger import checks, claim, emerges, experiments, lazy, native_moe, routing, threshold, view
-from evals.ledger.book import (
-    CLAIMS, PAPERS, cost_of, decided_by, evidence, fits, grade_of, jobs_of, readable, seeds_of, verdicts_of)
+from evals.ledger.book import CLAIMS, PAPERS, cost_of, decided_by, fits, grade_of, jobs_of, readable, seeds_of
 from evals.ledger.changes import LOG
 from evals.ledger.claim import HAS_SINK, SOFTMAX_SINK, T95, Bound, Quantity, Reading, interval, judge, readings
 from evals.ledger.experiments import COMMANDS, LOOKS, Job, Place, all_jobs
@@ -150,8 +149,7 @@ def test_the_forest_plot_is_linear_with_1_where_a_claim_holds_and_0_where_it_fai
 def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
     assert len(CLAIMS) == sum(map(len, PAPERS.values())) and {change.claim for change in LOG} <= CLAIMS.keys()
     for row in CLAIMS.values():
-        assert row.place and row.says and row.theirs and row.cost in claim.COSTS, row.id
-        assert row.reads or row.cost == "out of reach", row.id
+        assert row.place and row.says and row.theirs and (row.reads or row.cost == "out of reach"), row.id
         for where, reading in readings(row).items():
             assert any(bound.agrees or bound.contradicts for bound in reading.bounds), (row.id, where)
             assert (HAS_SINK in reading.bounds) == (SOFTMAX_SINK in reading.reads) >= (where == "nobos"), row.id
@@ -159,11 +157,9 @@ def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
 
 def test_the_quantities_of_claims_without_committed_numbers():
     """The pages have their bounds, but no numbers of theirs."""
-    speeds = {"torch at 1024": 2, "TRA at 1024": 1, "torch at 4096": 1, "TRA at 4096": 3, "torch at 16384": 2,
-              "TRA at 16384": 10}
-    speeds = {name: {"kernels": np.array([speed])} for name, speed in speeds.items()}
-    found = threshold.speedup(speeds) | threshold.growth_of_speedup(speeds)
-    close(np.concatenate([*found.values()]), [.5, 3, 5, 2.5, 2])
+    speeds = {f"{name} at {T}": {"kernels": np.array([speed])} for T, *pair in (
+        (1024, 2, 1), (4096, 1, 3), (16_384, 2, 10)) for name, speed in zip(("torch", "TRA"), pair, strict=True)}
+    close(np.concatenate([*threshold.growth_of_speedup(speeds).values()]), [2.5, 2])
     leads = {f"gain at {T}": {"tda": T + np.arange(3), "softmax": np.arange(3)} for T in (512, 1024, 2048)}
     leads |= {f"error at {T}": {"tda": [3] * 3, "softmax": [4] * 3} for T in (512, 1024, 2048)}
     close([*threshold.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
@@ -249,7 +245,6 @@ def test_which_readings_are_run(capsys, monkeypatch):
     assert wanted(",".join(named)) == named
     assert wanted("lab") == [f"{row.id}@{where}" for row in CLAIMS.values() for where in readings(row)
                              if cost_of(row, where) == "lab"]
-    capsys.readouterr()
     small = wanted("gpu-minutes")               # no kernel can be timed, but small models can be trained
     assert "pe-all-sink@gpu" in small and {"focus-speed@", "tda-kernel@", "elastic-two-pass@"}.isdisjoint(small)
     assert "left out, because they need a GPU: elastic-two-pass@, tda-kernel@" in capsys.readouterr().err
@@ -259,7 +254,7 @@ def test_which_readings_are_run(capsys, monkeypatch):
             wanted(names, small)
     row, timed = CLAIMS["early-layers-active"], readings(CLAIMS["tda-kernel"])[""]
     assert [seeds_of(row, reading, [2, 3]) for reading in (*readings(row).values(), timed)] == [[2], [0], [0]]
-    assert grade_of(timed) == "lab" and grade_of(readings(row)[""]) == "small text"
+    assert grade_of(timed) == "lab"
 
 
 @pytest.mark.parametrize("name", [by_default(name != "survivors", name) for name in experiments.CHECKS])
@@ -336,8 +331,7 @@ def test_the_ledger_prints_the_stored_verdict_of_each_claim_and_counts_them(caps
     assert said.startswith(f"70 claims of five papers. {verdicts.count(NOT_RUN)} are not run here.")
     counts = {grade: [*map(int, row.split())] for grade, row in re.findall(r"^ *(\w[\w ']+?) ([ \d]+)$", said, re.M)}
     assert np.sum([*counts.values()], 0).tolist() == [*map(verdicts.count, (A, M, C, N))]
-    of_lab = [evidence(CLAIMS[name], kept) for name, kept in found["claims"].items()].count("lab")
-    assert sum(counts["lab"]) == of_lab and counts.keys() <= claim.GRADES.keys()
+    assert counts.keys() <= claim.GRADES.keys()
     shown = run_claims(capsys, "--show=kbias-shift").out
     assert shown.startswith(f"kbias-shift: {found['verdicts']['kbias-shift']['']}")
     assert "python train.py --preset=lab --seed=2" in shown and re.search("run +seed 2 +seed 3 +seed 4", shown)
@@ -374,21 +368,17 @@ def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_add
         close(found["numbers"][column]["gate_identity"], expected, dtype=torch.float32)
 
 
-def test_a_claim_is_decided_as_written_or_by_its_first_other_reading():
-    row, found = CLAIMS["early-layers-active"], {"git_commit": "abc", "machine": "cpu", "seeds": [2], "version": 1}
-    assert decided_by(row, {}) is None and evidence(row, {}) is None
-    assert decided_by(row, {"SmolLM2": found}) == "SmolLM2" and evidence(row, {"SmolLM2": found}) == "real model"
-    assert decided_by(row, {"SmolLM2": found, "": found}) == ""
-    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": found}) is None              # a variation decides nothing,
-    assert decided_by(CLAIMS["tda-power"], {"text": found}) == "text"                   # unless the claim needs a GPU
-    assert verdicts_of(CLAIMS["lazy-vs-recurrent"], {}) == {"": NOT_RUN}
+def test_a_variation_decides_a_claim_only_in_place_of_a_gpu_and_numbers_name_their_bounds():
+    """The pages have what else decides a claim."""
+    found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "version": 1}
+    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": found}) is None
+    assert decided_by(CLAIMS["tda-power"], {"text": found}) == "text"
     assert "measured under version 1 of the bounds, judged by version 4" in view.made(CLAIMS["tda-sink-growth"], found)
     assert view.made(CLAIMS["lazy-sink-gone"], found | {"git_dirty": 1}) == "commit abc with uncommitted changes, cpu"
 
 
 def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path):
-    """If not, run python eval.py claims --pages=docs/claims. They have each quantity, its bounds and its verdict, so
-    this notices most changes of how a claim is judged."""
+    """If not, run python eval.py claims --pages=docs/claims. They have each quantity with its bounds and verdict."""
     assert all(fits(readings(CLAIMS[name])[where], kept["numbers"])
                for name, found in COMMITTED.items() for where, kept in found.items())
     claims.write_pages(tmp_path, {"claims": readable(COMMITTED)})
