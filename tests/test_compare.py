@@ -75,10 +75,9 @@ def test_two_seeds_of_one_recipe_share_a_row_and_with_anyway_budgets_may_differ(
 
 
 def test_its_numbers_equal_those_of_loss_and_probe(runs, evaluate):
-    flags = f"--out_dir={runs}/softmax-1",
-    found = evaluate("compare", *flags, "--windows=4", "--probe_windows=2")
-    loss, probed = evaluate("loss", *flags, "--windows=4"), evaluate("probe", *flags, "--windows=2")["mean"]
-    probed |= {"loss": loss["loss"], "bits per byte": loss["bits_per_byte"], "perplexity": math.exp(loss["loss"])}
-    for name in (*compare.LOSSES, *compare.PROBED, "uniform"):
-        close(found[name], probed[name], dtype=torch.float32)
+    found, loss, probed = (evaluate(*words.split(), f"--out_dir={runs}/softmax-1") for words in (
+        "compare --windows=4 --probe_windows=2", "loss --windows=4", "probe --windows=2"))
+    expected = {name: probed["mean"][name] for name in (*compare.PROBED, "uniform")} | {
+        "loss": loss["loss"], "bits per byte": loss["bits_per_byte"], "perplexity": math.exp(loss["loss"])}
+    close({name: found[name] for name in expected}, expected, dtype=torch.float32)
     same([found[name] for name in ("seed", "tokens", "parameters")], [1, 512, meta(runs / "softmax-1")["parameters"]])
