@@ -10,6 +10,7 @@ Scores s and weights w are (B, H, R, T), row vectors such as a threshold t are (
 import math
 
 import torch
+from torch.nn import functional as F
 
 # ------------------------------------------------------------------------------------------------ which keys a row sees
 
@@ -173,6 +174,11 @@ def by_mean_square(x, eps=1e-6):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
+def heads(y, H):
+    """(B, T, H * width) to (B, H, T, width)."""
+    return y.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
 def featured(module, x):
     """Queries or keys after the norm without weights and the feature map."""
     c = module.config
@@ -207,10 +213,9 @@ def key_heads(module):
     return [h // 2 // (H // K) * 2 + h % 2 if pairs else h // (H // K) for h in range(H)]
 
 
-def whole(parameter, heads, width):
-    """A bias of heads (heads, width) from one that all share, or that has only its first channels."""
-    missing = parameter.new_zeros(len(parameter), width - parameter.shape[1])
-    return torch.cat([parameter, missing], 1).repeat_interleave(heads // len(parameter), 0)
+def whole(parameter, H, width):
+    """A bias of H heads (H, width) from one that all share, or that has only its first channels."""
+    return F.pad(parameter, (0, width - parameter.shape[1])).repeat_interleave(H // len(parameter), 0)
 
 
 def extra_score(module, q, n):
@@ -220,6 +225,13 @@ def extra_score(module, q, n):
         return scores(module, q, whole(module.sink_key, *module.shapes["k"])[key_heads(module), None], n)
     # softmax1, Miller 2023; GPT-OSS, The Attention Sink as Native MoE, eq. 2
     return module.sink_logit[:, None, None] if sink == "logit" else torch.zeros(1, 1, 1) if sink == "one" else None
+
+
+def with_extra(s, seen, extra):
+    """The scores and the mask. If there is an extra key, its column comes first, and every row sees it."""
+    if extra is None:
+        return s, seen
+    return torch.cat([extra.to(s).expand(s[..., :1].shape), s], -1), torch.cat([seen[..., :1] | True, seen], -1)
 
 
 def row_input(module, n, s, seen):
@@ -250,13 +262,12 @@ def all_views(module, q, k, table=None, early=None):
     windowed, apart, k = module.depth % c.window_every == 0, distances(R, T), k[:, key_heads(module)]
     seen = visible(apart, c.window * windowed, c.first)
     n = seen.sum(-1, keepdim=True).to(q.dtype)
-    s, extra = scores(module, q, k, n), extra_score(module, q, n)
+    s = scores(module, q, k, n)
     if early is not None:
         s = torch.where(torch.arange(T) < c.first, scores(module, early, k, n), s)
     if table is not None:
         s = s + bias(apart, *((table,) if isinstance(table, torch.Tensor) else table))
-    if extra is not None:
-        s, seen = torch.cat([extra.to(s).expand(s[..., :1].shape), s], -1), torch.cat([n > 0, seen], -1)
+    s, seen = with_extra(s, seen, extra_score(module, q, n))
     w = weights_by_rule(c.rule, s, seen, *row_input(module, n, s, seen))
     total = w.sum(-1, keepdim=True)             # When Attention Sink Emerges, table 6; length: Wortsman et al.
     return w / {"none": 1.0, "sum": total + 1e-8, "length": n, "max1": total.abs().clamp(min=1.0)}[c.normalize]
@@ -300,23 +311,23 @@ def attend(module, q, k, v, x, table=None, early=None):
 
 def output(module, w, v, x):
     """Each head's output from its weights, values, and the layer's input x."""
-    heads, T = w.shape[1], v.shape[2]
-    o = w[..., -T:] @ v.repeat_interleave(heads // v.shape[1], 1)
+    H, T = w.shape[1], v.shape[2]
+    o = w[..., -T:] @ v.repeat_interleave(H // v.shape[1], 1)
     if module.config.sink == "key_value":       # When Attention Sink Emerges, table 4
-        o = o + w[..., :1] * whole(module.sink_value, heads, v.shape[3])[:, None]
+        o = o + w[..., :1] * whole(module.sink_value, H, v.shape[3])[:, None]
     return finished(module, o, x)
 
 
 def finished(module, o, x):
-    """What a layer does to the output of its heads (B, heads, R, E), in this order."""
-    c, heads, silu = module.config, o.shape[1], torch.nn.functional.silu
+    """What a layer does to the output of its heads (B, H, R, E), in this order."""
+    c, H = module.config, o.shape[1]
     if c.value_bias == "on":                    # When Attention Sink Emerges, table 4
-        o = o + whole(module.value_bias, heads, o.shape[3])[:, None]
+        o = o + whole(module.value_bias, H, o.shape[3])[:, None]
     if c.dex == "on":                           # Kong et al. 2505.16333. progress: the share of the training so far
         a = (module.progress / module.args["anneal"]).clamp(max=1.0)
         o = o - ((1 - a) * a * lambda_init(module) + a * module.dex_lambda) * (o @ module.dex_proj.weight.mT)
     if c.gate == "silu_first":                  # Mamba2 gates before its norm
-        o = o * gates(module, x, heads, silu)
+        o = o * F.silu(heads(module.gate(x), H))
     if c.out_norm == "head":
         o = by_mean_square(o, module.args["out_norm_eps"]) * module.out_norm.weight
     elif c.out_norm != "none":                  # over all heads side by side
@@ -325,16 +336,12 @@ def finished(module, o, x):
         y = by_mean_square(y, module.args["out_norm_eps"]) * module.out_norm.weight     # ReLA, Zhang et al. 2021
         y = y + module.out_norm.bias if c.out_norm == "layer" else y
         y = y * torch.sigmoid(module.norm_gate * flat) if c.out_norm == "gated" else y  # ReLA's gated form
-        o = y.unflatten(-1, (heads, -1)).transpose(1, 2)
+        o = heads(y, H)
     if c.diff == "v1":                          # Ye et al. 2410.05258, eq. 4
         o = o * (1 - lambda_init(module))
     if c.gate in ("head", "element", "silu"):   # Qiu et al. 2505.06708
-        o = o * gates(module, x, heads, silu if c.gate == "silu" else torch.sigmoid)
+        o = o * (F.silu if c.gate == "silu" else torch.sigmoid)(heads(module.gate(x), H))
     return o
-
-
-def gates(module, x, heads, activation):
-    return activation(module.gate(x)).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------------------------- a layer: from x to its output
@@ -349,8 +356,8 @@ def rotated(x, places, base):
 
 
 def t5_bucket(apart):
-    """T5, Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 * 8^((c + 1) / 16).
-    """
+    """T5, Raffel et al. 1910.10683: distances below 16 have buckets of their own; bucket 16 + c ends at
+    16 * 8^((c + 1) / 16)."""
     return apart if apart < 16 else min(31, 16 + sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16)))
 
 
@@ -358,7 +365,7 @@ def positions(module, T):
     """What --pos adds to the scores at distances 0 .. T - 1, (H, T), or None."""
     pos, buckets = module.config.pos, [t5_bucket(apart) for apart in range(T)]
     if pos in ("bias", "rope+bias"):            # Lazy Attention: 0 beyond its table
-        return torch.cat([module.table, module.table.new_zeros(len(module.table), T)], 1)[:, :T]
+        return F.pad(module.table, (0, T))[:, :T]
     if pos == "alibi":                          # Press et al. 2108.12409
         return -module.alibi[:, None] * torch.arange(T)
     if pos == "t5_index":                       # the released code of When Attention Sink Emerges
@@ -366,20 +373,20 @@ def positions(module, T):
     return module.t5[:, buckets] if pos == "t5" else None
 
 
-def layer(module, x):
-    """The whole layer: x (B, T, C) to (B, T, C)."""
-    c, T = module.config, x.shape[1]
-    y = torch.nn.functional.linear(x, module.c_attn.weight, module.c_attn.bias)
-    q, k, v = y.split([heads * width for heads, width in module.shapes.values()], -1)
+def layer(module, x, attend=attend):
+    """The whole layer: x (B, T, C) to (B, T, C). attend: see above, or that of a mixer."""
+    c, T, y = module.config, x.shape[1], module.c_attn(x)
+    if hasattr(module, "conv"):                 # over 4 tokens: H3, Mamba
+        y = F.silu(sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n:n + T] for n in range(4)))
+    q, k, v = y.split([H * width for H, width in module.shapes.values()], -1)
     if c.qk_norm == "all":                      # OLMo 2: all heads together
         q, k = (by_mean_square(y, c.norm_eps) * norm.weight for y, norm in ((q, module.q_norm), (k, module.k_norm)))
-    q, k, v = (y.unflatten(-1, module.shapes[name]).transpose(1, 2) for name, y in zip("qkv", (q, k, v), strict=True))
+    q, k, v = (heads(y, H) for y, (H, _) in zip((q, k, v), module.shapes.values(), strict=True))
     if c.qk_norm == "head":                     # Qwen3
         q, k = (by_mean_square(y, c.norm_eps) * norm.weight for y, norm in ((q, module.q_norm), (k, module.k_norm)))
-    early, places = None, torch.arange(T).to(x)
+    early, places = None, torch.arange(T) % (module.args["chunk"] if c.rule == "descent" else T)    # TTT: in its chunk
     if "rope" in c.pos:
         if c.first and module.depth % c.window_every == 0:              # StreamingLLM counts places in its cache
             early = rotated(q, places.clamp(max=c.first + c.window - 1), c.rope_base)
         q, k = rotated(q, places, c.rope_base), rotated(k, places, c.rope_base)
-    o = attend(module, q, k, v, x, positions(module, T), early)
-    return torch.nn.functional.linear(o.transpose(1, 2).flatten(2), module.c_proj.weight, module.c_proj.bias)
+    return module.c_proj(attend(module, q, k, v, x, positions(module, T), early).transpose(1, 2).flatten(2))
