@@ -12,8 +12,6 @@ import math
 import torch
 from torch.nn import functional as F
 
-# ------------------------------------------------------------------------------------------------ which keys a row sees
-
 
 def distances(R, T, device=None):
     """i - j of the last R rows i and all keys j, (R, T)."""
@@ -36,9 +34,8 @@ def bias(apart, table=None, tail=None, slope=None):
     return b if slope is None else b + slope[:, None, None] * apart
 
 
-# ------------------------------------------------------------------------------------ the rules: from scores to weights
-# Each takes scores s, the mask `seen`, and perhaps a threshold t or a power. Masked scores are 0. Masked weights may be
-# wrong: `weights_by_rule` sets them to 0.
+# The rules: scores s, the mask `seen`, and perhaps a threshold t or a power, to weights. Masked scores are 0. Masked
+# weights may be wrong: `weights_by_rule` sets them to 0.
 
 
 def exponentials(s, seen):
@@ -51,11 +48,6 @@ def softmax(s, seen, *_):
     """exp(s_ij) / sum_k exp(s_ik). Vaswani et al. 2017, eq. 1."""
     e, _ = exponentials(s, seen)
     return e / e.sum(-1, keepdim=True).clamp(min=1e-30)
-
-
-def elastic(s, seen, t, power):
-    """relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i. Lazy Attention, eq. 5."""
-    return torch.relu(softmax(s, seen) - t)
 
 
 def entmax(s, seen, t, power):
@@ -79,8 +71,7 @@ def entmax(s, seen, t, power):
 
 
 def softplus(s, *_):
-    """log(1 + exp(s_ij))."""
-    return torch.logaddexp(s, torch.zeros_like(s))
+    return torch.logaddexp(s, torch.zeros_like(s))                      # log(1 + exp(s_ij))
 
 
 def lssar(s, seen, t, power):
@@ -116,9 +107,9 @@ def elu_plus_one(x):
 
 
 RULES = {
-    "softmax": softmax, "elastic": elastic, "entmax": entmax, "softplus": softplus, "lssar": lssar,
+    "softmax": softmax, "entmax": entmax, "softplus": softplus, "lssar": lssar, "softpick": softpick,
     "sparsemax": lambda s, seen, t, power: entmax(s, seen, None, 1.0),  # Martins & Astudillo 2016, eq. 1
-    "softpick": softpick,
+    "elastic": lambda s, seen, t, power: torch.relu(softmax(s, seen) - t),              # Lazy Attention, eq. 5
     "relu": lambda s, *_: torch.relu(s),                                # Wortsman et al. 2309.08586; Zhang et al. 2021
     "tra": lambda s, seen, t, power: torch.relu(s - t) ** power,        # Threshold Differential Attention, eq. 1
     "sigmoid": lambda s, seen, t, power: torch.sigmoid(s - t),          # Ramapuram et al. 2409.04431
@@ -165,9 +156,6 @@ def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, sca
     if mix is not None:                         # the view of heads 0, 2, .. minus mix times that of heads 1, 3, ..
         w, v = w[:, 0::2] - mix.expand(len(q), H // 2, T)[..., None] * w[:, 1::2], v[:, 0::2]
     return w.to(v.dtype) @ v, w.sum(-1) if row_sum else log_divisor(rule, s, seen, t, power)
-
-
-# ------------------------------------------------------------------------------------- a layer: from q and k to weights
 
 
 def by_mean_square(x, eps=1e-6):
@@ -301,16 +289,12 @@ def weights(module, q, k, x, table=None, early=None):
     return one - mix(module, x) * two
 
 
-# ---------------------------------------------------------------------------------- a layer: from weights to its output
-
-
 def attend(module, q, k, v, x, table=None, early=None):
-    """Each head's output, (B, heads, R, E)."""
     return output(module, weights(module, q, k, x, table, early), v, x)
 
 
 def output(module, w, v, x):
-    """Each head's output from its weights, values, and the layer's input x."""
+    """Each head's output (B, H, R, E) from its weights, values, and the layer's input x."""
     H, T = w.shape[1], v.shape[2]
     o = w[..., -T:] @ v.repeat_interleave(H // v.shape[1], 1)
     if module.config.sink == "key_value":       # When Attention Sink Emerges, table 4
@@ -344,9 +328,6 @@ def finished(module, o, x):
     return o
 
 
-# ---------------------------------------------------------------------------------------- a layer: from x to its output
-
-
 def rotated(x, places, base):
     """RoPE, Su et al. 2021: channels c and c + D/2 are a pair, which turns by the angle place * base^(-2c / D)."""
     half = x.shape[-1] // 2
@@ -355,15 +336,11 @@ def rotated(x, places, base):
     return torch.cat([pair.real, pair.imag, x[..., 2 * half:]], -1)
 
 
-def t5_bucket(apart):
-    """T5, Raffel et al. 1910.10683: distances below 16 have buckets of their own; bucket 16 + c ends at
-    16 * 8^((c + 1) / 16)."""
-    return apart if apart < 16 else min(31, 16 + sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16)))
-
-
 def positions(module, T):
     """What --pos adds to the scores at distances 0 .. T - 1, (H, T), or None."""
-    pos, buckets = module.config.pos, [t5_bucket(apart) for apart in range(T)]
+    pos = module.config.pos
+    # T5, Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 * 8^((c + 1) / 16)
+    buckets = [n if n < 16 else min(31, 16 + sum(n >= 16 * 8 ** ((c + 1) / 16) for c in range(16))) for n in range(T)]
     if pos in ("bias", "rope+bias"):            # Lazy Attention: 0 beyond its table
         return F.pad(module.table, (0, T))[:, :T]
     if pos == "alibi":                          # Press et al. 2108.12409

@@ -38,9 +38,6 @@ def every_head(y, H):
     return y.repeat_interleave(H // y.shape[1], 1)
 
 
-# --------------------------------------------------------------------------------------------------------------- states
-
-
 def recurrence(q, k, v, keep, erase=None):
     """S_t = keep_t S_{t-1} + k_t^T (v_t - erase_t k_t keep_t S_{t-1}),  o_t = q_t S_t.
 
@@ -133,9 +130,6 @@ def learned(module, q, k, v, x):
     return torch.cat(outputs, 2)
 
 
-# ------------------------------------------------------------------------------------------------- matrices of weights
-
-
 def weights(module, q, k, x):
     """w_ij of o_i = sum_j w_ij v_j, before norms and gates."""
     c, H, T = module.config, module.config.n_head, k.shape[2]
@@ -147,15 +141,10 @@ def weights(module, q, k, x):
     extra, q, k = extra_score(module, q, n), factor(module, n) * featured(module, q), featured(module, k)
     s = q @ k.mT
     if c.mixer == "focus":
-        return softmax(extra, *focus(module, s, past, x))
+        return weights_by_rule("softmax", *with_extra(*focus(module, s, past, x), extra))
     if c.mixer == "selection":
         return selection(module, extra, q, k, s, past)
     return random_features(module, q, k) if c.mixer == "performer" else routing(module, q, k, s, past)
-
-
-def softmax(extra, s, seen):
-    """The softmax of the scores s over the keys that are seen, and over an extra key of this score, if there is one."""
-    return weights_by_rule("softmax", *with_extra(s, seen, extra))
 
 
 def random_features(module, q, k):
@@ -177,9 +166,6 @@ def routing(module, q, k, s, past):
     return w / pairs.any(-1).sum(2).clamp(min=1)[..., None]
 
 
-# ---------------------------------------------------------------------------------------------------------------- Focus
-
-
 def shares(module, x):
     """g: each token's shares of the groups, (B, T, K). Focus, eq. 1."""
     balance = module.config.balance
@@ -191,8 +177,8 @@ def shares(module, x):
 
 
 def sinkhorn(s, iterations):
-    """Q = exp(s), divided in turn by its sums over tokens and by its sums over groups. Focus, section 2. Without
-    iterations, only by the latter."""
+    """exp(s), divided in turn by its sums over tokens and over groups. Without iterations only by the latter. Focus,
+    section 2."""
     Q = torch.softmax(s, -1) if iterations == 0 else s.exp()
     for _ in range(iterations):
         Q = Q / Q.sum(1, keepdim=True)
@@ -212,9 +198,6 @@ def focus(module, s, past, x):
     return torch.where(near, s, s + gate.log() if c.affinity == "log" else s * gate), past
 
 
-# ------------------------------------------------------------------------------------------------------------ selection
-
-
 def selection(module, extra, q, k, s, past):
     """The softmax over the keys that each row selects, row by row."""
     seen, mass, s, (B, H, T, _) = torch.zeros_like(s, dtype=torch.bool), torch.ones_like(s[..., :1]), s.clone(), s.shape
@@ -222,17 +205,13 @@ def selection(module, extra, q, k, s, past):
         row = s[b, h, i, :i + 1].clone()
         chosen, change, mass[b, h, i] = CHOSEN[module.config.select](module, q[b, h, i], k[b, h, :i + 1], row)
         s[b, h, i, :i + 1], seen[b, h, i, :i + 1] = row + change, chosen
-    sink, w = softmax(extra, s, seen).tensor_split([-T], -1)
+    sink, w = weights_by_rule("softmax", *with_extra(s, seen, extra)).tensor_split([-T], -1)
     mean = past / past.double().sum(-1, keepdim=True) * w.sum(-1, keepdim=True)     # SparQ: of all values
     return torch.cat([sink, mass * w + (1 - mass) * mean], -1)
 
 
 def largest(rank, count):
     return torch.zeros(len(rank)).bool().scatter(0, rank.argsort(descending=True)[:count or len(rank)], True)
-
-
-def by_score(module, q, K, s):
-    return largest(s, module.config.topk), 0.0, 1.0
 
 
 def by_components(module, q, K, s):
@@ -269,4 +248,5 @@ def by_hash(module, q, K, s):
     return exact | (equal >= 2), torch.zeros_like(s).masked_scatter(~exact, -u.clamp(min=1e-30).log()), 1.0
 
 
-CHOSEN = {"topk": by_score, "sparq": by_components, "quest": by_page, "magicpig": by_hash}
+CHOSEN = {"topk": lambda module, q, K, s: (largest(s, module.config.topk), 0.0, 1.0),
+          "sparq": by_components, "quest": by_page, "magicpig": by_hash}
