@@ -180,12 +180,12 @@ TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen
 WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the same 300 times, as byte ids
 
 
-def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
-    """A data set from two arrays of token ids."""
+def write_data(folder, train, val):
+    """A data set from two arrays of bytes."""
     shards = {name: tokens.write_shard(folder / name, np.asarray(ids)) | {"bytes": len(ids)}
               for name, ids in (("train.bin", train), ("val.bin", val))}
-    files.write_json(folder / "meta.json", {
-        "dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": shards})
+    meta = {"dataset": folder.name, "tokenizer": "bytes", "vocab_size": 257, "shards": shards}
+    files.write_json(folder / "meta.json", meta)
     return folder
 
 
@@ -197,7 +197,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def backcopy(tmp_path_factory):
-    """A small data set of the sink lab."""
     out = tmp_path_factory.mktemp("data") / "backcopy"
     run("data/backcopy.py", f"--out_dir={out}", "--sequences=2000", "--val_sequences=200")
     return out
@@ -231,7 +230,6 @@ def write_tokenizer(folder, coder=None, **meta):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """A folder with the tokenizer "toy"."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "toy", tokenizer="toy", separator=0)
 
 
@@ -258,9 +256,8 @@ def enliven(gpt):
         p.mul_(4.0 if p.dim() > 1 else 0.7)
 
 
-TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8",
-        "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--warmup_iters=2", "--device=cpu",
-        "--dtype=float32")
+TINY = (*"--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=8 --eval_interval=4".split(),
+        *"--log_interval=1 --eval_iters=1 --warmup_iters=2 --device=cpu --dtype=float32".split())
 
 
 def train_here(*flags):
@@ -372,13 +369,10 @@ def assert_same_run(found, expected):
 def assert_close_runs(found, expected):
     """Two runs that sum the same gradients in another order have the same losses and weights up to rounding."""
     bounds.close(losses(found), losses(expected), terms=16, dtype=torch.float32)
-    found, expected = weights(found), weights(expected)
-    assert found.keys() == expected.keys()
-    bounds.close(list(found.values()), list(expected.values()), terms=16, size=1.0)
+    bounds.close(weights(found), weights(expected), terms=16, size=1.0)
 
 
 def contents(folder):
-    """{name: bytes} of a folder's files."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -387,7 +381,6 @@ def meta(out_dir):
 
 
 def tiny_config(**choices):
-    """A GPTConfig of one small layer."""
     from model import GPTConfig
     return GPTConfig(**{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices)
 

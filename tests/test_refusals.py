@@ -262,15 +262,10 @@ BORDERS = {
     "train.py {new} --attn=retnet": "attn_args=chunk 0 1, attn_args=chunk 2.5 2",
     "train.py {new} --attn=k_bias": "attn_args=bias_dims 9 8, attn_args=bias_dims 1.7 1",
     "train.py {new} --attn=softmax --head_balance=0.1 --n_layer=2": "balance_skip 1 0",
-    "eval.py loss --out_dir=x": "windows -1 0, batch_size 0 1", "eval.py passkey --out_dir=x": "trials 0 1, seed -1 0",
-    "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0",
-    "eval.py lengths --out_dir=x": "finetune -1 0, windows -2 -1",
+    "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0, windows -2 -1",
     "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k top_p -1 0",
     "eval.py heads --out_dir=x": "local windows 0 1, prune 101 100, prune -1 0",
-    "eval.py scrolls --out_dir=x --source=y": "tokens 0 1", "eval.py bench --out_dir=x": "limit -1 0",
-    "eval.py speed": "memory lengths 0 1", "eval.py speed --live --out_dir=x": "lengths 0 1",
-    **{f"eval.py speed {how}": "widths lengths 0 1" for how in ("--kernels", "--tune")},
-    **{f"eval.py speed {how}": "lengths 0 1" for how in ("--decode", "--focus")}}
+    "eval.py speed": "memory lengths 0 1", "eval.py speed --kernels": "widths lengths 0 1"}
 
 
 @pytest.mark.parametrize("line", BORDERS)
