@@ -38,7 +38,7 @@ def bias(apart, table=None, tail=None, slope=None):
 # weights may be wrong: `weights_by_rule` sets them to 0.
 
 
-def exponentials(s, seen):
+def exponentials(s, seen, *_):
     """exp(s - m) of the visible keys and m, the largest score of the row, which prevents overflow."""
     m = s.detach().masked_fill(~seen, -1e30).amax(-1, keepdim=True)
     return (s - m).masked_fill(~seen, -math.inf).exp(), m
@@ -82,13 +82,13 @@ def lssar(s, seen, t, power):
 
 
 def powers(s, seen, t, power):
-    """(x / m)^power and m, the largest x of the row: x^power itself would overflow. A key within rounding (2^-18) of
-    the threshold counts as below it, and a score below -69 as minus infinity."""
+    """(x / m)^power and log m^power, m the largest x of the row: x^power itself would overflow. A key within rounding
+    (2^-18) of the threshold counts as below it, and a score below -69 as minus infinity."""
     phi = softplus(s)
     x = (phi - t) * (seen & (phi > t * (1 + 2 ** -18)) & (phi > 1e-30))
     m = x.detach().amax(-1, keepdim=True)
     m = torch.where(m > 0, m, 1.0)
-    return (x / m) ** power, m
+    return (x / m) ** power, power * m.log()
 
 
 def softpick(s, seen, *_):
@@ -97,7 +97,7 @@ def softpick(s, seen, *_):
     return torch.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-8)
 
 
-def above_one(s, seen):
+def above_one(s, seen, *_):
     m = s.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=0)
     return ((s - m).exp() - (-m).exp()) * seen, m
 
@@ -126,16 +126,10 @@ def weights_by_rule(rule, s, seen, t=None, power=None):
 
 def log_divisor(rule, s, seen, t=None, power=None):
     """The logarithm of what a rule divides its row by, (B, H, R), 0 in a row without any weight. None: not a sum."""
-    s, power = s.masked_fill(~seen, 0.0), POWERS.get(rule) if power is None else power
-    if rule in ("softmax", "elastic"):
-        e, m = exponentials(s, seen)
-    elif rule == "lssar":
-        e, m = powers(s, seen, t, power)
-        m = power * m.log()
-    elif rule == "softpick":
-        e, m = above_one(s, seen)
-    else:
+    parts = {"softmax": exponentials, "elastic": exponentials, "lssar": powers, "softpick": above_one}
+    if rule not in parts:
         return None
+    e, m = parts[rule](s.masked_fill(~seen, 0.0), seen, t, POWERS.get(rule) if power is None else power)
     total = e.abs().sum(-1) + 1e-8 * (rule == "softpick")
     return torch.where(total > 0, m[..., 0], 0.0) + torch.where(total > 0, total, 1.0).log()
 

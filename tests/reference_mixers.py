@@ -4,8 +4,7 @@
     attend(module, q, k, v, x)      each head's output (B, H, T, E), from convolved and rotated q, k and v
     weights(module, q, k, x)        its attention weights (B, H, T, T), with an extra key's column first
 
-What mixers share with the rules of scores is in reference.py. Nothing here calls the code under test: it reads a
-layer's config, constants, parameters and buffers by name.
+What mixers share with the rules of scores is in reference.py, and so is what a reference may read.
 Shapes: B batch, H heads, T tokens, D width of q and k, E of v, C of the layer's input x (B, T, C).
 """
 import math

@@ -265,7 +265,7 @@ BORDERS = {
     "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0, windows -2 -1",
     "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k top_p -1 0",
     "eval.py heads --out_dir=x": "local windows 0 1, prune 101 100, prune -1 0",
-    "eval.py speed": "memory lengths 0 1", "eval.py speed --kernels": "widths lengths 0 1"}
+    "eval.py speed": "memory lengths widths 0 1"}
 
 
 @pytest.mark.parametrize("line", BORDERS)
