@@ -81,8 +81,7 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
 
 def below(value, bound):
     """value < bound, both positive, for a single number or for every number of a tensor."""
-    value, bound = (a.detach().double().cpu() if isinstance(a, torch.Tensor) else torch.tensor(float(a)).double()
-                    for a in (value, bound))
+    value, bound = (torch.as_tensor(a).detach().double().cpu() for a in (value, bound))
     note((value / bound).max().item())
 
 

@@ -34,8 +34,11 @@ from data import tokens  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def own_proxies(monkeypatch):
-    """Reset the proxies for each test, since urllib keeps those of its first request. Test servers need no proxy."""
+def fresh_start(monkeypatch):
+    """Every test draws the same numbers, whatever ran before it. Test servers need no proxy, and urllib forgets proxies
+    of its first request."""
+    torch.manual_seed(bounds.SEED)
+    np.random.seed(bounds.SEED)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     urllib.request.install_opener(None)
 
@@ -108,13 +111,6 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Every test draws the same numbers, whatever ran before it."""
-    torch.manual_seed(bounds.SEED)
-    np.random.seed(bounds.SEED)
 
 
 @pytest.fixture
