@@ -410,8 +410,8 @@ SAYS = [                                        # (how a line begins, exit code,
     --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
     --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
     --expert_balance=1 => add --mlp=moe"""),
-    ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch;
-    --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax"""),
+    ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
+    --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
     ("train.py {new} --kernel=triton", INPUT, """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;
     --attn=routing => has no kernel; --attn=streaming --window=4 --n_embd=512 => heads are wider than 256;
     --attn=focus --window=4 => the soft gate of every pair has no kernel"""),
