@@ -3,6 +3,7 @@
 Debian and Ubuntu: apt-get install chromium chromium-driver; pip install selenium
 """
 import shutil
+from functools import partial
 
 import pytest
 
@@ -15,9 +16,8 @@ class Browser:
 
     def __init__(self, folder):
         webdriver = pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
-        chromium, driver = (next(filter(None, map(shutil.which, names)), None) for names in (
-            ("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)))
-        if not chromium or not driver:
+        chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        if not chromium or not (driver := shutil.which("chromedriver")):
             pytest.skip("needs a browser and its driver: apt-get install chromium chromium-driver")
         options = webdriver.ChromeOptions()
         options.binary_location = chromium
@@ -25,6 +25,7 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options, webdriver.ChromeService(driver))
+        self.find, self.run = partial(self.driver.find_element, "css selector"), self.driver.execute_script
         self.actions = webdriver.ActionChains(self.driver, duration=0)
         self.keys = {name: getattr(webdriver.Keys, name.upper()) for name in (
             "left", "up", "right", "down", "shift", "home", "end")}
@@ -37,13 +38,6 @@ class Browser:
         self.driver.get(path.resolve().as_uri())
         self.driver.execute_async_script(
             "let done = arguments[0], wait = () => document.body.dataset.ready ? done() : setTimeout(wait, 20); wait()")
-
-    def run(self, script, *arguments):
-        """Run JavaScript in the page."""
-        return self.driver.execute_script(script, *arguments)
-
-    def find(self, selector):
-        return self.driver.find_element("css selector", selector)
 
     def names(self, role):
         """The names of all elements of this role in the accessibility tree."""
@@ -74,6 +68,3 @@ class Browser:
     def errors(self):
         """What the page has written to the console as errors or warnings since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-
-    def close(self):
-        self.driver.quit()

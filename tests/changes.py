@@ -1,6 +1,7 @@
 """Small changes of source code that a test should notice: other operators, numbers, conditions, missing statements."""
 import ast
 import collections
+import contextlib
 import itertools
 import random
 
@@ -24,8 +25,8 @@ class Source:
     def span(self, node):
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
 
-    def lines(self, start, end):
-        return self.source.count(b"\n", 0, start) + 1, self.source.count(b"\n", 0, end) + 1
+    def lines(self, *span):
+        return [self.source.count(b"\n", 0, end) + 1 for end in span]
 
     def text(self, start, end):
         return self.source[start:end].decode()
@@ -69,13 +70,12 @@ class Source:
                 yield from self.operators(left, right)
             case ast.UnaryOp(op=ast.Not() | ast.USub()):
                 yield start, start + (3 if isinstance(node.op, ast.Not) else 1), ""
-            case ast.Constant(value=bool()):
-                yield start, end, str(not node.value)
-            case ast.Constant(value=int()):
-                yield start, end, str(node.value + 1)
-                yield start, end, str(node.value - 1)
-            case ast.Constant(value=float()):
-                yield start, end, str(2 * node.value or 1.0)
+            case ast.Constant(value=bool() as value):
+                yield start, end, str(not value)
+            case ast.Constant(value=int() as value):
+                yield from ((start, end, str(value + step)) for step in (1, -1))
+            case ast.Constant(value=float() as value):
+                yield start, end, str(2 * value or 1.0)
             case ast.arguments(defaults=some, kw_defaults=others):
                 yield from ((*self.span(value), "0") for value in some + others
                             if isinstance(value, ast.Constant) and value.value is None)
@@ -104,15 +104,12 @@ class Source:
     def mutant(self, start, end, new, places):
         """The mutant with one change, or None where it is no other program."""
         changed = self.source[:start] + new.encode() + self.source[end:]
-        try:
-            same = ast.dump(ast.parse(changed)) == self.meaning
-        except SyntaxError:
-            return None
-        first, last = self.lines(start, end)
-        start, end, grown = self.starts[first - 1], self.starts[last], len(changed) - len(self.source)
-        row = {"file": self.file, "line": first, "was": self.text(start, end),
-               "now": changed[start:end + grown].decode()}
-        return None if same else (row, changed, places)
+        with contextlib.suppress(SyntaxError):
+            if ast.dump(ast.parse(changed)) != self.meaning:
+                first, last = self.lines(start, end)
+                start, end, grown = self.starts[first - 1], self.starts[last], len(changed) - len(self.source)
+                now = changed[start:end + grown].decode()
+                return {"file": self.file, "line": first, "was": self.text(start, end), "now": now}, changed, places
 
 
 def draw(root, patterns, seed, count):

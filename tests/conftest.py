@@ -1,4 +1,4 @@
-"""Shared by all tests: a small data set, functions that run the scripts in this process or a new one, a trained run."""
+"""Shared by all tests: small data sets and runs, functions that run scripts in this process or a new one, --all."""
 import contextlib
 import http.server
 import io
@@ -34,8 +34,11 @@ from data import tokens  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def own_proxies(monkeypatch):
-    """Reset the proxies for each test, since urllib keeps those of its first request. Test servers need no proxy."""
+def fresh_start(monkeypatch):
+    """Every test draws the same numbers, whatever ran before it. Test servers need no proxy, and urllib forgets proxies
+    of its first request."""
+    torch.manual_seed(bounds.SEED)
+    np.random.seed(bounds.SEED)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     urllib.request.install_opener(None)
 
@@ -76,35 +79,25 @@ def server():
     server.shutdown()
 
 
-# ---------------------------------------------------------------------------------------------------- which tests run
-
-
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true",
-                     help="run every case of every recipe, kernel and choice, and draw ten times as many cases of "
-                          "each property, as .ci/run does")
-    parser.addoption("--threads", type=int, default=1,
-                     help="threads of each process (default: 1; the models here are too small for more)")
-    parser.addoption("--margins", action="store_true",
-                     help="print the twenty comparisons that came closest to their bound")
-
-
-DRAWS = {"factor": 1}                           # times as many examples of each property: ten with --all
+    parser.addoption("--all", action="store_true", help="run every case of every recipe, kernel and choice, and draw "
+                     "ten times as many cases of each property, as .ci/run does")
+    parser.addoption("--threads", type=int, default=1, help="of each process; the models here are too small for more")
+    parser.addoption("--margins", action="store_true", help="print the twenty comparisons closest to their bound")
 
 
 def examples(count):
     """How many cases a property draws: count, or ten times as many with --all."""
-    return count * DRAWS["factor"]
+    return count * hypothesis.settings.default.max_examples // 20
 
 
 def pytest_configure(config):
     # --hypothesis-seed draws other cases, and other random inputs in all tests. Without it, every run draws the same
     seed = config.getoption("--hypothesis-seed")
     bounds.SEED = int(seed or 0)
-    DRAWS["factor"] = 10 if config.getoption("--all") else 1
     hypothesis.settings.register_profile(
-        "nano", max_examples=examples(20), derandomize=seed is None, deadline=None, database=None,
-        suppress_health_check=list(hypothesis.HealthCheck))
+        "nano", max_examples=200 if config.getoption("--all") else 20, derandomize=seed is None, deadline=None,
+        database=None, suppress_health_check=list(hypothesis.HealthCheck))
     hypothesis.settings.load_profile("nano")
     torch.set_num_threads(config.getoption("--threads"))
     # Processes that tests start get the same number of threads. In this process, set_num_threads also stops MKL from
@@ -114,18 +107,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --all, leave out tests that are marked exhaustive."""
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Every test draws the same numbers, whatever ran before it."""
-    torch.manual_seed(bounds.SEED)
-    np.random.seed(bounds.SEED)
 
 
 @pytest.fixture
@@ -143,9 +128,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK", 16)
 
 
-# ------------------------------------------------------------------------------------- how close tests came to bounds
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Attach the largest share of a bound that a test used to its report."""
@@ -157,16 +139,14 @@ def pytest_runtest_call(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if not config.getoption("--margins"):
-        return
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    found = [(*share, report.nodeid) for report in reports for name, share in report.user_properties if name == "share"]
-    terminalreporter.section(f"the largest errors of {len(found)} tests, as shares of their bounds")
-    for share, line, test in sorted(found, reverse=True)[:20]:
-        terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
+    if config.getoption("--margins"):
+        reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+        found = [(*share, report.nodeid) for report in reports
+                 for name, share in report.user_properties if name == "share"]
+        terminalreporter.section(f"the largest errors of {len(found)} tests, as shares of their bounds")
+        for share, line, test in sorted(found, reverse=True)[:20]:
+            terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
 
-
-# ------------------------------------------------------------------------------------------------ parameters of tests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not kernels.AVAILABLE, reason="no triton here")
@@ -192,19 +172,16 @@ RECIPES = some_recipes(*FEW, among=mixers.trained_recipes())
 # one recipe for each kind of cache, for tests of whole models
 CACHES = some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet", "sparq", "quest", "magicpig")
 
-
-# ------------------------------------------------------------------------------------------------------------- the data
-
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
 WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the same 300 times, as byte ids
 
 
-def write_data(folder, train, val, vocab_size=257, tokenizer="bytes"):
-    """A data set from two arrays of token ids."""
-    shards = {f"{split}.bin": tokens.write_shard(folder / f"{split}.bin", np.asarray(ids)) | {"bytes": len(ids)}
-              for split, ids in (("train", train), ("val", val))}
-    files.write_json(folder / "meta.json", {"dataset": folder.name, "tokenizer": tokenizer, "vocab_size": vocab_size,
-                                            "shards": shards})
+def write_data(folder, train, val):
+    """A data set from two arrays of bytes."""
+    shards = {name: tokens.write_shard(folder / name, np.asarray(ids)) | {"bytes": len(ids)}
+              for name, ids in (("train.bin", train), ("val.bin", val))}
+    meta = {"dataset": folder.name, "tokenizer": "bytes", "vocab_size": 257, "shards": shards}
+    files.write_json(folder / "meta.json", meta)
     return folder
 
 
@@ -216,13 +193,10 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def backcopy(tmp_path_factory):
-    """A small data set of the sink lab."""
     out = tmp_path_factory.mktemp("data") / "backcopy"
     run("data/backcopy.py", f"--out_dir={out}", "--sequences=2000", "--val_sequences=200")
     return out
 
-
-# ------------------------------------------------------------------------------------- the tokenizer of a public model
 
 SPECIAL = ("<|end|>", "<|im_end|>")             # ids 0 and 1
 
@@ -232,8 +206,7 @@ def byte_pairs(sentence=TEXT, first=0, specials=SPECIAL):
     ids for bytes begin at first."""
     lib = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
-    coder = lib.Tokenizer(lib.models.BPE({c: first + i for i, c in enumerate(alphabet)}, []) if first
-                          else lib.models.BPE())
+    coder = lib.Tokenizer(lib.models.BPE(*[{c: first + i for i, c in enumerate(alphabet)}, []] if first else []))
     coder.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = lib.decoders.ByteLevel()
     if not first:
@@ -253,7 +226,6 @@ def write_tokenizer(folder, coder=None, **meta):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """A folder with the tokenizer "toy"."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "toy", tokenizer="toy", separator=0)
 
 
@@ -280,11 +252,8 @@ def enliven(gpt):
         p.mul_(4.0 if p.dim() > 1 else 0.7)
 
 
-# --------------------------------------------------------------------------------------------------------- the scripts
-
-TINY = ("--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=8",
-        "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--warmup_iters=2", "--device=cpu",
-        "--dtype=float32")
+TINY = (*"--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=8 --eval_interval=4".split(),
+        *"--log_interval=1 --eval_iters=1 --warmup_iters=2 --device=cpu --dtype=float32".split())
 
 
 def train_here(*flags):
@@ -348,9 +317,8 @@ def complain(main, capsys, *argv):
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in argv])
     err = capsys.readouterr().err
-    assert stop.value.code not in (0, None) and isinstance(stop.value.code, int)
-    assert err.endswith("\n") and err.count("\n") == 1, err
-    assert "Traceback" not in err
+    assert isinstance(stop.value.code, int) and stop.value.code != 0
+    assert err.endswith("\n") and err.count("\n") == 1 and "Traceback" not in err, err
     return stop.value.code, err
 
 
@@ -358,9 +326,7 @@ def assert_says(pattern, line):
     assert re.search(pattern, line), line
 
 
-# ------------------------------------------------------------------------------------------------------------ the runs
-
-FILES = ("ckpt.pt", "log.csv", "meta.json")
+FILES = ("ckpt.pt", "log.csv", "meta.json")             # of a run
 
 
 @pytest.fixture(scope="session")
@@ -399,13 +365,10 @@ def assert_same_run(found, expected):
 def assert_close_runs(found, expected):
     """Two runs that sum the same gradients in another order have the same losses and weights up to rounding."""
     bounds.close(losses(found), losses(expected), terms=16, dtype=torch.float32)
-    found, expected = weights(found), weights(expected)
-    assert found.keys() == expected.keys()
-    bounds.close(list(found.values()), list(expected.values()), terms=16, size=1.0)
+    bounds.close(weights(found), weights(expected), terms=16, size=1.0)
 
 
 def contents(folder):
-    """{name: bytes} of a folder's files."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -414,7 +377,6 @@ def meta(out_dir):
 
 
 def tiny_config(**choices):
-    """A GPTConfig of one small layer."""
     from model import GPTConfig
     return GPTConfig(**{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices)
 
@@ -425,4 +387,4 @@ def browser(tmp_path_factory):
     from browser import Browser
     found = Browser(tmp_path_factory.mktemp("browser"))
     yield found
-    found.close()
+    found.driver.quit()

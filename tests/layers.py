@@ -1,4 +1,6 @@
 """Layers with random weights for tests: any recipe on any axes, its inputs, its output with all gradients."""
+import contextlib
+
 import torch
 from bounds import dice
 from conftest import tiny_config
@@ -8,14 +10,8 @@ import mixers
 from evals.instrument import instead
 from model import GPTConfig
 
-
 # what a value of the axis `select` is given to choose from a few dozen tokens
 SELECTING = {"sparq": "components=3", "quest": "page=4", "magicpig": "first=1,recent=3,bits=2,tables=6"}
-
-
-def selection(attn="softmax", **choices):
-    """How a layer selects keys: its value on the axis `select`, or None."""
-    return choices.get("select", mixers.attention.ATTENTIONS[attn].get("select"))
 
 
 SIZES = {"n_head": 4, "n_embd": 32}
@@ -23,10 +19,15 @@ SIZES = {"n_head": 4, "n_embd": 32}
 CONSTANTS = {
     "tau_init": ("0", "0.5"), "per_length": ("0", "block"), "alpha": ("learned", "1.2", "2"),
     "power": ("1", "3", "1.5"), "kappa": ("4",), "beta_init": ("0.5",), "sigma_init": ("0.4",), "anneal": ("0.2",),
-    "lambda_init": ("0.2",),
-    "value_norm": ("5",), "value_even": ("1",), "bias_shared": ("1",), "bias_dims": ("3",), "learn_alibi": ("1",),
-    "length_bias": ("0", "1"), "out_norm_eps": ("0.01",)}
+    "lambda_init": ("0.2",), "value_norm": ("5",), "value_even": ("1",), "bias_shared": ("1",), "bias_dims": ("3",),
+    "learn_alibi": ("1",), "length_bias": ("0", "1"), "out_norm_eps": ("0.01",)}
 NUMBERS = {"window": (7, 1, 16, 40), "first": (2, 1, 9), "window_every": (2,), "topk": (2, 6)}
+SCORES = st.sampled_from(KINDS := (None, "large", "ties", "equal", "negative", "far below 0"))      # see `shaped`
+
+
+def selection(attn="softmax", **choices):
+    """How a layer selects keys: its value on the axis `select`, or None."""
+    return choices.get("select", mixers.attention.ATTENTIONS[attn].get("select"))
 
 
 @st.composite
@@ -49,20 +50,12 @@ def combinations(draw, *of):
     return choices | ({"attn_args": args} if args else {})
 
 
-def legal(choices):
-    try:
-        return bool(GPTConfig(**SIZES | choices))
-    except ValueError:
-        return False
-
-
 def recipes(*of):
     """The combinations that are legal."""
+    def legal(choices):
+        with contextlib.suppress(ValueError):
+            return GPTConfig(**SIZES | choices)
     return combinations(*of).filter(legal)
-
-
-KINDS = (None, "large", "ties", "equal", "negative", "far below 0")     # of scores, see `shaped`
-SCORES = st.sampled_from(KINDS)
 
 
 def shaped(kind, q, k):
@@ -92,17 +85,14 @@ def layer(attn="softmax", dtype=torch.float64, stream=3, depth=0, progress=0.3, 
 
 def fresh(attn, dtype=torch.float64, **choices):
     """One layer in eval mode with its initial parameters."""
-    config = tiny_config(**SIZES | {"attn": attn} | choices)
-    return mixers.layer_of(config, 0).to(dtype).eval()
+    return mixers.layer_of(tiny_config(**SIZES | {"attn": attn} | choices), 0).to(dtype).eval()
 
 
 def normal(*shape, stream=0, dtype=torch.float64):
-    """Draws from N(0, 1)."""
     return torch.randn(shape, generator=dice(stream), dtype=torch.float64).to(dtype)
 
 
 def token_ids(*shape, vocab_size=31, stream=0):
-    """Random tokens."""
     return torch.randint(vocab_size, shape, generator=dice(stream))
 
 
@@ -124,13 +114,9 @@ def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):
     """Random q (of the last R of T rows), k, v and x for module.attend. The queries are twice as long as the keys, so
     that rows are far from uniform."""
     q, k, v = (normal(B, heads, T, width, stream=stream + n) for n, (heads, width) in enumerate(module.shapes.values()))
-    x = normal(B, T, module.config.n_embd, stream=stream + 3)
-    return [a.to(dtype) for a in (2 * q[:, :, T - (R or T):], k, v, rows_of(module, x, R or T))]
-
-
-def rows_of(module, x, R):
-    """The layer's input as attend expects it for R queries: their rows, or every row if the mixer needs all tokens."""
-    return x if module.config.mixer in ("recurrent", "performer", "focus") else x[:, x.shape[1] - R:]
+    x, first = normal(B, T, module.config.n_embd, stream=stream + 3), T - (R or T)
+    of_x = 0 if module.config.mixer in ("recurrent", "performer", "focus") else first      # these need all tokens
+    return [a.to(dtype) for a in (2 * q[:, :, first:], k, v, x[:, of_x:])]
 
 
 def scalars(module):

@@ -16,6 +16,7 @@ import faulthandler
 import importlib
 import json
 import multiprocessing
+import operator
 import os
 import resource
 import shutil
@@ -31,7 +32,6 @@ import recording
 
 HERE, FORK = Path(__file__).resolve().parent, multiprocessing.get_context("fork")
 FILES = "attention.py kernels.py model.py train.py axes/*.py mixers/*.py common/*.py data/tokens.py"
-
 # a process that has imported all this forks those of the mutants
 WARM = ("torch._dynamo", "triton.language", "numpy", "hypothesis", "xdist", "transformers", "safetensors.torch",
         "tokenizers", "tiktoken", "gguf", "matplotlib")
@@ -72,8 +72,8 @@ def judge(mutants, root, out, limit):
     with tempfile.TemporaryDirectory() as scratch:
         folder, log = Path(scratch, "copy"), Path(scratch, "test")
         folder.mkdir()
-        subprocess.run(f"git ls-files -zco --exclude-standard | xargs -0 cp -p --parents -t {folder}", shell=True,
-                       cwd=root)
+        files = f"git ls-files -zco --exclude-standard | xargs -0 cp -p --parents -t {folder}"
+        subprocess.run(files, shell=True, cwd=root)
         compileall.compile_dir(folder, quiet=2)
         for row, source, places in mutants:
             began, noticed, tests = time.monotonic(), None, recorded.tests_for(row["file"], places, limit)
@@ -93,10 +93,6 @@ def judge(mutants, root, out, limit):
             print("{file}:{line} {seconds} s {noticed_by}".format(**row), flush=True)
 
 
-def identity(row):
-    return row["file"], row["line"], row["was"], row["now"]
-
-
 def show(rows):
     """Print the share noticed by file, and the survivors."""
     files = collections.defaultdict(list)
@@ -114,23 +110,22 @@ def show(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="run the default tests once, and note what they execute")
-    parser.add_argument("--again", action="store_true", help="judge the survivors once more")
-    parser.add_argument("--show", action="store_true", help="print the results so far")
-    parser.add_argument("--root", type=Path, default=HERE.parent, help="another checkout of this repository")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out/mutants", help="folder of recording and results")
-    parser.add_argument("--files", default=FILES, help="the files that mutants change")
-    parser.add_argument("--count", type=int, default=400, help="how many mutants")
-    parser.add_argument("--seed", type=int, default=0, help="draws other mutants")
-    parser.add_argument("--jobs", type=int, default=2, help="how many processes at a time")
-    parser.add_argument("--seconds", type=float, default=120, help="how long the tests of a mutant may take")
+    for name in ("record", "again", "show"):
+        parser.add_argument(f"--{name}", action="store_true", help="see above")
+    for name, default, meaning in (
+            ("root", HERE.parent, "another checkout of this repository"), ("count", 400, "how many mutants"),
+            ("out", HERE.parent / "out/mutants", "folder of recording and results"), ("seed", 0, "draws other mutants"),
+            ("files", FILES, "the files that mutants change"), ("jobs", 2, "how many processes at a time"),
+            ("seconds", 120.0, "how long the tests of a mutant may take")):
+        kind = Path if isinstance(default, Path) else type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=meaning)
     args = parser.parse_args()
-    root, out = args.root.resolve(), args.out.resolve()
+    root, out, identity = args.root.resolve(), args.out.resolve(), operator.itemgetter("file", "line", "was", "now")
     if args.record:
         return recording.record(root, FILES, out, args.jobs)
     results = out / "mutants.jsonl"
-    rows = map(json.loads, results.read_text().splitlines() if results.exists() else [])
-    rows = {identity(row): row for row in rows}         # the last judgement of each mutant
+    lines = results.read_text().splitlines() if results.exists() else []
+    rows = {identity(row): row for row in map(json.loads, lines)}       # the last judgement of each mutant
     if args.show:
         return show(rows.values())
     drawn = changes.draw(root, args.files, args.seed, args.count)

@@ -10,8 +10,7 @@ Scores s and weights w are (B, H, R, T), row vectors such as a threshold t are (
 import math
 
 import torch
-
-# ------------------------------------------------------------------------------------------------ which keys a row sees
+from torch.nn import functional as F
 
 
 def distances(R, T, device=None):
@@ -35,12 +34,11 @@ def bias(apart, table=None, tail=None, slope=None):
     return b if slope is None else b + slope[:, None, None] * apart
 
 
-# ------------------------------------------------------------------------------------ the rules: from scores to weights
-# Each takes scores s, the mask `seen`, and perhaps a threshold t or a power. Masked scores are 0. Masked weights may be
-# wrong: `weights_by_rule` sets them to 0.
+# The rules: scores s, the mask `seen`, and perhaps a threshold t or a power, to weights. Masked scores are 0. Masked
+# weights may be wrong: `weights_by_rule` sets them to 0.
 
 
-def exponentials(s, seen):
+def exponentials(s, seen, *_):
     """exp(s - m) of the visible keys and m, the largest score of the row, which prevents overflow."""
     m = s.detach().masked_fill(~seen, -1e30).amax(-1, keepdim=True)
     return (s - m).masked_fill(~seen, -math.inf).exp(), m
@@ -50,11 +48,6 @@ def softmax(s, seen, *_):
     """exp(s_ij) / sum_k exp(s_ik). Vaswani et al. 2017, eq. 1."""
     e, _ = exponentials(s, seen)
     return e / e.sum(-1, keepdim=True).clamp(min=1e-30)
-
-
-def elastic(s, seen, t, power):
-    """relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i. Lazy Attention, eq. 5."""
-    return torch.relu(softmax(s, seen) - t)
 
 
 def entmax(s, seen, t, power):
@@ -78,8 +71,7 @@ def entmax(s, seen, t, power):
 
 
 def softplus(s, *_):
-    """log(1 + exp(s_ij))."""
-    return torch.logaddexp(s, torch.zeros_like(s))
+    return torch.logaddexp(s, torch.zeros_like(s))                      # log(1 + exp(s_ij))
 
 
 def lssar(s, seen, t, power):
@@ -90,13 +82,13 @@ def lssar(s, seen, t, power):
 
 
 def powers(s, seen, t, power):
-    """(x / m)^power and m, the largest x of the row: x^power itself would overflow. A key within rounding (2^-18) of
-    the threshold counts as below it, and a score below -69 as minus infinity."""
+    """(x / m)^power and log m^power, m the largest x of the row: x^power itself would overflow. A key within rounding
+    (2^-18) of the threshold counts as below it, and a score below -69 as minus infinity."""
     phi = softplus(s)
     x = (phi - t) * (seen & (phi > t * (1 + 2 ** -18)) & (phi > 1e-30))
     m = x.detach().amax(-1, keepdim=True)
     m = torch.where(m > 0, m, 1.0)
-    return (x / m) ** power, m
+    return (x / m) ** power, power * m.log()
 
 
 def softpick(s, seen, *_):
@@ -105,7 +97,7 @@ def softpick(s, seen, *_):
     return torch.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-8)
 
 
-def above_one(s, seen):
+def above_one(s, seen, *_):
     m = s.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=0)
     return ((s - m).exp() - (-m).exp()) * seen, m
 
@@ -115,9 +107,9 @@ def elu_plus_one(x):
 
 
 RULES = {
-    "softmax": softmax, "elastic": elastic, "entmax": entmax, "softplus": softplus, "lssar": lssar,
+    "softmax": softmax, "entmax": entmax, "softplus": softplus, "lssar": lssar, "softpick": softpick,
     "sparsemax": lambda s, seen, t, power: entmax(s, seen, None, 1.0),  # Martins & Astudillo 2016, eq. 1
-    "softpick": softpick,
+    "elastic": lambda s, seen, t, power: torch.relu(softmax(s, seen) - t),              # Lazy Attention, eq. 5
     "relu": lambda s, *_: torch.relu(s),                                # Wortsman et al. 2309.08586; Zhang et al. 2021
     "tra": lambda s, seen, t, power: torch.relu(s - t) ** power,        # Threshold Differential Attention, eq. 1
     "sigmoid": lambda s, seen, t, power: torch.sigmoid(s - t),          # Ramapuram et al. 2409.04431
@@ -134,16 +126,10 @@ def weights_by_rule(rule, s, seen, t=None, power=None):
 
 def log_divisor(rule, s, seen, t=None, power=None):
     """The logarithm of what a rule divides its row by, (B, H, R), 0 in a row without any weight. None: not a sum."""
-    s, power = s.masked_fill(~seen, 0.0), POWERS.get(rule) if power is None else power
-    if rule in ("softmax", "elastic"):
-        e, m = exponentials(s, seen)
-    elif rule == "lssar":
-        e, m = powers(s, seen, t, power)
-        m = power * m.log()
-    elif rule == "softpick":
-        e, m = above_one(s, seen)
-    else:
+    parts = {"softmax": exponentials, "elastic": exponentials, "lssar": powers, "softpick": above_one}
+    if rule not in parts:
         return None
+    e, m = parts[rule](s.masked_fill(~seen, 0.0), seen, t, POWERS.get(rule) if power is None else power)
     total = e.abs().sum(-1) + 1e-8 * (rule == "softpick")
     return torch.where(total > 0, m[..., 0], 0.0) + torch.where(total > 0, total, 1.0).log()
 
@@ -166,11 +152,13 @@ def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, sca
     return w.to(v.dtype) @ v, w.sum(-1) if row_sum else log_divisor(rule, s, seen, t, power)
 
 
-# ------------------------------------------------------------------------------------- a layer: from q and k to weights
-
-
 def by_mean_square(x, eps=1e-6):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def heads(y, H):
+    """(B, T, H * width) to (B, H, T, width)."""
+    return y.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
 def featured(module, x):
@@ -207,10 +195,9 @@ def key_heads(module):
     return [h // 2 // (H // K) * 2 + h % 2 if pairs else h // (H // K) for h in range(H)]
 
 
-def whole(parameter, heads, width):
-    """A bias of heads (heads, width) from one that all share, or that has only its first channels."""
-    missing = parameter.new_zeros(len(parameter), width - parameter.shape[1])
-    return torch.cat([parameter, missing], 1).repeat_interleave(heads // len(parameter), 0)
+def whole(parameter, H, width):
+    """A bias of H heads (H, width) from one that all share, or that has only its first channels."""
+    return F.pad(parameter, (0, width - parameter.shape[1])).repeat_interleave(H // len(parameter), 0)
 
 
 def extra_score(module, q, n):
@@ -220,6 +207,13 @@ def extra_score(module, q, n):
         return scores(module, q, whole(module.sink_key, *module.shapes["k"])[key_heads(module), None], n)
     # softmax1, Miller 2023; GPT-OSS, The Attention Sink as Native MoE, eq. 2
     return module.sink_logit[:, None, None] if sink == "logit" else torch.zeros(1, 1, 1) if sink == "one" else None
+
+
+def with_extra(s, seen, extra):
+    """The scores and the mask. If there is an extra key, its column comes first, and every row sees it."""
+    if extra is None:
+        return s, seen
+    return torch.cat([extra.to(s).expand(s[..., :1].shape), s], -1), torch.cat([seen[..., :1] | True, seen], -1)
 
 
 def row_input(module, n, s, seen):
@@ -250,13 +244,12 @@ def all_views(module, q, k, table=None, early=None):
     windowed, apart, k = module.depth % c.window_every == 0, distances(R, T), k[:, key_heads(module)]
     seen = visible(apart, c.window * windowed, c.first)
     n = seen.sum(-1, keepdim=True).to(q.dtype)
-    s, extra = scores(module, q, k, n), extra_score(module, q, n)
+    s = scores(module, q, k, n)
     if early is not None:
         s = torch.where(torch.arange(T) < c.first, scores(module, early, k, n), s)
     if table is not None:
         s = s + bias(apart, *((table,) if isinstance(table, torch.Tensor) else table))
-    if extra is not None:
-        s, seen = torch.cat([extra.to(s).expand(s[..., :1].shape), s], -1), torch.cat([n > 0, seen], -1)
+    s, seen = with_extra(s, seen, extra_score(module, q, n))
     w = weights_by_rule(c.rule, s, seen, *row_input(module, n, s, seen))
     total = w.sum(-1, keepdim=True)             # When Attention Sink Emerges, table 6; length: Wortsman et al.
     return w / {"none": 1.0, "sum": total + 1e-8, "length": n, "max1": total.abs().clamp(min=1.0)}[c.normalize]
@@ -290,33 +283,29 @@ def weights(module, q, k, x, table=None, early=None):
     return one - mix(module, x) * two
 
 
-# ---------------------------------------------------------------------------------- a layer: from weights to its output
-
-
 def attend(module, q, k, v, x, table=None, early=None):
-    """Each head's output, (B, heads, R, E)."""
     return output(module, weights(module, q, k, x, table, early), v, x)
 
 
 def output(module, w, v, x):
-    """Each head's output from its weights, values, and the layer's input x."""
-    heads, T = w.shape[1], v.shape[2]
-    o = w[..., -T:] @ v.repeat_interleave(heads // v.shape[1], 1)
+    """Each head's output (B, H, R, E) from its weights, values, and the layer's input x."""
+    H, T = w.shape[1], v.shape[2]
+    o = w[..., -T:] @ v.repeat_interleave(H // v.shape[1], 1)
     if module.config.sink == "key_value":       # When Attention Sink Emerges, table 4
-        o = o + w[..., :1] * whole(module.sink_value, heads, v.shape[3])[:, None]
+        o = o + w[..., :1] * whole(module.sink_value, H, v.shape[3])[:, None]
     return finished(module, o, x)
 
 
 def finished(module, o, x):
-    """What a layer does to the output of its heads (B, heads, R, E), in this order."""
-    c, heads, silu = module.config, o.shape[1], torch.nn.functional.silu
+    """What a layer does to the output of its heads (B, H, R, E), in this order."""
+    c, H = module.config, o.shape[1]
     if c.value_bias == "on":                    # When Attention Sink Emerges, table 4
-        o = o + whole(module.value_bias, heads, o.shape[3])[:, None]
+        o = o + whole(module.value_bias, H, o.shape[3])[:, None]
     if c.dex == "on":                           # Kong et al. 2505.16333. progress: the share of the training so far
         a = (module.progress / module.args["anneal"]).clamp(max=1.0)
         o = o - ((1 - a) * a * lambda_init(module) + a * module.dex_lambda) * (o @ module.dex_proj.weight.mT)
     if c.gate == "silu_first":                  # Mamba2 gates before its norm
-        o = o * gates(module, x, heads, silu)
+        o = o * F.silu(heads(module.gate(x), H))
     if c.out_norm == "head":
         o = by_mean_square(o, module.args["out_norm_eps"]) * module.out_norm.weight
     elif c.out_norm != "none":                  # over all heads side by side
@@ -325,19 +314,12 @@ def finished(module, o, x):
         y = by_mean_square(y, module.args["out_norm_eps"]) * module.out_norm.weight     # ReLA, Zhang et al. 2021
         y = y + module.out_norm.bias if c.out_norm == "layer" else y
         y = y * torch.sigmoid(module.norm_gate * flat) if c.out_norm == "gated" else y  # ReLA's gated form
-        o = y.unflatten(-1, (heads, -1)).transpose(1, 2)
+        o = heads(y, H)
     if c.diff == "v1":                          # Ye et al. 2410.05258, eq. 4
         o = o * (1 - lambda_init(module))
     if c.gate in ("head", "element", "silu"):   # Qiu et al. 2505.06708
-        o = o * gates(module, x, heads, silu if c.gate == "silu" else torch.sigmoid)
+        o = o * (F.silu if c.gate == "silu" else torch.sigmoid)(heads(module.gate(x), H))
     return o
-
-
-def gates(module, x, heads, activation):
-    return activation(module.gate(x)).unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-# ---------------------------------------------------------------------------------------- a layer: from x to its output
 
 
 def rotated(x, places, base):
@@ -348,17 +330,13 @@ def rotated(x, places, base):
     return torch.cat([pair.real, pair.imag, x[..., 2 * half:]], -1)
 
 
-def t5_bucket(apart):
-    """T5, Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 * 8^((c + 1) / 16).
-    """
-    return apart if apart < 16 else min(31, 16 + sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16)))
-
-
 def positions(module, T):
     """What --pos adds to the scores at distances 0 .. T - 1, (H, T), or None."""
-    pos, buckets = module.config.pos, [t5_bucket(apart) for apart in range(T)]
+    pos = module.config.pos
+    # T5, Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 * 8^((c + 1) / 16)
+    buckets = [n if n < 16 else min(31, 16 + sum(n >= 16 * 8 ** ((c + 1) / 16) for c in range(16))) for n in range(T)]
     if pos in ("bias", "rope+bias"):            # Lazy Attention: 0 beyond its table
-        return torch.cat([module.table, module.table.new_zeros(len(module.table), T)], 1)[:, :T]
+        return F.pad(module.table, (0, T))[:, :T]
     if pos == "alibi":                          # Press et al. 2108.12409
         return -module.alibi[:, None] * torch.arange(T)
     if pos == "t5_index":                       # the released code of When Attention Sink Emerges
@@ -366,20 +344,20 @@ def positions(module, T):
     return module.t5[:, buckets] if pos == "t5" else None
 
 
-def layer(module, x):
-    """The whole layer: x (B, T, C) to (B, T, C)."""
-    c, T = module.config, x.shape[1]
-    y = torch.nn.functional.linear(x, module.c_attn.weight, module.c_attn.bias)
-    q, k, v = y.split([heads * width for heads, width in module.shapes.values()], -1)
+def layer(module, x, attend=attend):
+    """The whole layer: x (B, T, C) to (B, T, C). attend: see above, or that of a mixer."""
+    c, T, y = module.config, x.shape[1], module.c_attn(x)
+    if hasattr(module, "conv"):                 # over 4 tokens: H3, Mamba
+        y = F.silu(sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n:n + T] for n in range(4)))
+    q, k, v = y.split([H * width for H, width in module.shapes.values()], -1)
     if c.qk_norm == "all":                      # OLMo 2: all heads together
         q, k = (by_mean_square(y, c.norm_eps) * norm.weight for y, norm in ((q, module.q_norm), (k, module.k_norm)))
-    q, k, v = (y.unflatten(-1, module.shapes[name]).transpose(1, 2) for name, y in zip("qkv", (q, k, v), strict=True))
+    q, k, v = (heads(y, H) for y, (H, _) in zip((q, k, v), module.shapes.values(), strict=True))
     if c.qk_norm == "head":                     # Qwen3
         q, k = (by_mean_square(y, c.norm_eps) * norm.weight for y, norm in ((q, module.q_norm), (k, module.k_norm)))
-    early, places = None, torch.arange(T).to(x)
+    early, places = None, torch.arange(T) % (module.args["chunk"] if c.rule == "descent" else T)    # TTT: in its chunk
     if "rope" in c.pos:
         if c.first and module.depth % c.window_every == 0:              # StreamingLLM counts places in its cache
             early = rotated(q, places.clamp(max=c.first + c.window - 1), c.rope_base)
         q, k = rotated(q, places, c.rope_base), rotated(k, places, c.rope_base)
-    o = attend(module, q, k, v, x, positions(module, T), early)
-    return torch.nn.functional.linear(o.transpose(1, 2).flatten(2), module.c_proj.weight, module.c_proj.bias)
+    return module.c_proj(attend(module, q, k, v, x, positions(module, T), early).transpose(1, 2).flatten(2))

@@ -4,67 +4,37 @@
     attend(module, q, k, v, x)      each head's output (B, H, T, E), from convolved and rotated q, k and v
     weights(module, q, k, x)        its attention weights (B, H, T, T), with an extra key's column first
 
-What mixers share with the rules of scores is in reference.py. Nothing here calls the code under test: it reads a
-layer's config, constants, parameters and buffers by name.
+What mixers share with the rules of scores is in reference.py, and so is what a reference may read.
 Shapes: B batch, H heads, T tokens, D width of q and k, E of v, C of the layer's input x (B, T, C).
 """
 import math
+from functools import partial
 
+import reference
 import torch
-from reference import by_mean_square, factor, featured, finished, rotated
+from reference import by_mean_square, extra_score, factor, featured, finished, heads, weights_by_rule, with_extra
 from torch.nn import functional as F
-
-
-def heads(y, H):
-    """(B, T, H * width) to (B, H, T, width)."""
-    return y.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
 def unit(x):
     return x / x.square().sum(-1, keepdim=True).sqrt()
 
 
-# ------------------------------------------------------------------------------------------------------ a layer's frame
+def attend(module, q, k, v, x, *_):
+    c = module.config
+    assert q.shape[1] == (1 if c.rule == "ssd" else c.n_head)           # Mamba2: all heads share one query and one key
+    if c.mixer != "recurrent":
+        return reference.output(module, weights(module, q, k, x), v, x)
+    run = learned if c.rule in ("descent", "momentum") else linear_state
+    return finished(module, run(module, q, every_head(k, q.shape[1]), every_head(v, c.n_head), x), x)
 
 
-def layer(module, x):
-    c, T, D = module.config, x.shape[1], module.config.head_width
-    y = module.c_attn(x)
-    if hasattr(module, "conv"):                 # over 4 tokens: H3, Mamba
-        y = F.silu(sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n:n + T] for n in range(4)))
-    H, K = (1, 1) if c.rule == "ssd" else (c.n_head, c.n_kv_head)       # Mamba2: all heads share one query and one key
-    *qk, v = y.split([H * D, K * D, c.n_kv_head * D], -1)
-    places = torch.arange(T) % (module.args["chunk"] if c.rule == "descent" else T)         # TTT: within a chunk
-    for n, (count, name) in enumerate(((H, "q_norm"), (K, "k_norm"))):
-        if c.qk_norm == "all":                  # OLMo 2
-            qk[n] = by_mean_square(qk[n], c.norm_eps) * getattr(module, name).weight
-        qk[n] = heads(qk[n], count)
-        if c.qk_norm == "head":                 # Qwen3
-            qk[n] = by_mean_square(qk[n], c.norm_eps) * getattr(module, name).weight
-        if c.pos == "rope":
-            qk[n] = rotated(qk[n], places, c.rope_base)
-    return module.c_proj(attend(module, *qk, heads(v, c.n_kv_head), x).transpose(1, 2).flatten(2))
-
-
-def attend(module, q, k, v, x):
-    c, (k, v) = module.config, (every_head(y, H) for y, H in ((k, q.shape[1]), (v, module.config.n_head)))
-    if c.rule in ("descent", "momentum"):
-        return finished(module, learned(module, q, k, v, x), x)
-    if c.mixer == "recurrent":
-        return finished(module, linear_state(module, q, k, v, x), x)
-    w = weights(module, q, k, x)
-    o = w[..., -k.shape[2]:] @ v
-    if c.sink == "key_value":                   # When Attention Sink Emerges, table 4
-        o = o + w[..., :1] * every_head(module.sink_value[None, :, None], c.n_head)
-    return finished(module, o, x)
+layer = partial(reference.layer, attend=attend)
 
 
 def every_head(y, H):
     """Neighbouring heads share a head of keys or values: (B, K, ..) to (B, H, ..)."""
     return y.repeat_interleave(H // y.shape[1], 1)
-
-
-# --------------------------------------------------------------------------------------------------------------- states
 
 
 def recurrence(q, k, v, keep, erase=None):
@@ -159,9 +129,6 @@ def learned(module, q, k, v, x):
     return torch.cat(outputs, 2)
 
 
-# ------------------------------------------------------------------------------------------------- matrices of weights
-
-
 def weights(module, q, k, x):
     """w_ij of o_i = sum_j w_ij v_j, before norms and gates."""
     c, H, T = module.config, module.config.n_head, k.shape[2]
@@ -169,24 +136,14 @@ def weights(module, q, k, x):
     if c.mixer == "recurrent":                  # the outputs for one-hot values
         return linear_state(module, q, k, torch.eye(T).to(x).expand(len(x), H, T, T), x)
     past = torch.ones(T, T).tril()[-q.shape[2]:].bool()                 # (R, T), for the last R queries
-    q, k = factor(module, past.sum(-1, keepdim=True).to(x)) * featured(module, q), featured(module, k)
+    n = past.sum(-1, keepdim=True).to(x)
+    extra, q, k = extra_score(module, q, n), factor(module, n) * featured(module, q), featured(module, k)
     s = q @ k.mT
     if c.mixer == "focus":
-        return softmax(module, q, *focus(module, s, past, x))
+        return weights_by_rule("softmax", *with_extra(*focus(module, s, past, x), extra))
     if c.mixer == "selection":
-        return selection(module, q, k, s, past)
+        return selection(module, extra, q, k, s, past)
     return random_features(module, q, k) if c.mixer == "performer" else routing(module, q, k, s, past)
-
-
-def softmax(module, q, s, seen):
-    """The softmax of the scores s over the keys that are seen, and over an extra key of score c, if there is one."""
-    c = torch.zeros_like(s[..., :1])            # softmax1, Miller 2023
-    if module.config.sink == "logit":           # GPT-OSS
-        c = c + module.sink_logit[:, None, None]
-    if module.config.sink.startswith("key"):    # When Attention Sink Emerges, table 4
-        c = (q * featured(module, every_head(module.sink_key[None, :, None], q.shape[1]))).sum(-1, keepdim=True)
-    s = s.masked_fill(~seen, -math.inf)
-    return torch.softmax(s if module.config.sink in ("none", "token") else torch.cat([c, s], -1), -1)
 
 
 def random_features(module, q, k):
@@ -208,9 +165,6 @@ def routing(module, q, k, s, past):
     return w / pairs.any(-1).sum(2).clamp(min=1)[..., None]
 
 
-# ---------------------------------------------------------------------------------------------------------------- Focus
-
-
 def shares(module, x):
     """g: each token's shares of the groups, (B, T, K). Focus, eq. 1."""
     balance = module.config.balance
@@ -222,8 +176,8 @@ def shares(module, x):
 
 
 def sinkhorn(s, iterations):
-    """Q = exp(s), divided in turn by its sums over tokens and by its sums over groups. Focus, section 2. Without
-    iterations, only by the latter."""
+    """exp(s), divided in turn by its sums over tokens and over groups. Without iterations only by the latter. Focus,
+    section 2."""
     Q = torch.softmax(s, -1) if iterations == 0 else s.exp()
     for _ in range(iterations):
         Q = Q / Q.sum(1, keepdim=True)
@@ -243,27 +197,20 @@ def focus(module, s, past, x):
     return torch.where(near, s, s + gate.log() if c.affinity == "log" else s * gate), past
 
 
-# ------------------------------------------------------------------------------------------------------------ selection
-
-
-def selection(module, q, k, s, past):
+def selection(module, extra, q, k, s, past):
     """The softmax over the keys that each row selects, row by row."""
     seen, mass, s, (B, H, T, _) = torch.zeros_like(s, dtype=torch.bool), torch.ones_like(s[..., :1]), s.clone(), s.shape
     for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, T))).tolist():
         row = s[b, h, i, :i + 1].clone()
         chosen, change, mass[b, h, i] = CHOSEN[module.config.select](module, q[b, h, i], k[b, h, :i + 1], row)
         s[b, h, i, :i + 1], seen[b, h, i, :i + 1] = row + change, chosen
-    sink, w = softmax(module, q, s, seen).tensor_split([-T], -1)
+    sink, w = weights_by_rule("softmax", *with_extra(s, seen, extra)).tensor_split([-T], -1)
     mean = past / past.double().sum(-1, keepdim=True) * w.sum(-1, keepdim=True)     # SparQ: of all values
     return torch.cat([sink, mass * w + (1 - mass) * mean], -1)
 
 
 def largest(rank, count):
     return torch.zeros(len(rank)).bool().scatter(0, rank.argsort(descending=True)[:count or len(rank)], True)
-
-
-def by_score(module, q, K, s):
-    return largest(s, module.config.topk), 0.0, 1.0
 
 
 def by_components(module, q, K, s):
@@ -300,4 +247,5 @@ def by_hash(module, q, K, s):
     return exact | (equal >= 2), torch.zeros_like(s).masked_scatter(~exact, -u.clamp(min=1e-30).log()), 1.0
 
 
-CHOSEN = {"topk": by_score, "sparq": by_components, "quest": by_page, "magicpig": by_hash}
+CHOSEN = {"topk": lambda module, q, K, s: (largest(s, module.config.topk), 0.0, 1.0),
+          "sparq": by_components, "quest": by_page, "magicpig": by_hash}

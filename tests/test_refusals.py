@@ -18,16 +18,16 @@ import shutil
 import signal
 import struct
 import sys
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, WORDS, examples, run, tiny_config, train_here, write_data, write_tokenizer
+from conftest import ROOT, TINY, WORDS, examples, run, tiny_config, train_here, write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import combinations, inputs, layer
 
 import eval as eval_script
 import kernels
@@ -44,8 +44,10 @@ from train import DryRun, Train
 # one worker makes all runs and data sets
 pytestmark = pytest.mark.xdist_group("refusals")
 
-# -------------------------------------------------------------------------------- models: they work, or a line says why
-
+FLAGS, INPUT = 2, 1                             # exit codes: a flag is wrong; a run, data or the machine does not fit
+MARKER = "code_was_executed"                    # the folder that the code in pickles makes
+SECONDS, MEMORY = 90, 6 << 30                   # what a command may take; an allocation beyond it fails at once
+MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": weights_script.main}
 NUMBERS = 0, 1, 2, 3, 4, 6, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
 SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "yarn", "x")
             for numbers in ("", "2", "0", "nan", "8,1,4,16", "8,32,1,16", "8,4,4,9", "inf,1,4,9", "1e400,1,1")]
@@ -53,30 +55,27 @@ CONSTANTS = "0", "1", "2", "3", "0.5", "-1", "nan", "1e30", "all", "block", "lea
 
 
 @st.composite
-def drawn_choices(draw):
-    """A recipe and up to four other fields of GPTConfig. In half of the cases its mixer accepts each single value."""
-    attn, anything = draw(st.sampled_from(list(ATTENTIONS))), draw(st.booleans())
-    mixer = mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")]
-    axes = mixers.AXES if anything else mixer.axes
+def any_choices(draw):
+    """A combination of axes, and up to three fields of GPTConfig with any value."""
+    choices = draw(combinations())
+    axes = mixers.MIXERS[ATTENTIONS[choices["attn"]].get("mixer", "attention")].axes
     constants = {name for values in axes.values() for choice in values.values() for name in getattr(choice, "args", ())}
     values = {field.name: field.metadata["choices"] or {bool: (False, True), str: ()}.get(field.type, NUMBERS)
-              for field in dataclasses.fields(GPTConfig) if field.name not in mixers.AXES} | axes
-    values |= {"rope_scaling": SCALINGS, "kernel": ("auto", "torch", "sdpa"),           # triton would take minutes
-               "attn_args": [f"{name}={value}" for name in sorted(constants) for value in CONSTANTS]}
-    own = {name for name in values if name not in mixers.NUMBERS or name in mixer.numbers}
-    names = [name for name in values if values[name] and (anything or name in own)]
-    return {"attn": attn} | {name: draw(st.sampled_from(list(values[name])))
-                             for name in draw(st.lists(st.sampled_from(names), max_size=4))}
+              for field in dataclasses.fields(GPTConfig)} | mixers.AXES | {
+        "rope_scaling": SCALINGS, "kernel": ("auto", "torch", "sdpa"),                  # triton would take minutes
+        "attn_args": [f"{name}={value}" for name in sorted(constants) for value in CONSTANTS]}
+    names = draw(st.lists(st.sampled_from([name for name in values if values[name]]), max_size=3))
+    return choices | {name: draw(st.sampled_from(list(values[name]))) for name in names}
 
 
 @settings(max_examples=examples(250))
-@given(drawn_choices())
+@given(any_choices())
 def test_any_choices_make_a_model_that_works_or_are_refused_in_one_line_that_names_one_of_them(choices):
     try:
         config = tiny_config(**choices)
         mixers.choose_kernel(config, "cpu")
     except ValueError as e:
-        names = [*choices, choices.get("attn_args", "attn").partition("=")[0]]
+        names = [*choices, *re.findall(r"\w+(?==)", choices.get("attn_args", ""))]
         assert "\n" not in str(e) and any(re.search(rf"\b{name}\b", str(e)) for name in names), e
         return
     gpt, idx = GPT(config), torch.arange(min(9, config.block_size))[None] % config.vocab_size
@@ -85,13 +84,6 @@ def test_any_choices_make_a_model_that_works_or_are_refused_in_one_line_that_nam
     if mixers.MIXERS[config.mixer].trains:
         loss.backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in gpt.parameters())
-
-
-# ------------------------------------------------------------------------------------------ a command in this process
-
-MARKER = "code_was_executed"                    # the folder that the code in pickles makes
-SECONDS, MEMORY = 90, 6 << 30                   # what a command may take; an allocation beyond it fails at once
-MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": weights_script.main}
 
 
 @contextlib.contextmanager
@@ -127,42 +119,30 @@ def outcome(script, *argv):
     return code, said
 
 
-# ----------------------------------------------------- events before a command: functions of monkeypatch, in its folder
-
-
-def changed(path, change):
-    """A file's bytes are replaced by change(bytes)."""
-    return lambda _: Path(path).write_bytes(change(Path(path).read_bytes()))
-
-
 def edited(path, change):
-    """change(content) modifies a JSON file or a checkpoint in place."""
+    """An event before a command, a function of monkeypatch: change(content) modifies a JSON file or a checkpoint in
+    place, or returns the new bytes of another file."""
     def do(_):
-        is_json = Path(path).suffix == ".json"
-        found = files.read_json(path) if is_json else torch.load(path, weights_only=True)
+        if Path(path).suffix not in (".json", ".pt"):
+            return Path(path).write_bytes(change(Path(path).read_bytes()))
+        found = files.read_json(path) if Path(path).suffix == ".json" else torch.load(path, weights_only=True)
         change(found)
-        files.write_json(path, found) if is_json else torch.save(found, path)
+        files.write_json(path, found) if Path(path).suffix == ".json" else torch.save(found, path)
     return do
 
 
 def written(path, content):
-    """A file gets this content: bytes, text, or an object to write as JSON."""
-    def do(_):
-        Path(path).parent.mkdir(exist_ok=True)
-        text = content if isinstance(content, bytes | str) else json.dumps(content)
-        Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
-    return do
+    return lambda _: Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def removed(path):
     return lambda _: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
 
 
-# --------------------------------------------------------------------------------------------------- folders to read
 # {name} in a command line stands for a copy of one of these folders. {new} stands for the flags of a small new run on
 # {data} with --out_dir={run}, the folder of a finished run
 NEW = " ".join([*TINY, "--dataset={data}", "--out_dir={run}"])
-FIXTURES = {"run": "elastic_run", "copy": "elastic_run", "data": "data", "symbols": "backcopy", "toy": "toy",
+FIXTURES = {"run": "elastic_run", "copy": "elastic_run", "symbols": "backcopy", "data": "data", "toy": "toy",
             "toy_data": "toy_data", "toy_run": "toy_run"}
 RUNS = {                                        # finished runs of one step: {name: flags}
     "softmax": "--attn=softmax", "learned": "--pos=learned --bias=1", "focus": "--attn=focus --window=4 --n_layer=2",
@@ -174,29 +154,23 @@ def names_in(line):
     return list(dict.fromkeys(re.findall(r"{(\w+)}", line)))
 
 
-def make_pair(folder, place):
-    """A run and a LoRA adapter on it. The adapter finds the run in the same parent folder."""
-    train_here(f"--dataset={place('data')}", f"--out_dir={folder}/base", "--n_layer=2", "--max_iters=1")
-    train_here(f"--init_from={folder}/base", f"--out_dir={folder}/lora", "--train_only=lora", "--lora_rank=2",
-               "--max_iters=1", "--eval_iters=1", "--batch_size=2", "--device=cpu")
-    edited(f"{folder}/lora/meta.json", lambda meta: meta["base"].update(path="base"))(None)
-
-
-def make_public(folder, place, run="llama_run"):
-    """A run exported in Hugging Face's layout, by default a Llama."""
-    pytest.importorskip("safetensors")
-    weights_script.main(["export", str(place(run)), str(folder)])
-
-
-def make_pages(folder, place):
-    """A file of documents, and the data set that fineweb_edu.py makes from it."""
-    written(folder / "some.jsonl", "".join(json.dumps({"text": f"page {n} " * 30}) + "\n" for n in range(40)))(None)
-    run("data/fineweb_edu.py", f"--source={folder}/some.jsonl", f"--out_dir={folder}/made", "--tokenizer=bytes",
-        "--shard_tokens=4000")
-
-
-MAKE = {"pair": make_pair, "llama": make_public, "gpt2": partial(make_public, run="learned"),
-        "pages": make_pages, "no_separator": lambda folder, place: write_tokenizer(folder)}     # without a config
+def make(name, folder, place):
+    if name == "pair":                          # a LoRA adapter, and its run in the same parent folder
+        train_here(f"--dataset={place('data')}", f"--out_dir={folder}/base", "--n_layer=2", "--max_iters=1")
+        train_here(f"--init_from={folder}/base", f"--out_dir={folder}/lora", "--train_only=lora", "--lora_rank=2",
+                   "--max_iters=1", "--eval_iters=1", "--batch_size=2", "--device=cpu")
+        edited(f"{folder}/lora/meta.json", lambda meta: meta["base"].update(path="base"))(None)
+    elif name in ("llama", "gpt2"):             # a run exported in Hugging Face's layout
+        pytest.importorskip("safetensors")
+        weights_script.main(["export", str(place({"llama": "llama_run", "gpt2": "learned"}[name])), str(folder)])
+    elif name == "pages":                       # documents, and the data set that fineweb_edu.py makes from them
+        folder.mkdir()
+        folder.joinpath("some.jsonl").write_text("".join(f'{{"text": "{f"page {n} " * 30}"}}\n' for n in range(40)))
+        run("data/fineweb_edu.py", f"--source={folder}/some.jsonl", f"--out_dir={folder}/made", "--tokenizer=bytes",
+            "--shard_tokens=4000")
+    else:
+        flags = [flag.format_map({key: place(key) for key in names_in(flag)}) for flag in RUNS[name].split()]
+        train_here(f"--dataset={place('data')}", f"--out_dir={folder}", "--max_iters=1", *flags)
 
 
 @pytest.fixture(scope="session")
@@ -208,12 +182,8 @@ def place(request, tmp_path_factory):
         if name in FIXTURES:
             return request.getfixturevalue(FIXTURES[name])
         if name not in found:
-            folder = found[name] = home / name
-            if name in MAKE:
-                MAKE[name](folder, find)
-            else:
-                flags = [flag.format_map({key: find(key) for key in names_in(flag)}) for flag in RUNS[name].split()]
-                train_here(f"--dataset={find('data')}", f"--out_dir={folder}", "--max_iters=1", *flags)
+            found[name] = home / name
+            make(name, found[name], find)
         return found[name]
     return find
 
@@ -234,8 +204,6 @@ def prepared(place, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------------------- flags
-
 WRONG = ("", " ", "x", "none", "nan", "inf", "1e400", "true", "0x10", "1_0", "²", "٣", ",", "=", "-", "%s", "{}", "*",
          "1,2", "[", "8,4,", "..", "/dev/null", "./run", "é\n", "\udcff", "a" * 300, "3:4", "1/8", "softmax,elastic")
 SMALL = st.sampled_from(WRONG) | st.integers(-9, 99).map(str)
@@ -252,16 +220,6 @@ COMMANDS = {                                    # {a command: how its line begin
 ONLY_FLAGS = {"train.py", "eval.py compile", "eval.py speed", "eval.py lab"}            # the work would take too long
 
 
-def knobs_of(command):
-    """(name, choices, whether it is given without its name) of a command's flags."""
-    name = command.removeprefix("eval.py ")
-    groups = [Train, DryRun, GPTConfig, GPTConfig]
-    if found := eval_script.COMMANDS.get(name):
-        groups = [found.flags] * 3 + [Picture] * bool(found.draw) + [Common, Overrides] * (name in eval_script.OF_A_RUN)
-    return [(field.name, list(ATTENTIONS) if field.name == "attn" else field.metadata["choices"] or (),
-             field.metadata["positional"]) for group in groups for field in dataclasses.fields(group)]
-
-
 @settings(max_examples=examples(12))
 @given(data=st.data(), works=st.booleans())
 @pytest.mark.parametrize("command", [*COMMANDS])
@@ -269,12 +227,18 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
     """In half of the cases a command ends after its flags, where it would begin to work."""
     works = works and command not in ONLY_FLAGS
     argv = prepared(f"{command} {data.draw(st.sampled_from(COMMANDS[command]))}")
-    for name, choices, positional in data.draw(st.lists(st.sampled_from(knobs_of(command)), max_size=4)):
-        texts = SMALL if works and name in LONG else TEXTS
-        value = data.draw(texts | st.sampled_from(list(choices)).map(str) if choices else texts)
-        flag = f"--{name[:data.draw(st.sampled_from((None, None, None, None, None, -1)))]}"
-        if not (works and name in SLOW):
-            argv += [value] if positional else data.draw(st.sampled_from(([f"{flag}={value}"], [flag, value], [flag])))
+    name, groups = command.removeprefix("eval.py "), [Train, DryRun, GPTConfig, GPTConfig]
+    if found := eval_script.COMMANDS.get(name):
+        groups = [found.flags] * 3 + [Picture] * bool(found.draw) + [Common, Overrides] * (name in eval_script.OF_A_RUN)
+    knobs = st.sampled_from([field for group in groups for field in dataclasses.fields(group)])
+    for knob in data.draw(st.lists(knobs, max_size=4)):
+        texts = SMALL if works and knob.name in LONG else TEXTS
+        choices = list(ATTENTIONS if knob.name == "attn" else knob.metadata["choices"] or ())
+        value = data.draw(texts | st.sampled_from(choices).map(str) if choices else texts)
+        flag = f"--{knob.name[:data.draw(st.sampled_from((None, None, None, None, None, -1)))]}"
+        if not (works and knob.name in SLOW):
+            ways = [f"{flag}={value}"], [flag, value], [flag]
+            argv += [value] if knob.metadata["positional"] else data.draw(st.sampled_from(ways))
     with pytest.MonkeyPatch.context() as patch:
         if not works:
             patch.setattr(files, "one_line_errors", sys.exit)
@@ -282,32 +246,26 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
     assert works or code in (0, FLAGS)
 
 
-# the flag, the last value that is refused, and the first that is accepted
+# flags, the last value that is refused, and the first that is accepted
 BORDERS = {
-    "train.py {new}": """n_layer 0 1, n_head 0 1, n_embd 0 2, n_embd 17 18, n_kv_head -1 0, n_kv_head 3 2,
-        block_size 0 1, block_size 2147483648 2147483647, vocab_size -1 0, bias_range 0 1, window -1 0, first -1 0,
-        topk -1 0, window_every 0 1, head_dim -1 0, n_inner -1 0, n_active 0 1, n_active 9 8, n_expert 1 2,
-        dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9, rope_base 0 0.1, rope_base inf 1e30,
-        rope_share 0 0.1, rope_share 1.001 1, batch_size 0 1, max_iters 0 1, gradient_accumulation_steps 0 1,
-        eval_interval 0 1, eval_iters 0 1, log_interval 0 1, lora_rank 0 1, warmup_iters -1 0, lr_decay_iters -1 0,
-        grad_clip -1 0, head_lr -1 0, weight_decay -1 0, seed -1 0, balance_skip -1 0, balance_shared -0.1 0,
-        balance_shared 1 0.9, expert_balance -1 0, learning_rate 0 1e-9, learning_rate inf 1, learning_rate nan 1,
-        min_lr nan 0, beta1 -0.1 0, beta1 1 0.9, beta2 -0.1 0, beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
+    "train.py {new}": """n_layer n_head block_size bias_range window_every n_active batch_size max_iters 0 1,
+        gradient_accumulation_steps eval_interval eval_iters log_interval lora_rank 0 1, n_embd 0 2, n_embd 17 18,
+        n_kv_head vocab_size window first topk head_dim n_inner warmup_iters lr_decay_iters grad_clip head_lr -1 0,
+        weight_decay seed balance_skip expert_balance -1 0, n_kv_head 3 2, n_expert 1 2, n_active 9 8,
+        block_size 2147483648 2147483647, dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9,
+        rope_base 0 0.1, rope_base inf 1e30, rope_share 0 0.1, rope_share 1.001 1, learning_rate 0 1e-9,
+        learning_rate inf 1, learning_rate nan 1, min_lr nan 0, balance_shared beta1 beta2 -0.1 0,
+        balance_shared beta1 beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
     "train.py {new} --attn=focus": "window 0 1, window 16 15",
     "train.py {new} --attn=focus --window=4": "attn_args=groups 1 2, attn_args=groups 17 16",
     "train.py {new} --attn=focus --window=4 --attn_args=groups=3": "topk 4 3",
     "train.py {new} --attn=retnet": "attn_args=chunk 0 1, attn_args=chunk 2.5 2",
     "train.py {new} --attn=k_bias": "attn_args=bias_dims 9 8, attn_args=bias_dims 1.7 1",
     "train.py {new} --attn=softmax --head_balance=0.1 --n_layer=2": "balance_skip 1 0",
-    "eval.py loss --out_dir=x": "windows -1 0, batch_size 0 1", "eval.py passkey --out_dir=x": "trials 0 1, seed -1 0",
-    "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0",
-    "eval.py lengths --out_dir=x": "finetune -1 0, windows -2 -1",
-    "eval.py sample --out_dir=x": "tokens 0 1, samples 0 1, temperature -1 0, top_k -1 0, top_p -1 0",
-    "eval.py heads --out_dir=x": "local 0 1, windows 0 1, prune 101 100, prune -1 0",
-    "eval.py scrolls --out_dir=x --source=y": "tokens 0 1", "eval.py bench --out_dir=x": "limit -1 0",
-    **{f"eval.py speed {how}": "lengths 0 1" for how in ("--decode", "--focus", "--live --out_dir=x")},
-    "eval.py speed": "memory 0 1, lengths 0 1", "eval.py speed --kernels": "widths 0 1, lengths 0 1",
-    "eval.py speed --tune": "widths 0 1, lengths 0 1"}
+    "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0, windows -2 -1",
+    "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k top_p -1 0",
+    "eval.py heads --out_dir=x": "local windows 0 1, prune 101 100, prune -1 0",
+    "eval.py speed": "memory lengths widths 0 1"}
 
 
 @pytest.mark.parametrize("line", BORDERS)
@@ -315,13 +273,11 @@ def test_a_number_is_refused_up_to_its_border_and_accepted_beyond(line, prepared
     argv = prepared(line)
     monkeypatch.setattr(files, "one_line_errors", sys.exit)
     for border in BORDERS[line].split(","):
-        flag, refused, accepted = border.split()
-        code, said = outcome(*argv, f"--{flag}={refused}")
-        assert code == FLAGS and flag.rpartition("=")[2] in said and refused in said, border
-        assert outcome(*argv, f"--{flag}={accepted}") == (0, ""), border
-
-
-# -------------------------------------------------------------------------------------------------------- damaged files
+        *flags, refused, accepted = border.split()
+        for flag in flags:
+            code, said = outcome(*argv, f"--{flag}={refused}")
+            assert code == FLAGS and flag.rpartition("=")[2] in said and refused in said, (flag, border)
+            assert outcome(*argv, f"--{flag}={accepted}") == (0, ""), (flag, border)
 
 
 class Attack:
@@ -435,33 +391,27 @@ def test_a_command_that_reads_a_damaged_file_works_or_ends_in_one_line(path, dat
     outcome(*argv)
 
 
-# ------------------------------------------------------------------------------------------------------------ the table
-
-FLAGS, INPUT = 2, 1                             # exit codes: a flag is wrong; a run, data or the machine does not fit
-
 SAYS = [                                        # (how a line begins, exit code, "its flags => the error says; ...")
-    ("train.py {new}", FLAGS, """--n_layr=1 => unknown flag --n_layr=1, did you mean --n_layer;
-    --bias=maybe => 'maybe' is not 0 or 1; --attn_args=tau_init=1 => unknown --attn_args key 'tau_init': .* none;
-    --dataset=no/such => choose from .*stdlib; --attn=ttt --forget=channel => use --forget=none, fixed, dt or alpha;
-    --train_only=lora => a part of the model.*--init_from; --attn=mamba2 --rule=delta => --write=dt has no bound;
-    --expert_balance=1 => add --mlp=moe; --attn=streaming --window=4 --feature=elu => channels of their own;
-    --attn=elastic --attn_args=tau_init=nan => NUMBER.*not 'nan'; --attn=elastic --sink=key => merged by log-sum-exp;
-    --attn=elastic --attn_args=per_length=row => use 1 or 0, or block; --attn=performer --rule=softmax => it accepts;
-    --rope_scaling=linear:0 => write linear:FACTOR; --attn=kv_bias --attn_args=value_even=1 => add value_norm=NUMBER;
-    --rope_scaling=llama3:8,4,4,9 => write linear:FACTOR; --head_balance=1 --attn=window --window=4 => add --first=1;
-    --rope_scaling=linear:2 --pos=learned => needs rotary positions; --attn=sink_token --window=8 => add --first=1;
-    --topk=2 => only mixer focus or selection has it; --head_balance=1 --balance_skip=1 => leave 0 of 1 x 2 heads;
-    --attn=routing --window=4 => clusters decide; --attn=deltanet --feature=elu => leave out --feature;
-    --normalize=sum => without a normaliser; --attn=mlp --normalize=sum => use --normalize=max1;
-    --normalize=length => without a normaliser; --attn=deltanet --qk_norm=none => add --qk_norm=l2;
-    --attn=gla --normalize=sum => either sign; --head_balance=1 --attn=elastic => neither.*--gate;
-    --first=4 => add --window=N; --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
-    --window_every=2 => add --window=N; --attn=magicpig --topk=8 => depends on its tables;
-    --attn=diff --n_head=1 => must both be even; --attn=sparq => then give --attn=sparq to eval.py;
-    --attn=retnet --write=dt => forget=dt; --head_balance=1 --n_head=1 => takes two"""),
+    ("train.py {new}", FLAGS, """--bias=maybe => 'maybe' is not 0 or 1; --rope_scaling=linear:0 => write linear:FACTOR;
+    --train_only=lora => a part of the model.*--init_from; --attn=elastic --attn_args=tau_init=nan => NUMBER.*not 'nan';
+    --attn=ttt --forget=channel => use --forget=none, fixed, dt or alpha; --attn=performer --rule=softmax => it accepts;
+    --n_layr=1 => unknown flag --n_layr=1, did you mean --n_layer; --rope_scaling=llama3:8,4,4,9 => write linear:FACTOR;
+    --attn=elastic --sink=key => merged by log-sum-exp; --rope_scaling=linear:2 --pos=learned => needs rotary positions;
+    --attn=elastic --attn_args=per_length=row => use 1 or 0, or block; --topk=2 => only mixer focus or selection has it;
+    --attn_args=tau_init=1 => unknown --attn_args key 'tau_init': .* none; --attn=routing --window=4 => clusters decide;
+    --attn=sink_token --window=8 => add --first=1; --normalize=sum => without a normaliser; --first=4 => add --window=N;
+    --attn=kv_bias --attn_args=value_even=1 => add value_norm=NUMBER; --attn=magicpig --topk=8 => depends on its tables;
+    --window_every=2 => add --window=N; --attn=retnet --write=dt => forget=dt; --head_balance=1 --n_head=1 => takes two;
+    --attn=mamba2 --rule=delta => --write=dt has no bound; --head_balance=1 --balance_skip=1 => leave 0 of 1 x 2 heads;
+    --head_balance=1 --attn=window --window=4 => add --first=1; --attn=deltanet --feature=elu => leave out --feature;
+    --attn=streaming --window=4 --feature=elu => channels of their own; --attn=diff --n_head=1 => must both be even;
+    --attn=mlp --normalize=sum => use --normalize=max1; --attn=deltanet --qk_norm=none => add --qk_norm=l2;
+    --head_balance=1 --attn=elastic => neither.*--gate; --attn=sparq => then give --attn=sparq to eval.py;
+    --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
+    --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
+    --expert_balance=1 => add --mlp=moe"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
-    --window=4 => plain softmax; --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax;
-    --pos=alibi => plain softmax; --attn=diff2 => plain softmax"""),
+    --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
     ("train.py {new} --kernel=triton", INPUT, """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;
     --attn=routing => has no kernel; --attn=streaming --window=4 --n_embd=512 => heads are wider than 256;
     --attn=focus --window=4 => the soft gate of every pair has no kernel"""),
@@ -479,32 +429,27 @@ SAYS = [                                        # (how a line begins, exit code,
     ("eval.py", FLAGS, """=> the first word must be a command: loss, lengths; scrolls --out_dir=x => give --source;
     loss => which run. give --out_dir; claims --run=lab,x => no claim 'x'.*--run also takes lab;
     maps --out_dir=x --text=' ' => --text is empty; heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
-    ("eval.py", INPUT, """loss --out_dir={run} --attn=softmax => does not fit.*tau;
-    loss --out_dir={softmax} --attn=tda => cannot use these.*elastic;
-    loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
-    loss --out_dir={learned} --length=17 => its block_size=16 positions;
-    loss --out_dir={symbols_run} --length=65 => 64 tokens; probe --out_dir={symbols_run} --input=bos => no separator;
-    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>;
-    probe --out_dir={run} --k=17 => window has 16 tokens; lengths --out_dir={learned} => --lengths=64.*block_size=16;
+    ("eval.py", INPUT, """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
+    loss --out_dir={run} --attn=softmax => does not fit.*tau; probe --out_dir={symbols_run} --input=bos => no separator;
+    loss --out_dir={symbols_run} --length=65 => 64 tokens; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
+    probe --out_dir={run} --k=17 => window has 16 tokens; passkey --out_dir={run} --lengths=200 => garbage.*at least;
     groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
-    routers --out_dir={focus} --k=5 => 1 to 4 groups; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
-    passkey --out_dir={run} --lengths=200 => garbage.*at least; passkey --out_dir={symbols_run} => trained on text;
-    scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough"""),
+    routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
+    scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
+    loss --out_dir={learned} --length=17 => its block_size=16 positions;
+    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
-    ("data/text.py --tokenizer=bytes", INPUT, """--source=missing => --source=missing does not exist;
-    --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --fixed_at=6 --length=6 => in 0..5;
-    --source={toy} --val tokenizer meta => holds out everything;
-    --source={toy} --name=stdlib => is the name of a script"""),
+    ("data/text.py --tokenizer=bytes", INPUT, """--source={toy} --val tokenizer meta => holds out everything;
+    --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=stdlib => is the name of a script;
+    --source=missing => --source=missing does not exist; --source={toy} --fixed_at=6 --length=6 => in 0..5"""),
     ("data/text.py --source={toy} --out_dir=out", INPUT, """--tokenizer=nowhere => choose from bytes, gpt2;
-    --tokenizer=numbers => for symbols, not for text; --tokenizer=gpt2 --tokenizer_files=. => vocab.bpe is missing;
-    --tokenizer={no_separator} => between two texts.*eos_token"""),
+    --tokenizer=numbers => for symbols, not for text; --tokenizer=gpt2 --tokenizer_files=. => vocab.bpe is missing"""),
     ("data/backcopy.py --out_dir=out", INPUT, "--fixed_at=99 => in 0..64, or -1"),
     ("data/stdlib.py --source=. --out_dir=out", INPUT, "=> 0 Python files under .* are too few .*--source"),
     ("data/weights.py", FLAGS, "=> NAME.FOLDER.FILE"),
-    ("data/weights.py", INPUT, """{llama}/model.safetensors --out=out => name its folder;
-    {llama} --out={llama} => name another one; export {llama_run} {llama} => exists and is not empty;
-    {llama} --out={run} => holds a run that was trained;
-    gpt2-xl --source={llama} --out=out => it has 2 layers of width 16, not 48 of 1600""")]
+    ("data/weights.py", INPUT, """gpt2-xl --source={llama} --out=out => it has 2 layers of width 16, not 48 of 1600;
+    {llama}/model.safetensors --out=out => name its folder; export {llama_run} {llama} => exists and is not empty;
+    {llama} --out={llama} => name another one; {llama} --out={run} => holds a run that was trained""")]
 LOSS, RESUME = "eval.py loss --out_dir={run}", "train.py --init_from=resume --max_iters=9 --out_dir={run}"
 TEXT, COMPARE = "data/text.py --out_dir=out --tokenizer=bytes", "eval.py compare --out_dir={run},{copy}"
 AFTER = [                                       # (a command line, rows: what the error says, events before it)
@@ -514,10 +459,10 @@ AFTER = [                                       # (a command line, rows: what th
             ("val.*block_size", WORDS, WORDS[:16]), ("train.*no tokens.*run", [], WORDS),
             ("train.*token id.*vocab", [257] * 99, WORDS), ("val.*token id.*vocab", WORDS, [257] * 99))),
         ("train.bin is missing.*(run|make)", removed("data/train.bin")),
-        ("val.bin.*damaged.*run", changed("data/val.bin", lambda b: b[:-100])),
-        ("train.bin.*sha256.*run", changed("data/train.bin", lambda b: b[:-2] + b"\x01\x00")),
-        ("train.bin.*no token file.*run", changed("data/train.bin", lambda b: b"PNG" * 1000)),
-        *(("meta.json.*make", written("data/meta.json", wrong)) for wrong in ("{", [1, 2], "[" * 100_000)),
+        ("val.bin.*damaged.*run", edited("data/val.bin", lambda b: b[:-100])),
+        ("train.bin.*sha256.*run", edited("data/train.bin", lambda b: b[:-2] + b"\x01\x00")),
+        ("train.bin.*no token file.*run", edited("data/train.bin", lambda b: b"PNG" * 1000)),
+        *(("meta.json.*make", written("data/meta.json", wrong)) for wrong in ("{", "[1, 2]", "[" * 100_000)),
         *(("meta.json lacks vocab_size, tokenizer or", edited("data/meta.json", lambda m, wrong=wrong: m.update(wrong)))
           for wrong in ({"shards": 3}, {"vocab_size": 0}, {"vocab_size": 1 << 40}, {"tokenizer": {}}, {"stride": 0}))]),
     (RESUME, [
@@ -555,11 +500,12 @@ AFTER = [                                       # (a command line, rows: what th
         ("line.jsonl", "line 2", '{"text": "a"}\n{"text": \n'), ("one.txt", "too few to hold out", "x"),
         ("plain.gz", "damaged", "x"))),
     (f"{TEXT} --source={{toy}} --tokenizer={{toy}}", [
+        ("between two texts.*eos_token", removed("toy/meta.json")),
         ("pip install tokenizers", lambda patch: patch.setitem(sys.modules, "tokenizers", None))]),
-    (OF_PAGES, [("from other sources", changed("pages/some.jsonl", lambda b: b + b'{"text": "one more"}\n'))]),
+    (OF_PAGES, [("from other sources", edited("pages/some.jsonl", lambda b: b + b'{"text": "one more"}\n'))]),
     ("data/weights.py {llama} --out=out", [
         *((f"{name} is missing", removed(f"llama/{name}")) for name in ("model.safetensors", "config.json")),
-        ("damaged, or was not fetched whole", changed("llama/model.safetensors", lambda b: b[:5000])),
+        ("damaged, or was not fetched whole", edited("llama/model.safetensors", lambda b: b[:5000])),
         *((says, edited("llama/config.json", lambda c, new=new: c.update(new))) for says, new in (
             ("gemma is not among.*gpt2, llama", {"model_type": "gemma"}), ("be .40, 16", {"intermediate_size": 40}),
             ("n_embd='wide' must be a whole", {"hidden_size": "wide"}), ("no place", {"num_hidden_layers": 1})))]),
@@ -581,26 +527,23 @@ def test_a_command_line_that_cannot_work_is_refused_in_one_line(line, code, says
     assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
 
 
-# ---------------------------------------------------------------------------------------------------- calls from Python
-
-
-def attend(attn, rows=9, table=None, **choices):
+def attend(attn, rows=9, table=None):
     """Call a layer with 9 queries and keys, and with `rows` rows of its input x."""
-    layer = mixers.layer_of(tiny_config(attn=attn, **choices), 0)
-    q, k, v = (torch.zeros(1, heads, 9, width) for heads, width in layer.shapes.values())
-    return layer.attend(q, k, v, torch.zeros(1, rows, 16), table)
+    *qkv, x = inputs(module := layer(attn), 9)
+    module.attend(*qkv, x[:, :rows], table)
 
 
-def go_on(first, then, cache):
-    """Read tokens with one recipe, then with another and the same cache."""
-    for attn in (first, then):
+def read(*recipes):
+    """Read tokens with one recipe after another and the same cache."""
+    cache = [{}]
+    for attn in recipes:
         GPT(tiny_config(attn=attn)).eval()(torch.arange(5)[None], cache=cache)
 
 
 CALLS = [                                       # (what the error says, a function, its arguments)
     *(("adds nothing to scores", attend, attn, 9, torch.zeros(2, 9)) for attn in ("retnet", "routing", "topk")),
-    ("x has 3 rows for 9", partial(attend, window=4), "focus", 3), ("x has 8 rows for 9 keys", attend, "retnet", 8),
-    *(("another recipe", go_on, *recipes, [{}]) for recipes in (("deltanet", "mamba2"), ("softmax", "retnet"))),
+    ("x has 3 rows for 9", attend, "focus", 3), ("x has 8 rows for 9 keys", attend, "retnet", 8),
+    ("another recipe", read, "deltanet", "mamba2"), ("another recipe", read, "softmax", "retnet"),
     *(("with ids in 0..30", GPT(tiny_config()).generate, torch.tensor([ids]).long(), 1) for ids in ([], [31], [-1])),
     *(("ids must lie in 0..65535", tokens.write_shard, Path("x.bin"), np.array(ids)) for ids in ([0, 65536], [-1, 5]))]
 
