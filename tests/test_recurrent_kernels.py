@@ -11,8 +11,6 @@ from test_recurrent import FORM, assert_exact, draw, forms, results_of  # noqa: 
 
 pytestmark = pytest.mark.usefixtures("poison")
 LOW = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-
-
 SMALL = FORM | {"D": 16, "E": 16}              # one tile, which takes a quarter of the interpreter's time
 
 
