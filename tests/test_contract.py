@@ -1,6 +1,5 @@
 """Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn combinations of axes. A new
-row of ATTENTIONS is tested without further work. Only a new rule needs a formula, in tests/reference.py.
-"""
+row of ATTENTIONS is tested without further work. Only a new rule needs a formula, in tests/reference.py."""
 import io
 
 import pytest
@@ -20,25 +19,26 @@ from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-STATES = [attn for attn, axes in ATTENTIONS.items() if axes.get("mixer") == "recurrent"]
 PUBLISHED = [{"attn": attn} for attn in ATTENTIONS]
 FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
 FOCUS = [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]        # sparse; with an extra key; both
 EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
                       marks=() if choices["attn"] in FEW else pytest.mark.exhaustive) for choices in PUBLISHED + FOCUS]
 every = pytest.mark.parametrize("choices", EVERY)
-published = pytest.mark.parametrize("choices", [pytest.param(choices, id=choices["attn"]) for choices in PUBLISHED])
+published = pytest.mark.parametrize("choices", PUBLISHED, ids=ATTENTIONS)
 # The interpreter needs seconds per kernel, so the default tests have one recipe for each way of calling the kernels.
 # --all adds the rest. In the order of CALLS: plain; with the statistic; twice as wide; half as many heads; a table; a
 # threshold in row sums; two views in one pass; a row sum to divide by; features; a state; a state that erases; a state
-# with one key for all heads; one call for each group. After CALLS: a learned slope; a table with a tail
+# with one key for all heads; one call for each group. After CALLS: a learned slope; a table with a tail; two views, too
+# wide for one pass
 CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
          "gated_deltanet", "mamba2", "focus topk=1")
 called = pytest.mark.parametrize("choices", [
     pytest.param(case.values[0], id=case.id, marks=() if case.id in CALLS else pytest.mark.exhaustive)
     for case in EVERY] + [
     pytest.param({"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"}, id="elastic learn_alibi=1"),
-    pytest.param({"attn": "softmax", "pos": "t5"}, id="softmax pos=t5", marks=pytest.mark.exhaustive)])
+    pytest.param({"attn": "softmax", "pos": "t5"}, id="softmax pos=t5", marks=pytest.mark.exhaustive),
+    pytest.param({"attn": "tda", "head_dim": 136, "n_head": 2, "n_kv_head": 1}, id="tda head_dim=136")])
 
 
 @every
@@ -129,8 +129,8 @@ def test_initial_values_depend_only_on_the_seed_of_the_model_and_not_on_the_reci
 @every
 def test_a_model_is_the_same_after_saving_and_loading(choices):
     """A file of tensors alone restores all parameters and buffers, and the logits are the same."""
-    config, file, idx = tiny_config(n_head=4, n_embd=32, **choices), io.BytesIO(), torch.arange(13)[None]
-    written, read = GPT(config, seed=1).eval(), GPT(config, seed=2).eval()
+    file, idx = io.BytesIO(), torch.arange(13)[None]
+    written, read = (GPT(tiny_config(n_head=4, n_embd=32, **choices), seed).eval() for seed in (1, 2))
     torch.save(written.state_dict(), file)
     file.seek(0)
     read.load_state_dict(torch.load(file, weights_only=True))
@@ -188,6 +188,6 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
                        for module in (fused, loop))
     # The gradient of a state's decay sums over all pairs of tokens before and after it. All summands have a size of
     # about 1, even if they cancel. They cancel for a sink logit before a norm, which undoes it
-    terms = T * T if choices["attn"] in STATES else T
+    terms = T * T if fused.config.mixer == "recurrent" else T
     for a, b in zip(found, expected, strict=True):
         close(a, b, terms, size=None if b is None else max(1.0, b.abs().max().item()))

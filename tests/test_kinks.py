@@ -15,7 +15,7 @@ from conftest import DEVICE, needs_triton
 import attention
 import kernels
 from axes import queries_keys, rows
-from mixers import focus, recurrent, recurrent_kernels
+from mixers import focus, recurrent
 from training.balance import imbalance
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")       # numpy warns about scores of masked keys
@@ -107,17 +107,3 @@ def test_derivative_of_a_formula_at_a_kink(kink):
     f, x, slope = FORMULAS[kink]
     x = torch.tensor([float(x)], dtype=torch.float64, requires_grad=True)
     close(torch.autograd.grad(f(x).sum(), x)[0], torch.tensor([slope], dtype=torch.float64), size=max(1.0, slope))
-
-
-@pytest.mark.parametrize("form", [recurrent.one_chunk, pytest.param(recurrent_kernels.recur, marks=needs_triton)])
-def test_forget_has_a_gradient_even_where_nothing_is_forgotten(form):
-    """log forget is 0, its largest value. The second token reads its own write, and the first token's write times its
-    own forget factor: o_2 = 1 + exp(log forget_2)."""
-    one = torch.zeros(1, 1, 2, 16, device=DEVICE)
-    one[..., 0] = 1
-    forget = torch.zeros(1, 1, 2, 1, device=DEVICE, requires_grad=True)
-    state = () if form is recurrent_kernels.recur else ((torch.zeros(1, 1, 16, 16, device=DEVICE),),)
-    o = form(*state, one, one, one, forget)
-    o = o if torch.is_tensor(o) else o[0]       # one_chunk also returns the last state
-    found, = torch.autograd.grad(o[0, 0, 1, 0], forget)
-    close(found.flatten(), torch.tensor([0.0, 1.0], device=DEVICE), size=1.0)
