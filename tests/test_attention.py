@@ -62,8 +62,9 @@ def importance_of(module, q, k, v, x):
 
 @pytest.mark.parametrize("choices", [
     *({"attn": attn} for attn in ("softmax", "window", "sink_token", "softmax1", "kv_bias", "gated_elementwise")),
-    {"pos": "t5"}, {"pos": "alibi", "n_kv_head": 2}, {"attn": "ssmax", "qk_norm": "l2"},
-    {"attn": "sink", "n_kv_head": 2}, {"attn": "elastic", "gate": "head"}], ids=str)
+    {"attn": "softmax", "pos": "t5"}, {"attn": "softmax", "pos": "alibi", "n_kv_head": 2},
+    {"attn": "ssmax", "qk_norm": "l2"}, {"attn": "sink", "n_kv_head": 2}, {"attn": "elastic", "gate": "head"}],
+    ids=lambda c: "-".join(map(str, c.values())))
 def test_importance_and_its_gradient_equal_their_definition(choices):
     """Importance is the gate's mean, or 1 minus the sink's mean weight. 45 rows are three blocks, computed again."""
     module, T = layer(**choices, kernel="torch"), 45

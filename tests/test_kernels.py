@@ -253,14 +253,13 @@ BUSY = dict(window=120, first=5, **EVERYTHING)
 
 
 @pytest.mark.parametrize("rule, options", [
-    *(by_default((rule, more) == ("tra", BUSY), rule, {"H": 1, "T": 140} | more)
+    *(by_default((rule, more) == ("tra", BUSY), rule, {"H": 1, "T": 150} | more)
       for rule in RULES if kernels.KERNELS[rule].skip for more in ({}, BUSY)),
     *(by_default(False, rule, {"T": 230, "mix": (1, 1)} | more) for rule in ("tra", "relu") for more in ({}, BUSY))
     ], ids=str)
 def test_skipping_dead_tiles_changes_nothing(rule, options):
     """Results equal those of kernels that visit every tile and are close to float64. A weight of 0 may have a gradient.
-    With two views, a tile is visited if either view has a weight in it. In many tiles neither view has. The kernels
-    have tiles of different sizes, and the last tile of 140 tokens has no neighbour."""
+    With two views, a tile is visited if either view has a weight in it. In many tiles neither view has."""
     x, more = draw(rule, **options)
     x |= clusters(options["T"], x["q"].shape[1])
     x |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
@@ -274,6 +273,18 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
         assert 0.1 < alive.sum() / past.sum() < 0.9
     same(with_skip, without)
     compare(rule, x, more)
+
+
+def test_a_map_of_live_tiles_can_be_resized_and_sorted():
+    """A tile of another size is alive if any part of it is. The list names the live tiles first, in ascending order."""
+    T, g = 150, dice(6)
+    for a, b in ((32, 16), (16, 64), (16, 16), (64, 16)):
+        alive = (torch.rand(2, kernels.count(T, a), generator=g) > 0.6).to(torch.int8)
+        fine, there = alive.repeat_interleave(a, 1)[:, :T], kernels.resized(alive, 1, T, a, b)
+        same(there, torch.stack([part.amax(1) for part in fine.split(b, 1)], 1))
+        for row, n in zip(kernels.in_order(there).tolist(), there.tolist(), strict=True):
+            assert row[:len(n) + 1] == [sum(n[:m]) for m in range(len(n) + 1)]
+            assert row[len(n) + 1:][:sum(n)] == [m for m in range(len(n)) if n[m]]
 
 
 def test_without_gradients_and_in_a_second_run_the_output_is_the_same_bit_for_bit():
