@@ -2,13 +2,13 @@
 import hypothesis.strategies as st
 import pytest
 import reference_mixers as reference
+import test_properties as properties
 import torch
-from bounds import SEED, close
+from bounds import SEED
 from conftest import examples, tiny_config
 from hypothesis import given, reject, settings
 from layers import inputs, layer, normal, scalars, with_gradients
 
-import kernels
 import mixers
 from attention import ATTENTIONS
 from axes.options import constants
@@ -69,19 +69,13 @@ def trained(choices):
     return module
 
 
-def agree(found, expected, terms, dtype=None):
-    """Equal up to rounding. No gradient is a gradient of 0, and a gradient has a size of 1 even if it cancels."""
-    for a, b in zip(found, expected, strict=True):
-        if a is not None or b is not None:
-            a, b = (torch.zeros_like(other) if y is None else y for y, other in ((a, b), (b, a)))
-            size = max(1.0, b.abs().max().item())
-            close(a, b, terms, size, dtype, moved=1e-12 * size)         # Titans adds 1e-12 to a denominator
+def agree(found, expected, *rounding):
+    """Titans adds 1e-12 to a denominator."""
+    properties.agree(dict(enumerate(found)), dict(enumerate(expected)), *rounding, moved=1e-12)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """40 rows are three blocks."""
-    monkeypatch.setattr(kernels, "BLOCK", 16)
+def small_rows(small_blocks, monkeypatch):
     monkeypatch.setattr(focus, "ROWS", 16)
 
 

@@ -10,9 +10,6 @@ from mixers import recurrent_kernels  # noqa: E402
 from test_recurrent import FORM, assert_exact, draw, forms, results_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poison")
-LOW = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-
-
 SMALL = FORM | {"D": 16, "E": 16}              # one tile, which takes a quarter of the interpreter's time
 
 
@@ -31,7 +28,7 @@ def test_float32_equals_the_reference(**form):
     assert_exact(recurrent_kernels.recur, draw(**form))
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
 def test_low_precision_is_close_to_the_reference(dtype):
     """Inputs, states and factors are rounded to the dtype, a few times each."""
     assert_exact(recurrent_kernels.recur, gated_delta(D=24, dtype=dtype), 8 * torch.finfo(dtype).eps)
@@ -48,9 +45,8 @@ def test_two_runs_agree_bit_for_bit():
     ({"v": torch.randn(1, 2, 9, 16).half()}, "must share one"), ({"erase": torch.ones(1, 2, 9)}, "must agree"),
     ({name: torch.randn(1, 2, 9, 300) for name in "qk"}, "256 at most")])
 def test_invalid_inputs_are_refused(changes, message):
-    x = gated_delta(T=9)
     with pytest.raises(ValueError, match=message):
-        recurrent_kernels.recur(**x | {name: y.to(DEVICE) for name, y in changes.items()})
+        recurrent_kernels.recur(**gated_delta(T=9) | {name: y.to(DEVICE) for name, y in changes.items()})
 
 
 def test_a_second_derivative_is_refused():

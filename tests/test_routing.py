@@ -1,7 +1,7 @@
 """mixers/routing.py: how centroids move. Its weights are in tests/reference_mixers.py."""
+from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import reference_mixers as reference
 import torch
 from bounds import close
@@ -9,16 +9,12 @@ from layers import fresh, inputs
 from torch.nn import functional as F
 
 ALONE = SimpleNamespace(mean=lambda x: x)       # a Machine with one rank
+layer = partial(fresh, "routing", n_kv_head=2)
 
 
-def layer(args="clusters=3"):
-    return fresh("routing", n_kv_head=2, attn_args=args)
-
-
-@pytest.mark.parametrize("R", [1, 9])
-def test_fewer_queries_than_keys_form_clusters_of_their_own(R):
-    module = layer("clusters=3,cluster_size=6")
-    q, k, v, x = inputs(module, 31, R)
+def test_fewer_queries_than_keys_form_clusters_of_their_own():
+    module = layer(attn_args="clusters=3,cluster_size=6")
+    q, k, v, x = inputs(module, 31, 9)
     close(module.weights_of(q, k, x), reference.weights(module, q, k, x))
     close(module.attend(q, k, v, x), reference.attend(module, q, k, v, x))
 
@@ -26,7 +22,7 @@ def test_fewer_queries_than_keys_form_clusters_of_their_own(R):
 def test_centroids_move_to_the_vectors_nearest_to_them():
     """The first step moves each centroid to the mean direction of its nearest queries and keys, as a round of k-means
     does. The n-th step moves it by a share of 1 / n, at least 0.001. A centroid without such vectors stays."""
-    module = layer("clusters=9")
+    module = layer(attn_args="clusters=9")
     q, k, v, x = inputs(module, 2)              # eight vectors in nine clusters
     unit = F.normalize(torch.cat([q, k.repeat_interleave(2, 1)], 2), dim=-1)
     for moves, share in ((0, 1), (1, 1 / 2), (5000, 0.001)):
@@ -44,11 +40,10 @@ def test_centroids_move_to_the_vectors_nearest_to_them():
 
 def test_two_ranks_move_centroids_like_one():
     """Centroids move by the mean over ranks. Two ranks with half of the batch each equal one rank with all of it."""
-    whole, one, other = (layer().train() for _ in range(3))
+    whole, one, other = (layer(attn_args="clusters=3").train() for _ in range(3))
     q, k, v, x = inputs(whole, 20)
-    whole.attend(q, k, v, x)
-    one.attend(q[:1], k[:1], v[:1], x[:1])
-    other.attend(q[1:], k[1:], v[1:], x[1:])
+    for module, part in ((whole, slice(None)), (one, slice(1)), (other, slice(1, None))):
+        module.attend(q[part], k[part], v[part], x[part])
     mean = (one.sums + other.sums) / 2
     whole.finish_step(ALONE)
     one.finish_step(SimpleNamespace(mean=lambda _: mean))
