@@ -27,23 +27,16 @@ ROWS = {
 }
 
 
-def write_rows(path, rows):
-    lines = [json.dumps({"id": i, "pid": f"{i}_0", "input": text, "output": output}) for i, text, output in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 @pytest.fixture
 def source(tmp_path):
     """The unpacked benchmark, in which one task is a file instead of a folder."""
     folder = tmp_path / "scrolls"
     for name, rows in ROWS.items():
-        write_rows(folder / ("qasper.jsonl" if name == "qasper" else f"{name}/validation.jsonl"), rows)
-        write_rows(folder / name / "train.jsonl", rows * 2)
+        (folder / name).mkdir(parents=True)
+        lines = "".join(json.dumps(dict(zip(("id", "input", "output"), row, strict=True))) + "\n" for row in rows)
+        for file in ("qasper.jsonl" if name == "qasper" else f"{name}/validation.jsonl", f"{name}/train.jsonl"):
+            (folder / file).write_text(lines, encoding="utf-8")
     return folder
-
-
-# ---------------------------------------------------------------------------------------------------- files and prompts
 
 
 def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
@@ -56,32 +49,26 @@ def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
     assert one.answers == ["Over the dog"] and one.choices == ["Over the dog", "Into a box", "Nowhere", "To the quick"]
 
 
-@pytest.mark.parametrize("name, prompt", [
-    ("gov_report", f"{DOCUMENT}\n\nQuestion: What is a summary of the preceding text?\nAnswer:"),
-    ("qmsum", f"{DOCUMENT}\n\nQuestion: What did the fox do?\nAnswer:"),
-    ("quality", f"{DOCUMENT.strip()}\n\nQuestion: Where does it jump?\n(A) Over the dog\n(B) Into a box\n(C) Nowhere\n"
-                "(D) To the quick\nAnswer:"),
-    ("contract_nli", f"{DOCUMENT}\n\nHypothesis: The fox may jump.\nConclusion:")])
-def test_the_question_comes_after_the_document(name, prompt):
-    _, text, answer = ROWS[name][0]
-    found = make_question(text, [answer], TASKS[name], "x.jsonl")
-    assert found.prompt == prompt
-    assert len(found.choices) == {"quality": 4, "contract_nli": 3}.get(name, 0)
-
-
-def test_a_limit_spreads_over_all_rows():
     assert scrolls.spread(list(range(100)), 3) == [0, 49, 99]
     assert scrolls.spread([1, 2], 5) == [1, 2] == scrolls.spread([1, 2], 0)
 
 
-# ----------------------------------------------------------------------------------------------------------- the scores
+@pytest.mark.parametrize("name, choices, prompt", [
+    ("gov_report", 0, f"{DOCUMENT}\n\nQuestion: What is a summary of the preceding text?\nAnswer:"),
+    ("qmsum", 0, f"{DOCUMENT}\n\nQuestion: What did the fox do?\nAnswer:"),
+    ("quality", 4, f"{DOCUMENT.strip()}\n\nQuestion: Where does it jump?\n(A) Over the dog\n(B) Into a box\n"
+                   "(C) Nowhere\n(D) To the quick\nAnswer:"),
+    ("contract_nli", 3, f"{DOCUMENT}\n\nHypothesis: The fox may jump.\nConclusion:")])
+def test_the_question_comes_after_the_document(name, choices, prompt):
+    found = make_question(ROWS[name][0][1], ["x"], TASKS[name], "x.jsonl")
+    assert found.prompt == prompt and len(found.choices) == choices
 
 
-@pytest.mark.parametrize("text, answer, f1, exact", [
-    ("The fox!", "a fox", 1, 1), ("the fox jumps", "fox", 2 / 3, 0), ("dog dog", "dog", 2 / 3, 0), ("", "fox", 0, 0),
-    ("cat", "c t", 0, 0), ("five-dozen", "five dozen", 0, 0), ("jumps over the dog", "the dog jumps", 0.8, 0)])
-def test_f1_and_exact_match_are_those_of_squad(text, answer, f1, exact):
-    close([best(measure, text, [answer])[measure] for measure in ("f1", "exact")], [f1, exact], terms=4)
+def test_f1_and_exact_match_are_those_of_squad():
+    for text, answer, f1, exact in (
+            ("The fox!", "a fox", 1, 1), ("dog dog", "dog", 2 / 3, 0), ("", "fox", 0, 0), ("cat", "c t", 0, 0),
+            ("five-dozen", "five dozen", 0, 0), ("jumps over the dog", "the dog jumps", 0.8, 0)):
+        close([best(measure, text, [answer])[measure] for measure in ("f1", "exact")], [f1, exact], terms=4)
 
 
 def halves(text, answer):
@@ -103,9 +90,6 @@ def test_rouge_counts_words_pairs_and_common_subsequences():
     pytest.importorskip("rouge_score")
     for said, *expected in (("police kill the gunman", .75, 1 / 3, .75), ("the gunman kill police", .75, 1 / 3, .5)):
         close([*scrolls.rouge(said, "police killed the gunman").values()], expected, terms=4)
-
-
-# ---------------------------------------------------------------------------------------------------------- the answers
 
 
 @pytest.fixture
@@ -139,16 +123,11 @@ def test_choices_are_ranked_by_their_likelihood_per_character(reply, elastic_run
     assert reply(question, 60, tokens=3, rank=False).text not in choices
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
-FLAGS = ("--device=cpu", "--length=150", "--tokens=8")
-
-
 def test_the_command_prints_the_numbers_of_all_tasks_and_a_table(elastic_run, toy_run, source, evaluate, capsys,
                                                                  monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score", sys)                # as if it were installed
     monkeypatch.setitem(scrolls.MEASURES, "rouge", halves)
-    look = ["scrolls", f"--source={source}", *FLAGS]
+    look = ["scrolls", f"--source={source}", "--device=cpu", "--length=150", "--tokens=8"]
     found = evaluate(*look, f"--out_dir={elastic_run}")
     assert list(found["tasks"]) == list(ROWS)
     assert found["tasks"]["narrative_qa"]["questions"] == 2 and found["tasks"]["qasper"]["cut"] == 1
