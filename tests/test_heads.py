@@ -23,7 +23,7 @@ def test_the_summary_of_the_measures():
 def test_alpha_sink_of_two_data_sets_is_compared():
     a = torch.tensor([[0.1, 0.5], [0.9, 0.3]], dtype=torch.float64)
     found = compared(a, 0.5 * a + 0.1, "other")
-    close([found[name] for name in ("correlation", "mean_difference")], [1, (0.05 + 0.15 + 0.35 + 0.05) / 4])
+    close([found["correlation"], found["mean_difference"]], [1, (0.05 + 0.15 + 0.35 + 0.05) / 4])
     close(torch.tensor(found["difference"], dtype=torch.float64), 0.5 * a - 0.1)
     close(compared(a, -a, "other")["correlation"], -1)
 
@@ -32,7 +32,5 @@ def test_a_run_is_compared_on_another_data_set_and_its_heads_are_ablated(elastic
     dogs = write_data(tmp_path / "dogs", WORDS[7:3000], WORDS[3000:3400])
     found = evaluate("heads", f"--out_dir={elastic_run}", "--windows=2", f"--against={dogs}", "--cost", "--prune=0,50",
                      "--draws=2", f"--png={tmp_path}/x.png")
-    assert found["maps"].keys() == found["mean"].keys() == MEASURES.keys()
-    assert found["windows"] == 2 and len(found["maps"]["sigma2"]) == 1 and len(found["maps"]["sigma2"][0]) == 2
+    assert found["maps"].keys() == found["mean"].keys() == MEASURES.keys() and found["windows"] == 2
     assert found["against"]["dataset"] == "dogs" and len(found["cost"]["changes"]) == 14
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bounds import close, dice, same
+from bounds import close, same
 from conftest import complain, meta, tiny_config, train_here
+from layers import token_ids
 
 import eval as eval_script
 from common import files
@@ -17,7 +18,7 @@ from model import GPT
 
 @pytest.fixture
 def loss(elastic_run, capsys):
-    """The loss that `eval.py loss` prints for 4 windows of a run (the finished run, unless named) with these flags."""
+    """The loss of 4 windows of a run (the finished run, unless named) with these flags."""
     def call(*flags, out_dir=elastic_run):
         eval_script.main(["loss", f"--out_dir={out_dir}", "--json", "--device=cpu", "--windows=4", *flags])
         return json.loads(capsys.readouterr().out)["loss"]
@@ -33,8 +34,7 @@ def test_axes_may_be_overridden_if_the_parameters_fit(loss):
 
 
 def test_overriding_the_recipe_of_a_run_adds_its_parameters(tmp_path, data, loss, capsys):
-    """The added parameters have their initial values and are named in one line, in eval.py and in further training. A
-    recipe without parameters of its own, such as streaming, adds none."""
+    """They have their initial values and are named in one line. Streaming adds none."""
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     train_here(f"--dataset={data}", f"--out_dir={base}", "--attn=softmax")
     capsys.readouterr()                         # drop what training printed
@@ -50,10 +50,8 @@ def test_overriding_the_recipe_of_a_run_adds_its_parameters(tmp_path, data, loss
     assert meta(tuned)["ends"] == [7]
 
 
-def test_a_run_whose_meta_names_no_tokenizer_has_that_of_its_data(copy, loss, capsys):
-    expected = loss()
+def test_a_run_whose_meta_names_no_tokenizer_has_that_of_its_data(copy, capsys):
     files.write_json(copy / "meta.json", {name: value for name, value in meta(copy).items() if name != "tokenizer"})
-    same(loss(out_dir=copy), expected)
     eval_script.main(["sample", f"--out_dir={copy}", "--device=cpu", "--tokens=3", "--prompt=the"])
     assert capsys.readouterr().out.startswith("the")
 
@@ -86,15 +84,15 @@ def test_every_layer_is_watched_in_its_order_and_can_be_changed():
 
 def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(copy, elastic_run, monkeypatch):
     asked, flags = [], meta(copy)["flags"]
-    again = [*flags, f"--init_from={elastic_run}"]
+    other, again = [*flags, "--seed=3"], [*flags, f"--init_from={elastic_run}"]
     monkeypatch.setattr(subprocess, "run", lambda argv, **how: asked.append(argv[2:]) or SimpleNamespace(returncode=0))
     assert train_if_missing(copy, flags)["flags"] == flags and not asked
-    train_if_missing(copy, [*flags, "--seed=3"])
+    train_if_missing(copy, other)
     files.write_json(copy / "meta.json", meta(copy) | {"flags": again})
     for time in (2e9, 1e9):                     # newer than its base, then older
         os.utime(copy / "ckpt.pt", (time, time))
         train_if_missing(copy, again)
-    assert asked == [[*flags, "--seed=3"], again]
+    assert asked == [other, again]
 
 
 def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
@@ -109,10 +107,8 @@ def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
 
 
 def test_tables_align_to_the_right():
-    assert table([["val", 1.5, None], ["a", -10.25, "x"]], ["", "loss", "note"]) == (
-        "         loss  note\n"
-        "val    1.5000     -\n"
-        "  a  -10.2500     x")
+    assert table([["val", 1.5, None], ["a", -10.25, "x"]], ["", "loss", "note"]).splitlines() == [
+        "         loss  note", "val    1.5000     -", "  a  -10.2500     x"]
 
 
 def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run):
@@ -120,10 +116,8 @@ def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run)
     half, whole = (load_run(elastic_run, "cpu", dtype=dtype)[0] for dtype in ("bfloat16", "float32"))
     kinds = {p.dtype for name, p in half.named_parameters() if p.dim() > 1 and ".h." in name}
     assert kinds == {torch.bfloat16} and half.transformer.wte.weight.dtype == torch.float32
-    idx = torch.randint(0, half.config.vocab_size, (2, 17), generator=dice())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        same(half(idx)[0], whole(idx)[0])
-    assert half.num_params() == whole.num_params()
+        same(half(token_ids(2, 16))[0], whole(token_ids(2, 16))[0])
 
 
 def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, capsys, monkeypatch):
@@ -148,8 +142,8 @@ def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_
     "maps --text=$fox$ --heads=0", "lengths --windows=2 --lengths=16,32", "params --windows=2",
     "compare --windows=2 --probe_windows=2 --anyway"])
 def test_every_instrument_draws_one_run_or_several(command, elastic_run, toy_run, tmp_path, capsys):
-    for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}"), 1):
-        eval_script.main([*command.split(), f"--out_dir={out_dir}", "--device=cpu", f"--png={tmp_path}/{number}.png"])
-        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+    for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}")):
+        eval_script.main([*command.split(), f"--out_dir={out_dir}", "--device=cpu", f"--png={tmp_path}/{number}"])
+        assert (tmp_path / str(number)).read_bytes().startswith(b"\x89PNG")
         said = capsys.readouterr()
         assert len(said.out) > 100 and said.err == "" and "nan" not in said.out

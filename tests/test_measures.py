@@ -1,5 +1,4 @@
-"""evals/measures.py and evals/heads.py: measures that are summed block by block, against a definition of each one that
-reads the whole weight matrix in float64, for drawn weights and for the models of all recipes."""
+"""evals/measures.py and evals/heads.py: sums over blocks against definitions that read whole weights in float64."""
 import math
 from types import SimpleNamespace
 
@@ -14,15 +13,14 @@ from attention import ATTENTIONS
 from axes.outputs import sigmoid_gate
 from axes.sight import Sight, visible
 from evals.heads import HeadSums
-from evals.instrument import instead
-from evals.measures import MEASURES, Probe, mean_of
-from layers import token_ids
+from evals.measures import Probe
+from layers import in_every_layer, token_ids
 from model import GPT
 
 
 def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
-    """Every measure of one head from its weights w (N, T, T) in N sequences, the mask seen (T, T), the weight on a key
-    outside the sequence extra (N, T), and the rows that count, counted (N, T)."""
+    """Every measure of one head: weights w (N, T, T) of N sequences, the mask seen (T, T), the weight on a key outside
+    the sequence extra (N, T), the rows that count (N, T)."""
     w, n, T = w.double(), seen.sum(-1).double(), w.shape[-1]
     outside = torch.zeros(len(w), T) if extra is None else extra.double()
     c = torch.ones(len(w), T) if counted is None else counted.double()
@@ -61,8 +59,7 @@ def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
 def cases(draw):
     """Weights of one head in a few sequences: of either sign or not, with sinks, exact zeros and empty rows."""
     T, N = draw(st.integers(1, 12) | st.sampled_from([63, 64, 65, 80])), draw(st.integers(1, 3))
-    random = dice(draw(st.integers(0, 999)))
-    sight = Sight(window=draw(st.sampled_from([0, 0, 1, 4, 30])))
+    random, sight = dice(draw(st.integers(0, 999))), Sight(window=draw(st.sampled_from([0, 0, 1, 4, 30])))
     i = torch.arange(T)
     seen = visible(i[:, None], i, sight)
     w = torch.randn(N, T, T, generator=random)
@@ -75,18 +72,16 @@ def cases(draw):
     counted = (torch.rand(N, T, generator=random) > 0.5).float() if draw(st.booleans()) else None
     if counted is not None:
         counted[:, -1] = 1
-    k = draw(st.sampled_from([1, 2, 64]).map(lambda k: min(k, T)))
-    return w, seen, extra, counted, sight, {"k": k, "eps": draw(st.sampled_from([0.02, 0.3, 0.7]))}, draw(
-        st.integers(1, T))
+    knobs = {"k": min(T, draw(st.sampled_from([1, 2, 64]))), "eps": draw(st.sampled_from([0.02, 0.3, 0.7]))}
+    return w, seen, extra, counted, sight, knobs, draw(st.integers(1, T))
 
 
-def watched(w, extra, sight, block, **traits):
+def watched(w, extra, sight, block):
     """A substitute for a layer, whose weights are w (B, heads, T, T), in blocks of rows."""
     w = w if extra is None else torch.cat([extra[:, None, :, None], w], -1)
-    return SimpleNamespace(**{
-        "weight_blocks": lambda q, k, x, table: w.split(block, 2), "view_blocks": lambda q, k, table: w.split(block, 2),
-        "has_extra_key": extra is not None, "ahead": 0, "sight": sight,
-        "choices": {"gate": SimpleNamespace(gated=None)}} | traits)
+    return SimpleNamespace(
+        weight_blocks=lambda *inputs: w.split(block, 2), view_blocks=lambda *inputs: w.split(block, 2), ahead=0,
+        has_extra_key=extra is not None, sight=sight, choices={"gate": SimpleNamespace(gated=None)})
 
 
 def close_measures(found, expected):
@@ -103,12 +98,14 @@ def close_measures(found, expected):
 @given(cases())
 def test_measures_of_drawn_weights_equal_their_definitions(case):
     w, seen, extra, counted, sight, knobs, block = case
-    probe, sums, v = Probe(**knobs), HeadSums(local=4), torch.ones(1, 1, w.shape[1], 4)
-    for i in range(len(w)):
+    probe, sums, values = Probe(**knobs), HeadSums(local=4), torch.rand(len(w), 1, w.shape[1], 4)
+    for i, v in enumerate(values.split(1)):
         one = watched(w[i, None, None], None if extra is None else extra[i, None], sight, block)
         probe.see(one, v, v, v, None, counted=None if counted is None else counted[i, None])
         sums.see(one, v, v, v, None)
     expected, of_heads = defined(w, seen, extra, counted, **knobs)
+    first, *others = values.double().norm(dim=-1).mean((0, 1))
+    expected["value_norm_ratio"] = first * len(others) / sum(others) if others else math.nan
     close_measures(probe.result(), expected)
     close_measures(sums.result(), of_heads)
 
@@ -135,39 +132,23 @@ def test_measures_of_a_model_equal_those_of_its_whole_weights(attn):
     few = {"window": 20} if ATTENTIONS[attn].get("window") else {}
     gpt = GPT(tiny_config(attn=attn, block_size=150, **few)).eval()
     enliven(gpt)
-    probe, sums, i, found = Probe(), HeadSums(local=4), torch.arange(150), {}
+    probe, sums, i = Probe(), HeadSums(local=4), torch.arange(150)
 
-    def look(attend, layer, module, q, k, v, x, table):
+    def look(module, q, k, v, x, table):
         probe.see(module, q, k, v, x, table)
         sums.see(module, q, k, v, x, table)
-        w, seen = module.weights_of(q, k, x, table)[:, :, module.ahead:], visible(
-            i[:, None] + module.ahead, i + module.ahead, module.sight)
-        extra = w[..., 0] if module.has_extra_key or module.ahead else [None] * module.heads
-        found["heads"] = [defined(w[:, h, :, -150:], seen, extra[:, h] if isinstance(extra, torch.Tensor) else None)
-                          for h in range(module.heads)]
+        w, outside = module.weights_of(q, k, x, table)[:, :, module.ahead:], module.has_extra_key or module.ahead
+        seen = visible(i[:, None] + module.ahead, i + module.ahead, module.sight)
         gate = module.choices["gate"].gated is sigmoid_gate
-        found["gate"] = torch.sigmoid(module.gate(x)).mean((0, 1)).view(module.heads, -1).mean(1) if gate else None
-        return attend(q, k, v, x, table)
+        return [defined(head[..., -150:], seen, head[..., 0] if outside else None) for head in w.unbind(1)], (
+            torch.sigmoid(module.gate(x)).mean((0, 1)).view(module.heads, -1).mean(1) if gate else None)
 
-    with instead(gpt, look), torch.no_grad():
-        gpt(token_ids(2, 150))
+    (heads, gate), = in_every_layer(look, gpt, token_ids(2, 150))
     for result, part in ((probe.result(), 0), (sums.result(), 1)):
-        expected = {name: torch.tensor([float(head[part][name]) for head in found["heads"]], dtype=torch.float64)
-                    for name in found["heads"][0][part]}
-        if found["gate"] is not None and "importance" in expected:
-            expected["importance"] = found["gate"]
+        expected = {name: torch.tensor([float(head[part][name]) for head in heads], dtype=torch.float64)
+                    for name in heads[0][part]}
+        if gate is not None and "importance" in expected:
+            expected["importance"] = gate
         if attn in ("tra", "tda", "diff_rela", "ttt", "titans"):        # rounding decides which weights are exactly 0
             expected.pop("sparsity", None)
         close_measures(result, expected)
-
-
-def test_means_are_over_layers_and_heads_and_values_have_norms():
-    probes = [Probe(), Probe()]
-    for probe, w in zip(probes, (torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None], torch.eye(8)[:1].repeat(8, 1)),
-                        strict=True):
-        v = torch.ones(1, 1, 8, 4)
-        v[:, :, 0] = 0.5
-        probe.see(watched(w[None, None], None, Sight(), 8), v, v, v, None)
-    mean = mean_of(probes)
-    assert mean.keys() == MEASURES.keys() and math.isnan(mean["extra_eps"])
-    close([mean["dispersion"], mean["value_norm_ratio"]], [0.5, 0.5], dtype=torch.float32)

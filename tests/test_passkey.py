@@ -1,13 +1,14 @@
-"""eval.py passkey: prompts byte for byte, reading on from a KV cache, scores against a small independent form."""
+"""eval.py passkey: prompts byte for byte, reading on from a KV cache, scores in float64."""
 import math
 import re
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from bounds import SEED, below, close, same
-from conftest import CACHES, tiny_config, train_here
+from conftest import CACHES, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import token_ids
@@ -83,19 +84,15 @@ def test_reading_in_parts_equals_reading_at_once(name, cached, monkeypatch):
     close(reader.read(idx[:, :25]), whole[:, 24:25], terms=8)
     close(reader.fork().read(idx[:, 25:], 15), whole[:, 25:], terms=8)
     # reading with the fork does not move the reader, which continues with the likeliest token, up to rounding
-    said = reader.go_on(reader.read(idx[:, 25:]), 5)
+    first, again = reader.read(idx[:, 25:]), reader.fork()
+    likely, rank = forced(reader.fork(), first, first.argmax(-1))       # an answer of one token
+    close(likely, first.log_softmax(-1).amax((1, 2)), terms=4)
+    assert (rank == 1).all()
+    said = reader.go_on(first, 5)
     logits = gpt(torch.cat([idx, said], 1))[0][:, 39:-1]
     close(logits.gather(2, said[..., None])[..., 0], logits.amax(-1), terms=8)
-
-
-def test_generation_ends_with_its_last_token_and_an_answer_of_one_token_is_scored_by_the_logits_before_it():
-    reader = Reader(GPT(tiny_config()).eval())
-    first = reader.read(token_ids(1, 3))
-    said = reader.fork().go_on(first, 8)[0].tolist()
-    likely, rank = forced(reader, first, torch.tensor([said[:1]]))
-    close(likely[0], first.log_softmax(-1).max(), terms=4)
-    assert rank.item() == 1
-    same(reader.go_on(first, 8, lambda token: token == said[4])[0].tolist(), said[:said.index(said[4]) + 1])
+    last = said[0, 3].item()                    # the token that ends an answer
+    same(again.go_on(first, 5, lambda token: token == last), said[:, :said[0].tolist().index(last) + 1])
 
 
 @torch.no_grad()
@@ -144,9 +141,5 @@ def test_the_command_prints_numbers_tables_and_a_picture(elastic_run, toy_run, t
     said = capsys.readouterr().out
     assert said.count(str(toy_run)) == 4 and "80-100 %" in said and "log-likelihood" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_lengths_end_where_learned_positions_do(data, tmp_path, evaluate):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--pos=learned", "--block_size=1100")
-    found = evaluate("passkey", f"--out_dir={tmp_path}", "--trials=1")
-    assert [row["length"] for row in found["lengths"]] == [500, 1000]
+    # the lengths end where learned positions do
+    assert passkey.lengths_of("", SimpleNamespace(positions=1100, check_positions=lambda *args: None)) == [500, 1000]

@@ -18,10 +18,9 @@ ROWS = {
     "gov_report": [("g1", DOCUMENT, "A fox jumps. It packs a box.")],
     "summ_screen_fd": [("s1", DOCUMENT, "The fox and the dog.")],
     "qmsum": [("m1", f"What did the fox do?\n\n{DOCUMENT}", "It jumped over the dog.")],
-    "narrative_qa": [("n1", f"Who jumps?\n\n{DOCUMENT}", "the fox"), ("n1", f"Who jumps?\n\n{DOCUMENT}", "A fox"),
-                     ("n2", f"Over what?\n\n{DOCUMENT}", "the dog")],
-    "qasper": [("q1", f"How many jugs?\n\n{DOCUMENT}", "five dozen"),
-               ("q1", f"How many jugs?\n\n{DOCUMENT}", "Unanswerable")],
+    "narrative_qa": [(id, f"Who jumps?\n\n{DOCUMENT}", text) for id, text in (
+        ("n1", "the fox"), ("n1", "A fox"), ("n2", "the dog"))],
+    "qasper": [("q1", f"How many jugs?\n\n{DOCUMENT}", text) for text in ("five dozen", "Unanswerable")],
     "quality": [("y1", f"Where does it jump?\n\n{CHOICES}\n\n\n{DOCUMENT}", "Over the dog")],
     "contract_nli": [("c1", f"The fox may jump.\n\n{DOCUMENT}", "Entailment")],
 }
@@ -43,25 +42,22 @@ def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
     found = scrolls.find(source, "all", "validation")
     assert list(found) == list(ROWS) and found["qasper"].name == "qasper.jsonl"
     assert all(path.name == "train.jsonl" for path in scrolls.find(source, "qmsum,qasper", "train").values())
-    first, second = read_questions(found["narrative_qa"], TASKS["narrative_qa"])
-    assert first.answers == ["the fox", "A fox"] and second.answers == ["the dog"]
-    one, = read_questions(found["quality"], TASKS["quality"])
-    assert one.answers == ["Over the dog"] and one.choices == ["Over the dog", "Into a box", "Nowhere", "To the quick"]
-
-
+    asked = read_questions(found["narrative_qa"], TASKS["narrative_qa"])
+    assert [question.answers for question in asked] == [["the fox", "A fox"], ["the dog"]]
     assert scrolls.spread(list(range(100)), 3) == [0, 49, 99]
     assert scrolls.spread([1, 2], 5) == [1, 2] == scrolls.spread([1, 2], 0)
 
 
-@pytest.mark.parametrize("name, choices, prompt", [
-    ("gov_report", 0, f"{DOCUMENT}\n\nQuestion: What is a summary of the preceding text?\nAnswer:"),
-    ("qmsum", 0, f"{DOCUMENT}\n\nQuestion: What did the fox do?\nAnswer:"),
-    ("quality", 4, f"{DOCUMENT.strip()}\n\nQuestion: Where does it jump?\n(A) Over the dog\n(B) Into a box\n"
-                   "(C) Nowhere\n(D) To the quick\nAnswer:"),
-    ("contract_nli", 3, f"{DOCUMENT}\n\nHypothesis: The fox may jump.\nConclusion:")])
-def test_the_question_comes_after_the_document(name, choices, prompt):
-    found = make_question(ROWS[name][0][1], ["x"], TASKS[name], "x.jsonl")
-    assert found.prompt == prompt and len(found.choices) == choices
+def test_the_question_comes_after_the_document():
+    letters = ["Over the dog", "Into a box", "Nowhere", "To the quick"]
+    for name, choices, asked in (
+            ("gov_report", [], "Question: What is a summary of the preceding text?\nAnswer:"),
+            ("qmsum", [], "Question: What did the fox do?\nAnswer:"),
+            ("quality", letters, "Question: Where does it jump?\n(A) Over the dog\n(B) Into a box\n(C) Nowhere\n"
+                                 "(D) To the quick\nAnswer:"),
+            ("contract_nli", [*TASKS["contract_nli"].choices], "Hypothesis: The fox may jump.\nConclusion:")):
+        text = DOCUMENT.strip() if name == "quality" else DOCUMENT
+        assert make_question(ROWS[name][0][1], ["x"], TASKS[name], "") == (f"{text}\n\n{asked}", ["x"], choices)
 
 
 def test_f1_and_exact_match_are_those_of_squad():
@@ -77,7 +73,6 @@ def halves(text, answer):
 
 
 def test_a_task_has_the_geometric_mean_of_its_means_and_the_best_answer_counts(monkeypatch):
-    assert best("f1", "a red fox", ["cat", "fox", "the red fox"]) == {"f1": 1.0}
     monkeypatch.setitem(scrolls.MEASURES, "rouge", halves)
     assert best("rouge", "aabc", ["ab", "bb"]) == {"rouge1": 0.5, "rouge2": 0.25}       # each part has its own best
     found = score("rouge", [Reply(text, False) for text in ("aabc", "abbb")], [Question("", ["ab"], [])] * 2)
@@ -94,10 +89,9 @@ def test_rouge_counts_words_pairs_and_common_subsequences():
 
 @pytest.fixture
 def reply(elastic_run):
-    """The run's reply to a question, of at most `tokens` tokens."""
     run = OpenedRun(Common(out_dir=str(elastic_run), device="cpu"), {})
-    return lambda question, length, **flags: scrolls.reply(run, run.tokenizer, question, Scrolls(source="x", **flags),
-                                                           length)
+    return lambda question, length, **flags: scrolls.reply(
+        run, run.tokenizer, question, Scrolls(source="x", **flags), length)
 
 
 def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(reply, monkeypatch):
@@ -110,21 +104,20 @@ def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(repl
     assert [text.decode() for text in seen[:3]] == [prompt[-30:], "\0" + prompt[-29:], prompt]         # 256 is \0 here
 
 
+@torch.no_grad()
 def test_choices_are_ranked_by_their_likelihood_per_character(reply, elastic_run):
     prompt, choices = "pack my box with five dozen", ["liquor jugs", "dogs", "the lazy quick brown foxes"]
-    each, model = [], load_run(elastic_run, "cpu")[0]
+    each, model = [], load_run(elastic_run, "cpu")[0].double()
     for choice in choices:
         ids = torch.tensor([list(f"{prompt} {choice}".encode())])
-        with torch.no_grad():
-            logs = model(ids)[0].double().log_softmax(-1)[0, len(prompt) - 1:-1]
+        logs = model(ids)[0].log_softmax(-1)[0, len(prompt) - 1:-1]
         each.append(logs.gather(1, ids[0, len(prompt):, None]).sum().item() / len(choice))
     question = Question(prompt, ["x"], choices)
     close(each[choices.index(reply(question, 60).text)], max(each), terms=8, dtype=torch.float32)
     assert reply(question, 60, tokens=3, rank=False).text not in choices
 
 
-def test_the_command_prints_the_numbers_of_all_tasks_and_a_table(elastic_run, toy_run, source, evaluate, capsys,
-                                                                 monkeypatch):
+def test_the_command_prints_all_numbers_and_a_table(elastic_run, toy_run, source, evaluate, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score", sys)                # as if it were installed
     monkeypatch.setitem(scrolls.MEASURES, "rouge", halves)
     look = ["scrolls", f"--source={source}", "--device=cpu", "--length=150", "--tokens=8"]
