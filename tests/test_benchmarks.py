@@ -11,9 +11,8 @@ from conftest import assert_says
 from data import benchmarks
 
 def exam(stem, key, **choices):
-    """A row of AI2's exams."""
-    return {"question": {"stem": stem, "choices": [{"text": text, "label": label} for label, text in choices.items()]},
-            "answerKey": key}
+    choices = [{"text": text, "label": label} for label, text in choices.items()]
+    return {"question": {"stem": stem, "choices": choices}, "answerKey": key}
 
 
 PUBLIC = {                                      # one invented row in the form of each public file
@@ -31,8 +30,7 @@ PUBLIC = {                                      # one invented row in the form o
     "lambada": {"text": "She gave the dog\n a bone"},
 }
 FLAT = {                                        # the same rows in another layout
-    "hellaswag": {"query": "Baking: A  baker [is]", "choices": [" sings.", "flies off.", "sits  down.", "is"],
-                  "gold": 3},
+    "hellaswag": {"query": "A  baker [is]", "choices": [" sings.", "flies off.", "sits  down.", "is"], "gold": 3},
     "arc_easy": {"question": "What is wet?", "choices": ["water", "fire"], "gold": 0},
     "openbookqa": {"question_stem": "Bees make", "choices": ["honey", "wax and noise"], "gold": 1},
 }
@@ -58,11 +56,10 @@ def write_rows(folder, name, *rows):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
-    assert benchmarks.read(name, write_rows(tmp_path, name, PUBLIC[name])) == [benchmarks.Row(*QUESTIONS[name])]
-    if name in FLAT:
-        row, = benchmarks.read(name, write_rows(tmp_path, name, FLAT[name]))
-        assert (row.choices, row.gold) == QUESTIONS[name][1:]
-        assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
+    for row in (PUBLIC[name], FLAT.get(name, PUBLIC[name])):
+        found, = benchmarks.read(name, write_rows(tmp_path, name, row))
+        contexts, *answers = QUESTIONS[name]
+        assert list(found) == [[row["query"]] * 4 if "query" in row else contexts, *answers]
 
 
 def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
@@ -82,47 +79,45 @@ def test_files_of_a_folder_are_unpacked_copied_and_counted(tmp_path, capsys):
         benchmarks.main([*tasks, f"--source={source}", f"--out_dir={out}"])
         assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", capsys.readouterr().out)
     assert (out / "piqa_valid.jsonl").read_bytes() == row and len(benchmarks.read("piqa", out)) == 1
-    assert benchmarks.task_names("all") == list(benchmarks.TASKS)
+
+
+def zipped(members):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for member, text in members.items():
+            archive.writestr(member, text)
+    return packed.getvalue()
 
 
 @pytest.fixture
 def fetch(server, tmp_path, monkeypatch):
-    """Offers a file, by its zip's members or its whole content, and fetches it into tmp_path/new."""
-    def call(name, content, known=None, **task):
-        if isinstance(content, dict):
-            packed = io.BytesIO()
-            with zipfile.ZipFile(packed, "w") as archive:
-                for member, text in content.items():
-                    archive.writestr(member, text)
-            content = packed.getvalue()
+    """Offers a file and fetches it."""
+    def call(name, content, place="/it", **task):
         server.files["it"] = content
-        changed = benchmarks.TASKS[name]._replace(**{"url": server.url + "/it"} | task)
-        monkeypatch.setitem(benchmarks.TASKS, name, changed)
-        if known:
-            monkeypatch.setitem(benchmarks.KNOWN, name, (len(content), known))
-        benchmarks.fetch(name, tmp_path / "new")
-        return benchmarks.read(name, tmp_path / "new")
-    (tmp_path / "new").mkdir()
+        monkeypatch.setitem(benchmarks.TASKS, name, benchmarks.TASKS[name]._replace(url=server.url + place, **task))
+        benchmarks.fetch(name, tmp_path)
+        return benchmarks.read(name, tmp_path)
     return call
 
 
 def test_a_zip_is_read_in_parts_and_labels_are_joined(fetch, server, tmp_path):
     rows = [{key: value for key, value in PUBLIC["piqa"].items() if key != "label"}] * 3
-    found = fetch("piqa", {"corpus": bytes(1 << 22), "d/dev.jsonl": "\n".join(map(json.dumps, rows)),
-                           "d/dev-labels.lst": "0\n1\n1\n"}, rows=3, members=("d/dev.jsonl", "d/dev-labels.lst"))
+    content = zipped({"corpus": bytes(1 << 22), "rows": "\n".join(map(json.dumps, rows)), "labels": "0\n1\n1\n"})
+    found = fetch("piqa", content, rows=3, members=("rows", "labels"))
     assert [row.gold for row in found] == [0, 1, 1] and sum(sent for _, _, sent in server.asked) < 1 << 20
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["piqa_valid.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["piqa_valid.jsonl"]
 
 
-def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path):
-    content, boolq = json.dumps(PUBLIC["lambada"]).encode() + b"\n", {"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])}
-    for says, name, *args in (
-            ("lambada: the fetched file is not the public one", "lambada", content, "0" * 64),
+def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path, monkeypatch):
+    line, boolq = json.dumps(PUBLIC["lambada"]).encode(), zipped({"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])})
+    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(line), "0" * 64))
+    for says, *args in (
+            ("lambada: the fetched file is not the public one", "lambada", line),
             ("boolq: the fetched file has 1 rows, the public one 3,270", "boolq", boolq),
-            ("boolq could not be fetched from", "boolq", b"no zip")):
+            ("boolq could not be fetched from", "boolq", b"no zip"),
+            ("boolq could not be fetched.*(404|Not Found).*--source", "boolq", boolq, "/gone.zip")):
         with pytest.raises(ValueError, match=says):
-            fetch(name, *args)
-    with pytest.raises(ValueError, match="boolq could not be fetched.*(404|Not Found).*--source"):
-        fetch("boolq", boolq, url=benchmarks.TASKS["boolq"].url + "/gone.zip")
-    assert list((tmp_path / "new").iterdir()) == []
-    assert len(fetch("lambada", content, hashlib.sha256(content).hexdigest(), rows=1)) == 1
+            fetch(*args)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(line), hashlib.sha256(line).hexdigest()))
+    assert len(fetch("lambada", line, rows=1)) == 1

@@ -67,13 +67,12 @@ def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
             "const [name, scores, given] = arguments, i = page.rules.findIndex(r => r.name === name)\n"
             "return weightsOf(page.rules[i].program, scores, {...state.constants[i], ...given})",
             rule, scores, constants)
-        w, s = torch.tensor(found["weights"]).double(), torch.tensor(scores).double()
+        w, s = (torch.tensor(values, dtype=torch.float64) for values in (found["weights"], scores))
         t = layer.rule.row_input(layer, s.new_ones(1) * len(s)).flatten() if layer.rule.row_input else None
         expected = layer.rule.weights(s, s.isfinite(), t)
         if rule == "sink":                      # an extra key of score 0
-            *expected, outside = torch.cat([s, s.new_zeros(1)]).softmax(0)
-            expected = torch.stack(expected)
-            assert found["outside"] == pytest.approx(outside, abs=NEAR)
+            expected, (outside,) = torch.cat([s, s.new_zeros(1)]).softmax(0).split([len(s), 1])
+            assert found["outside"] == pytest.approx(outside.item(), abs=NEAR)
         assert w.tolist() == pytest.approx(expected.tolist(), abs=NEAR)
         # zeros are exact, but a weight within rounding of 0 may be 0 in one of the two
         assert (((w == 0) == (expected == 0)) | (w.abs().maximum(expected.abs()) < 1e-12)).all()

@@ -64,7 +64,7 @@ def test_what_no_longer_fits_is_named_and_a_failure_stops_nothing(monkeypatch, t
     eval_script.main([*FLAGS, "--minutes=9", f"--out={tmp_path}"])
     said, err = capsys.readouterr()
     one, two = (json.loads((tmp_path / f"gpu-{name}-cpu.json").read_text()) for name in ("one", "two"))
-    assert one["tables"] == {"table": {"a": {"x": 1}, "bad": {"error": "RuntimeError: the device is gone"}}}
+    assert one["tables"]["table"] == {"a": {"x": 1}, "bad": {"error": "RuntimeError: the device is gone"}}
     assert [*two["tables"]["table"]] == [*"cdefghi"] and two["left"] == ["table: j"]
     assert "bad is missing: RuntimeError: the device is gone" in said and "for 1 steps: table: j" in said
     assert "RuntimeError" in err and "| i | 1 |" in said and "# A trial without a GPU" in said

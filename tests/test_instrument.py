@@ -1,5 +1,4 @@
 """evals/instrument.py: opening runs with overrides, watching and changing attention, lists and tables."""
-import json
 import os
 import subprocess
 from types import SimpleNamespace
@@ -16,33 +15,19 @@ from evals.instrument import OpenedRun, instead, load_run, runs_named, table, tr
 from model import GPT
 
 
-@pytest.fixture
-def loss(elastic_run, capsys):
-    """The loss of 4 windows of a run (the finished run, unless named) with these flags."""
-    def call(*flags, out_dir=elastic_run):
-        eval_script.main(["loss", f"--out_dir={out_dir}", "--json", "--device=cpu", "--windows=4", *flags])
-        return json.loads(capsys.readouterr().out)["loss"]
-    return call
+def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data, evaluate, capsys):
+    """They have their initial values and are named in one line."""
+    def loss(*flags, out_dir):
+        return evaluate("loss", f"--out_dir={out_dir}", "--windows=4", *flags)["loss"]
 
-
-def test_axes_may_be_overridden_if_the_parameters_fit(loss):
-    as_it_is = loss()
-    for flag in ("--pos=none", "--window=3"):
-        assert loss(flag) != as_it_is
-    for flag in ("--kernel=torch", "--window=16"):
-        close(loss(flag), as_it_is, terms=4, dtype=torch.float32)
-
-
-def test_overriding_the_recipe_of_a_run_adds_its_parameters(tmp_path, data, loss, capsys):
-    """They have their initial values and are named in one line. Streaming adds none."""
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     train_here(f"--dataset={data}", f"--out_dir={base}", "--attn=softmax")
-    capsys.readouterr()                         # drop what training printed
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
-    assert added != as_it_is != loss("--attn=streaming", "--window=4", "--first=1", out_dir=base)
-    for flags in (("--attn=elastic", "--attn_args=tau_init=0"), ("--attn=window", "--window=16")):
+    for flags in (["--pos=none"], ["--window=3"], ["--attn=elastic"], ["--attn=streaming", "--window=4", "--first=1"]):
+        assert loss(*flags, out_dir=base) != as_it_is
+    for flags in (["--kernel=torch"], ["--attn=elastic", "--attn_args=tau_init=0"], ["--attn=window", "--window=16"]):
         close(loss(*flags, out_dir=base), as_it_is, terms=4, dtype=torch.float32)
-    eval_script.main(["loss", f"--out_dir={base}", "--json", "--device=cpu", "--windows=4", "--attn=sink_token"])
+    eval_script.main(["loss", f"--out_dir={base}", "--device=cpu", "--windows=4", "--attn=sink_token"])
     assert "initial values: sink_token" in capsys.readouterr().err
     files.write_json(base / "meta.json", meta(base) | {"ends": [7]})
     train_here(f"--init_from={base}", f"--out_dir={tuned}", "--attn=elastic", "--max_iters=2", "--device=cpu")
@@ -68,13 +53,13 @@ def test_a_window_has_the_default_length_and_one_that_hides_no_key_is_reported(c
 
 
 def test_every_layer_is_watched_in_its_order_and_can_be_changed():
-    gpt, idx, seen = GPT(tiny_config(n_layer=3)), torch.zeros(2, 5, dtype=torch.long), []
+    gpt, idx, seen = GPT(tiny_config(n_layer=3)), token_ids(2, 5), []
+    before = gpt(idx)[0]
 
     def double(attend, layer, module, q, k, v, x, table):
         seen.append((layer, module is gpt.transformer.h[layer].attn, v.shape))
         return 2 * attend(q, k, v, x, table)
 
-    before = gpt(idx)[0]
     with pytest.raises(KeyError), instead(gpt, double):
         assert not torch.equal(gpt(idx)[0], before)
         raise KeyError                          # an error also restores the model
@@ -96,9 +81,8 @@ def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_othe
 
 
 def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
-    flags = [flag for flag in meta(copy)["flags"] if not flag.startswith("--out_dir")] + [f"--out_dir={copy}"]
     log, finished = (copy / "log.csv").read_text(), meta(copy)
-    report = finished.pop("report")
+    flags, report = [*finished["flags"], f"--out_dir={copy}"], finished.pop("report")
     files.write_json(copy / "meta.json", finished | {"flags": flags})
     found = train_if_missing(copy, flags)       # which the second call finds trained
     assert found["flags"] == [*flags, "--init_from=resume"] == trainings[0] and found["report"] == report
@@ -120,16 +104,15 @@ def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run)
         same(half(token_ids(2, 16))[0], whole(token_ids(2, 16))[0])
 
 
-def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, capsys, monkeypatch):
+def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, evaluate, capsys, monkeypatch):
     pattern, both, looked = f"{tmp_path}/run-*", [f"{tmp_path}/run-{i}" for i in range(2)], []
     for link, folder in zip(both, (elastic_run, toy_run), strict=True):
         os.symlink(folder, link)
     assert runs_named(pattern) == runs_named(",".join([*both, both[0]])) == both
+    assert list(evaluate("loss", f"--out_dir={pattern}", "--windows=2")) == both
     eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2"])
     said = capsys.readouterr().out
     assert said.index("run-0\n") < said.index("bits per byte") < said.index("run-1\n")
-    eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2", "--json"])
-    assert list(json.loads(capsys.readouterr().out)) == both
     # a run without parameters of this axis is refused early
     monkeypatch.setattr(eval_script, "OpenedRun", lambda *args: looked.append(args))
     for flags, says in (("--attn=diff2", "projections"), ("--pos=learned", "wpe")):

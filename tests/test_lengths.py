@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 import torch
-from bounds import below, close, same
-from conftest import enliven, meta
+from bounds import close
+from conftest import meta
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,17 +53,13 @@ def test_two_bins_end_for_each_halving_of_the_longest_length(halvings, odd):
     assert {round(odd * 2 ** (n / 2)) for n in range(2 * halvings + 1)} == {end for end in ends if end >= odd}
 
 
-def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(elastic_run):
-    found = []
-    for scaling in ("", "linear:4"):
-        run = OpenedRun(Common(out_dir=elastic_run, device="cpu"), {"rope_scaling": scaling})
-        enliven(run.model)
-        found.append(lengths.command(lengths.Lengths(lengths="64", windows=3), run)[0])
-    (plain,), (scaled,) = (numbers["lengths"] for numbers in found)
-    assert found[1]["rope_scaling"] == "linear:4"
-    below(1e-4, abs(plain["loss"] - scaled["loss"]))
-    # the first token sees only itself, so its angles do not matter
-    close_losses(plain["by_position"][0]["loss"], scaled["by_position"][0]["loss"])
+def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(look):
+    """The first token sees only itself, so its angles do not matter."""
+    plain, scaled = (look(f"--rope_scaling={scaling}") for scaling in ("", "linear:4"))
+    assert scaled["rope_scaling"] == "linear:4"
+    for one, other in zip(plain["lengths"], scaled["lengths"], strict=True):
+        assert one["loss"] != other["loss"]
+        close_losses(one["by_position"][0]["loss"], other["by_position"][0]["loss"])
 
 
 def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings):
@@ -74,14 +70,11 @@ def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings
     close(knobs["learning_rate"], meta(copy)["knobs"]["learning_rate"] / 10, terms=1)
     assert knobs["init_from"].endswith("copy/ckpt.pt") and knobs["batch_size"] == 2         # the last flag counts
     short, long = found["lengths"]
-    plain = look("--lengths=16,32", out_dir=copy)["lengths"]
-    same(short["loss"], plain[0]["loss"])       # the finetuned model reads only longer windows
-    assert long["loss"] != plain[1]["loss"]
+    plain = look("--lengths=16,32", out_dir=copy)["lengths"]            # the finetuned model reads only longer windows
+    assert short["loss"] == plain[0]["loss"] and long["loss"] != plain[1]["loss"]
     close_losses(look("--lengths=16,32", out_dir=tuned)["lengths"][1]["loss"], long["loss"])
-
-
-def test_finetuning_repeats_the_overrides_of_the_evaluation(elastic_run):
-    run = OpenedRun(Common(out_dir=elastic_run, device="cpu"), {"rope_scaling": "linear:2", "window": 8})
+    # it repeats the overrides of the evaluation
+    run = OpenedRun(Common(out_dir=copy, device="cpu"), {"rope_scaling": "linear:2", "window": 8})
     flags = lengths.finetune_flags(run, 32, 500)
     assert {"--rope_scaling=linear:2", "--window=8", "--max_iters=500", "--warmup_iters=50"} <= set(flags)
     assert "--batch_size=2" in flags            # as many tokens as 4 sequences of 16

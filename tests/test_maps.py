@@ -24,17 +24,13 @@ from model import GPT
 
 
 def test_labels_show_spaces_newlines_and_bytes():
-    """If the tokens have another number of bytes than the text, since the tokenizer adds a space, each is decoded
-    alone. Long labels are shortened."""
+    """Long labels are shortened. A tokenizer that adds a space decodes each token alone."""
     text, words = "a b\n\té$", ["", " When", "supercalifragilistic"]
-    found = labels_of(coders.Bytes().encode(text), text, coders.Bytes())
-    assert found == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
+    assert labels_of([*text.encode()], text, coders.Bytes()) == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
     coder = SimpleNamespace(decode=lambda ids: words[ids[0]], lengths=np.array([0, 6, 20]))
     assert labels_of([1, 2], "Whensupercalifragilistic", coder) == ["␣When", "supercalifrag…"]
     assert labels_of([3, 64], "", coders.Numbers()) == ["3", "64"]
-
-
-def test_four_layers_and_the_two_most_different_heads_are_shown():
+    # four layers and the two most different heads
     assert spread(1) == [0] and spread(3) == [0, 1, 2] and spread(30) == [0, 10, 19, 29]
     w = torch.tensor([[[1, 0.2]], [[1, -0.9]], [[1, 0.1]]])             # three heads, one row: an extra key, a token
     assert extremes(w, 1) == [1, 2] and extremes(w[:1], 1) == [0]
@@ -63,13 +59,13 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
 
 
 def test_text_names_the_key_with_the_most_weight():
-    """An empty row has none. A small weight is not rounded to 0, because pictures show exact zeros in a colour."""
+    """A small weight is not rounded to 0, because pictures show exact zeros in a colour."""
     w = maps.rounded(torch.tensor([[1.0, 0.0, 0.0], [1e-9, -0.75, 1 / 3], [0.0, 0.0, 0.0]]))
     assert w[1] == [1e-9, -0.75, 0.333333]
     numbers = {"queries": [*"abc"], "keys": [*"abc"], "first": 0,
                "maps": [{"layer": 3, "head": 1, "kind": "weights", "weights": w}]}
     lines = [" ".join(line.split()) for line in maps.in_words(numbers).splitlines()]
-    assert lines[1:] == ["3.1", "a a 1.00", "b b -0.75", "c -", "mean on a 0.333"]
+    assert lines[1:] == ["3.1", "a a 1.00", "b b -0.75", "c -", "mean on a 0.333"]      # an empty row has no such key
 
 
 SENTENCE = "</script> brown"                    # it cannot end the page's data
@@ -124,8 +120,7 @@ def test_rows_have_the_weights_of_json_in_every_tab(page, browser):
 
 
 def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
-    """Of softmax, and of softmax1, whose extra key gets a part of the weight."""
-    for run in page[1][:2]:
+    for run in page[1][:2]:                     # softmax, and softmax1, whose extra key gets a part of the weight
         for found in run["maps"]:
             w, hidden, first = torch.tensor(found["weights"]), torch.tensor(found["hidden"]), run["first"]
             assert (hidden[1:, first] == 0).all() and (hidden[0] == w[0]).all()

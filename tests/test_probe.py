@@ -17,34 +17,29 @@ from model import GPT
 MACHINE = Machine("cpu", "float32")
 
 
-@pytest.fixture(scope="module")
-def fox(data):
-    return tokens.Tokens(data, "val")
-
-
 @pytest.fixture
 def probed(elastic_run, evaluate):
-    """The output of `eval.py probe --json` for the elastic run with these flags."""
     return lambda *flags: evaluate("probe", f"--out_dir={elastic_run}", *flags)
 
 
 @pytest.mark.parametrize("attn", ["softmax", "lazy", "sink", "tda"])
-def test_memory_is_linear_in_length(attn, fox):
+def test_memory_is_linear_in_length(attn, data):
     """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, block_size=2048)).eval()
+    fox = tokens.Tokens(data, "val")
     short, long = (MACHINE.peak_memory(lambda T=T: probe(gpt, fox, MACHINE, 1, 1, length=T)) for T in (256, 2048))
     below(long, 20 * short)
 
 
-def test_means_are_over_all_layers_heads_and_windows_also_in_low_precision(fox):
+def test_means_are_over_all_layers_heads_and_windows_also_in_low_precision(data):
+    fox = tokens.Tokens(data, "val")
     gpt = GPT(tiny_config(attn="kv_bias", n_layer=2, n_kv_head=1, vocab_size=257)).eval()
     found, other = (probe(gpt, fox, MACHINE, 3, batch_size) for batch_size in (3, 2))
     low = probe(gpt, fox, Machine("cpu", "bfloat16"), 3)
     for name in ("sink", "row_mass", "dispersion"):
         close(low["mean"][name], found["mean"][name], terms=4, size=1.0, dtype=torch.bfloat16)
     for place, exact in zip(low["stream"], found["stream"], strict=True):
-        for name in exact["positions"]:
-            close(torch.tensor(place[name]), torch.tensor(exact[name]), terms=4, dtype=torch.bfloat16)
+        close(*([part[name] for name in exact["positions"]] for part in (place, exact)), terms=4, dtype=torch.bfloat16)
     for name, value in found["mean"].items():
         close(other["mean"][name], value, terms=4, size=1.0, dtype=torch.float32)
         if value is not None:                   # layers have six decimals
