@@ -19,7 +19,7 @@ RULES = ["softmax", "sink", *(name for name in attention.RULES if name != "softm
 SCORES = ([0.7] * 12, [4.0] + [-1.0] * 9, [-6.0, 6.0], [-3.5, -3, -2.5, -5], [3 * math.sin(5 * i) for i in range(64)])
 
 
-def test_weights_equal_the_formulas_of_the_scores(capsys):
+def test_weights_equal_the_formulas_of_the_scores_and_every_recipe_without_a_mixer_is_drawn(tmp_path, capsys):
     eval_script.main(["curve", "softmax,elastic,softmax1,tda,diff2", "--keys=9", "--spread=3", "--json"])
     found = json.loads(capsys.readouterr().out)
     s, w = torch.tensor(found["scores"]), {name: torch.tensor(row["weights"]) for name, row in found["recipes"].items()}
@@ -33,9 +33,6 @@ def test_weights_equal_the_formulas_of_the_scores(capsys):
     assert row["zeros"] == 0 and row["largest"] == max(row["weights"])
     close(cut["zeros"], cut["weights"].count(0) / 9)
     close(row["on_keys"] + row["extra"], 1, terms=9, dtype=torch.float32)
-
-
-def test_every_recipe_without_a_mixer_has_a_curve_and_is_drawn(tmp_path, capsys):
     eval_script.main(["curve", "all", f"--png={tmp_path / 'curve.png'}"])
     said = capsys.readouterr().out.split()
     assert all(name in said for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes)
@@ -58,7 +55,6 @@ def page(tmp_path_factory):
         ("tra", "power=1", {"power": 1.0}), ("sigmoid", "length_bias=0", {"t": 0.0})))], ids=str)
 @torch.no_grad()
 def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
-    """By its definition, in float64."""
     browser.open(page)
     config = GPTConfig(n_head=1, n_embd=64, block_size=64, attn=rule, kernel="torch", attn_args=args)
     layer = attention.Attention(config, 0).double()
@@ -68,8 +64,8 @@ def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
             "return weightsOf(page.rules[i].program, scores, {...state.constants[i], ...given})",
             rule, scores, constants)
         w, s = (torch.tensor(values, dtype=torch.float64) for values in (found["weights"], scores))
-        t = layer.rule.row_input(layer, s.new_ones(1) * len(s)).flatten() if layer.rule.row_input else None
-        expected = layer.rule.weights(s, s.isfinite(), t)
+        t = layer.rule.row_input(layer, s.new_full((1,), len(s))) if layer.rule.row_input else None
+        expected = layer.rule.weights(s, s.isfinite(), t if t is None else t.flatten())
         if rule == "sink":                      # an extra key of score 0
             expected, (outside,) = torch.cat([s, s.new_zeros(1)]).softmax(0).split([len(s), 1])
             assert found["outside"] == pytest.approx(outside.item(), abs=NEAR)

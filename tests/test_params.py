@@ -74,8 +74,7 @@ def test_a_gate_is_shown_by_its_mean_opening(gate, data):
 
 @torch.no_grad()
 def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
-    """The curvature grows with the square of the memory. It is far above the bound in one head and far below it in the
-    other."""
+    """The curvature grows with the square of the memory: far above the bound in one head, far below it in the other."""
     module = layer(attn="titans")
     for memory in (module.memory_in, module.memory_out):
         memory.mul_(torch.tensor([8.0, 0.25])[:, None, None])
@@ -83,8 +82,7 @@ def test_the_share_of_tokens_at_which_titans_lowers_its_rate():
 
 
 def test_the_distance_bias_is_what_is_added_to_the_scores():
-    """The curve ends with the context or with its range; the table shows means over ranges of distances. The bias is
-    minus the distance there, so each mean is minus the middle of its range."""
+    """In the table the bias is minus the distance, so each mean is minus the middle of its range."""
     for bias_range in (4, 40):
         module = layer(attn="lazy", bias_range=bias_range)
         module.table.data.copy_(normal(2, bias_range))

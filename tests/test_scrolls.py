@@ -45,9 +45,7 @@ def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
     assert [question.answers for question in asked] == [["the fox", "A fox"], ["the dog"]]
     assert scrolls.spread(list(range(100)), 3) == [0, 49, 99]
     assert scrolls.spread([1, 2], 5) == [1, 2] == scrolls.spread([1, 2], 0)
-
-
-def test_the_question_comes_after_the_document():
+    # the question comes after the document
     letters = ["Over the dog", "Into a box", "Nowhere", "To the quick"]
     for name, choices, asked in (
             ("gov_report", [], "Question: What is a summary of the preceding text?\nAnswer:"),
