@@ -6,43 +6,40 @@ import json
 import zipfile
 
 import pytest
-from conftest import ROOT, assert_says, run
+from conftest import assert_says
 
 from data import benchmarks
 
-# one invented row in the form of each public file, and the question that it becomes
-PUBLIC = {
+def exam(stem, key, **choices):
+    choices = [{"text": text, "label": label} for label, text in choices.items()]
+    return {"question": {"stem": stem, "choices": choices}, "answerKey": key}
+
+
+PUBLIC = {                                      # one invented row in the form of each public file
     "hellaswag": {"activity_label": "Baking", "ctx_a": "[header] A baker  kneads [title] dough.", "ctx_b": "the BAKER",
-                  "endings": [" [step] sings. ", "flies [substeps] off.", "sits  down.", "eats."], "label": 3},
-    "arc_easy": {"question": {"stem": "What is wet?", "choices": [{"text": "water", "label": "A"},
-                                                                 {"text": "fire", "label": "B"}]}, "answerKey": "A"},
-    "arc_challenge": {"question": {"stem": "Why?", "choices": [{"text": t, "label": str(i + 1)} for i, t in
-                                                               enumerate(("so", "no", "yes"))]}, "answerKey": "3"},
+                  "endings": [" [step] sings. ", "flies [substeps] off.", "sits   down.", "is"], "label": 3},
+    "arc_easy": exam("What is wet?", "A", A="water", B="fire"),
+    "arc_challenge": exam("Why?", "3", **{"1": "so", "2": "no", "3": "yes"}),
     "piqa": {"goal": "Open a jar", "sol1": "turn it", "sol2": "eat it", "label": 0},
     "winogrande": {"sentence": "The cup was on the tray, so _ fell first.", "option1": "the cup", "option2": "the tray",
                    "answer": "2"},
-    "openbookqa": {"question": {"stem": "Bees make", "choices": [{"text": "honey", "label": "A"},
-                                                                {"text": "wax and noise", "label": "B"}]},
-                   "answerKey": " B"},
+    "openbookqa": exam("Bees make", " B", A="honey", B="wax and noise"),
     "siqa": {"context": "Ada fixed it.", "question": "How is Ada?", "answerA": "glad", "answerB": "sad",
              "answerC": "lost", "label": "3"},
     "boolq": {"passage": "Ice is water.", "question": "is ice water", "label": True},
     "lambada": {"text": "She gave the dog\n a bone"},
 }
 FLAT = {                                        # the same rows in another layout
-    "hellaswag": {"query": "Baking: A  baker [is]", "choices": [" sings.", "flies off.", "sits down.", "eats."],
-                  "gold": 3},
+    "hellaswag": {"query": "A  baker [is]", "choices": [" sings.", "flies off.", "sits  down.", "is"], "gold": 3},
     "arc_easy": {"question": "What is wet?", "choices": ["water", "fire"], "gold": 0},
     "openbookqa": {"question_stem": "Bees make", "choices": ["honey", "wax and noise"], "gold": 1},
 }
-QUESTIONS = {
-    "hellaswag": (["Baking: A baker kneads. dough. The baker"] * 4,
-                  [" sings.", "flies off.", "sits down.", "eats."], 3),
+QUESTIONS = {                                   # what these rows become
+    "hellaswag": (["Baking: A baker kneads. dough. The baker"] * 4, [" sings.", "flies off.", "sits  down.", "is"], 3),
     "arc_easy": (["Question: What is wet?\nAnswer:"] * 2, ["water", "fire"], 0),
     "arc_challenge": (["Question: Why?\nAnswer:"] * 3, ["so", "no", "yes"], 2),
     "piqa": (["Question: Open a jar\nAnswer:"] * 2, ["turn it", "eat it"], 0),
-    "winogrande": (["The cup was on the tray, so the cup", "The cup was on the tray, so the tray"],
-                   ["fell first."] * 2, 1),
+    "winogrande": ([f"The cup was on the tray, so the {it}" for it in ("cup", "tray")], ["fell first."] * 2, 1),
     "openbookqa": (["Bees make"] * 2, ["honey", "wax and noise"], 1),
     "siqa": (["Q: Ada fixed it. How is Ada?\nA:"] * 3, ["glad", "sad", "lost"], 2),
     "boolq": (["Ice is water.\nQuestion: is ice water?\nAnswer:"] * 2, ["no", "yes"], 1),
@@ -53,91 +50,74 @@ WIKI = (" \n = Ash @-@ trees = \n \n The tree 's leaves ( green ) fall , \" slow
 
 
 def write_rows(folder, name, *rows):
-    folder.mkdir(exist_ok=True)
     (folder / benchmarks.TASKS[name].file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
-    """Converted copies of some files have flat rows, which become the same question."""
-    assert benchmarks.read(name, write_rows(tmp_path, name, PUBLIC[name])) == [benchmarks.Row(*QUESTIONS[name])]
-    if name in FLAT:
-        row, = benchmarks.read(name, write_rows(tmp_path, name, FLAT[name]))
-        assert (row.choices, row.gold) == QUESTIONS[name][1:]
-        assert row.contexts[0] == FLAT[name].get("query", QUESTIONS[name][0][0])
-
-
-def test_text_is_cleaned_in_one_pass():
-    assert benchmarks.cleaned(" one [title] two   [step] do [it] now ") == "one. two  do now"
-    assert benchmarks.cleaned("a [header] b") == "a b" and benchmarks.cleaned("a   b") == "a  b"
+    for row in (PUBLIC[name], FLAT.get(name, PUBLIC[name])):
+        found, = benchmarks.read(name, write_rows(tmp_path, name, row))
+        contexts, *answers = QUESTIONS[name]
+        assert list(found) == [[row["query"]] * 4 if "query" in row else contexts, *answers]
 
 
 def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
     """Words and bytes are counted in the raw text, before punctuation is joined."""
     first, second = benchmarks.pages(WIKI)
-    assert first.text == (" = Ash-trees =\n\nThe tree's leaves (green) fall, \"slowly\".\n== Uses ==\n\n"
-                          "1,000 1 tools ")
+    assert first.text == ' = Ash-trees =\n\nThe tree\'s leaves (green) fall, "slowly".\n== Uses ==\n\n1,000 1 tools '
     raw = WIKI.split(" = Oak")[0].removeprefix(" \n")[:-1]
     assert first.words == len(raw.split()) + 2 and first.bytes == len(raw)
     assert second.text == " = Oak =\n\nIt stands.\n" and second.words == 6 + 2
 
 
 def test_files_of_a_folder_are_unpacked_copied_and_counted(tmp_path, capsys):
-    """By default those of the tasks whose files exist."""
-    source, out = write_rows(tmp_path / "here", "boolq", PUBLIC["boolq"], PUBLIC["boolq"]), tmp_path / "out"
+    source, out = write_rows(tmp_path, "boolq", PUBLIC["boolq"], PUBLIC["boolq"]), tmp_path / "out"
     row = json.dumps(PUBLIC["piqa"]).encode() + b"\n"
     (source / "piqa_valid.jsonl.gz").write_bytes(gzip.compress(row))
     for tasks in (["--tasks=piqa,boolq"], []):
         benchmarks.main([*tasks, f"--source={source}", f"--out_dir={out}"])
         assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", capsys.readouterr().out)
     assert (out / "piqa_valid.jsonl").read_bytes() == row and len(benchmarks.read("piqa", out)) == 1
-    assert benchmarks.task_names("all") == list(benchmarks.TASKS)
+
+
+def zipped(members):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for member, text in members.items():
+            archive.writestr(member, text)
+    return packed.getvalue()
 
 
 @pytest.fixture
 def fetch(server, tmp_path, monkeypatch):
-    """fetch(name, its zip's members or its whole content, ...) offers a file and fetches it into tmp_path/new."""
-    def call(name, content, known=None, **task):
-        if isinstance(content, dict):
-            packed = io.BytesIO()
-            with zipfile.ZipFile(packed, "w") as archive:
-                for member, text in content.items():
-                    archive.writestr(member, text)
-            content = packed.getvalue()
+    """Offers a file and fetches it."""
+    def call(name, content, place="/it", **task):
         server.files["it"] = content
-        task = {"url": server.url + "/it"} | task
-        monkeypatch.setitem(benchmarks.TASKS, name, benchmarks.TASKS[name]._replace(**task))
-        if known:
-            monkeypatch.setitem(benchmarks.KNOWN, name, (len(content), known))
-        benchmarks.fetch(name, tmp_path / "new")
-        return benchmarks.read(name, tmp_path / "new")
-    (tmp_path / "new").mkdir()
+        monkeypatch.setitem(benchmarks.TASKS, name, benchmarks.TASKS[name]._replace(url=server.url + place, **task))
+        benchmarks.fetch(name, tmp_path)
+        return benchmarks.read(name, tmp_path)
     return call
 
 
 def test_a_zip_is_read_in_parts_and_labels_are_joined(fetch, server, tmp_path):
     rows = [{key: value for key, value in PUBLIC["piqa"].items() if key != "label"}] * 3
-    found = fetch("piqa", {"corpus": bytes(1 << 22), "d/dev.jsonl": "\n".join(map(json.dumps, rows)),
-                           "d/dev-labels.lst": "0\n1\n1\n"}, rows=3, members=("d/dev.jsonl", "d/dev-labels.lst"))
+    content = zipped({"corpus": bytes(1 << 22), "rows": "\n".join(map(json.dumps, rows)), "labels": "0\n1\n1\n"})
+    found = fetch("piqa", content, rows=3, members=("rows", "labels"))
     assert [row.gold for row in found] == [0, 1, 1] and sum(sent for _, _, sent in server.asked) < 1 << 20
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["piqa_valid.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["piqa_valid.jsonl"]
 
 
-def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path):
-    content, boolq = json.dumps(PUBLIC["lambada"]).encode() + b"\n", {"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])}
-    for says, name, *args in (
-            ("lambada: the fetched file is not the public one", "lambada", content, "0" * 64),
+def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path, monkeypatch):
+    line, boolq = json.dumps(PUBLIC["lambada"]).encode(), zipped({"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])})
+    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(line), "0" * 64))
+    for says, *args in (
+            ("lambada: the fetched file is not the public one", "lambada", line),
             ("boolq: the fetched file has 1 rows, the public one 3,270", "boolq", boolq),
-            ("boolq could not be fetched from", "boolq", b"no zip")):
+            ("boolq could not be fetched from", "boolq", b"no zip"),
+            ("boolq could not be fetched.*(404|Not Found).*--source", "boolq", boolq, "/gone.zip")):
         with pytest.raises(ValueError, match=says):
-            fetch(name, *args)
-    with pytest.raises(ValueError, match="boolq could not be fetched.*(404|Not Found).*--source"):
-        fetch("boolq", boolq, url=benchmarks.TASKS["boolq"].url + "/gone.zip")
-    assert list((tmp_path / "new").iterdir()) == []
-    assert len(fetch("lambada", content, hashlib.sha256(content).hexdigest(), rows=1)) == 1
-
-
-@pytest.mark.exhaustive
-def test_the_script_runs_from_any_folder():
-    assert "winogrande" in run("data/benchmarks.py", "-h", cwd=ROOT.parent).stdout
+            fetch(*args)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(line), hashlib.sha256(line).hexdigest()))
+    assert len(fetch("lambada", line, rows=1)) == 1

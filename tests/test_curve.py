@@ -1,39 +1,116 @@
-"""eval.py curve: the weights of one row are computed from its scores by the recipe's formula."""
+"""eval.py curve: the weights of one row are those of the recipe's formula, also on its page in a real browser."""
 import json
+import math
+import re
 
+import pytest
 import torch
 from bounds import close
+from conftest import by_default
 
 import attention
 import eval as eval_script
+import mixers
+from evals import curve_page
+from model import GPTConfig
 
-RECIPES = [name for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes]
+NEAR = 1e-3                                     # what the page promises
+RULES = ["softmax", "sink", *(name for name in attention.RULES if name != "softmax")]
+SCORES = ([0.7] * 12, [4.0] + [-1.0] * 9, [-6.0, 6.0], [-3.5, -3, -2.5, -5], [3 * math.sin(5 * i) for i in range(64)])
 
 
-def curve(capsys, *argv):
-    eval_script.main(["curve", *argv])
-    return capsys.readouterr().out
-
-
-def test_weights_equal_the_formulas_of_the_scores(capsys):
-    found = json.loads(curve(capsys, "softmax,elastic,relu,softmax1,tda,diff2", "--keys=9", "--spread=3", "--json"))
+def test_weights_equal_the_formulas_of_the_scores_and_every_recipe_without_a_mixer_is_drawn(tmp_path, capsys):
+    eval_script.main(["curve", "softmax,elastic,softmax1,tda,diff2", "--keys=9", "--spread=3", "--json"])
+    found = json.loads(capsys.readouterr().out)
     s, w = torch.tensor(found["scores"]), {name: torch.tensor(row["weights"]) for name, row in found["recipes"].items()}
     close(s, torch.linspace(-3, 3, 9))
     p = s.double().softmax(0)
     close(w["softmax"], p, terms=9)
-    close(w["elastic"], (p - 1 / 9).clamp(min=0), terms=9)
-    close(w["relu"], s.double().clamp(min=0) / 9, terms=9)
     close(w["softmax1"], s.double().exp() / (1 + s.double().exp().sum()), terms=9)
-    threshold = (2 * torch.tensor(9.0).double().log() / 64).sqrt()
-    close(w["tda"], (s.double() / 3 - threshold).clamp(min=0) ** 2, terms=64)       # one view of cosines
+    close(w["tda"], (s.double() / 3 - math.sqrt(2 * math.log(9) / 64)).clamp(min=0) ** 2, terms=64)     # of cosines
     close(w["diff2"], p, terms=9)
     row, cut = (found["recipes"][name] for name in ("softmax1", "elastic"))
     assert row["zeros"] == 0 and row["largest"] == max(row["weights"])
     close(cut["zeros"], cut["weights"].count(0) / 9)
     close(row["on_keys"] + row["extra"], 1, terms=9, dtype=torch.float32)
-
-
-def test_every_recipe_without_a_mixer_has_a_curve_and_is_drawn(tmp_path, capsys):
-    text = curve(capsys, "all", f"--png={tmp_path / 'curve.png'}")
-    assert {*RECIPES} <= {*text.split()}
+    eval_script.main(["curve", "all", f"--png={tmp_path / 'curve.png'}"])
+    said = capsys.readouterr().out.split()
+    assert all(name in said for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "rules.html"
+    eval_script.main(["curve", f"--html={path}"])
+    return path
+
+
+@pytest.mark.parametrize("rule, args, constants", [
+    *(by_default(rule in ("softmax", "elastic"), rule, "", {}) for rule in RULES),
+    *(by_default(False, *case) for case in (
+        ("elastic", "tau_init=0.3", {"tau": 0.3}), ("elastic", "tau_init=-0.5", {"tau": -0.5}),
+        ("entmax", "alpha=1.2", {"alpha": 1.2}), ("entmax", "alpha=2", {"alpha": 2.0}),
+        ("lssar", "power=3", {"power": 3.0}), ("tra", "beta_init=2", {"beta": 2.0}), ("tra", "kappa=4", {"kappa": 4.0}),
+        ("tra", "power=1", {"power": 1.0}), ("sigmoid", "length_bias=0", {"t": 0.0})))], ids=str)
+@torch.no_grad()
+def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
+    browser.open(page)
+    config = GPTConfig(n_head=1, n_embd=64, block_size=64, attn=rule, kernel="torch", attn_args=args)
+    layer = attention.Attention(config, 0).double()
+    for scores in SCORES:
+        found = browser.run(
+            "const [name, scores, given] = arguments, i = page.rules.findIndex(r => r.name === name)\n"
+            "return weightsOf(page.rules[i].program, scores, {...state.constants[i], ...given})",
+            rule, scores, constants)
+        w, s = (torch.tensor(values, dtype=torch.float64) for values in (found["weights"], scores))
+        t = layer.rule.row_input(layer, s.new_full((1,), len(s))) if layer.rule.row_input else None
+        expected = layer.rule.weights(s, s.isfinite(), t if t is None else t.flatten())
+        if rule == "sink":                      # an extra key of score 0
+            expected, (outside,) = torch.cat([s, s.new_zeros(1)]).softmax(0).split([len(s), 1])
+            assert found["outside"] == pytest.approx(outside.item(), abs=NEAR)
+        assert w.tolist() == pytest.approx(expected.tolist(), abs=NEAR)
+        # zeros are exact, but a weight within rounding of 0 may be 0 in one of the two
+        assert (((w == 0) == (expected == 0)) | (w.abs().maximum(expected.abs()) < 1e-12)).all()
+
+
+def test_presets_keys_bars_and_sliders(page, browser):
+    """What a visitor does changes the numbers that the page says of a rule."""
+    def said(rule):
+        text = browser.text(f"article[aria-label={rule}] .numbers")
+        return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
+
+    browser.open(page)
+    browser.click("#presets :first-child")       # even scores
+    assert browser.run("return state.scores") == [0] * 24
+    assert said("elastic")["sum"] == 0 and said("softmax")["sum"] == 1
+    browser.run("setScores(arguments[0])", [2.0, 0.5, 0.0, -1.0])
+    p = torch.tensor([2.0, 0.5, 0.0, -1.0]).double().softmax(0)
+    assert said("softmax") == {"sum": 1, "zeros": 0, "entropy": pytest.approx(-(p * p.log()).sum().item(), abs=NEAR),
+                               "largest": pytest.approx(p.max().item(), abs=NEAR)}
+    browser.run("document.querySelector('[data-key=\"3\"]').focus()")
+    browser.press("up", "up", "down")
+    assert browser.run("return state.scores[3]") == pytest.approx(-0.8)
+    browser.run("document.querySelector('[data-constant=tau]').focus()")
+    browser.press("home")                        # τ = -1: nothing is cut off
+    assert said("elastic")["sum"] == pytest.approx(2, abs=NEAR) and browser.errors() == []
+    browser.open(page, 400, 800)                 # it fits a narrow window
+    assert browser.run("return document.documentElement.scrollWidth") <= 400
+
+
+def test_every_rule_has_a_program_of_known_operations_and_a_new_one_has_a_slider(page, monkeypatch):
+    """Also where there is no browser: an operation that the page lacks is seen here."""
+    known = re.findall(r"(\w+):", page.read_text(encoding="utf-8").split("OPERATIONS = {")[1].split("\n}\n")[0])
+    rules = curve_page.rules_for_page()
+    assert [rule["name"] for rule in rules] == RULES
+    assert {step[0] for rule in rules for step in rule["program"]["steps"]} <= set(known)
+    # the page knows nothing of this rule: its scalar gets a slider around its initial value
+    rule = attention.Rule(
+        learns=lambda layer: {"gamma": torch.full((layer.heads,), 2.0)}, statistic=attention.row_sum,
+        row_input=lambda layer, n: layer.gamma[:, None, None] / n[:, None],
+        weights=lambda s, seen, t: (s * t).relu().masked_fill(~seen, 0.0))
+    for table in (attention.RULES, mixers.AXES["rule"]):
+        monkeypatch.setitem(table, "sharp", rule)
+    sharp = curve_page.recorded("sharp")
+    assert sharp["constants"] == [dict(name="gamma", start=2.0, least=-2, most=6, step=0.1, about="learned")]
+    assert "gamma" in sharp["program"]["inputs"]

@@ -1,4 +1,4 @@
-"""eval.py groups: measures of known groups, agreement of labellings, printed text and pictures."""
+"""eval.py groups: measures of a run's groups, agreement of labellings, printed text and pictures."""
 import itertools
 
 import numpy as np
@@ -8,12 +8,12 @@ from bounds import close
 from conftest import train_here
 from hypothesis import given
 from hypothesis import strategies as st
+from layers import in_every_layer
 
 import eval as eval_script
 from data import tokens
-from evals.groups import Layer, agreement, longest_pairs
-from evals.instrument import Common, OpenedRun
-from mixers.focus import Focus
+from evals.groups import agreement, longest_pairs
+from evals.instrument import load_run
 
 
 @pytest.fixture(scope="module")
@@ -21,29 +21,6 @@ def focus_run(tmp_path_factory, data):
     out = tmp_path_factory.mktemp("runs") / "focus"
     train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=focus", "--window=4", "--n_layer=2")
     return out
-
-
-@pytest.fixture
-def look(focus_run, evaluate):
-    return lambda *flags: evaluate("groups", f"--out_dir={focus_run}", "--windows=5", *flags)
-
-
-class Module:
-    """The attributes of Focus that a Layer reads."""
-    groups, local, memberships = 3, 2, Focus.memberships
-
-
-def test_measures_of_known_shares():
-    g = torch.tensor([[[0.8, 0.1, 0.1], [0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.5, 0.1, 0.4]]])
-    layer = Layer(Module)
-    layer.see(g, torch.tensor([[5, 6, 5, 5]]))
-    found = layer.result()
-    assert found["shares"] == [0.75, 0.25, 0] and found["dominance"] == 0.75
-    close(found["confidence"], (0.8 + 0.7 + 0.6 + 0.5) / 4, dtype=torch.float32)
-    close(found["evenness"], -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(3))
-    # distant pairs are (2, 0), (3, 0), (3, 1). With one group a token (0, 0, 1, 0), the last two pairs share a group.
-    # With two groups a token ({0, 1}, {0, 1}, {1, 2}, {0, 2}), all pairs do
-    close(list(found["kept"].values()), [2 / 3, 1, 1])
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(0, 999))
@@ -58,43 +35,34 @@ def test_agreement_is_the_largest_share_that_a_renaming_of_the_groups_makes_equa
 def test_longest_pairs_join_distant_words_of_one_group_and_use_each_word_once():
     texts = [" Ahab", " the", " whale", ",", " Ahab", " ship", " Whale", " captain"]
     g = torch.eye(2)[[0, 1, 0, 0, 0, 1, 0, 0]] * 0.9 + 0.05
-    found = longest_pairs(texts, g, 2, 5)
-    assert [(p["one"], p["at"], p["other"], p["to"], p["group"]) for p in found] == [
-        (" Ahab", 0, " captain", 7, 0), (" the", 1, " ship", 5, 1)]
-    assert found[0]["distance"] == 7
-    close(found[0]["affinity"], 0.95 ** 2 + 0.05 ** 2, dtype=torch.float32)
+    one, other = longest_pairs(texts, g, 2, 5)
+    close(one.pop("affinity"), 0.95 ** 2 + 0.05 ** 2, dtype=torch.float32)
+    assert [*one.values()] == [" Ahab", 0, " captain", 7, 7, 0] and (other["one"], other["other"]) == (" the", " ship")
     assert [p["distance"] for p in longest_pairs(list("abcabc"), torch.ones(6, 1), 3, 9)] == [5]   # no words
 
 
-def test_the_numbers_equal_those_from_each_layers_shares(look, focus_run, data):
-    found = look("--batch_size=2")
-    run = OpenedRun(Common(str(focus_run), device="cpu"), {})
-    split, layers = run.split("val"), run.model.transformer.h
+def test_the_numbers_equal_those_from_each_layers_shares(evaluate, focus_run, data):
+    found = evaluate("groups", f"--out_dir={focus_run}", "--windows=5", "--batch_size=2")
+    split = tokens.Tokens(data, "val")
     idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 16, 257))
-    shares = [[] for _ in layers]
-    for block, parts in zip(layers, shares, strict=True):
-        block.ln_1.register_forward_hook(lambda m, i, x, block=block, parts=parts: parts.append(block.attn.assign(x)))
-    with torch.no_grad():
-        for batch in idx.split(2):
-            run.model(batch)
-    assert found["length"] == 16 and found["windows"] == 5 and found["groups"] == 4 and found["window"] == 4
+    each = in_every_layer(lambda module, q, k, v, x, table: module.assign(x), load_run(focus_run, "cpu")[0], idx)
+    assert [found[name] for name in ("length", "windows", "groups", "window")] == [16, 5, 4, 4]
     far = torch.ones(16, 16, dtype=torch.bool).tril(-4)
-    for layer, g in zip(found["layers"], map(torch.cat, shares), strict=True):
-        own = g.argmax(-1)
-        close(layer["shares"], [(own == group).double().mean().item() for group in range(4)])
-        close(layer["confidence"], g.double().max(-1).values.mean().item(), dtype=torch.float32)
-        close(layer["kept"]["1"], (own[:, :, None] == own[:, None])[:, far].double().mean().item())
-        assert layer["kept"]["4"] == 1
+    for layer, g in zip(found["layers"], each, strict=True):
+        shares = torch.bincount(g.argmax(-1).flatten(), minlength=4).double() / (5 * 16)
+        close([*layer["shares"], layer["dominance"]], [*shares.tolist(), shares.max().item()])
+        close(layer["evenness"], -shares.xlogy(shares).sum() / np.log(4))
+        close(layer["confidence"], g.double().amax(-1).mean(), dtype=torch.float32)
+        for k, kept in layer["kept"].items():   # the share of distant pairs with a group in common
+            member = torch.zeros_like(g).scatter(2, g.topk(int(k)).indices, 1)
+            close(kept, (member @ member.mT > 0)[:, far].double().mean())
     close(found["mean"]["dominance"], np.mean([layer["dominance"] for layer in found["layers"]]))
     shown = found["shown"]
     assert sum(count for _, count, _ in shown["tokens"][0]) <= round(found["layers"][shown["layer"]]["shares"][0] * 80)
-    assert len(shown["passage"]) == 16
 
 
-def test_a_run_compared_with_itself_has_stability_1(look, focus_run, tmp_path, capsys):
-    flags = (f"--against={focus_run}", f"--png={tmp_path / 'groups.png'}", "--layer=1")
-    assert [layer["stability"] for layer in look(*flags)["layers"]] == [1, 1]
-    eval_script.main(["groups", f"--out_dir={focus_run}", "--windows=5", "--device=cpu", *flags])
-    text = capsys.readouterr().out
-    assert "layer 1: the most frequent tokens" in text and "kept, k=4" in text
-    assert (tmp_path / "groups.png").stat().st_size > 10_000
+def test_a_run_compared_with_itself_has_stability_1(evaluate, focus_run, tmp_path, capsys):
+    flags = ("groups", f"--out_dir={focus_run}", f"--against={focus_run}", f"--png={tmp_path / 'x.png'}", "--layer=1")
+    assert [layer["stability"] for layer in evaluate(*flags)["layers"]] == [1, 1]
+    eval_script.main([*flags, "--device=cpu"])
+    assert "layer 1: the most frequent tokens" in capsys.readouterr().out and (tmp_path / "x.png").exists()

@@ -1,14 +1,13 @@
 """evals/instrument.py: opening runs with overrides, watching and changing attention, lists and tables."""
-import json
 import os
-import shutil
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bounds import close, dice, same
+from bounds import close, same
 from conftest import complain, meta, tiny_config, train_here
+from layers import token_ids
 
 import eval as eval_script
 from common import files
@@ -16,70 +15,36 @@ from evals.instrument import OpenedRun, instead, load_run, runs_named, table, tr
 from model import GPT
 
 
-@pytest.fixture
-def loss(elastic_run, capsys):
-    """The loss that `eval.py loss` prints for 4 windows of a run (the finished run, unless named) with these flags."""
-    def call(*flags, out_dir=elastic_run):
-        eval_script.main(["loss", f"--out_dir={out_dir}", "--json", "--device=cpu", "--windows=4", *flags])
-        return json.loads(capsys.readouterr().out)["loss"]
-    return call
+def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data, evaluate, capsys):
+    """They have their initial values and are named in one line."""
+    def loss(*flags, out_dir):
+        return evaluate("loss", f"--out_dir={out_dir}", "--windows=4", *flags)["loss"]
 
-
-@pytest.fixture(scope="module")
-def plain_run(tmp_path_factory, data):
-    """A finished run of plain softmax attention."""
-    out = tmp_path_factory.mktemp("plain_run")
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=softmax")
-    return out
-
-
-def same_loss(found, expected):
-    """Compare means of float32 losses that were computed in different orders."""
-    close(found, expected, terms=4, dtype=torch.float32)
-
-
-# ------------------------------------------------------------------------------------------------------ opening a run
-
-
-def test_axes_may_be_overridden_if_the_parameters_fit(loss):
-    as_it_is = loss()
-    assert loss("--pos=none") != as_it_is
-    same_loss(loss("--kernel=torch"), as_it_is)
-    assert loss("--window=3") != loss("--window=16")
-    same_loss(loss("--window=16"), as_it_is)
-
-
-def test_overriding_the_recipe_of_a_run_adds_its_parameters(plain_run, tmp_path, data, loss, capsys):
-    """The added parameters have their initial values and are named in one line, in eval.py and in further training. A
-    recipe without parameters of its own, such as streaming, adds none."""
-    base, tuned = shutil.copytree(plain_run, tmp_path / "base"), tmp_path / "tuned"
-    capsys.readouterr()                         # drop what training printed
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    train_here(f"--dataset={data}", f"--out_dir={base}", "--attn=softmax")
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
-    assert added != as_it_is != loss("--attn=streaming", "--window=4", "--first=1", out_dir=base)
-    for flags in (("--attn=elastic", "--attn_args=tau_init=0"), ("--attn=window", "--window=16")):
-        same_loss(loss(*flags, out_dir=base), as_it_is)
-    eval_script.main(["loss", f"--out_dir={base}", "--json", "--device=cpu", "--windows=4", "--attn=sink_token"])
+    for flags in (["--pos=none"], ["--window=3"], ["--attn=elastic"], ["--attn=streaming", "--window=4", "--first=1"]):
+        assert loss(*flags, out_dir=base) != as_it_is
+    for flags in (["--kernel=torch"], ["--attn=elastic", "--attn_args=tau_init=0"], ["--attn=window", "--window=16"]):
+        close(loss(*flags, out_dir=base), as_it_is, terms=4, dtype=torch.float32)
+    eval_script.main(["loss", f"--out_dir={base}", "--device=cpu", "--windows=4", "--attn=sink_token"])
     assert "initial values: sink_token" in capsys.readouterr().err
     files.write_json(base / "meta.json", meta(base) | {"ends": [7]})
-    train_here(f"--init_from={base}", f"--out_dir={tuned}", f"--dataset={data}", "--attn=elastic", "--max_iters=2",
-               "--device=cpu", "--eval_iters=1", "--batch_size=2")
+    train_here(f"--init_from={base}", f"--out_dir={tuned}", "--attn=elastic", "--max_iters=2", "--device=cpu")
     assert "initial values: tau" in capsys.readouterr().out and loss(out_dir=tuned) != added
     assert meta(tuned)["ends"] == [7]
 
 
-def test_a_run_whose_meta_names_no_tokenizer_has_that_of_its_data(copy, loss, capsys):
-    expected = loss()
+def test_a_run_whose_meta_names_no_tokenizer_has_that_of_its_data(copy, capsys):
     files.write_json(copy / "meta.json", {name: value for name, value in meta(copy).items() if name != "tokenizer"})
-    same(loss(out_dir=copy), expected)
     eval_script.main(["sample", f"--out_dir={copy}", "--device=cpu", "--tokens=3", "--prompt=the"])
     assert capsys.readouterr().out.startswith("the")
 
 
 def test_a_window_has_the_default_length_and_one_that_hides_no_key_is_reported(capsys):
     for choices, asked, length, hides in (
-            ({"block_size": 64}, 0, 64, True), ({"block_size": 8192}, 0, 1024, True),
-            ({"block_size": 8192}, 8192, 8192, True), ({"attn": "window"}, 128, 128, False),
-            ({"attn": "window"}, 129, 129, True), ({"window": 16}, 0, 16, False), ({"window": 15}, 0, 16, True)):
+            ({"block_size": 8192}, 0, 1024, True), ({"block_size": 8192}, 8192, 8192, True),
+            ({"window": 16}, 0, 16, False), ({"window": 15}, 0, 16, True)):
         run = OpenedRun.__new__(OpenedRun)      # of a model without weights
         run.data, run.machine = ("", {}), SimpleNamespace(main=True)
         run.model = SimpleNamespace(config=tiny_config(**choices))
@@ -87,17 +52,14 @@ def test_a_window_has_the_default_length_and_one_that_hides_no_key_is_reported(c
         assert found[:2] == (length, "") and found[2].count("\n") == ("hides none" in found[2]) == (not hides)
 
 
-# ------------------------------------------------------------------------------------------------- watching attention
-
-
 def test_every_layer_is_watched_in_its_order_and_can_be_changed():
-    gpt, idx, seen = GPT(tiny_config(n_layer=3)), torch.zeros(2, 5, dtype=torch.long), []
+    gpt, idx, seen = GPT(tiny_config(n_layer=3)), token_ids(2, 5), []
+    before = gpt(idx)[0]
 
     def double(attend, layer, module, q, k, v, x, table):
         seen.append((layer, module is gpt.transformer.h[layer].attn, v.shape))
         return 2 * attend(q, k, v, x, table)
 
-    before = gpt(idx)[0]
     with pytest.raises(KeyError), instead(gpt, double):
         assert not torch.equal(gpt(idx)[0], before)
         raise KeyError                          # an error also restores the model
@@ -107,62 +69,51 @@ def test_every_layer_is_watched_in_its_order_and_can_be_changed():
 
 def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(copy, elastic_run, monkeypatch):
     asked, flags = [], meta(copy)["flags"]
-    again = [*flags, f"--init_from={elastic_run}"]
+    other, again = [*flags, "--seed=3"], [*flags, f"--init_from={elastic_run}"]
     monkeypatch.setattr(subprocess, "run", lambda argv, **how: asked.append(argv[2:]) or SimpleNamespace(returncode=0))
     assert train_if_missing(copy, flags)["flags"] == flags and not asked
-    train_if_missing(copy, [*flags, "--seed=3"])
+    train_if_missing(copy, other)
     files.write_json(copy / "meta.json", meta(copy) | {"flags": again})
     for time in (2e9, 1e9):                     # newer than its base, then older
         os.utime(copy / "ckpt.pt", (time, time))
         train_if_missing(copy, again)
-    assert asked == [[*flags, "--seed=3"], again]
+    assert asked == [other, again]
 
 
 def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
-    flags = [flag for flag in meta(copy)["flags"] if not flag.startswith("--out_dir")] + [f"--out_dir={copy}"]
     log, finished = (copy / "log.csv").read_text(), meta(copy)
-    report = finished.pop("report")
+    flags, report = [*finished["flags"], f"--out_dir={copy}"], finished.pop("report")
     files.write_json(copy / "meta.json", finished | {"flags": flags})
-    found = train_if_missing(copy, flags)
+    found = train_if_missing(copy, flags)       # which the second call finds trained
     assert found["flags"] == [*flags, "--init_from=resume"] == trainings[0] and found["report"] == report
+    assert train_if_missing(copy, flags) == found and len(trainings) == 1
     assert (copy / "log.csv").read_text() == log                        # no step was done again
-    assert train_if_missing(copy, flags) == found and len(trainings) == 1       # it counts as trained with these flags
-
-
-# --------------------------------------------------------------------------------------------------- lists and tables
 
 
 def test_tables_align_to_the_right():
-    assert table([["val", 1.5, None], ["a", -10.25, "x"]], ["", "loss", "note"]) == (
-        "         loss  note\n"
-        "val    1.5000     -\n"
-        "  a  -10.2500     x")
+    assert table([["val", 1.5, None], ["a", -10.25, "x"]], ["", "loss", "note"]).splitlines() == [
+        "         loss  note", "val    1.5000     -", "  a  -10.2500     x"]
 
 
 def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run):
-    """They are stored in bfloat16 with the same logits. Otherwise autocast would convert them at every pass."""
+    """Otherwise autocast would convert them at every pass."""
     half, whole = (load_run(elastic_run, "cpu", dtype=dtype)[0] for dtype in ("bfloat16", "float32"))
     kinds = {p.dtype for name, p in half.named_parameters() if p.dim() > 1 and ".h." in name}
     assert kinds == {torch.bfloat16} and half.transformer.wte.weight.dtype == torch.float32
-    idx = torch.randint(0, half.config.vocab_size, (2, 17), generator=dice())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        same(half(idx)[0], whole(idx)[0])
-    assert half.num_params() == whole.num_params()
+        same(half(token_ids(2, 16))[0], whole(token_ids(2, 16))[0])
 
 
-def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, capsys, monkeypatch):
-    both = [str(elastic_run), str(toy_run)]
-    assert runs_named(",".join([*both, both[0]])) == both
-    for i, folder in enumerate(both):
-        (tmp_path / f"run-{i}").symlink_to(folder)
-    pattern = f"{tmp_path}/run-*"
-    assert runs_named(pattern) == [f"{tmp_path}/run-0", f"{tmp_path}/run-1"]
+def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_path, evaluate, capsys, monkeypatch):
+    pattern, both, looked = f"{tmp_path}/run-*", [f"{tmp_path}/run-{i}" for i in range(2)], []
+    for link, folder in zip(both, (elastic_run, toy_run), strict=True):
+        os.symlink(folder, link)
+    assert runs_named(pattern) == runs_named(",".join([*both, both[0]])) == both
+    assert list(evaluate("loss", f"--out_dir={pattern}", "--windows=2")) == both
     eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2"])
     said = capsys.readouterr().out
     assert said.index("run-0\n") < said.index("bits per byte") < said.index("run-1\n")
-    eval_script.main(["loss", f"--out_dir={pattern}", "--device=cpu", "--windows=2", "--json"])
-    assert list(json.loads(capsys.readouterr().out)) == runs_named(pattern)
-    looked = []                                 # a run without parameters of this axis is refused early
+    # a run without parameters of this axis is refused early
     monkeypatch.setattr(eval_script, "OpenedRun", lambda *args: looked.append(args))
     for flags, says in (("--attn=diff2", "projections"), ("--pos=learned", "wpe")):
         assert says in complain(eval_script.main, capsys, "loss", f"--out_dir={pattern}", "--device=cpu", flags)[1]
@@ -174,8 +125,8 @@ def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_
     "maps --text=$fox$ --heads=0", "lengths --windows=2 --lengths=16,32", "params --windows=2",
     "compare --windows=2 --probe_windows=2 --anyway"])
 def test_every_instrument_draws_one_run_or_several(command, elastic_run, toy_run, tmp_path, capsys):
-    for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}"), 1):
-        eval_script.main([*command.split(), f"--out_dir={out_dir}", "--device=cpu", f"--png={tmp_path}/{number}.png"])
-        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+    for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}")):
+        eval_script.main([*command.split(), f"--out_dir={out_dir}", "--device=cpu", f"--png={tmp_path}/{number}"])
+        assert (tmp_path / str(number)).read_bytes().startswith(b"\x89PNG")
         said = capsys.readouterr()
         assert len(said.out) > 100 and said.err == "" and "nan" not in said.out

@@ -1,43 +1,38 @@
-"""eval.py maps: the attention weights of a sentence, with readable labels."""
+"""eval.py maps: the attention weights of a sentence, with readable labels, as a table and as a page in a browser."""
+import base64
+import contextlib
+import io
+import json
+import re
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import RECIPES, tiny_config
+from conftest import RECIPES, tiny_config, train_here
 from layers import in_every_layer
 
+import eval as eval_script
 from common.machine import Machine
 from data import coders
 from evals import maps
 from evals.maps import Maps, extremes, labels_of, spread
+from evals.maps_page import packed
 from model import GPT
 
 
-def opened(gpt):
-    """An opened run of a model that was never saved."""
-    return SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), tokenizer=coders.Bytes())
-
-
 def test_labels_show_spaces_newlines_and_bytes():
-    text = "a b\n\té$"
-    found = labels_of(coders.Bytes().encode(text), text, coders.Bytes())
-    assert found == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
-
-
-def test_a_tokenizer_that_adds_a_space_and_symbols_have_labels():
-    """If the tokens have another number of bytes than the text, each is decoded alone. Long labels are shortened."""
-    words = ["", " When", "supercalifragilistic"]
+    """Long labels are shortened. A tokenizer that adds a space decodes each token alone."""
+    text, words = "a b\n\té$", ["", " When", "supercalifragilistic"]
+    assert labels_of([*text.encode()], text, coders.Bytes()) == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
     coder = SimpleNamespace(decode=lambda ids: words[ids[0]], lengths=np.array([0, 6, 20]))
     assert labels_of([1, 2], "Whensupercalifragilistic", coder) == ["␣When", "supercalifrag…"]
     assert labels_of([3, 64], "", coders.Numbers()) == ["3", "64"]
-
-
-def test_four_layers_and_the_two_most_different_heads_are_shown():
+    # four layers and the two most different heads
     assert spread(1) == [0] and spread(3) == [0, 1, 2] and spread(30) == [0, 10, 19, 29]
-    w = torch.zeros(3, 4, 5)                    # three heads; column 0 is an extra key, column 1 the first token
-    w[:, :, 0], w[0, :, 1], w[1, :, 1], w[2, :, 1] = 1, 0.2, -0.9, 0.1
+    w = torch.tensor([[[1, 0.2]], [[1, -0.9]], [[1, 0.1]]])             # three heads, one row: an extra key, a token
     assert extremes(w, 1) == [1, 2] and extremes(w[:1], 1) == [0]
 
 
@@ -45,35 +40,120 @@ def test_four_layers_and_the_two_most_different_heads_are_shown():
 def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     gpt = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257)).eval()
     text, differential = "fox jumps", attn.startswith(("diff", "tda"))
-    found, said = maps.command(Maps(text=text, layers="1", heads="0", views=differential), opened(gpt))
-    whole = in_every_layer(lambda module, q, k, v, x, table: module.weights_of(q, k, x, table)[0, 0], gpt,
-                           torch.tensor([list(text.encode())]))
-    *_, shown = found["maps"]                   # the last is the difference, if there are views
+    run = SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), tokenizer=coders.Bytes())
+    found, said = maps.command(Maps(text=text, layers="1", heads="0", views=differential), run)
+
+    def look(module, q, k, v, x, table):
+        views = module.views_of(q, k, x, table) if differential else ()
+        return [w[0, 0] for w in (*views, module.weights_of(q, k, x, table))]
+
+    _, whole = in_every_layer(look, gpt, torch.tensor([list(text.encode())]))
     assert [m["kind"] for m in found["maps"]] == (["view a", "view b", "difference"] if differential else ["weights"])
-    close(torch.tensor(shown["weights"]), whole[1])              # six digits are shown
+    close([torch.tensor(m["weights"]) for m in found["maps"]], whole)   # six digits are shown
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
     assert found["keys"] == ["(extra key)"] * extra + found["queries"] and found["first"] == extra + ahead
-    assert np.shape(shown["weights"]) == (len(found["queries"]), len(found["keys"]))
     assert "mean on f" in said and ("mean on (extra key)" in said) == extra
     if attn in ("kv_bias", "diff_rela"):        # pictures with an extra key and with signed views
         maps.draw(tmp_path / "x.png", {"run": found})
 
 
-def test_the_difference_is_view_a_minus_lambda_view_b():
-    gpt = GPT(tiny_config(attn="tda", vocab_size=257, attn_args="beta_init=0.01,lambda_init=0.25")).eval()
-    found = maps.command(Maps(text="the quick brown", views=True, heads="0,1"), opened(gpt))[0]["maps"]
-    for a, b, difference in (found[:3], found[3:]):
-        a, b, difference = (np.array(m["weights"]) for m in (a, b, difference))
-        close(difference, a - 0.25 * b, dtype=torch.float32)
-        assert (b > 0).any()
-
-
 def test_text_names_the_key_with_the_most_weight():
-    """An empty row has none. A small weight is not rounded to 0, because pictures show exact zeros in a colour."""
+    """A small weight is not rounded to 0, because pictures show exact zeros in a colour."""
     w = maps.rounded(torch.tensor([[1.0, 0.0, 0.0], [1e-9, -0.75, 1 / 3], [0.0, 0.0, 0.0]]))
     assert w[1] == [1e-9, -0.75, 0.333333]
     numbers = {"queries": [*"abc"], "keys": [*"abc"], "first": 0,
                "maps": [{"layer": 3, "head": 1, "kind": "weights", "weights": w}]}
-    lines = [line.split() for line in maps.in_words(numbers).splitlines()]
-    assert lines[1:] == [["3.1"], ["a", "a", "1.00"], ["b", "b", "-0.75"], ["c", "-"], ["mean", "on", "a", "0.333"]]
+    lines = [" ".join(line.split()) for line in maps.in_words(numbers).splitlines()]
+    assert lines[1:] == ["3.1", "a a 1.00", "b b -0.75", "c -", "mean on a 0.333"]      # an empty row has no such key
+
+
+SENTENCE = "</script> brown"                    # it cannot end the page's data
+NEAR = 1e-3                                     # three digits of numbers, and 11 bits of weights
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, data):
+    """The page of a run under three recipes, and the numbers of --json."""
+    out = tmp_path_factory.mktemp("softmax_run")
+    train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=softmax", "--n_layer=3")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        eval_script.main(["maps", f"--out_dir={out}", "--attn=softmax,softmax1,elastic", f"--text={SENTENCE}",
+                          "--device=cpu", f"--html={out / 'maps.html'}", "--cost", "--json"])
+    return out / "maps.html", list(json.loads(printed.getvalue()).values())
+
+
+def summary(w, first):
+    """Sum, entropy, weight outside and on the first token of a row, in float64."""
+    w, outside = np.array(w)[first:], np.array(w)[:first].sum()
+    p = np.abs(w) / (np.abs(w).sum() or 1)
+    return w.sum(), -(p[p > 0] * np.log(p[p > 0])).sum(), outside, w[0]
+
+
+def test_rows_have_the_weights_of_json_in_every_tab(page, browser):
+    def near(values):
+        return [pytest.approx(value, abs=NEAR) for value in values]
+
+    path, runs = page
+    browser.open(path)
+    assert browser.run("return page.runs[0].queries.join('')") == SENTENCE.replace(" ", "␣")
+    for name, values in runs[0]["measures"].items():                    # every head's measure, in a grid
+        browser.run("setMeasure(arguments[0])", name)
+        assert [float(cell.split()[-1]) for cell in browser.names("gridcell")] == near(sum(values, []))
+    tabs = [name.split("--attn=")[1] for name in browser.names("tab")]
+    assert tabs == ["softmax", "softmax1", "elastic"]
+    for number, run in enumerate(runs):
+        browser.press(str(number + 1))
+        about = browser.text("#about")
+        assert about.startswith(f"--attn={tabs[number]};") and ("trained with softmax" in about) == (number > 0)
+        for found in run["maps"][1::2]:         # head 1 of every layer
+            browser.run("openHead(arguments[0], arguments[1])", found["layer"], found["head"])
+            for row in (0, 4, len(SENTENCE) - 1):
+                browser.run("openRow(arguments[0])", row)
+                for hide, kind in enumerate(("weights", "hidden")):
+                    browser.run("setHidden(arguments[0])", hide)
+                    shown = re.findall(r"-?\d+\.\d+", browser.text("#row").partition("(")[0])
+                    assert [float(number) for number in shown] == near(summary(found[kind][row], run["first"]))
+                    titles = browser.run("return [...document.querySelectorAll('#text button')].map(b => +b.title)")
+                    assert titles == near(found[kind][row])
+    assert browser.errors() == []
+
+
+def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
+    for run in page[1][:2]:                     # softmax, and softmax1, whose extra key gets a part of the weight
+        for found in run["maps"]:
+            w, hidden, first = torch.tensor(found["weights"]), torch.tensor(found["hidden"]), run["first"]
+            assert (hidden[1:, first] == 0).all() and (hidden[0] == w[0]).all()
+            w[1:, first] = 0
+            close(hidden, w / w.sum(1, keepdim=True), dtype=torch.float32)
+
+
+def test_keys_and_pointer_choose_heads_rows_and_tabs(page, browser):
+    path, runs = page
+    browser.open(path)
+    browser.click("[data-layer='1'][data-head='1']")
+    browser.press("down", "left", "down")                               # the last layer is 2
+    assert browser.text("#title") == "layer 2, head 0"
+    assert browser.text("#row").startswith("row 14")
+    browser.press("shift+up")
+    assert browser.text("#row").startswith("row 13, “w”")
+    browser.point("#text button:nth-of-type(5)")
+    assert browser.text("#row").startswith("row 4, “r”")
+    at = browser.run("const { left, top, cell } = place, c = document.getElementById('map')\n"
+                     "return [left + 2.5 * cell - c.clientWidth / 2, top + 6.5 * cell - c.clientHeight / 2]")
+    browser.point("#map", *at)                  # row 6, key 2
+    assert float(browser.text("#at").split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=NEAR)
+    browser.click("#map")                       # the middle: row 7. A click keeps its row, the next click lets it go
+    browser.point("#text button:nth-of-type(5)")
+    assert browser.text("#row").startswith("row 7 (kept)")
+    browser.press("h")
+    assert "with the first key" in browser.text("#row") and browser.run("return hide.value") == "1"
+    browser.click("#tabs :nth-child(3)")
+    browser.press("right", "right")
+    assert browser.run("return state.run") == 1 and browser.errors() == []
+
+
+def test_only_an_exact_zero_is_packed_as_zero():
+    data = zlib.decompress(base64.b64decode(packed([0, 1e-12, 1, -1, -1e-12], 7)))
+    high, low = np.frombuffer(data, np.uint8).reshape(2, -1).astype(int)
+    assert (high * 256 + low).tolist() == [0, 1, 7, 15, 9]

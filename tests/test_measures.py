@@ -1,28 +1,24 @@
-"""evals/measures.py and evals/heads.py: measures that are summed block by block, against a definition of each one that
-reads the whole weight matrix in float64, for drawn weights and for the models of all recipes."""
+"""evals/measures.py and evals/heads.py: sums over blocks against definitions that read whole weights in float64."""
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
-from bounds import close, dice
-from conftest import enliven, examples, some_recipes, tiny_config
+from bounds import close, dice, same
+from conftest import WORDS, examples, tiny_config, write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import ATTENTIONS
-from axes.outputs import sigmoid_gate
 from axes.sight import Sight, visible
-from evals.heads import HeadSums
-from evals.instrument import instead
-from evals.measures import MEASURES, Probe, mean_of
-from layers import token_ids
+from evals import heads
+from evals.heads import Heads, HeadSums, compared, correlation, summary, variation
+from evals.measures import Probe
+from layers import in_every_layer, token_ids
 from model import GPT
 
 
 def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
-    """Every measure of one head from its weights w (N, T, T) in N sequences, the mask seen (T, T), the weight on a key
-    outside the sequence extra (N, T), and the rows that count, counted (N, T)."""
+    """Every measure of one head: weights w (N, T, T) of N sequences, the mask seen (T, T), the weight on a key outside
+    the sequence extra (N, T), the rows that count (N, T)."""
     w, n, T = w.double(), seen.sum(-1).double(), w.shape[-1]
     outside = torch.zeros(len(w), T) if extra is None else extra.double()
     c = torch.ones(len(w), T) if counted is None else counted.double()
@@ -52,17 +48,17 @@ def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
     real = a / (a.sum(-1, keepdim=True) + 1e-8)
     spread = ((real - 1 / n[:, None]).square() * seen).sum(-1) / n
     near = torch.stack([w[:, i, max(0, i - local + 1):i + 1].sum(-1) for i in range(T)], 1)
-    heads = {"alpha_sink": (w[..., 0] if extra is None else outside).mean(), "sigma2": spread.mean(),
+    roles = {"alpha_sink": (w[..., 0] if extra is None else outside).mean(), "sigma2": spread.mean(),
              "importance": (a[..., 1:] if extra is None else a).sum(-1).mean()}
-    return found, heads | ({"alpha_local": near[:, local - 1:].mean()} if T >= local else {})
+    return found, roles | ({"alpha_local": near[:, local - 1:].mean()} if T >= local else {})
 
 
 @st.composite
 def cases(draw):
     """Weights of one head in a few sequences: of either sign or not, with sinks, exact zeros and empty rows."""
     T, N = draw(st.integers(1, 12) | st.sampled_from([63, 64, 65, 80])), draw(st.integers(1, 3))
-    random = dice(draw(st.integers(0, 999)))
-    sight = Sight(window=draw(st.sampled_from([0, 0, 1, 4, 30])))
+    random, sight = dice(draw(st.integers(0, 999))), Sight(
+        window=draw(st.sampled_from([0, 0, 1, 4, 30])), first=draw(st.sampled_from([0, 0, 2])))
     i = torch.arange(T)
     seen = visible(i[:, None], i, sight)
     w = torch.randn(N, T, T, generator=random)
@@ -75,18 +71,18 @@ def cases(draw):
     counted = (torch.rand(N, T, generator=random) > 0.5).float() if draw(st.booleans()) else None
     if counted is not None:
         counted[:, -1] = 1
-    k = draw(st.sampled_from([1, 2, 64]).map(lambda k: min(k, T)))
-    return w, seen, extra, counted, sight, {"k": k, "eps": draw(st.sampled_from([0.02, 0.3, 0.7]))}, draw(
-        st.integers(1, T))
+    knobs = {"k": min(T, draw(st.sampled_from([1, 2, 64]))), "eps": draw(st.sampled_from([0.02, 0.3, 0.7]))}
+    return w, seen, extra, counted, sight, knobs, draw(st.integers(1, T))
 
 
-def watched(w, extra, sight, block, **traits):
-    """A substitute for a layer, whose weights are w (B, heads, T, T), in blocks of rows."""
+def watched(w, extra, sight, block, ahead=0):
+    """A substitute for a layer, whose weights are w (B, heads, T, T), in blocks of rows. ahead: the key outside is that
+    of a token, which has a row as well."""
     w = w if extra is None else torch.cat([extra[:, None, :, None], w], -1)
-    return SimpleNamespace(**{
-        "weight_blocks": lambda q, k, x, table: w.split(block, 2), "view_blocks": lambda q, k, table: w.split(block, 2),
-        "has_extra_key": extra is not None, "ahead": 0, "sight": sight,
-        "choices": {"gate": SimpleNamespace(gated=None)}} | traits)
+    w = torch.cat([torch.ones_like(w[:, :, :ahead]), w], 2)
+    return SimpleNamespace(
+        weight_blocks=lambda *inputs: w.split(block, 2), view_blocks=lambda *inputs: w.split(block, 2), ahead=ahead,
+        has_extra_key=extra is not None and not ahead, sight=sight, choices={"gate": SimpleNamespace(gated=None)})
 
 
 def close_measures(found, expected):
@@ -103,12 +99,15 @@ def close_measures(found, expected):
 @given(cases())
 def test_measures_of_drawn_weights_equal_their_definitions(case):
     w, seen, extra, counted, sight, knobs, block = case
-    probe, sums, v = Probe(**knobs), HeadSums(local=4), torch.ones(1, 1, w.shape[1], 4)
-    for i in range(len(w)):
-        one = watched(w[i, None, None], None if extra is None else extra[i, None], sight, block)
+    ahead = int(extra is not None and sight.first == 0 and block % 2 == 0)
+    probe, sums, values = Probe(**knobs), HeadSums(local=4), torch.rand(len(w), 1, ahead + w.shape[1], 4)
+    for i, v in enumerate(values.split(1)):
+        one = watched(w[i, None, None], None if extra is None else extra[i, None], sight, block, ahead)
         probe.see(one, v, v, v, None, counted=None if counted is None else counted[i, None])
         sums.see(one, v, v, v, None)
     expected, of_heads = defined(w, seen, extra, counted, **knobs)
+    first, *others = values[:, :, ahead:].double().norm(dim=-1).mean((0, 1))
+    expected["value_norm_ratio"] = first * len(others) / sum(others) if others else math.nan
     close_measures(probe.result(), expected)
     close_measures(sums.result(), of_heads)
 
@@ -127,47 +126,40 @@ def test_views_are_measured_before_their_subtraction(one, other):
         close_measures(probe.result(), {f"{name}_{view}": expected[name] for name in ("peak", "sparsity")})
 
 
-@pytest.mark.parametrize("attn", some_recipes(
-    "softmax", "sink", "sink_token", "gpt_oss", "streaming", "diff", "elastic", "gated", "identity", "retnet",
-    among=tuple(ATTENTIONS)))
-def test_measures_of_a_model_equal_those_of_its_whole_weights(attn):
-    """The model has large random weights. 150 rows are two blocks."""
-    few = {"window": 20} if ATTENTIONS[attn].get("window") else {}
-    gpt = GPT(tiny_config(attn=attn, block_size=150, **few)).eval()
-    enliven(gpt)
-    probe, sums, i, found = Probe(), HeadSums(local=4), torch.arange(150), {}
+def test_the_importance_of_a_gated_head_is_its_mean_gate():
+    sums = HeadSums(local=4)
 
-    def look(attend, layer, module, q, k, v, x, table):
-        probe.see(module, q, k, v, x, table)
+    def look(module, q, k, v, x, table):
         sums.see(module, q, k, v, x, table)
-        w, seen = module.weights_of(q, k, x, table)[:, :, module.ahead:], visible(
-            i[:, None] + module.ahead, i + module.ahead, module.sight)
-        extra = w[..., 0] if module.has_extra_key or module.ahead else [None] * module.heads
-        found["heads"] = [defined(w[:, h, :, -150:], seen, extra[:, h] if isinstance(extra, torch.Tensor) else None)
-                          for h in range(module.heads)]
-        gate = module.choices["gate"].gated is sigmoid_gate
-        found["gate"] = torch.sigmoid(module.gate(x)).mean((0, 1)).view(module.heads, -1).mean(1) if gate else None
-        return attend(q, k, v, x, table)
+        return torch.sigmoid(module.gate(x)).mean((0, 1)).view(module.heads, -1).mean(1)
 
-    with instead(gpt, look), torch.no_grad():
-        gpt(token_ids(2, 150))
-    for result, part in ((probe.result(), 0), (sums.result(), 1)):
-        expected = {name: torch.tensor([float(head[part][name]) for head in found["heads"]], dtype=torch.float64)
-                    for name in found["heads"][0][part]}
-        if found["gate"] is not None and "importance" in expected:
-            expected["importance"] = found["gate"]
-        if attn in ("tra", "tda", "diff_rela", "ttt", "titans"):        # rounding decides which weights are exactly 0
-            expected.pop("sparsity", None)
-        close_measures(result, expected)
+    gate, = in_every_layer(look, GPT(tiny_config(attn="gated")).eval(), token_ids(2, 16))
+    close(sums.result()["importance"], gate, dtype=torch.float32)
 
 
-def test_means_are_over_layers_and_heads_and_values_have_norms():
-    probes = [Probe(), Probe()]
-    for probe, w in zip(probes, (torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None], torch.eye(8)[:1].repeat(8, 1)),
-                        strict=True):
-        v = torch.ones(1, 1, 8, 4)
-        v[:, :, 0] = 0.5
-        probe.see(watched(w[None, None], None, Sight(), 8), v, v, v, None)
-    mean = mean_of(probes)
-    assert mean.keys() == MEASURES.keys() and math.isnan(mean["extra_eps"])
-    close([mean["dispersion"], mean["value_norm_ratio"]], [0.5, 0.5], dtype=torch.float32)
+def test_the_summary_of_the_measures_and_their_comparison():
+    alpha = torch.tensor([[0.1, 0.2], [0.6, 0.4], [0.9, 0.8]], dtype=torch.float64)
+    maps = {"alpha_sink": alpha, "alpha_local": alpha, "sigma2": alpha, "importance": 1 - alpha}
+    found = summary(maps, Heads())
+    late = torch.tensor([0.4, 0.6, 0.1, 0.2], dtype=torch.float64)
+    close([found["dormant"], found["depth_rank_correlation"], found["mean"]["alpha_sink"], found["importance_cv_late"]],
+          [0.5, 1, 0.5, late.std(correction=0) / late.mean()], terms=4)
+    same([found["early"], found["maps"]["alpha_sink"]], [1, alpha.tolist()])
+    assert found["importance_cv"] == variation(1 - alpha) != found["importance_cv_late"]
+    close(summary(maps, Heads(threshold=0.85))["dormant"], 1 / 6)
+    assert summary(maps, Heads(early=3))["importance_cv_late"] is None
+    assert variation(torch.zeros(3, 4)) is None and correlation(torch.ones(2, 2), torch.rand(2, 2)) is None
+    # alpha_sink of two data sets
+    a = torch.tensor([[0.1, 0.5], [0.9, 0.3]], dtype=torch.float64)
+    found = compared(a, 0.5 * a + 0.1, "other")
+    close([found["correlation"], found["mean_difference"]], [1, (0.05 + 0.15 + 0.35 + 0.05) / 4])
+    close(torch.tensor(found["difference"], dtype=torch.float64), 0.5 * a - 0.1)
+    close(compared(a, -a, "other")["correlation"], -1)
+
+
+def test_a_run_is_compared_on_another_data_set_and_its_heads_are_ablated(elastic_run, tmp_path, evaluate):
+    dogs = write_data(tmp_path / "dogs", WORDS[7:3000], WORDS[3000:3400])
+    found = evaluate("heads", f"--out_dir={elastic_run}", "--windows=2", "--cost", "--prune=0,50", "--draws=2",
+                     f"--against={dogs}", f"--png={tmp_path}/x.png")
+    assert found["maps"].keys() == found["mean"].keys() == heads.MEASURES.keys() and found["windows"] == 2
+    assert found["against"]["dataset"] == "dogs" and len(found["cost"]["changes"]) == 14

@@ -1,13 +1,14 @@
-"""eval.py passkey: prompts byte for byte, reading on from a KV cache, scores against a small independent form."""
+"""eval.py passkey: prompts byte for byte, reading on from a KV cache, scores in float64."""
 import math
 import re
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from bounds import SEED, below, close, same
-from conftest import CACHES, tiny_config, train_here
+from conftest import CACHES, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import token_ids
@@ -22,23 +23,14 @@ from model import GPT
 
 BYTES = tokens.tokenizer("bytes")
 
-# ---------------------------------------------------------------------------------------------------------- the prompts
-
-
-def test_a_prompt_is_that_of_the_paper_byte_for_byte():
-    """Appendix C prints the five blocks. Of 100 characters of garbage, 40 come before the key."""
-    assert prompt_text(12345, 100, 0.4) == (
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
-        "about the important information there.\n"
-        "The grass is green. The sky is blue. The\n"
-        "The pass key is 12345. Remember it. 12345 is the pass key.\n"
-        "The grass is green. The sky is blue. The sun is yellow. Here\n"
-        "What is the pass key? The pass key is")
-
-
 @given(st.integers(0, 400), st.floats(0, 1, exclude_max=True))
-def test_garbage_is_one_long_repeated_string_that_the_key_divides(characters, depth):
-    _, before, _, after, _ = prompt_text(7, characters, depth).split("\n")
+def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(characters, depth):
+    """Appendix C prints the five blocks."""
+    begins, before, needle, after, ends = prompt_text(12345, characters, depth).split("\n")
+    assert begins == ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I "
+                      "will quiz you about the important information there.")
+    assert needle == "The pass key is 12345. Remember it. 12345 is the pass key."
+    assert ends == "What is the pass key? The pass key is"
     whole = " ".join(["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 9)
     assert whole.startswith(before) and whole.startswith(after) and len(before + after) == characters
     assert len(before) == int(depth * (characters + 1))                 # uniform in 0..characters
@@ -61,28 +53,20 @@ def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, bos, toy
 
 
 def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
-    first, others = make_trial(BYTES, 400, 0), [make_trial(BYTES, *args) for args in ((400, 1), (401, 0), (400, 0, 1))]
+    first, *others = [make_trial(BYTES, *args) for args in ((400, 0), (400, 1), (401, 0), (400, 0, 1))]
     assert first == make_trial(BYTES, 400, 0) and len({trial.key for trial in [first, *others]}) == 4
-    assert make_trial(BYTES, 400, 0, bos=True)[:3] == first[:3]
     trials = [make_trial(BYTES, 300, number, SEED) for number in range(200)]
     keys, depths = [t.key for t in trials], [t.depth for t in trials]
-    assert 1 <= min(keys) and max(keys) <= 50_000
-    below(abs(np.mean(keys) - 25_000), 6 * 50_000 / 12 ** 0.5 / 200 ** 0.5)             # six standard errors
-    below(torch.tensor(np.histogram(depths, 5, (0, 1))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
-    assert {len(trial.right) for trial in trials} > {5, 6}
-    assert len(batches([*trials, make_trial(BYTES, 400, 0)], 4)[0][0].prompt) == 390    # the longest is first
+    for values, most in ((keys, 50_000), (depths, 1)):                  # in each fifth, up to six standard errors
+        below(torch.tensor(np.histogram(values, 5, (0, most))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
+    assert len(batches([*trials, first], 4)[0][0].prompt) == 390        # the longest is first
     for batch in batches(trials, 4):            # trials of equal sizes, so that nothing is padded
         assert len({(len(t.prompt), len(t.right)) for t in batch}) == 1 and len(batch) <= 4
 
 
-# ---------------------------------------------------------------------------------------------------------- the answers
-
-
-@pytest.mark.parametrize("text, right", [
-    (" 123", True), ("123\n", True), (" 123. Remember it", True), (" 0123.", True), ("key 123, 45", True),
-    ("1234", False), ("45, 123", False), ("", False), ("none", False)])
-def test_an_answer_is_right_as_text_or_as_a_number(text, right):
-    assert is_correct(text, 123) is right
+def test_an_answer_is_right_as_text_or_as_a_number():
+    assert all(is_correct(text, 123) for text in ("123\n", " 0123. Remember it", "key 123, 45"))
+    assert not any(is_correct(text, 123) for text in ("1234", "45, 123", "none"))
 
 
 @torch.no_grad()
@@ -90,63 +74,45 @@ def test_an_answer_is_right_as_text_or_as_a_number(text, right):
 @pytest.mark.parametrize("name", CACHES)
 def test_reading_in_parts_equals_reading_at_once(name, cached, monkeypatch):
     gpt = GPT(tiny_config(attn=name, block_size=64, **({"window": 8} if name == "streaming" else {}))).eval()
-    if not gpt.transformer.h[0].attn.causal:
+    layer = gpt.transformer.h[0].attn
+    if not layer.causal:
         pytest.skip("its outputs depend on later tokens")
-    for block in gpt.transformer.h if not cached else ():
-        monkeypatch.setattr(block.attn, "cached", False)
+    monkeypatch.setattr(layer, "cached", cached and layer.cached)
     idx, reader = token_ids(2, 40), Reader(gpt)
     whole = gpt(idx)[0]
     close(reader.read(idx[:, :25]), whole[:, 24:25], terms=8)
     close(reader.fork().read(idx[:, 25:], 15), whole[:, 25:], terms=8)
-    # reading with the fork does not move the reader
-    logits = torch.cat([reader.read(idx[:, 25:26]), reader.read(idx[:, 26:30], 4)], 1)
-    close(logits, whole[:, 25:30], terms=8)
-    # it continues with the likeliest token, up to rounding
-    reader = Reader(gpt)
-    said = reader.go_on(reader.read(idx), 5)
+    # reading with the fork does not move the reader, which continues with the likeliest token, up to rounding
+    first, again = reader.read(idx[:, 25:]), reader.fork()
+    likely, rank = forced(reader.fork(), first, first.argmax(-1))       # an answer of one token
+    close(likely, first.log_softmax(-1).amax((1, 2)), terms=4)
+    assert (rank == 1).all()
+    said = reader.go_on(first, 5)
     logits = gpt(torch.cat([idx, said], 1))[0][:, 39:-1]
     close(logits.gather(2, said[..., None])[..., 0], logits.amax(-1), terms=8)
-
-
-def test_generation_ends_with_the_token_that_ends_an_answer():
-    reader = Reader(GPT(tiny_config()).eval())
-    first = reader.read(token_ids(1, 3))
-    said = reader.fork().go_on(first, 8)[0].tolist()
-    same(reader.go_on(first, 8, lambda token: token == said[4])[0].tolist(), said[:said.index(said[4]) + 1])
+    last = said[0, 3].item()                    # the token that ends an answer
+    same(again.go_on(first, 5, lambda token: token == last), said[:, :said[0].tolist().index(last) + 1])
 
 
 @torch.no_grad()
 def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch):
-    gpt, machine = load_run(elastic_run, "cpu")[0], Machine("cpu", "float32")
-    trials, heard, said = [make_trial(BYTES, 330, number) for number in range(6)], [], []
+    gpt, heard, said, found = load_run(elastic_run, "cpu")[0].double(), [], [], []
     monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
-    found = [(batch, passkey.answer(gpt, machine, BYTES, batch)) for batch in batches(trials, 4)]
-    for batch, _ in found:                      # the answer is the greedy continuation, ten tokens
-        reader = Reader(gpt)
+    for batch in batches([make_trial(BYTES, 330, number) for number in range(6)], 4):
+        found += zip(batch, passkey.answer(gpt, Machine("cpu", "float32"), BYTES, batch), strict=True)
+        reader = Reader(gpt)                    # the answer is the greedy continuation, ten tokens
         ids = reader.go_on(reader.read(torch.tensor([trial.prompt for trial in batch])), 10)
         said += [(trial.key, BYTES.decode(row)) for trial, row in zip(batch, ids.tolist(), strict=True)]
     assert heard == said
-    gpt = gpt.double()
-    for trial, scores in (pair for batch, each in found for pair in zip(batch, each, strict=True)):
+    for trial, scores in found:
         right, wrong = (gpt(torch.tensor([trial.prompt + ids]))[0].log_softmax(-1)[0, len(trial.prompt) - 1:-1]
                         for ids in (trial.right, trial.wrong))          # (K, V)
-        own, other = (logs.gather(1, torch.tensor(ids)[:, None]) for logs, ids in ((right, trial.right),
-                                                                                   (wrong, trial.wrong)))
-        # rounding may swap tokens that are equally likely
-        least, most = 1 + (right > own + 1e-4).sum(1), (right > own - 1e-4).sum(1)
-        assert least.double().mean() <= scores["rank"] + 1e-9 <= most.double().mean() + 2e-9
-        assert (most == 1).all() <= scores["likeliest"] <= (least == 1).all()
-        assert scores["correct"] == (trial.key % 2 == 0)
-        close([scores["log_likelihood"], scores["gain"]], [own.sum().item(), (own.sum() - other.sum()).item()],
-              terms=16, size=-own.sum().item(), dtype=torch.float32)
-
-
-def test_an_answer_of_one_token_is_scored_by_the_logits_before_it():
-    reader = Reader(GPT(tiny_config()).eval())
-    first = reader.read(torch.tensor([[3, 4]]))
-    likely, rank = forced(reader, first, torch.tensor([[first.argmax().item()]]))
-    close(likely[0], first.log_softmax(-1).max(), terms=4)
-    assert rank.item() == 1
+        own, other = (logs.gather(1, torch.tensor([*ids])[:, None])
+                      for logs, ids in ((right, trial.right), (wrong, trial.wrong)))
+        rank, right, wrong = 1 + (right > own).sum(1), own.sum().item(), other.sum().item()
+        assert scores["correct"] == (trial.key % 2 == 0) and scores["likeliest"] == (rank == 1).all()
+        close([scores[name] for name in ("rank", "log_likelihood", "gain")],
+              [rank.double().mean(), right, right - wrong], terms=16, size=-right, dtype=torch.float32)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(-3, 3)), min_size=1, max_size=9))
@@ -154,30 +120,20 @@ def test_a_summary_has_means_and_errors_of_all_trials_and_of_each_fifth_of_the_t
     found = passkey.summary(500, [(depth, dict.fromkeys(passkey.SCORES, value)) for depth, value in rows])
     parts = [[value for depth, value in rows if i <= 5 * depth < i + 1] for i in range(5)]
     for group, values in ((found, [value for _, value in rows]), *zip(found["by_depth"], parts, strict=True)):
-        assert group["trials"] == len(values)
-        expected = [statistics.mean(values) if values else None,
-                    statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None]
-        close([group["gain"], group["gain_error"]], expected, size=3.0)
-
-
-# ---------------------------------------------------------------------------------------------------------- the command
-
-FLAGS = ("--device=cpu", "--lengths=300,340", "--trials=4")
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        close([group[name] for name in ("trials", "gain", "gain_error")],
+              [len(values), statistics.mean(values) if values else None, error], size=3.0)
 
 
 def test_the_command_prints_numbers_tables_and_a_picture(elastic_run, toy_run, tmp_path, evaluate, capsys):
-    found, alone = (evaluate("passkey", f"--out_dir={elastic_run}", *FLAGS, *more)["lengths"]
-                    for more in ([], ["--batch_size=1"]))
+    flags, picture = ("--device=cpu", "--lengths=300,340", "--trials=4"), tmp_path / "passkey.png"
+    found, alone = (evaluate("passkey", f"--out_dir={elastic_run}", *flags, f"--batch_size={size}")["lengths"]
+                    for size in (4, 1))
     assert [row["length"] for row in found] == [300, 340] and found[0]["trials"] == 4
     close(*([row["log_likelihood"] for row in rows] for rows in (alone, found)), terms=16, dtype=torch.float32)
-    picture = tmp_path / "passkey.png"
-    eval_script.main(["passkey", f"--out_dir={elastic_run},{toy_run}", *FLAGS, f"--png={picture}"])
+    eval_script.main(["passkey", f"--out_dir={elastic_run},{toy_run}", *flags, f"--png={picture}"])
     said = capsys.readouterr().out
     assert said.count(str(toy_run)) == 4 and "80-100 %" in said and "log-likelihood" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_lengths_end_where_learned_positions_do(data, tmp_path, evaluate):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--pos=learned", "--block_size=1100")
-    found = evaluate("passkey", f"--out_dir={tmp_path}", "--trials=1")
-    assert [row["length"] for row in found["lengths"]] == [500, 1000]
+    # the lengths end where learned positions do
+    assert passkey.lengths_of("", SimpleNamespace(positions=1100, check_positions=lambda *args: None)) == [500, 1000]

@@ -18,79 +18,56 @@ ROWS = {
     "gov_report": [("g1", DOCUMENT, "A fox jumps. It packs a box.")],
     "summ_screen_fd": [("s1", DOCUMENT, "The fox and the dog.")],
     "qmsum": [("m1", f"What did the fox do?\n\n{DOCUMENT}", "It jumped over the dog.")],
-    "narrative_qa": [("n1", f"Who jumps?\n\n{DOCUMENT}", "the fox"), ("n1", f"Who jumps?\n\n{DOCUMENT}", "A fox"),
-                     ("n2", f"Over what?\n\n{DOCUMENT}", "the dog")],
-    "qasper": [("q1", f"How many jugs?\n\n{DOCUMENT}", "five dozen"),
-               ("q1", f"How many jugs?\n\n{DOCUMENT}", "Unanswerable")],
+    "narrative_qa": [(id, f"Who jumps?\n\n{DOCUMENT}", text) for id, text in (
+        ("n1", "the fox"), ("n1", "A fox"), ("n2", "the dog"))],
+    "qasper": [("q1", f"How many jugs?\n\n{DOCUMENT}", text) for text in ("five dozen", "Unanswerable")],
     "quality": [("y1", f"Where does it jump?\n\n{CHOICES}\n\n\n{DOCUMENT}", "Over the dog")],
     "contract_nli": [("c1", f"The fox may jump.\n\n{DOCUMENT}", "Entailment")],
 }
 
 
-def write_rows(path, rows):
-    lines = [json.dumps({"id": i, "pid": f"{i}_0", "input": text, "output": output}) for i, text, output in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 @pytest.fixture
 def source(tmp_path):
     """The unpacked benchmark, in which one task is a file instead of a folder."""
-    folder = tmp_path / "scrolls"
     for name, rows in ROWS.items():
-        write_rows(folder / ("qasper.jsonl" if name == "qasper" else f"{name}/validation.jsonl"), rows)
-        write_rows(folder / name / "train.jsonl", rows * 2)
-    return folder
-
-
-# ---------------------------------------------------------------------------------------------------- files and prompts
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(dict(zip(("id", "input", "output"), row, strict=True))) + "\n" for row in rows)
+        for file in ("qasper.jsonl" if name == "qasper" else f"{name}/validation.jsonl", f"{name}/train.jsonl"):
+            (tmp_path / file).write_text(lines)
+    return tmp_path
 
 
 def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
     found = scrolls.find(source, "all", "validation")
     assert list(found) == list(ROWS) and found["qasper"].name == "qasper.jsonl"
     assert all(path.name == "train.jsonl" for path in scrolls.find(source, "qmsum,qasper", "train").values())
-    first, second = read_questions(found["narrative_qa"], TASKS["narrative_qa"])
-    assert first.answers == ["the fox", "A fox"] and second.answers == ["the dog"]
-    one, = read_questions(found["quality"], TASKS["quality"])
-    assert one.answers == ["Over the dog"] and one.choices == ["Over the dog", "Into a box", "Nowhere", "To the quick"]
-
-
-@pytest.mark.parametrize("name, prompt", [
-    ("gov_report", f"{DOCUMENT}\n\nQuestion: What is a summary of the preceding text?\nAnswer:"),
-    ("qmsum", f"{DOCUMENT}\n\nQuestion: What did the fox do?\nAnswer:"),
-    ("quality", f"{DOCUMENT.strip()}\n\nQuestion: Where does it jump?\n(A) Over the dog\n(B) Into a box\n(C) Nowhere\n"
-                "(D) To the quick\nAnswer:"),
-    ("contract_nli", f"{DOCUMENT}\n\nHypothesis: The fox may jump.\nConclusion:")])
-def test_the_question_comes_after_the_document(name, prompt):
-    _, text, answer = ROWS[name][0]
-    found = make_question(text, [answer], TASKS[name], "x.jsonl")
-    assert found.prompt == prompt
-    assert len(found.choices) == {"quality": 4, "contract_nli": 3}.get(name, 0)
-
-
-def test_a_limit_spreads_over_all_rows():
+    asked = read_questions(found["narrative_qa"], TASKS["narrative_qa"])
+    assert [question.answers for question in asked] == [["the fox", "A fox"], ["the dog"]]
     assert scrolls.spread(list(range(100)), 3) == [0, 49, 99]
     assert scrolls.spread([1, 2], 5) == [1, 2] == scrolls.spread([1, 2], 0)
-
-
-# ----------------------------------------------------------------------------------------------------------- the scores
-
-
-@pytest.mark.parametrize("text, answer, f1, exact", [
-    ("The fox!", "a fox", 1, 1), ("the fox jumps", "fox", 2 / 3, 0), ("dog dog", "dog", 2 / 3, 0), ("", "fox", 0, 0),
-    ("cat", "c t", 0, 0), ("five-dozen", "five dozen", 0, 0), ("jumps over the dog", "the dog jumps", 0.8, 0)])
-def test_f1_and_exact_match_are_those_of_squad(text, answer, f1, exact):
-    close([best(measure, text, [answer])[measure] for measure in ("f1", "exact")], [f1, exact], terms=4)
+    # the question comes after the document
+    letters = ["Over the dog", "Into a box", "Nowhere", "To the quick"]
+    for name, choices, asked in (
+            ("gov_report", [], "Question: What is a summary of the preceding text?\nAnswer:"),
+            ("qmsum", [], "Question: What did the fox do?\nAnswer:"),
+            ("quality", letters, "Question: Where does it jump?\n(A) Over the dog\n(B) Into a box\n(C) Nowhere\n"
+                                 "(D) To the quick\nAnswer:"),
+            ("contract_nli", [*TASKS["contract_nli"].choices], "Hypothesis: The fox may jump.\nConclusion:")):
+        text = DOCUMENT.strip() if name == "quality" else DOCUMENT
+        assert make_question(ROWS[name][0][1], ["x"], TASKS[name], "") == (f"{text}\n\n{asked}", ["x"], choices)
 
 
 def halves(text, answer):
-    """A substitute for ROUGE: the shares of the answer's first and second letter in the text."""
+    """A substitute for ROUGE."""
     return {f"rouge{i + 1}": text.count(answer[i]) / max(1, len(text)) for i in range(2)}
 
 
-def test_a_task_has_the_geometric_mean_of_its_means_and_the_best_answer_counts(monkeypatch):
-    assert best("f1", "a red fox", ["cat", "fox", "the red fox"]) == {"f1": 1.0}
+def test_f1_and_exact_match_are_those_of_squad_and_the_best_answer_counts(monkeypatch):
+    """A task has the geometric mean of its means."""
+    for text, answer, f1, exact in (
+            ("The fox!", "a fox", 1, 1), ("dog dog", "dog", 2 / 3, 0), ("", "fox", 0, 0), ("cat", "c t", 0, 0),
+            ("five-dozen", "five dozen", 0, 0), ("jumps over the dog", "the dog jumps", 0.8, 0)):
+        close([best(measure, text, [answer])[measure] for measure in ("f1", "exact")], [f1, exact], terms=4)
     monkeypatch.setitem(scrolls.MEASURES, "rouge", halves)
     assert best("rouge", "aabc", ["ab", "bb"]) == {"rouge1": 0.5, "rouge2": 0.25}       # each part has its own best
     found = score("rouge", [Reply(text, False) for text in ("aabc", "abbb")], [Question("", ["ab"], [])] * 2)
@@ -105,15 +82,11 @@ def test_rouge_counts_words_pairs_and_common_subsequences():
         close([*scrolls.rouge(said, "police killed the gunman").values()], expected, terms=4)
 
 
-# ---------------------------------------------------------------------------------------------------------- the answers
-
-
 @pytest.fixture
 def reply(elastic_run):
-    """The run's reply to a question, of at most `tokens` tokens."""
     run = OpenedRun(Common(out_dir=str(elastic_run), device="cpu"), {})
-    return lambda question, length, **flags: scrolls.reply(run, run.tokenizer, question, Scrolls(source="x", **flags),
-                                                           length)
+    return lambda question, length, **flags: scrolls.reply(
+        run, run.tokenizer, question, Scrolls(source="x", **flags), length)
 
 
 def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(reply, monkeypatch):
@@ -122,36 +95,29 @@ def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(repl
     monkeypatch.setattr(scrolls.Reader, "read", lambda self, idx: seen.append(bytes(idx[0] % 256)) or read(self, idx))
     question = Question(prompt, ["fox"], [])
     assert reply(question, 40, tokens=10) == reply(question, 40, tokens=10, bos=True) == Reply("fox", True)
-    assert [reply(question, length, tokens=10).cut for length in (86, 85)] == [False, True]
+    assert not reply(question, 86, tokens=10).cut and reply(question, 85, tokens=10).cut
     assert [text.decode() for text in seen[:3]] == [prompt[-30:], "\0" + prompt[-29:], prompt]         # 256 is \0 here
 
 
+@torch.no_grad()
 def test_choices_are_ranked_by_their_likelihood_per_character(reply, elastic_run):
     prompt, choices = "pack my box with five dozen", ["liquor jugs", "dogs", "the lazy quick brown foxes"]
-    each, model = [], load_run(elastic_run, "cpu")[0]
+    each, model = [], load_run(elastic_run, "cpu")[0].double()
     for choice in choices:
         ids = torch.tensor([list(f"{prompt} {choice}".encode())])
-        with torch.no_grad():
-            logs = model(ids)[0].double().log_softmax(-1)[0, len(prompt) - 1:-1]
+        logs = model(ids)[0].log_softmax(-1)[0, len(prompt) - 1:-1]
         each.append(logs.gather(1, ids[0, len(prompt):, None]).sum().item() / len(choice))
-    question = Question(prompt, ["x"], choices)
+    question = Question(prompt, [], choices)
     close(each[choices.index(reply(question, 60).text)], max(each), terms=8, dtype=torch.float32)
     assert reply(question, 60, tokens=3, rank=False).text not in choices
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
-FLAGS = ("--device=cpu", "--length=150", "--tokens=8")
-
-
-def test_the_command_prints_the_numbers_of_all_tasks_and_a_table(elastic_run, toy_run, source, evaluate, capsys,
-                                                                 monkeypatch):
+def test_the_command_prints_all_numbers_and_a_table(elastic_run, toy_run, source, evaluate, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score", sys)                # as if it were installed
     monkeypatch.setitem(scrolls.MEASURES, "rouge", halves)
-    look = ["scrolls", f"--source={source}", *FLAGS]
+    look = ["scrolls", f"--source={source}", "--device=cpu", "--length=150", "--tokens=8"]
     found = evaluate(*look, f"--out_dir={elastic_run}")
-    assert list(found["tasks"]) == list(ROWS)
-    assert found["tasks"]["narrative_qa"]["questions"] == 2 and found["tasks"]["qasper"]["cut"] == 1
+    assert list(found["tasks"]) == list(ROWS) and found["tasks"]["narrative_qa"]["questions"] == 2
     close(found["score"], np.mean([task["score"] for task in found["tasks"].values()]), terms=7)
     eval_script.main([*look, f"--out_dir={elastic_run},{toy_run}", "--tasks=narrative_qa,quality"])
     said = capsys.readouterr().out
