@@ -22,8 +22,6 @@ from model import GPT
 
 PUBLIC = Path(os.environ.get("NANO_DATA", ROOT.parent / "shared" / "data"))
 DOCUMENTS = [f"Document {i}: " + f"word{i % 7} é " * (i * 37 % 90) for i in range(300)]
-ALL_BYTES = sum(len(text.encode()) for text in DOCUMENTS)
-
 needs_public = pytest.mark.skipif(not (PUBLIC / "tokenizer").exists(), reason="needs public data: set NANO_DATA")
 
 
@@ -46,10 +44,6 @@ def meta(folder):
     found = tokens.read_meta(folder)
     assert {p.name for p in folder.iterdir()} == {"meta.json", *found["shards"]}
     return found
-
-
-def bytes_of(folder):
-    return sum(row["bytes"] for row in tokens.read_meta(folder)["shards"].values())
 
 
 def write(path, content):
@@ -162,7 +156,8 @@ def test_shards_are_the_stream_cut_into_pieces_and_can_be_made_in_several_calls(
     assert "this is normal" in fineweb(pages, tmp_path / "whole", f"--shard_tokens={size}")
     names = ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(-(-len(whole) // size) - 1))]
     found = meta(tmp_path / "whole")["shards"]
-    assert list(found) == names and found[names[0]]["tokens"] == size and bytes_of(tmp_path / "whole") == ALL_BYTES
+    assert list(found) == names and found[names[0]]["tokens"] == size
+    assert sum(row["bytes"] for row in found.values()) == sum(len(text.encode()) for text in DOCUMENTS)
     assert (ids(tmp_path / "whole", "val", "train") == whole).all()
     for count in [*range(1, len(names)), 0]:
         written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
@@ -191,7 +186,7 @@ def test_a_data_set_stores_the_public_models_tokenizer_that_it_uses(first, tmp_p
     shutil.rmtree(model)
     for folder in (tmp_path / "text", out):
         found, coder, all_ids = tokens.read_meta(folder), tokens.tokenizer(str(folder)), ids(folder, "val", "train")
-        assert (found["tokenizer"], found["separator"]) == ("toy", first) and bytes_of(folder) == ALL_BYTES
+        assert (found["tokenizer"], found["separator"]) == ("toy", first)
         texts = [coder.decode(part[1:]) for part in np.split(all_ids, np.flatnonzero(all_ids == first))[1:]]
         assert sorted(texts) == sorted(DOCUMENTS) and all_ids.dtype == (np.uint32 if first else np.uint16)
     script("text", "--source", source, "--out_dir", tmp_path / "text", "--tokenizer=bytes")
@@ -199,63 +194,48 @@ def test_a_data_set_stores_the_public_models_tokenizer_that_it_uses(first, tmp_p
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A copy of tiktoken's cache, because tiktoken deletes files that it does not recognise."""
-    folder = shutil.copytree(PUBLIC / "tokenizer" / "tiktoken_cache", tmp_path / "cache")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
-    return str(folder)
-
-
-@pytest.fixture
-def offline(cache, tmp_path, monkeypatch):
-    """offline() empties tiktoken's cache and cuts the network."""
+def offline(tmp_path, monkeypatch):
+    """No network, and an empty cache of tiktoken."""
     nobody = "http://127.0.0.1:9"               # no server listens on this port
     env = {"TIKTOKEN_CACHE_DIR": tmp_path / "new", "http_proxy": nobody, "https_proxy": nobody, "no_proxy": ""}
-    return lambda: [monkeypatch.setenv(name, str(value)) for name, value in env.items()]
+    for name, value in env.items():
+        monkeypatch.setenv(name, str(value))
 
 
 @needs_public
 @pytest.mark.parametrize("tokenizer, counts", [("bytes", (1003854, 111540)), ("gpt2", (301966, 36059))])
-def test_shakespeare_has_as_many_tokens_as_in_nanogpt(tmp_path, cache, tokenizer, counts):
+def test_shakespeare_has_as_many_tokens_as_in_nanogpt(tmp_path, offline, tokenizer, counts):
     """Our bytes are as many as nanoGPT's characters. The GPT-2 tokens are as many as there."""
-    script("shakespeare", "--source", PUBLIC / "text", "--tokenizer", tokenizer, "--out_dir", tmp_path / "out")
+    script("shakespeare", "--source", PUBLIC / "text", "--tokenizer", tokenizer, "--tokenizer_files",
+           PUBLIC / "tokenizer", "--out_dir", tmp_path / "out")
     assert tuple(len(ids(tmp_path / "out", split)) for split in ("train", "val")) == counts
-    assert bytes_of(tmp_path / "out") == 1115394
+    assert sum(row["bytes"] for row in meta(tmp_path / "out")["shards"].values()) == 1115394
 
 
 @needs_public
-def test_a_long_book_encoded_in_parts_has_the_ids_of_one_piece(tmp_path, cache, offline, monkeypatch):
-    """GPT-2's two files are needed once. From then on they are in tiktoken's cache."""
-    import tiktoken
-    out, folder = tmp_path / "out", tmp_path / "books"
-    for name in ("les-miserables.txt.gz", "moby-dick.txt.gz"):
-        write(folder / name, gzip.decompress((PUBLIC / "books" / name).read_bytes()))
-    offline()
-    short = write(tmp_path / "t.jsonl", ["Hello world", "Hello"])
-    script("text", "--source", short, "--out_dir", out, "--tokenizer_files", PUBLIC / "tokenizer")
-    assert ids(out, "train").tolist() == [50256, 15496, 995]
-    script("text", "--source", folder, "--val", "moby-dick", "--out_dir", out)
-    text = gzip.open(folder / "les-miserables.txt.gz", "rt", encoding="utf-8-sig", newline="").read()
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", cache)
-    assert ids(out, "train").tolist() == [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
-    assert meta(out)["shards"]["train.bin"]["bytes"] == len(text.encode())
+def test_gpt2s_tokenizer_is_cached_exported_and_read_back(tmp_path, offline, monkeypatch):
+    """Its two files are needed once. A long book encoded in parts has the ids of one piece. The exported file gives the
+    same ids in tokenizers as in tiktoken, and is recognised with an empty cache."""
+    tiktoken, tokenizers = (pytest.importorskip(name) for name in ("tiktoken", "tokenizers"))
+    short, out = write(tmp_path / "t.jsonl", ["Hello world", "Hello"]), tmp_path / "out"
+    for more in ("--tokenizer_files", PUBLIC / "tokenizer"), ():
+        script("text", "--source", short, "--out_dir", out, *more)
+        assert ids(out, "train").tolist() == [50256, 15496, 995]
+    ours, book = tokens.tokenizer("gpt2"), tokens.read_text(PUBLIC / "books" / "les-miserables.txt.gz")
+    found = ours.encode(book)
+    assert found.tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(book)
+    assert ours.lengths[found].sum() == len(book.encode())
 
-
-@needs_public
-def test_gpt2s_tokenizer_is_exported_and_read_back(tmp_path, offline):
-    """The exported file gives the same ids in tokenizers as in tiktoken. It is recognised as GPT-2's tokenizer without
-    network and with an empty cache. Without the file, the tokenizer must be in the cache."""
     model = GPT(tiny_config(vocab_size=50257, n_embd=2, n_head=1, pos="learned", bias=True))
     run, back, again = (tmp_path / name for name in ("run", "back", "again"))
-    write_converted(run, {"tokenizer": "gpt2", "knobs": vars(model.config) | {"dataset": "none"}}, model.state_dict(),
-                    None)
+    about = {"tokenizer": "gpt2", "knobs": vars(model.config) | {"dataset": "none"}}
+    write_converted(run, about, model.state_dict(), None)
     weights.main(["export", str(run), str(back)])
-    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(back / "tokenizer.json"))
-    ours, book = tokens.tokenizer("gpt2"), tokens.read_text(PUBLIC / "books" / "moby-dick.txt.gz")
+    theirs = tokenizers.Tokenizer.from_file(str(back / "tokenizer.json"))
     for text in (book[:300_000], "  naïve\n\n 漢字 😀\t12345  it's"):
         assert theirs.encode(text).ids == ours.encode(text).tolist() and theirs.decode(ours.encode(text)) == text
     assert theirs.token_to_id("<|endoftext|>") == ours.separator
-    offline()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     weights.main([str(back), f"--out={again}"])
     found = json.loads((again / "meta.json").read_text())
     assert [found[key] for key in ("tokenizer", "separator", "ends")] == ["gpt2", 50256, [50256]]

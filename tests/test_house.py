@@ -18,12 +18,12 @@ def imported(path):
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def imports():
-    """{module: the modules of this repository that it imports}; evals.probe is a module, and so is model."""
-    def target(wanted):                         # mixers.recurrent rather than mixers, which holds it
-        return max((name for name in FILES if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
+def module_of(wanted):                          # mixers.recurrent rather than mixers, which holds it
+    return max((name for name in FILES if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
 
-    return {module: {target(wanted) for wanted in imported(path)} - {module, None} for module, path in FILES.items()}
+
+# {module: the modules of this repository that it imports}; evals.probe is a module, and so is model
+IMPORTS = {module: {module_of(wanted) for wanted in imported(path)} - {module, None} for module, path in FILES.items()}
 
 
 def room(module):
@@ -35,11 +35,11 @@ def test_the_diagram_shows_all_imports():
     page = (ROOT / "docs/add-your-own.md").read_text(encoding="utf-8")
     arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", re.search(r"```mermaid\n(.*?)```", page, re.S)[1], re.M)
     drawn = {(start, re.match(r"\w+", end)[0]) for start, ends in arrows for end in ends.split(" & ")}
-    assert drawn == {(room(a), room(b)) for a, targets in imports().items() for b in targets if room(a) != room(b)}
+    assert drawn == {(room(a), room(b)) for a, targets in IMPORTS.items() for b in targets if room(a) != room(b)}
 
 
 def test_no_module_imports_itself_through_others():
-    left = imports()
+    left = IMPORTS
     while left:
         free = [module for module, targets in left.items() if not targets & left.keys()]
         assert free, f"these import each other: {sorted(left)}"
@@ -49,7 +49,7 @@ def test_no_module_imports_itself_through_others():
 def test_nothing_imports_train_or_eval_and_data_imports_only_files_and_flags():
     """data/ and common/ are below the model: a data set is made, and a file written, without it."""
     below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
-    for module, targets in imports().items():
+    for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval", "data.weights"}, module
         others = {target for target in targets if room(target) != room(module)}
         assert others <= below.get(room(module), others), module
