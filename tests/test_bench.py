@@ -143,13 +143,14 @@ def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
     """The errors are those of the delta method."""
     nats, greedy, words, size = (np.array(column, float) for column in zip(*rows, strict=True))
     n, heard = len(rows), [[Answer(-loss, bool(right))] for loss, right in zip(nats, greedy, strict=True)]
-    found = bench.judge("lambada", [benchmarks.Row(["c"], ["word"], 0)] * n, heard, 0.0)
+    found = bench.judge("lambada", [benchmarks.Row(["c"], ["word"], 0)] * n, heard, bench.chance("lambada", []))
     close([found["acc"]["value"], found["acc"]["adjusted"]], [greedy.mean()] * 2, size=1.0)
     assert found["acc"]["than_guessing"] is None and "adjusted" not in found["perplexity"]
     mean, error = nats.mean(), nats.std(ddof=1) / n ** 0.5
     close([found["perplexity"][part] for part in ("value", "stderr")], [math.exp(mean), math.exp(mean) * error])
     pages = [[Answer(-loss / 2, False)] * 2 for loss in nats]           # in two windows
-    found = bench.judge("wikitext", [benchmarks.Page("", w, b) for w, b in zip(words, size, strict=True)], pages, None)
+    asked = [benchmarks.Page("", *counts) for counts in zip(words, size, strict=True)]
+    found = bench.judge("wikitext", asked, pages, bench.chance("wikitext", []))
     for name, count in (("word_perplexity", words), ("byte_perplexity", size), ("bits_per_byte", size)):
         mean = nats.sum() / count.sum()
         error = math.sqrt(((nats - mean * count) ** 2).sum() / (n - 1) / n) / count.mean()
@@ -161,7 +162,6 @@ def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
 def test_chances_and_averages():
     no, yes = (benchmarks.Row(["c"] * 2, ["no", "yes"], gold) for gold in (0, 1))
     assert bench.chance("boolq", [no] * 3 + [yes]) == bench.chance("boolq", [no] + [yes] * 3) == 0.75
-    assert bench.chance("lambada", []) == 0 and bench.chance("wikitext", []) is None
     found = bench.judge("boolq", [yes] * 2, [[Answer(-1, False), Answer(-2, False)]] * 2, 1.0)
     assert found["acc"]["adjusted"] == -1       # guessing is always right, so nothing is divided
 

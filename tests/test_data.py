@@ -6,7 +6,6 @@ import io
 import json
 import os
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -58,18 +57,12 @@ def write(path, content):
 
 def documents(folder):
     """The documents of the two splits of a data set of bytes."""
-    splits = (ids(folder, split) for split in ("train", "val"))
-    return [[part[1:].astype(np.uint8).tobytes().decode() for part in np.split(found, np.flatnonzero(found == 256))[1:]]
-            for found in splits]
+    return [[bytes(part[1:].astype(np.uint8)).decode() for part in np.split(found, np.flatnonzero(found == 256))[1:]]
+            for found in (ids(folder, "train"), ids(folder, "val"))]
 
 
 def test_stdlib_holds_out_whole_files_and_skips_tests(tmp_path):
-    """The default is Python's own library, as bytes. The order of files in a folder changes nothing."""
-    script("stdlib", "--out_dir", tmp_path / "stdlib")
-    found = meta(tmp_path / "stdlib")
-    val = found["shards"]["val.bin"]
-    assert found["tokenizer"] == "bytes" and found["shards"]["train.bin"]["bytes"] > 5e6
-    assert tokens.bytes_per_token(found, "val") == val["bytes"] / val["tokens"] < 1
+    """As bytes. The order of files in a folder changes nothing. test_train.py reads Python's own library."""
     names, made = [f"package/module_{i}.py" for i in range(80)], []
     skipped = ["test/a.py", "package/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py"]
     for place, order in ((tmp_path / "a", names + skipped), (tmp_path / "b", skipped[::-1] + names[::-1])):
@@ -78,6 +71,8 @@ def test_stdlib_holds_out_whole_files_and_skips_tests(tmp_path):
         script("stdlib", "--source", place, "--out_dir", place / "out")
         made.append(contents(place / "out"))
     train, val = documents(tmp_path / "a" / "out")
+    size = sum(len(text.encode()) for text in val)
+    assert tokens.bytes_per_token(meta(tmp_path / "a" / "out"), "val") == size / (size + len(val))
     assert made[0] == made[1] and train and val and sorted(train + val) == sorted(f"# {name}\n" for name in names)
 
 
@@ -110,22 +105,24 @@ def test_every_readable_file_of_a_folder_becomes_documents(tmp_path):
                           ("d.jsonl", ["delta", "", "echo"]), ("picture.png", b"\x89PNG\0\0"), ("empty.txt", b""),
                           ("latin1.txt", b"caf\xe9"), (".hidden/h.txt", "hidden")):
         write(folder / name, content)
-    fineweb(write(tmp_path / "many.jsonl", DOCUMENTS), out, "--shard_tokens=20000")
-    first, flags = meta(out), ("text", "--source", folder, "--tokenizer=bytes", "--val", "a", "sub/b.md")
+    many, flags = write(tmp_path / "many.jsonl", DOCUMENTS), ("--tokenizer=bytes", "--out_dir", out, "--source")
+    script("fineweb_edu", *flags, many, "--shard_tokens=20000")
+    first = meta(out)
     with pytest.raises(SystemExit):
-        script("text", "--source", tmp_path / "missing", "--tokenizer=bytes", "--out_dir", out)
+        script("text", *flags, tmp_path / "missing")
     assert meta(out) == first                   # a failed command changes nothing
     (out / ".train.bin.123.tmp").write_bytes(b"left by a killed run")
-    said = script(*flags, "--out_dir", out)
+    said = script("text", *flags, folder, "--val", "a", "sub/b.md")
     assert "5 documents in 4 files" in said and "3 files without text" in said
     assert documents(out) == [["delta", "echo", "Charlie\n"], ["Alpha.\r\n", "# Bravo é\n"]]
     assert meta(out)["shards"].keys() == {"train.bin", "val.bin"} and "stride" not in meta(out)
-    script(*flags, "--out_dir", tmp_path / "fixed", "--fixed_at=3", "--length=6")
-    for split in ("train", "val"):
-        found, plain = ids(tmp_path / "fixed", split).reshape(-1, 7), ids(out, split)
+    plains = {split: ids(out, split).copy() for split in ("train", "val")}
+    script("text", *flags, folder, "--val", "a", "sub/b.md", "--fixed_at=3", "--length=6")
+    for split, plain in plains.items():
+        found = ids(out, split).reshape(-1, 7)
         assert len(found) == len(plain) // 7 > 0 and (found[:, 3] == 256).all()
         assert (np.delete(found, 3, 1) == np.delete(plain[:found.size].reshape(-1, 7), 3, 1)).all()
-    assert meta(tmp_path / "fixed")["stride"] == 7
+    assert meta(out)["stride"] == 7
 
 
 @pytest.mark.parametrize("texts, share, expected", [
@@ -143,29 +140,27 @@ def test_whole_documents_are_held_out_or_the_end_of_a_single_one(tmp_path, texts
         assert 0.15 < sum(map(len, val)) / sum(map(len, texts)) <= share
 
 
-def fineweb(source, out, *flags):
-    return script("fineweb_edu", "--source", source, "--out_dir", out, "--tokenizer=bytes", *flags)
-
-
 def test_shards_are_the_stream_cut_into_pieces_and_can_be_made_in_several_calls(tmp_path):
     pages, whole, size = tmp_path / "pages", np.concatenate([[256, *text.encode()] for text in DOCUMENTS]), 30011
+    flags = ("--tokenizer=bytes", f"--shard_tokens={size}", "--source", pages, "--out_dir")
     for name, content in (("000.jsonl", DOCUMENTS[:100]), ("001.jsonl.gz", DOCUMENTS[100:200]),
                           *((f"002/{i}.txt", text) for i, text in enumerate(DOCUMENTS[200:205])),
                           ("003.jsonl", DOCUMENTS[205:]), ("README.md", "not part of it")):
         write(pages / name, content)
-    assert "this is normal" in fineweb(pages, tmp_path / "whole", f"--shard_tokens={size}")
-    names = ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(-(-len(whole) // size) - 1))]
+    assert "this is normal" in script("fineweb_edu", *flags, tmp_path / "whole")
     found = meta(tmp_path / "whole")["shards"]
-    assert list(found) == names and found[names[0]]["tokens"] == size
+    assert list(found) == ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range((len(whole) - 1) // size))]
+    assert found["val_000000.bin"]["tokens"] == size
     assert sum(row["bytes"] for row in found.values()) == sum(len(text.encode()) for text in DOCUMENTS)
     assert (ids(tmp_path / "whole", "val", "train") == whole).all()
-    for count in [*range(1, len(names)), 0]:
+    for count in [*range(1, len(found)), 0]:
         written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
-        fineweb(pages, tmp_path / "out", f"--shard_tokens={size}", f"--train_shards={count}")
-        assert len(meta(tmp_path / "out")["shards"]) == (count + 1 if count else len(names))
+        script("fineweb_edu", *flags, tmp_path / "out", f"--train_shards={count}")
+        assert len(meta(tmp_path / "out")["shards"]) == (count + 1 if count else len(found))
         assert all(path.stat().st_mtime_ns == when for path, when in written.items())        # not written again
     assert meta(tmp_path / "out")["shards"] == found
-    said = fineweb(write(tmp_path / "even.jsonl", ["x" * 99] * 30), tmp_path / "even", "--shard_tokens=1000")
+    write(tmp_path / "even.jsonl", ["x" * 99] * 30)
+    said = script("fineweb_edu", *flags, tmp_path / "even", "--source", tmp_path / "even.jsonl", "--shard_tokens=1000")
     assert len(meta(tmp_path / "even")["shards"]) == 3 and "normal" not in said      # a full last shard is written
 
 
@@ -175,22 +170,19 @@ def test_a_data_set_stores_the_public_models_tokenizer_that_it_uses(first, tmp_p
     tokenizer of the same name. Made again with bytes, it has no tokenizer.json."""
     model = write_tokenizer(tmp_path / "toy", byte_pairs(first=first), tokenizer="toy", separator=first)
     source, out = write(tmp_path / "many.jsonl", DOCUMENTS), tmp_path / "out"
-    flags = ("--source", source, "--tokenizer", model, "--out_dir")
-    script("text", *flags, tmp_path / "text")
-    script("fineweb_edu", *flags, out, "--shard_tokens=9000", "--train_shards=1")
+    flags = ("--source", source, "--out_dir", out, "--shard_tokens=9000", "--tokenizer")
+    script("fineweb_edu", *flags, model, "--train_shards=1")
     write_tokenizer(model, byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
     with pytest.raises(SystemExit):
-        script("fineweb_edu", *flags, out, "--shard_tokens=9000")
+        script("fineweb_edu", *flags, model)
     assert "other flags" in capsys.readouterr().err
-    script("fineweb_edu", *flags[:3], out, "--out_dir", out, "--shard_tokens=9000")
-    shutil.rmtree(model)
-    for folder in (tmp_path / "text", out):
-        found, coder, all_ids = tokens.read_meta(folder), tokens.tokenizer(str(folder)), ids(folder, "val", "train")
-        assert (found["tokenizer"], found["separator"]) == ("toy", first)
-        texts = [coder.decode(part[1:]) for part in np.split(all_ids, np.flatnonzero(all_ids == first))[1:]]
-        assert sorted(texts) == sorted(DOCUMENTS) and all_ids.dtype == (np.uint32 if first else np.uint16)
-    script("text", "--source", source, "--out_dir", tmp_path / "text", "--tokenizer=bytes")
-    assert meta(tmp_path / "text")["tokenizer"] == "bytes"              # this also checks for other files
+    script("fineweb_edu", *flags, out)
+    found, coder, all_ids = tokens.read_meta(out), tokens.tokenizer(str(out)), ids(out, "val", "train")
+    assert (found["tokenizer"], found["separator"]) == ("toy", first)
+    texts = [coder.decode(part[1:]) for part in np.split(all_ids, np.flatnonzero(all_ids == first))[1:]]
+    assert texts == DOCUMENTS and all_ids.dtype == (np.uint32 if first else np.uint16)
+    script("text", "--source", source, "--out_dir", out, "--tokenizer=bytes")
+    assert meta(out)["tokenizer"] == "bytes"    # this also checks for other files
 
 
 @pytest.fixture

@@ -114,36 +114,31 @@ def test_quoted_code_is_the_files_own(page):
         assert code in source or code in without_docstrings, code
 
 
-@pytest.fixture
-def with_additions(tmp_path):
-    """with_additions((file, where, new), ...) copies the repository's code and puts each text `new` where a pattern
-    matches in its file. Returns the copy."""
-    def make(*additions):
-        for path in (path for files in ("*.py", "*/*.py", "evals/ledger/*.py") for path in ROOT.glob(files)):
-            copy = tmp_path / path.relative_to(ROOT)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy(path, copy)
-        for file, where, new in additions:
-            path = tmp_path / file
-            source, count = re.subn(where, lambda place, new=new: new + place[0], path.read_text(encoding="utf-8"))
-            assert count == 1, where
-            path.write_text(source, encoding="utf-8")
-        return tmp_path
-    return make
+def with_additions(folder, *additions):
+    """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where it matches)."""
+    for path in (path for files in ("*.py", "*/*.py", "evals/ledger/*.py") for path in ROOT.glob(files)):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
+    for file, where, new in additions:
+        source = (folder / file).read_text(encoding="utf-8")
+        source, count = re.subn(where, lambda place, new=new: new + place[0], source)
+        assert count == 1, where
+        (folder / file).write_text(source, encoding="utf-8")
 
 
 OWN_PAGE = re.findall(r"```python\n(.*?)```", PAGES["docs/add-your-own.md"], re.S)
 
 
 @needs_triton
-def test_the_readers_own_rule_works(with_additions):
+def test_the_readers_own_rule_works(tmp_path):
     """README's card of a rule, with its kernel of docs/add-your-own.md, put among the others: the recipe trains, and
     its kernel equals the block loop."""
     card, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
     card, _, entry = card.partition("ATTENTIONS = {..., ")
-    copy = with_additions(("attention.py", "# -+ the recipes\n", f"{card}{OWN_PAGE[0]}\n"),
-                          ("attention.py", r"(?<=\nATTENTIONS = {\n)", f"    {entry.strip()[:-1]},\n"))
-    (copy / "program.py").write_text("""
+    with_additions(tmp_path, ("attention.py", "# -+ the recipes\n", f"{card}{OWN_PAGE[0]}\n"),
+                   ("attention.py", r"(?<=\nATTENTIONS = {\n)", f"    {entry.strip()[:-1]},\n"))
+    (tmp_path / "program.py").write_text("""
 import torch, model
 found = []
 for kernel in ("torch", "triton"):
@@ -153,30 +148,28 @@ for kernel in ("torch", "triton"):
     found.append(gpt.transformer.h[0].attn.c_attn.weight.grad)
 assert found[0].abs().sum() > 0 and torch.allclose(found[0], found[-1], rtol=1e-4, atol=1e-7)
 """)
-    run(copy / "program.py")
+    run(tmp_path / "program.py")
 
 
 @pytest.mark.exhaustive
-def test_the_readers_own_position_instrument_and_mixer_work(with_additions, data):
+def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
     """Those of docs/add-your-own.md, in a copy of the repository, as the page says where they belong."""
     *_, position, instrument, row, mixer, entry, recipe = OWN_PAGE
-    copy = with_additions(
-        ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"), ("eval.py", "    curve,\n", "    ends,\n"),
-        ("eval.py", "(?<=\nOF_A_RUN = {)", f"\n{row}"), ("mixers/__init__.py", "(?<=Selection)}", f",\n{entry}"),
+    with_additions(
+        tmp_path, ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"), ("eval.py", "    curve,\n", "    ends,\n"),
+        ("eval.py", "(?<=\nOF_A_RUN = {)", f"\n{row}"), ("attention.py", "    # fewer keys", recipe),
         ("mixers/__init__.py", "from mixers.focus", "from mixers.average import Average\n"),
-        ("attention.py", "    # fewer keys", recipe))
-    (copy / "evals/ends.py").write_text(instrument, encoding="utf-8")
-    (copy / "mixers/average.py").write_text(mixer, encoding="utf-8")
-    small = " ".join([*TINY, f"--dataset={data}"])
-    for line in (f"train.py {small} --attn=elastic --pos=log --out_dir=out/log", "eval.py ends --out_dir=out/log",
-                 f"train.py {small} --attn=average --out_dir=out/average",
-                 "eval.py probe --out_dir=out/average --windows=4", "eval.py sample --out_dir=out/average --tokens=4"):
-        script, *flags = line.split()
-        run(copy / script, *flags, cwd=copy)
+        ("mixers/__init__.py", "(?<=Selection)}", f",\n{entry}"))
+    (tmp_path / "evals/ends.py").write_text(instrument, encoding="utf-8")
+    (tmp_path / "mixers/average.py").write_text(mixer, encoding="utf-8")
+    new = (*TINY, f"--dataset={data}")
+    for command in (("train.py", *new, "--attn=elastic", "--pos=log"), ("eval.py", "ends"),
+                    ("train.py", *new, "--attn=average"), ("eval.py", "probe", "--windows=4"),
+                    ("eval.py", "sample", "--tokens=4")):
+        run(tmp_path / command[0], *command[1:], "--out_dir=out/own", cwd=tmp_path)
 
 
 def test_variants_has_a_row_for_every_recipe():
-    """In docs/variants.md, each name in ATTENTIONS is the first cell of exactly one row, as `name`."""
     names = re.findall(r"^\| `(\w+)` \|", PAGES["docs/variants.md"], re.M)
     assert sorted(names) == sorted(attention.ATTENTIONS)
 
@@ -198,9 +191,10 @@ def test_verdicts_are_those_of_the_ledger(page):
         assert verdict in verdicts_of(CLAIMS[name], found.get(name, {})).values(), name
     verdicts = [verdicts_of(claim, found.get(name, {}))[""] for name, claim in CLAIMS.items()]
     count = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
-    header = re.escape(f"| {' | '.join(VERDICTS)} |")
-    for counts in re.findall(header + r" [-|]+ \|((?: \d+ \|)+)", text):
-        assert [int(n) for n in re.findall(r"\d+", counts)] == [*count.values()]
-    for counts in re.findall(r"We tested (\d+): (\d+) hold, (\d+) fail, (\d+) are mixed, and (\d+) could not be", text):
-        assert [int(n) for n in counts] == [len(CLAIMS) - count["not run here"], *(
-            count[verdict] for verdict in ("agrees", "contradicts", "mixed", "not testable"))]
+    tested = [len(CLAIMS) - count["not run here"], *(count[verdict] for verdict in (
+        "agrees", "contradicts", "mixed", "not testable"))]
+    for pattern, expected in (
+            (re.escape(f"| {' | '.join(VERDICTS)} |") + r" [-|]+ \|(?: \d+ \|)+", [*count.values()]),
+            (r"We tested \d+: \d+ hold, \d+ fail, \d+ are mixed, and \d+ could not be", tested)):
+        for line in re.findall(pattern, text):
+            assert [int(n) for n in re.findall(r"\d+", line)] == expected

@@ -46,14 +46,11 @@ def test_no_module_imports_itself_through_others():
         left = {module: targets for module, targets in left.items() if module not in free}
 
 
-def test_nothing_imports_train_or_eval_and_data_imports_only_files_and_flags():
+def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
     """data/ and common/ are below the model: a data set is made, and a file written, without it."""
     below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
     for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval", "data.weights"}, module
+        assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
         others = {target for target in targets if room(target) != room(module)}
         assert others <= below.get(room(module), others), module
-
-
-def test_only_kernels_imports_triton():
-    assert [name for name in FILES if any(room(wanted) == "triton" for wanted in imported(FILES[name]))] == ["kernels"]
