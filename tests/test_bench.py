@@ -83,10 +83,9 @@ def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
     for p in model.parameters():                # less flat logits than at initialisation
         p.add_(0.2 * torch.randn_like(p))
     expected, groups, head = [], some_groups(), model.lm_head
-    for request in sum(groups, []):
-        logits = model(torch.tensor([request.ids[:-1]]))[0][0, -request.count:]
-        wanted = torch.tensor(request.ids[-request.count:])
-        loglik = logits.log_softmax(-1)[range(request.count), wanted].sum().item()
+    for ids, count, _ in sum(groups, []):
+        logits, wanted = model(torch.tensor([ids[:-1]]))[0][0, -count:], torch.tensor(ids[-count:])
+        loglik = logits.log_softmax(-1)[range(count), wanted].sum().item()
         expected.append(Answer(loglik, bool((logits.argmax(-1) == wanted).all())))
     units = likelihood.units_of(groups, cached=True)
     some = [Request([1, 2, 3, 4, 5], 1), Request([1, 2, 3, 9], 1), Request([1, 2, 3, 4, 7, 8], 3)]
@@ -143,7 +142,7 @@ def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
     """The errors are those of the delta method."""
     nats, greedy, words, size = (np.array(column, float) for column in zip(*rows, strict=True))
     n, heard = len(rows), [[Answer(-loss, bool(right))] for loss, right in zip(nats, greedy, strict=True)]
-    found = bench.judge("lambada", [benchmarks.Row(["c"], ["word"], 0)] * n, heard, bench.chance("lambada", []))
+    found = bench.judge("lambada", [None] * n, heard, bench.chance("lambada", []))
     close([found["acc"]["value"], found["acc"]["adjusted"]], [greedy.mean()] * 2, size=1.0)
     assert found["acc"]["than_guessing"] is None and "adjusted" not in found["perplexity"]
     mean, error = nats.mean(), nats.std(ddof=1) / n ** 0.5
@@ -154,9 +153,8 @@ def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
     for name, count in (("word_perplexity", words), ("byte_perplexity", size), ("bits_per_byte", size)):
         mean = nats.sum() / count.sum()
         error = math.sqrt(((nats - mean * count) ** 2).sum() / (n - 1) / n) / count.mean()
-        value = math.exp(mean) if "perplexity" in name else mean / math.log(2)
-        close([found[name]["value"], found[name]["stderr"]],
-              [value, error * (value if "perplexity" in name else 1 / math.log(2))], terms=256, size=value * nats.max())
+        value, slope = (mean / math.log(2), 1 / math.log(2)) if name == "bits_per_byte" else (math.exp(mean),) * 2
+        close([found[name]["value"], found[name]["stderr"]], [value, error * slope], terms=256, size=value * nats.max())
 
 
 def test_chances_and_averages():
@@ -207,13 +205,12 @@ def test_a_run_is_scored_on_every_task_and_drawn(elastic_run, questions, evaluat
     look = ("bench", f"--out_dir={elastic_run}", f"--source={questions}")
     found = evaluate(*look, "--length=200")
     assert list(found["tasks"]) == list(benchmarks.TASKS) and found["length"] == 200 and not found["bos"]
-    for name, task in found["tasks"].items():
-        assert set(bench.MEASURES[name]) < set(task) and task["cut"] == 0
+    assert all({*bench.MEASURES[name]} < {*task} and task["cut"] == 0 for name, task in found["tasks"].items())
     assert {name: mean["tasks"] for name, mean in found["averages"].items()} == {"average": 9, "average of eight": 8}
     less = evaluate(*look, "--length=200", "--bos", "--batch_size=1", "--tasks=piqa,wikitext")
     for measure in bench.MEASURES["wikitext"]:  # pages begin with the separator even without --bos
-        one, two = (numbers["tasks"]["wikitext"][measure] for numbers in (less, found))
-        close([one["value"], one["stderr"]], [two["value"], two["stderr"]], dtype=torch.float32)
+        both = ([run["tasks"]["wikitext"][measure][part] for part in ("value", "stderr")] for run in (less, found))
+        close(*both, dtype=torch.float32)
     bench.draw(tmp_path / "picture", {"one": found, "less": less, "again": found})
     assert (tmp_path / "picture").read_bytes()[:4] == b"\x89PNG"
     one = evaluate(*look, "--length=200", "--limit=1", "--tasks=boolq")["tasks"]["boolq"]
