@@ -4,20 +4,13 @@ import re
 
 from conftest import ROOT
 
-PAGE = ROOT / "docs/add-your-own.md"
-ROOMS = {name: f"{name}.py" for name in ("eval", "train", "model", "attention", "kernels")}
 FOLDERS = ("evals", "training", "mixers", "axes", "common", "data", "pretrained")
-
-
-def drawn():
-    """The arrows of the page's diagram, {(from, to)}."""
-    diagram = re.search(r"```mermaid\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
-    arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", diagram, re.M)
-    return {(room, re.match(r"\w+", to)[0]) for room, targets in arrows for to in targets.split(" & ")}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+         for path in (*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")))}
 
 
 def imported(path):
-    """Our own modules that a file imports, as dotted names: data.files, model, ..."""
+    """The modules that a file imports, as dotted names: data.files, model, ..."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -25,16 +18,12 @@ def imported(path):
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def imports():
-    """{module: the modules of this repository that it imports}; evals.probe is a module, and so is model."""
-    files = {name: ROOT / file for name, file in ROOMS.items()}
-    files |= {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-              for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+def module_of(wanted):                          # mixers.recurrent rather than mixers, which holds it
+    return max((name for name in FILES if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
 
-    def target(wanted):                         # mixers.recurrent rather than mixers, which holds it
-        return max((name for name in files if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
 
-    return {module: {target(wanted) for wanted in imported(path)} - {module, None} for module, path in files.items()}
+# {module: the modules of this repository that it imports}; evals.probe is a module, and so is model
+IMPORTS = {module: {module_of(wanted) for wanted in imported(path)} - {module, None} for module, path in FILES.items()}
 
 
 def room(module):
@@ -43,27 +32,25 @@ def room(module):
 
 
 def test_the_diagram_shows_all_imports():
-    real = {(room(a), room(b)) for a, targets in imports().items() for b in targets if room(a) != room(b)}
-    assert drawn() == real
+    page = (ROOT / "docs/add-your-own.md").read_text(encoding="utf-8")
+    arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", re.search(r"```mermaid\n(.*?)```", page, re.S)[1], re.M)
+    drawn = {(start, re.match(r"\w+", end)[0]) for start, ends in arrows for end in ends.split(" & ")}
+    assert drawn == {(room(a), room(b)) for a, targets in IMPORTS.items() for b in targets if room(a) != room(b)}
 
 
 def test_no_module_imports_itself_through_others():
-    left = imports()
+    left = IMPORTS
     while left:
         free = [module for module, targets in left.items() if not targets & left.keys()]
         assert free, f"these import each other: {sorted(left)}"
         left = {module: targets for module, targets in left.items() if module not in free}
 
 
-def test_nothing_imports_train_or_eval_and_data_imports_only_files_and_flags():
+def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
     """data/ and common/ are below the model: a data set is made, and a file written, without it."""
     below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
-    for module, targets in imports().items():
+    for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval", "data.weights"}, module
+        assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
         others = {target for target in targets if room(target) != room(module)}
         assert others <= below.get(room(module), others), module
-
-
-def test_only_kernels_imports_triton():
-    files = [ROOT / file for file in ROOMS.values()] + [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
-    assert [path.name for path in files if any(room(name) == "triton" for name in imported(path))] == ["kernels.py"]

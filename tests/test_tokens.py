@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 from common import files
 from data import coders, lookup, tokens
 
-# --------------------------------------------------------------------------------------------------- shards and windows
-
-
 def test_every_script_that_makes_a_data_set_is_known():
     assert tokens.data_sets() == ["backcopy", "fineweb_edu", "shakespeare", "stdlib", "text"]
 
@@ -52,13 +49,21 @@ def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_si
 
 
 def test_the_hash_follows_the_contents_of_both_splits(tmp_path):
+    """A small data set is compared with its hashes."""
     splits = [([1, 2], [3]), ([1, 4], [3]), ([1, 2], [4]), ([3], [1, 2]), ([1, 2], [3])]
-    hashes = [tokens.data_hash(tokens.read_meta(write_data(tmp_path / str(n), *split))) for n, split in
-              enumerate(splits)]
+    folders = [write_data(tmp_path / str(n), *split) for n, split in enumerate(splits)]
+    hashes = [tokens.data_hash(tokens.read_meta(folder)) for folder in folders]
     assert hashes[0] == hashes[-1] and len(set(hashes)) == 4
+    shutil.copy(folders[1] / "train.bin", folders[0])
+    with pytest.raises(ValueError, match="train.bin is not the file that meta.json describes"):
+        tokens.read_meta(folders[0])
 
 
-# ---------------------------------------------------------------------------------------------------------- tokenizers
+def test_a_shard_holds_fewer_tokens_than_an_int32_can_count():
+    assert np.frombuffer(tokens.shard_header(np.dtype("u2"), 2**31 - 1), "<i4")[2] == 2**31 - 1
+    with pytest.raises(ValueError, match="less than 2.*31 tokens"):
+        tokens.shard_header(np.dtype("u2"), 2**31)
+
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
@@ -66,12 +71,11 @@ def sentencepiece(tmp_path_factory):
     precedes each text. Truncation and padding in the file are to be ignored."""
     lib = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abé"]
-    coder = lib.Tokenizer(lib.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>",
-                                         byte_fallback=True))
+    vocab, parts = {word: i for i, word in enumerate(words)}, lib.decoders
+    coder = lib.Tokenizer(lib.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     coder.add_special_tokens(words[:3])
     coder.normalizer = lib.normalizers.Replace(" ", "\u2581")
-    coder.decoder = lib.decoders.Sequence([
-        lib.decoders.Replace("\u2581", " "), lib.decoders.ByteFallback(), lib.decoders.Fuse()])
+    coder.decoder = parts.Sequence([parts.Replace("\u2581", " "), parts.ByteFallback(), parts.Fuse()])
     coder.post_processor = lib.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     coder.enable_truncation(3)
     coder.enable_padding(length=99)
@@ -138,17 +142,13 @@ def test_a_tokenizer_is_found_by_several_names(toy, toy_data, tmp_path, monkeypa
     smol = shutil.copytree(toy, tmp_path / "out" / "smol")
     for name in ("smol", "out/smol", "out/smol/tokenizer.json", str(toy), str(toy_data)):
         assert tokens.tokenizer(name).name == "toy" and tokens.tokenizer(name).encode("fox").size
-    shutil.copy(toy / "tokenizer.json", tmp_path)
-    files.write_json(tmp_path / "meta.json", {"separator": 0})
-    assert tokens.tokenizer("tokenizer.json").name == tmp_path.name     # the folder, if nothing else names it
-    assert tokens.content_of(smol) == tokens.content_of(toy) and tokens.content_of(toy)
+    files.write_json(smol / "meta.json", {"separator": 0})
+    assert tokens.tokenizer("smol").name == "smol"                      # the folder, if nothing else names it
     files.write_json(smol / "meta.json", {"tokenizer": "bytes"})
     assert tokens.content_of(smol) is None and tokens.tokenizer("smol").name == "bytes"
     (tmp_path / "tokenizer.json").write_bytes(coders.Bytes().exported())                # a known one under another name
     assert tokens.tokenizer(str(tmp_path)).name == lookup.identity(tmp_path) == "bytes"
 
-
-# ---------------------------------------------------------------------------------- data sets in a run's tokenizer
 
 MACHINE = SimpleNamespace(main=True, local_rank=0, wait=lambda: None)
 
@@ -162,10 +162,10 @@ import sys
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
 args = tokens.flags("", "stdlib", "bytes").parse_args()
-coder = tokens.settle(args, "stdlib")
-tokens.write_data_set(args.out_dir, coder, dict(train=["one"], val=["two"]), dataset="stdlib")
+tokens.write_data_set(args.out_dir, tokens.settle(args, "stdlib"), dict(train=["one"], val=["two"]), dataset="stdlib")
 """)
     monkeypatch.setattr(tokens, "HERE", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
     return tmp_path / "data"
 
 
@@ -173,7 +173,7 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
     assert tokens.data_for(None, "stdlib", MACHINE)[0] == shelf / "stdlib"
     folder, meta = tokens.data_for(toy, "stdlib", MACHINE)
     out, err = capfd.readouterr()
-    assert out == "" and f"making {folder}: python data/stdlib.py --tokenizer={toy}" in err
+    assert out == "" and f"making {shelf}/stdlib-toy: python data/stdlib.py --tokenizer={toy}" in err
     assert folder == shelf / "stdlib-toy" and (meta["tokenizer"], meta["separator"]) == ("toy", 0)
     assert tokens.data_for(toy, "stdlib", MACHINE)[1] == meta and capfd.readouterr() == ("", "")
     (shelf / "stdlib.py").write_text("raise SystemExit(1)")
@@ -182,36 +182,30 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
         tokens.data_for(toy, "stdlib", MACHINE)
 
 
-# (tokenizer of a run, data set, the folder found or what is refused)
-FIT = [
+FIT = [                                         # (run, data set, the folder found or what is refused)
     *((run, "books", "data/books$") for run in (None, "older", "bytes")), ("numbers", "./lab", "^lab$"),
     *((run, "books", "data/books-toy$") for run in ("toy", "twin")),
     *((run, "./foxes", "^foxes$") for run in ("toy", "twin", "older")),
-    ("toy", "plays", "plays-toy is no data set in the tokenizer of toy .toy.: .* python data/text.py --source=... "
-                     "--name=plays --tokenizer=toy$"),
+    ("toy", "plays", "tokenizer of toy .toy.: .* python data/text.py --source=... --name=plays --tokenizer=toy$"),
     ("bytes", "./foxes", "no data set .*--tokenizer=bytes$"), ("namesake", "books", "books-toy is no data set"),
     ("other", "books", "books-other is no data set .*--tokenizer=other$"), ("numbers", "stdlib", "data/backcopy.py$")]
 
 
-def test_a_data_set_must_be_in_the_tokenizer_of_a_run(toy, toy_data, shelf, tmp_path, backcopy, monkeypatch):
+def test_a_data_set_must_be_in_the_tokenizer_of_a_run(toy, toy_data, shelf, tmp_path, backcopy):
     """An older run names none. A twin has the same tokenizer under another name, saved by another program and with
     truncation. One with another separator is another. So is a namesake with other ids."""
-    monkeypatch.chdir(tmp_path)
-    described = json.loads((toy / "tokenizer.json").read_text())
-    for name, meta in (("older", {}), ("bytes", {"tokenizer": "bytes"}), ("numbers", {"tokenizer": "numbers"}),
+    saved = dict(reversed(files.read_json(toy / "tokenizer.json").items())) | {"truncation": {"max_length": 9}}
+    for name, meta in (("older", {}), *((name, {"tokenizer": name}) for name in ("bytes", "numbers")),
                        *((name, {"tokenizer": name, "separator": n}) for n, name in enumerate(("twin", "other")))):
         files.write_json(tmp_path / name / "meta.json", meta)
         if "separator" in meta:
-            files.write_json(tmp_path / name / "tokenizer.json",
-                             dict(reversed(described.items())) | {"truncation": {"max_length": 9}})
+            files.write_json(tmp_path / name / "tokenizer.json", saved)
     write_tokenizer(tmp_path / "namesake", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
     for source, place in ((toy, "toy"), (toy_data, "foxes"), (backcopy, "lab"), (toy_data, shelf / "books-toy"),
                           (toy_data, shelf / "books-french")):          # another data set, not these books
         shutil.copytree(source, tmp_path / place)
-    for place in (shelf / "books", shelf / "plays"):
-        write_data(place, WORDS[:99], WORDS[:99])
-    meta = files.read_json(shelf / "books-toy/meta.json")
-    files.write_json(shelf / "books-toy/meta.json", meta | {"dataset": "books"})
+    write_data(shelf / "books", WORDS[:99], WORDS[:99])
+    files.write_json(shelf / "books-toy/meta.json", tokens.read_meta(toy_data) | {"dataset": "books"})
     for run, dataset, expected in FIT:
         try:
             found, _ = tokens.data_for(run and Path(run), dataset, MACHINE)
