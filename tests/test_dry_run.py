@@ -35,9 +35,8 @@ def test_fake_tensors_are_as_large_as_real_ones(attn, steps):
 
 def test_memory_tokens_flops_and_hours_are_printed(capsys):
     """The hours at an MFU are those after which train.py's own column mfu would show it."""
-    sizes = (f"--{name}={value}" for name, value in SMALL.items())
-    train.main(["--dry_run", *sizes, *"--batch_size=2 --max_iters=1000 --gradient_accumulation_steps=3".split(),
-                "--gpu=A100", "--mfu=0.5"])
+    flags = SMALL | {"batch_size": 2, "max_iters": 1000, "gradient_accumulation_steps": 3, "gpu": "A100", "mfu": 0.5}
+    train.main(["--dry_run", *(f"--{name}={value}" for name, value in flags.items())])
     model, text = GPT(GPTConfig(**SMALL)), capsys.readouterr().out
     size, flops = 4e-6 * model.num_params(), model.flops_per_token() * 384_000
     hours = flops / (312e12 * 0.5) / 3600

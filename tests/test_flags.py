@@ -42,15 +42,15 @@ def test_public_weights_are_trained_with_the_preset_tune(copy):
     assert settled(public, "--preset=tiny")["block_size"] == 8192
 
 
-def test_resuming_a_preset_continues_its_own_run(elastic_run, tmp_path, monkeypatch):
+def test_resuming_a_preset_continues_its_own_run(copy, tmp_path, monkeypatch):
+    knobs = meta(copy)["knobs"] | {"preset": "lab", "out_dir": "out/backcopy-softmax"}
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(elastic_run, "out/backcopy-softmax")
-    assert settled("--preset=lab", "--init_from=resume") == meta(elastic_run)["knobs"] | {
-        "out_dir": "out/backcopy-softmax"}
+    shutil.copytree(copy, knobs["out_dir"])
+    assert settled("--preset=lab", "--init_from=resume") == knobs
 
 
 def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
-    """A stored run that is opened or continued with another --attn has the axes that this --attn alone gives."""
     alone = {name: vars(GPTConfig(attn=name, n_layer=1)) for name in attention.ATTENTIONS}
     for before in alone:
         for after in alone:

@@ -40,8 +40,8 @@ def ranks_of(mark):
 
 
 def kill(argv, out, wait, ranks=(), how=signal.SIGKILL):
-    """Begin a command, and kill -9 some ranks of it, or () itself, after wait(process). All that it has started ends as
-    well, and what has its final name in `out` can be read. Returns its exit code and its output."""
+    """Begin a command, and send the signal `how` to some ranks, or () to itself, after wait(process). All that it has
+    started ends as well, and what has its final name in `out` can be read. Returns its exit code and its output."""
     mark = f"KILLS_MARK={os.getpid()}-{time.monotonic_ns()}"
     begun = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                              env=os.environ | dict([mark.split("=")]))
@@ -105,7 +105,6 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
 
 @pytest.mark.parametrize("script", ["data/fineweb_edu.py --shard_tokens=25000", by_default(False, "data/text.py")])
 def test_a_killed_or_crowded_data_script_goes_on_to_the_same_files(script, tmp_path):
-    """It is killed twice. Then its disk has too little space, and later enough."""
     rng, began, pages = random.Random(bounds.SEED), time.monotonic(), tmp_path / "pages.jsonl"
     whole, out, disk = (tmp_path / name for name in ("whole", "out", "disk"))
     pages.write_text("".join(json.dumps({"text": f"page {n} " * 400}) + "\n" for n in range(400)))

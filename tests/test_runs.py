@@ -16,8 +16,7 @@ def test_every_recipe_named_in_the_refusal_of_other_projections_fits(data, tmp_p
 
 
 def test_the_newest_complete_checkpoint_counts(copy):
-    """Parts without .metadata are incomplete. Folders that are not named by a step do not count. The whole checkpoint
-    is of step 8. tests/test_shards.py has both of the same step."""
+    """Parts without .metadata are incomplete. ckpt.pt is of step 8. tests/test_shards.py has both of the same step."""
     for name in ("7/.metadata", "9/.metadata", "10/.metadata", "11/__0_0.distcp", "12 copy/.metadata"):
         (copy / "sharded_ckpt" / name).parent.mkdir(parents=True)
         (copy / "sharded_ckpt" / name).touch()
