@@ -22,19 +22,14 @@ from data import tokens
 PATIENCE = 60                                   # seconds after which a process that is still there hangs
 
 
-def is_running(process):
-    """Is there a process with this id that has not ended?"""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def ranks_of(mark):
-    """{process id: its rank as text, or None} of a command and all that it has started, which have this variable."""
+    """{process id: its rank as text, or None} of a command and all that it has started, which have this variable. What
+    has ended has no variables."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):      # it has just ended
             environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if mark in environment and is_running(folder.name):
+            if mark in environment:
                 found[int(folder.name)] = next((e[5:] for e in environment if e.startswith("RANK=")), None)
     return found
 
@@ -115,7 +110,7 @@ def test_a_killed_or_crowded_data_script_goes_on_to_the_same_files(script, tmp_p
         kill([*writing, out], out, lambda _: time.sleep(rng.uniform(0.3, 1) * seconds))
     finish([*writing, out])
     assert contents(out) == contents(whole)
-    space = sum(-(-path.stat().st_size // 4096) for path in whole.rglob("*.*"))
+    space = sum(-(-path.stat().st_size // 4096) for path in whole.iterdir())
     size = f"size={max(1, int(rng.uniform(0.05, 0.9) * space)) * 4096}"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], capture_output=True).returncode:
@@ -131,18 +126,12 @@ def test_a_killed_or_crowded_data_script_goes_on_to_the_same_files(script, tmp_p
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_a_process_ends_with_its_killed_parent():
-    child = ("import os, time; from common.machine import end_with_parent; end_with_parent(); "
-             "print(os.getpid(), flush=True); time.sleep(99)")
+def test_a_process_ends_with_its_killed_parent(tmp_path):
+    child = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.machine import end_with_parent; "
+             "end_with_parent(); print('ready', flush=True); time.sleep(99)")
     parent = ("import os, subprocess, sys; os.environ['STARTED_BY'] = str(os.getpid()); "
               "subprocess.run([sys.executable, '-c', sys.argv[1]])")
-    begun = subprocess.Popen([sys.executable, "-c", parent, child], cwd=ROOT, stdout=subprocess.PIPE)
-    child, deadline = int(begun.stdout.readline()), time.monotonic() + PATIENCE
-    begun.kill()
-    begun.wait()
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    kill([sys.executable, "-c", parent, child], tmp_path, lambda begun: begun.stdout.readline())
 
 
 def test_a_process_that_comes_too_late_says_that_its_parent_has_ended(monkeypatch):

@@ -30,28 +30,19 @@ def model(spread=4.0, **choices):
 
 
 def nanogpt(gpt, idx):
-    """nanoGPT's logits from torch's own functions: learned positions, LayerNorm, gelu, biases, tied head. With
-    norm_place="post", the architecture is that of Vaswani et al. 2017 and has one more norm at the end."""
-    w = dict(gpt.transformer.named_parameters())
+    """nanoGPT's logits from torch's own layers and functions. With norm_place="post", the architecture is that of
+    Vaswani et al. 2017 and has one more norm at the end."""
+    def attend(block, x):
+        qkv = block.attn.c_attn(x).unflatten(-1, (3, gpt.config.n_head, -1)).permute(2, 0, 3, 1, 4)
+        return block.attn.c_proj(F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
 
-    def linear(name, x):
-        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
-
-    def norm(name, x):
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
-
-    def attention(name, x):
-        qkv = linear(f"{name}.c_attn", x).unflatten(-1, (3, gpt.config.n_head, -1)).permute(2, 0, 3, 1, 4)
-        return linear(f"{name}.c_proj", F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
-
-    def mlp(name, x):
-        return linear(f"{name}.c_proj", F.gelu(linear(f"{name}.c_fc", x)))
-    x = w["wte.weight"][idx] + w["wpe.weight"][:idx.shape[1]]
-    for h in ("h.0", "h.1"):
-        for branch, name, ln in ((attention, f"{h}.attn", f"{h}.ln_1"), (mlp, f"{h}.mlp", f"{h}.ln_2")):
-            post = gpt.config.norm_place == "post"
-            x = norm(ln, x + branch(name, x)) if post else x + branch(name, norm(ln, x))
-    return norm("ln_f", x) @ w["wte.weight"].T
+    def mlp(block, x):
+        return block.mlp.c_proj(F.gelu(block.mlp.c_fc(x)))
+    x = gpt.transformer.wte(idx) + gpt.transformer.wpe.weight[:idx.shape[1]]
+    for block in gpt.transformer.h:
+        for branch, norm in ((attend, block.ln_1), (mlp, block.ln_2)):
+            x = norm(x + branch(block, x)) if block.norm_place == "post" else x + branch(block, norm(x))
+    return gpt.transformer.ln_f(x) @ gpt.transformer.wte.weight.T
 
 
 @pytest.mark.parametrize("kernel, norm_place", [("torch", "pre"), ("sdpa", "pre"), ("torch", "post")])
@@ -178,11 +169,10 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(at
     found = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
     assert len(found) == len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
     for name, group in found.items():
-        matrix = name.endswith("weight") and "ln_" not in name and "out_norm" not in name
-        learned_by_attention = not name.endswith((".weight", ".bias"))
-        assert group["weight_decay"] == (0.3 if matrix else 0.0), name
-        assert group["lr_scale"] == (5.0 if learned_by_attention else 1.0), name
-        assert (group["lr"], group["betas"]) == (1e-3, (0.8, 0.9))
+        decay = 0.3 if name.endswith("weight") and "ln_" not in name and "out_norm" not in name else 0.0
+        scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0     # learned by attention itself
+        found_here = [group[key] for key in ("weight_decay", "lr_scale", "lr", "betas")]
+        assert found_here == [decay, scale, 1e-3, (0.8, 0.9)], name
     assert ("transformer.h.0.attn.tau" in found) == (ATTENTIONS[attn]["rule"] == "elastic")
 
 
