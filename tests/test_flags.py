@@ -1,33 +1,56 @@
 """Flags: which value wins, what the help lists, and that a real process prints readable text."""
+import shutil
+
 import pytest
-from conftest import run
+from conftest import meta, run
 
 import attention
 import eval as eval_script
 import mixers
 import train as train_script
+from common import files
 from common.flags import Parser, add_flags
 from evals.instrument import Common, Overrides, model_config
 from model import GPTConfig
 
 
+def settled(*argv):
+    """The knobs that train.py finds for these flags."""
+    parser = Parser()
+    add_flags(parser, train_script.Train, GPTConfig)
+    return train_script.settle_knobs(parser.parse_args(argv))[0]
+
+
 def test_precedence_is_flag_then_recipe_then_preset_then_default(monkeypatch):
-    def settled(*argv):
-        parser = Parser()
-        add_flags(parser, train_script.Train, GPTConfig)
-        return train_script.settle_knobs(parser.parse_args(argv))[0]
     monkeypatch.setitem(train_script.PRESETS, "tiny", {"n_layer": 7, "n_head": 3, "pos": "learned", "rule": "softmax"})
     monkeypatch.setitem(attention.ATTENTIONS, "elastic", {"rule": "elastic", "n_head": 5, "pos": "none"})
-    knobs = settled("--attn=elastic", "--n_embd=64")
-    assert [knobs[name] for name in ("n_embd", "n_head", "pos", "rule", "n_layer")] == [64, 5, "none", "elastic", 7]
-    assert "bias" not in knobs
-    knobs = settled("--attn=elastic", "--pos=rope", "--n_head", "2", "--rule=softmax", "--n_layer=1")
-    assert [knobs[name] for name in ("n_head", "pos", "rule", "n_layer")] == [2, "rope", "softmax", 1]
-    assert settled()["pos"] == "learned"
+    knobs = {"n_layer": 7, "n_head": 5, "pos": "none", "rule": "elastic", "attn": "elastic", "attn_args": ""}
+    assert settled("--attn=elastic", "--n_embd=64") == knobs | {"n_embd": 64}
+    assert settled("--attn=elastic", "--pos=rope", "--n_head", "2", "--rule=softmax", "--n_layer=1") == knobs | {
+        "n_layer": 1, "n_head": 2, "pos": "rope", "rule": "softmax"}
+    assert settled() == train_script.PRESETS["tiny"]
+
+
+def test_public_weights_are_trained_with_the_preset_tune(copy):
+    """The default is the preset tune, because their own context would not fit. A named preset and flags override it."""
+    about, public = meta(copy), f"--init_from={copy}"
+    files.write_json(copy / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}})
+    knobs = settled(public, "--attn=softmax")
+    assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == ("tune", 256, 1, "softmax")
+    assert settled(public, "--preset=tune", "--attn=softmax") == knobs
+    assert settled(public, "--block_size=64")["block_size"] == 64
+    assert settled(public, "--preset=tiny")["block_size"] == 8192
+
+
+def test_resuming_a_preset_continues_its_own_run(copy, tmp_path, monkeypatch):
+    knobs = meta(copy)["knobs"] | {"preset": "lab", "out_dir": "out/backcopy-softmax"}
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(copy, knobs["out_dir"])
+    assert settled("--preset=lab", "--init_from=resume") == knobs
 
 
 def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
-    """A stored run that is opened or continued with another --attn has the axes that this --attn alone gives."""
     alone = {name: vars(GPTConfig(attn=name, n_layer=1)) for name in attention.ATTENTIONS}
     for before in alone:
         for after in alone:
@@ -36,16 +59,13 @@ def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
     assert model_config(vars(GPTConfig(gate="head")), {"attn": "elastic"}).gate == "head"       # a flag's value is kept
 
 
-@pytest.mark.parametrize("command", ["", *eval_script.COMMANDS])
-def test_help_lists_the_commands_and_every_flag_of_each(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        eval_script.main([*command.split(), "-h"])
-    said, names = capsys.readouterr().out, eval_script.COMMANDS
-    if command:
-        groups = [names[command].flags, *[Common, Overrides] * (command in eval_script.OF_A_RUN)]
-        names = [knob.name if knob.metadata["positional"] else f"--{knob.name} "
-                 for group in groups for knob in group.__dataclass_fields__.values()]
-    assert stop.value.code == 0 and all(name in said for name in names)
+@pytest.mark.parametrize("command", eval_script.COMMANDS)
+def test_help_lists_every_flag_of_a_command(command, capsys):
+    groups = [eval_script.COMMANDS[command].flags, *[Common, Overrides] * (command in eval_script.OF_A_RUN)]
+    with pytest.raises(SystemExit, match="^0$"):
+        eval_script.main([command, "-h"])
+    said = capsys.readouterr().out
+    assert all(name in said for group in groups for name in group.__dataclass_fields__)
 
 
 def test_a_real_process_prints_readable_text(elastic_run):

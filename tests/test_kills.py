@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import bounds
 import pytest
-from conftest import ROOT, TINY, assert_same_run, by_default, command
+from conftest import ROOT, TINY, assert_same_run, by_default, command, contents, meta
 
 from common import files, machine
 from common.runs import read_checkpoint
@@ -21,54 +22,49 @@ from data import tokens
 PATIENCE = 60                                   # seconds after which a process that is still there hangs
 
 
-def is_running(process):
-    """Is there a process with this id that has not ended?"""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def ranks_of(mark):
-    """{process id: its rank as text, or None} of a command and all that it has started, which have this variable."""
+    """{process id: its rank as text, or None} of a command and all that it has started, which have this variable. What
+    has ended has no variables."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):      # it has just ended
             environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if mark in environment and is_running(folder.name):
+            if mark in environment:
                 found[int(folder.name)] = next((e[5:] for e in environment if e.startswith("RANK=")), None)
     return found
 
 
-def kill(argv, out, wait, ranks=()):
-    """Begin a command, and kill -9 some ranks of it, or () itself, after wait(process). All that it has started ends as
-    well, and what has its final name in `out` can be read. Returns whether it was killed before its end."""
+def kill(argv, out, wait, ranks=(), how=signal.SIGKILL):
+    """Begin a command, and send the signal `how` to some ranks, or () to itself, after wait(process). All that it has
+    started ends as well, and what has its final name in `out` can be read. Returns its exit code and its output."""
     mark = f"KILLS_MARK={os.getpid()}-{time.monotonic_ns()}"
     begun = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                              env=os.environ | dict([mark.split("=")]))
     wait(begun)
     for process in [process for process, rank in ranks_of(mark).items() if rank in ranks] if ranks else [begun.pid]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, how)
     said, deadline = begun.communicate(timeout=PATIENCE)[0], time.monotonic() + PATIENCE
     while ranks_of(mark):
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
     assert_complete(out)
-    return begun.returncode != 0
+    return begun.returncode, said
 
 
 def assert_complete(out):
-    for pattern, read in (("*.json", files.read_json), ("ckpt.pt", read_checkpoint), ("*.bin", tokens.read_shard)):
-        for path in out.rglob(pattern):
-            assert path.name.startswith(".") or read(path) is not None
+    readers = {"[!.]*.json": files.read_json, "ckpt.pt": read_checkpoint, "[!.]*.bin": tokens.read_shard}
+    assert all(read(path) is not None for pattern, read in readers.items() for path in out.rglob(pattern))
 
 
-def finish(argv):
-    subprocess.run(argv, check=True, capture_output=True)
+finish = partial(subprocess.run, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("ranks, kills, flags", [
-    by_default(True, 1, 1, ()), by_default(False, 2, 5, ()), by_default(False, 2, 5, ("--shard=1",))])
+    by_default(True, 1, 2, ()), by_default(False, 2, 6, ()), by_default(False, 2, 6, ("--shard=1",))])
 def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path, data):
+    """It is killed while it saves for the first time, then some steps after a checkpoint. A single process has no
+    stdout then, and what it prints is lost. It is also stopped by Ctrl-C. Resuming a finished run changes nothing."""
     rng, whole, out = random.Random(bounds.SEED), tmp_path / "whole", tmp_path / "killed"
     new = [*TINY, f"--dataset={data}", "--attn=elastic", "--n_layer=2", "--dropout=0.1", "--max_iters=160",
            "--gradient_accumulation_steps=2", *flags]
@@ -80,75 +76,70 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
     def wait_until_it_saves(begun):
         while begun.poll() is None and not [*out.glob(".ckpt.pt.*.tmp")]:
             time.sleep(0.001)
+
+    def wait_until_it_has_saved(begun):
+        began = time.time()
+        while begun.poll() is None and all(path.stat().st_mtime < began for path in out.glob("ckpt.pt")):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
     anytime = [wait_until_it_saves, lambda _: time.sleep(rng.uniform(0, 15))]
-    waits = [wait_until_it_saves, *rng.choices(anytime, k=kills - 1)]
+    waits = [wait_until_it_saves, wait_until_it_has_saved, *rng.choices(anytime, k=kills - 2)]
     finish(train(whole))
-    killed = [kill(train(out), out, wait, rng.choice(((), ("0",), ("1",), ("0", "1"))) if ranks > 1 else ())
-              for wait in waits]
-    finish(train(out))
-    assert killed[0]
-    assert_same_run(out, whole)
-
-
-def made(out):
-    """{name: hash} of what a command has made."""
-    return {str(path.relative_to(out)): files.sha256(path) for path in out.rglob("*") if path.is_file()}
+    mute = ["sh", "-c", 'exec "$@" >&-', "sh"] if ranks == 1 else []
+    codes = [kill([*mute, *train(out)], out, wait, rng.choice(((), ("0",), ("1",), ("0", "1"))) if ranks > 1 else ())[0]
+             for wait in waits]
+    assert all(codes[:2])
+    if ranks == 1:
+        code, said = kill(train(out), out, wait_until_it_has_saved, how=signal.SIGINT)
+        step = read_checkpoint(out / "ckpt.pt")["step"]
+        assert code == 130 and f"saved at step {step}; go on with: python train.py --out_dir={out} --init_from" in said
+    for _ in range(2):
+        finish(train(out))
+        assert_same_run(out, whole)
+        assert meta(out)["losses"] == meta(whole)["losses"]
 
 
 @pytest.mark.parametrize("script", ["data/fineweb_edu.py --shard_tokens=25000", by_default(False, "data/text.py")])
 def test_a_killed_or_crowded_data_script_goes_on_to_the_same_files(script, tmp_path):
-    """It is killed twice. Then its disk has too little space, and later enough."""
     rng, began, pages = random.Random(bounds.SEED), time.monotonic(), tmp_path / "pages.jsonl"
     whole, out, disk = (tmp_path / name for name in ("whole", "out", "disk"))
     pages.write_text("".join(json.dumps({"text": f"page {n} " * 400}) + "\n" for n in range(400)))
-
-    def write(out):
-        return command(*script.split(), f"--source={pages}", f"--out_dir={out}", "--tokenizer=bytes")
-    finish(write(whole))
+    writing = [*command(*script.split()), f"--source={pages}", "--tokenizer=bytes", "--out_dir"]
+    finish([*writing, whole])
     seconds = time.monotonic() - began
     for _ in range(2):
-        kill(write(out), out, lambda _: time.sleep(rng.uniform(0.3, 1) * seconds))
-    finish(write(out))
-    assert made(out) == made(whole)
-    space = sum(-(-path.stat().st_size // 4096) for path in whole.rglob("*.*"))
+        kill([*writing, out], out, lambda _: time.sleep(rng.uniform(0.3, 1) * seconds))
+    finish([*writing, out])
+    assert contents(out) == contents(whole)
+    space = sum(-(-path.stat().st_size // 4096) for path in whole.iterdir())
     size = f"size={max(1, int(rng.uniform(0.05, 0.9) * space)) * 4096}"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        done = subprocess.run(write(disk), capture_output=True, text=True)
+        done = subprocess.run([*writing, disk], capture_output=True, text=True)
         assert done.returncode == 1 and ": error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert_complete(disk)
         subprocess.run(["mount", "-o", "remount,size=1g", disk], check=True)
-        finish(write(disk))
-        assert made(disk) == made(whole)
+        finish([*writing, disk])
+        assert contents(disk) == contents(whole)
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-CHILD = (f"import os, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.machine import end_with_parent; "
-         "end_with_parent(); print(os.getpid(), flush=True); time.sleep(99)")
-PARENT = ("import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
-          "env=os.environ | {'STARTED_BY': str(os.getpid())})")
-
-
-def test_a_process_ends_with_its_killed_parent():
-    begun = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE)
-    child, deadline = int(begun.stdout.readline()), time.monotonic() + PATIENCE
-    begun.kill()
-    begun.wait()
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def test_a_process_ends_with_its_killed_parent(tmp_path):
+    child = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.machine import end_with_parent; "
+             "end_with_parent(); print('ready', flush=True); time.sleep(99)")
+    parent = ("import os, subprocess, sys; os.environ['STARTED_BY'] = str(os.getpid()); "
+              "subprocess.run([sys.executable, '-c', sys.argv[1]])")
+    kill([sys.executable, "-c", parent, child], tmp_path, lambda begun: begun.stdout.readline())
 
 
 def test_a_process_that_comes_too_late_says_that_its_parent_has_ended(monkeypatch):
     monkeypatch.setenv("STARTED_BY", str(os.getpid()))
     with pytest.raises(ValueError, match="the command that started this one has ended"):
         machine.check_parent()
-    monkeypatch.setenv("STARTED_BY", str(os.getppid()))
-    machine.check_parent()
-    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="torchrun, which started this rank, has ended"):
         machine.check_launcher()

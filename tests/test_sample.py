@@ -17,57 +17,39 @@ def sample(evaluate):
 
 
 def test_a_sample_depends_on_its_seed_and_prompt(sample, elastic_run, data):
-    texts = [sample(elastic_run, "--samples=2", "--tokens=12", "--prompt=the quick", f"--seed={seed}")
-             for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 2
-    assert all(text.startswith("the quick") for text in texts[0])
+    texts = [sample(elastic_run, "--tokens=12", "--prompt=the quick", f"--seed={seed}")[0] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("the quick")
     first = chr((data / "val.bin").read_bytes()[1024])                  # of the held-out data
     assert sample(elastic_run, "--tokens=2")[0].startswith(first)
 
 
 def test_a_run_with_its_own_tokenizer_samples_without_its_data(toy_run, tmp_path, sample):
-    """tokenizer.json in its folder encodes the prompt and decodes the text. Without a prompt, the text begins with the
-    separator, which is not shown."""
+    """Without a prompt, the text begins with the separator, which is not shown."""
     folder, about = shutil.copytree(toy_run, tmp_path / "moved"), meta(toy_run)
     files.write_json(folder / "meta.json", about | {"knobs": about["knobs"] | {"dataset": "/nowhere"}})
     for prompt in ("the quick<|im_end|>", ""):
-        texts = sample(folder, "--tokens=12", "--samples=2", f"--prompt={prompt}")
-        assert len(texts) == 2 and all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
+        text, = sample(folder, "--tokens=12", f"--prompt={prompt}")
+        assert text.startswith(prompt) and len(text) > len(prompt)
 
 
-@pytest.fixture
-def chatty(toy_run, tmp_path):
-    """The toy run, with ChatML's marks in its tokenizer."""
-    return write_tokenizer(shutil.copytree(toy_run, tmp_path / "chatty"),
-                           byte_pairs(specials=(*SPECIAL, "<|im_start|>")))
-
-
-@pytest.mark.parametrize("system", ["", "You are a fox."])
-def test_a_conversation_is_written_as_the_template_says_and_marks_in_a_prompt_are_text(chatty, system):
-    prompt = "the quick <|im_end|>\n brown"
-    template = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-    template += "<|im_start|>user\nPROMPT<|im_end|>\n<|im_start|>assistant\n"
-    coder = tokens.tokenizer(str(chatty))
-    found = conversation(coder, system, prompt).tolist()
-    plain = coder.encode(f"user\n{prompt}").tolist()
-    assert not {0, 1, 2} & set(plain)
-    coder.coder.encode_special_tokens = False   # now marks in a text are special tokens
-    before, after = template.split("user\nPROMPT")
-    assert found == [*coder.encode(before).tolist(), *plain, *coder.encode(after).tolist()]
-
-
-def test_the_answer_is_shown_alone_and_stops_at_an_end_token(chatty, sample):
-    """With greedy decoding the model's text is known. One of its tokens is then declared an end of text."""
-    def assert_sampled(plain, asked):
-        flags = ("--temperature=0", "--tokens=9", "--samples=2", "--prompt=the quick")
+def test_an_answer_is_shown_alone_and_stops_at_an_end_token(toy_run, tmp_path, sample):
+    """The prompt follows ChatML's template, and marks in it are text. With greedy decoding the model's text is known.
+    One of its tokens is then declared an end of text."""
+    shutil.copytree(toy_run, tmp_path / "chatty")
+    chatty = write_tokenizer(tmp_path / "chatty", byte_pairs(specials=(*SPECIAL, "<|im_start|>")))
+    coder, marks = tokens.tokenizer(str(chatty)), tokens.tokenizer(str(chatty))
+    marks.coder.encode_special_tokens = False   # with this one, marks in a text are special tokens
+    text = coder.encode("user\nthe <|im_end|>\n")
+    assert not {0, 1, 2} & {*text.tolist()}
+    asked = [*marks.encode("<|im_start|>"), *text, *marks.encode("<|im_end|>\n<|im_start|>assistant\n")]
+    assert conversation(coder, "", "the <|im_end|>\n").tolist() == asked
+    asked = [*marks.encode("<|im_start|>system\nBe brief.<|im_end|>\n"), *asked]
+    gpt, stored, prompt = load_run(chatty, "cpu")[0], meta(chatty), coder.encode("the <|im_end|>\n").tolist()
+    plain, answer = (gpt.generate(torch.tensor([[*map(int, idx)]]), 9, temperature=0)[0, len(idx):].tolist()
+                     for idx in (prompt, asked))
+    flags = ("--temperature=0", "--tokens=9", "--samples=2", "--prompt=the <|im_end|>\n")
+    for ends in ([], [plain[4], answer[4]]):
+        files.write_json(chatty / "meta.json", stored | {"ends": ends})
+        plain, answer = (ids[:min((ids.index(i) for i in ends if i in ids), default=9)] for ids in (plain, answer))
         assert sample(chatty, *flags) == [coder.decode([*prompt, *plain])] * 2
-        assert sample(chatty, *flags, "--chat", "--system=Be brief.") == [coder.decode(asked)] * 2
-
-    coder, stored = tokens.tokenizer(str(chatty)), meta(chatty)
-    prompt = coder.encode("the quick").tolist()
-    plain, asked = (load_run(chatty, "cpu")[0].generate(torch.tensor(idx)[None].long(), 9, temperature=0)[0, len(idx):]
-                    .tolist() for idx in (prompt, conversation(coder, "Be brief.", "the quick")))
-    assert_sampled(plain, asked)
-    ends = [plain[4], asked[4]]
-    files.write_json(chatty / "meta.json", stored | {"ends": ends})
-    assert_sampled(*(ids[:min(ids.index(end) for end in ends if end in ids)] for ids in (plain, asked)))
+        assert sample(chatty, *flags, "--chat", "--system=Be brief.") == [coder.decode(answer)] * 2

@@ -1,13 +1,10 @@
 """train.py: the files of a run, killed and resumed runs, batches split over ranks and micro-steps, presets."""
 import math
 import os
-import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,17 +25,14 @@ from evals.probe import MEASURES
 from model import GPT, GPTConfig
 from training import balance
 
-# ------------------------------------------------------------------------------------------------- the files of a run
 
 def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elastic_run, data):
-    """The learning rate warms up, then falls to a tenth."""
     assert sorted(contents(elastic_run)) == ["ckpt.pt", "log.csv", "meta.json"]
     header, *rows = (line.split(",") for line in (elastic_run / "log.csv").read_text().splitlines())
     assert header == "step train_loss val_loss lr grad_norm ms tokens_per_s".split()
     assert [(row[0], bool(row[2])) for row in rows] == [(str(step), step in (4, 8)) for step in range(1, 9)]
-    rates = [float(row[3]) for row in rows]
-    close([*rates[:2], rates[-1]], [1e-3, 2e-3, 2e-4], terms=1, dtype=torch.float32)
-    assert rates[1:] == sorted(rates[1:], reverse=True)
+    rates = [2e-4 + 9e-4 * (1 + math.cos(math.pi * step / 6)) for step in range(1, 7)]
+    close([float(row[3]) for row in rows], [1e-3, 2e-3, *rates], terms=1, dtype=torch.float32)
     m, checkpoint = meta(elastic_run), torch.load(elastic_run / "ckpt.pt", weights_only=True)
     given = {"attn": "elastic", "n_layer": 1, "dropout": 0.1, "rule": "elastic", "pos": "rope", "dataset": str(data),
              "seed": 1337, "vocab_size": 257}
@@ -51,11 +45,10 @@ def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elasti
 
 
 def test_the_same_training_in_a_terminal_that_knows_only_ascii_with_other_intervals(elastic_run, tmp_path, data):
-    """The command runs in another process here. All other tests may therefore train in this process. The sample at its
-    end contains bytes that are no text, which the terminal cannot show. Evaluating and logging change no weights."""
-    ascii = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = train(tmp_path, data, "--attn=elastic", "--dropout=0.1", "--eval_interval=100", "--log_interval=3",
-                 "--eval_iters=2", env=ascii)
+    """It runs in another process here, so all other tests may train in this one. The sample at its end contains bytes
+    that are no text, which the terminal cannot show. Evaluating and logging change no weights."""
+    flags = ("--attn=elastic", "--dropout=0.1", "--eval_interval=100", "--log_interval=3", "--eval_iters=2")
+    done = train(tmp_path, data, *flags, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert "\\ufffd" in done.stdout
     same(weights(tmp_path), weights(elastic_run))
 
@@ -63,20 +56,22 @@ def test_the_same_training_in_a_terminal_that_knows_only_ascii_with_other_interv
 @pytest.mark.parametrize("dtype", ["float32", by_default(False, "bfloat16")])
 @pytest.mark.parametrize("attn", RECIPES)
 def test_every_recipe_learns(attn, dtype, tmp_path, data):
-    """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and falls far below it."""
+    """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and falls far below it. A
+    layer with a schedule, such as Dex, is told that the training is over."""
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", f"--dtype={dtype}", "--max_iters=60",
                "--learning_rate=2e-2", "--n_embd=32", "--eval_interval=30",
                *(["--window=4"] if attn == "focus" else []))            # its router needs pairs beyond the window
     first = losses(tmp_path)[0]
     below(abs(first - np.log(257)), 0.1)
     below(1.5, first - max(losses(tmp_path)[-1], meta(tmp_path)["losses"]["val"]))
+    assert all(value == 1 for name, value in weights(tmp_path).items() if name.endswith("progress"))
 
 
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
-    rooms = (ROOT, *(ROOT / room for room in ("axes", "common", "data", "evals", "mixers", "training")))
-    for path in (path for room in rooms for path in room.glob("*.py")):
-        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    for room in ("", "axes", "common", "data", "evals", "mixers", "training"):
+        (tmp_path / room).mkdir(exist_ok=True)
+        for path in (ROOT / room).glob("*.py"):
+            shutil.copy(path, tmp_path / room)
     done = subprocess.run([sys.executable, "train.py", "--attn=elastic", "--max_iters=2", "--eval_iters=1",
                            "--n_layer=1"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -92,47 +87,10 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
     ("--gradient_accumulation_steps=2000000000", "tokens of a step need 1,088.0 GB of memory, .*: lower it"),
     ("--n_layer=300000", "parameters, 3,104 in each of n_layer=300000 blocks, needs 26.9 GB .* has 10.0 GB: lower")])
 def test_numbers_beyond_what_the_machine_or_the_data_have_are_refused(flag, says, data, tmp_path, capsys, monkeypatch):
-    """The split has 249 windows. Nothing is written."""
     monkeypatch.setattr("common.machine.host_memory", lambda: 10e9)
     _, err = complain(train_script.main, capsys, *TINY, f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", flag)
     assert_says(says, err)
     assert not (tmp_path / "run").exists()
-
-
-# ---------------------------------------------------------------------------------------------- killed and resumed
-
-def test_killed_and_interrupted_and_resumed_equals_uninterrupted(tmp_path, data):
-    """Once it is killed at a random moment after its first checkpoint, and once it is stopped by Ctrl-C. Its stdout is
-    closed at first: what it prints is then lost."""
-    flags = (*TINY, f"--dataset={data}", "--attn=elastic", "--dropout=0.2", "--max_iters=400", "--eval_interval=30",
-             "--log_interval=7", "--block_size=32", "--n_embd=32")
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
-    out, argv = tmp_path / "run", command("train.py", *flags, f"--out_dir={tmp_path / 'run'}")
-
-    def wait(process, until):
-        deadline = time.monotonic() + 120
-        while not until():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        return process
-
-    process = subprocess.Popen(["sh", "-c", 'exec "$@" >&-', "sh", *argv], stderr=subprocess.DEVNULL)
-    wait(process, (out / "ckpt.pt").exists)
-    time.sleep(random.uniform(0, 0.3))
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    first = (out / "ckpt.pt").stat()
-    process = subprocess.Popen([*argv, "--init_from=resume"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               text=True)
-    wait(process, lambda: (out / "ckpt.pt").stat().st_mtime_ns != first.st_mtime_ns).send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 130
-    step = torch.load(out / "ckpt.pt", weights_only=True)["step"]
-    assert f"saved at step {step}" in said and f"--out_dir={out} --init_from=resume" in said
-    for _ in range(2):                          # resuming a finished run changes nothing
-        train_here(f"--out_dir={out}", "--init_from=resume")
-        assert_same_run(out, tmp_path / "whole")
-        assert meta(out)["losses"] == meta(tmp_path / "whole")["losses"]
 
 
 def test_sigterm_leaves_a_word_while_the_imports_run(tmp_path, data):
@@ -158,14 +116,14 @@ def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them
     train_here(f"--out_dir={killed}", "--init_from=resume")
     assert_same_run(killed, whole)
     assert meta(whole)["knobs"]["n_embd"] == 16 and meta(whole)["knobs"]["attn"] == "elastic"
-    before, after, tau = weights(elastic_run), weights(whole), "transformer.h.0.attn.tau"
-    same(before.pop(tau), after.pop(tau))
-    for name, w in after.items():
-        assert 1e-6 < (w - before[name]).abs().max() < 1e-4, name
+    for name, before in weights(elastic_run).items():
+        moved = (weights(whole)[name] - before).abs().max()
+        assert moved == 0 if name.endswith("tau") else 1e-6 < moved < 1e-4, name
 
 
 def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float16(copy, elastic_run, data):
-    """float16 needs a scaler, of which the first checkpoint holds nothing. It counts its steps without overflow."""
+    """float16 needs a scaler, of which the first checkpoint holds nothing. It counts its steps without overflow. The
+    logged norm, which is clipped, is that of the gradient before the scaler multiplied it by 65536."""
     repeated = (f"--dataset={data}", "--attn=elastic", "--n_layer=1", "--dropout=0.1")
     for steps, flags in ((10, repeated), (13, ())):
         train_here(f"--out_dir={copy}", "--init_from=resume", f"--max_iters={steps}", "--dtype=float16", *flags)
@@ -173,43 +131,22 @@ def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float1
         assert (scaler["scale"], scaler["_growth_tracker"]) == (2 ** 16, steps - 8)
     assert [row[0] for row in log_rows(copy)[1:]] == [str(step) for step in range(1, 14)]
     assert log_rows(copy)[:9] == log_rows(elastic_run)
+    norms = [float(row[4]) for row in log_rows(copy)[1:]]
+    below(max(norms[8:]), 4 * max(norms[:8]))
 
 
-def test_resuming_a_preset_continues_its_own_run(backcopy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for flags in ((f"--dataset={backcopy}", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--batch_size=2"),
-                  ("--init_from=resume", "--max_iters=3")):
-        with pytest.raises(SystemExit) as stop:
-            train_script.main(["--preset=lab", "--device=cpu", *flags])
-        assert stop.value.code == 0
-    assert meta(tmp_path / "out" / "backcopy-softmax")["losses"]["step"] == 3
-
-
-def test_the_tokenizer_goes_from_run_to_run_and_with_one_that_moves_to_old(toy_run, toy, data, tmp_path, capsys):
+def test_a_tokenizer_goes_from_run_to_run_and_new_runs_keep_earlier_ones(toy_run, toy, data, tmp_path, capsys):
     train_here(f"--init_from={toy_run}", f"--out_dir={tmp_path}", "--max_iters=1", "--device=cpu", "--eval_iters=1",
                "--block_size=8")
     assert "foxes in the tokenizer toy" in capsys.readouterr().out
     assert (meta(tmp_path)["tokenizer"], meta(tmp_path)["separator"]) == ("toy", 0)
     assert tokens.content_of(toy) == tokens.content_of(toy_run) == tokens.content_of(tmp_path)
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1")
-    assert meta(tmp_path)["tokenizer"] == "bytes" and tokens.content_of(tmp_path) is None
-    assert tokens.content_of(tmp_path / "old" / "1") == tokens.content_of(toy)
-
-
-def test_public_weights_are_trained_with_the_preset_tune(copy):
-    """The default is the preset tune, because their own context would not fit. A named preset and flags override it."""
-    about = meta(copy)
-    files.write_json(copy / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}})
-
-    def settled(*flags):
-        parser = train_script.Parser(prog="train.py")
-        train_script.add_flags(parser, train_script.Train, train_script.GPTConfig)
-        return train_script.settle_knobs(parser.parse_args([f"--init_from={copy}", *flags]))[0]
-
-    knobs = settled("--attn=softmax")
-    assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == ("tune", 256, 1, "softmax")
-    assert settled("--preset=tune", "--attn=softmax") == knobs
-    assert settled("--block_size=64")["block_size"] == 64 and settled("--preset=tiny")["block_size"] == 8192
+    for seed, steps in (("1", 2), ("2", 3)):
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+        train_here(f"--out_dir={tmp_path}", f"--dataset={data}", f"--max_iters={steps}", f"--seed={seed}")
+        assert contents(tmp_path / "old" / seed) == before and len(log_rows(tmp_path)) == steps + 1
+        assert str(tmp_path / "old" / seed) in capsys.readouterr().out
+        assert meta(tmp_path)["tokenizer"] == "bytes" and tokens.content_of(tmp_path) is None
 
 
 @pytest.mark.parametrize("eval_interval, step", [(5, 10), (1, 9)])
@@ -217,18 +154,13 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(eval_inte
     """Step 9 moves the weights far away. Its own loss is still finite. The validation loss after it and the loss of
     step 10 are not."""
     stored = meta(copy)
-    stored["knobs"] |= {"learning_rate": 1e35, "min_lr": 1e35}
-    files.write_json(copy / "meta.json", stored)
-    with pytest.raises(SystemExit) as stop:
-        train_script.main(["--init_from=resume", f"--out_dir={copy}", "--max_iters=12",
-                           f"--eval_interval={eval_interval}"])
+    files.write_json(copy / "meta.json", stored | {"knobs": stored["knobs"] | {"learning_rate": 1e35, "min_lr": 1e35}})
+    with pytest.raises(SystemExit, match="1"):
+        train_script.main(f"--init_from=resume --out_dir={copy} --max_iters=12 --eval_interval={eval_interval}".split())
     err = capsys.readouterr().err
-    assert stop.value.code == 1 and "Traceback" not in err
-    assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes()
-    assert_says(f"step {step}.*checkpoint of step 8 is still there.*learning_rate", err.rstrip("\n").splitlines()[-1])
+    assert_says(f"step {step}.*checkpoint of step 8 is still there.*learning_rate", err.splitlines()[-1])
+    assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes() and "Traceback" not in err
 
-
-# ---------------------------------------------------------------------------------- batches, micro-batches and ranks
 
 def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     machine = SimpleNamespace(world=world, rank=rank, device=torch.device("cpu"))
@@ -244,17 +176,14 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(data, world, 
         with pytest.raises(ValueError, match=f"cannot be shared by {world} ranks: make it a multiple of {world}"):
             batches(data, world, 0, batch_size, steps)
         return
-    (x, y), = batches(data, 1, 0, total, 1, seed=seed).read(step)
-    same(x[:, 1:], y[:, :-1])
+    whole, other = (batches(data, 1, 0, total, 1, seed=s) for s in (seed, seed + 100))
     ranks = [batches(data, world, rank, batch_size, steps, seed=seed) for rank in range(world)]
     for now in (step, step + 1, step):          # in order, and after a jump
-        parts = [part for rank in ranks for part, _ in rank(now)]
-        assert all(len(part) <= batch_size for part in parts)
-        if now == step:
-            same(torch.cat(parts), x)
-        elif total > 3:                         # fewer may be equal by chance: the text repeats
-            assert not torch.equal(torch.cat(parts), x)
-    assert total < 4 or not torch.equal(batches(data, 1, 0, total, 1, seed=seed + 100).read(step)[0][0], x)
+        x, y = (torch.cat(parts) for parts in zip(*(pair for rank in ranks for pair in rank(now)), strict=True))
+        same([x, x[:, 1:]], [whole.read(now)[0][0], y[:, :-1]])
+        assert all(len(part) <= batch_size for rank in ranks for part, _ in rank.read(now))
+    if total > 3:                               # fewer may be equal by chance: the text repeats
+        assert not any(torch.equal(x, later.read(n)[0][0]) for later, n in ((whole, step + 1), (other, step)))
 
 
 @pytest.mark.parametrize("flags", [
@@ -265,8 +194,7 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(data, world, 
 def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(flags, tmp_path, data):
     """The flags of torchrun set up two nodes on this machine. Each column of the log has its own scale."""
     flags = (*TINY, f"--dataset={data}", *flags)
-    with socket.socket() as free:               # the system names a port that nobody uses
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:                # the system names a port that nobody uses
         port = free.getsockname()[1]
     agents = [subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}",
                                 "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}",
@@ -277,6 +205,16 @@ def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(f
     assert_close_runs(tmp_path / "2", tmp_path / "1")
     two, one = (torch.tensor([[float(x or 0) for x in row] for row in log_rows(tmp_path / name)[1:]]) for name in "21")
     close(list(two.T), list(one.T))
+
+
+def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(data, tmp_path, monkeypatch):
+    """A pass of a sharded model gathers weights from all ranks, which would wait for one without windows."""
+    asked = []
+    monkeypatch.setattr(train_script, "mean_loss", lambda *given, share: asked.append(share) or 1.0)
+    for sharded in (False, True):
+        monkeypatch.setattr(train_script, "is_sharded", lambda model, sharded=sharded: sharded)
+        train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1")
+    assert asked == [True, False]
 
 
 def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, small_blocks, monkeypatch):
@@ -291,30 +229,21 @@ def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, sma
         close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), dtype=torch.float32)
 
 
-# ------------------------------------------------------------------------------------- balancing heads and experts
-
-
-def test_eq_9_excludes_the_first_layers_and_the_most_used_heads_and_is_finite_without_any():
+def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
     importance = torch.tensor([[0.9, 0.8, 0.9, 0.7], [0.1, 0.5, 0.9, 0.3], [0.2, 0.8, 0.4, 0.6]])
     rest = balance.routed(importance, skip=1, shared=0.2)          # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
     same(rest, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
     assert len(balance.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, whatever the rounding
-    values = rest.double()
-    close(balance.imbalance(values).item(), 6 * np.var(values.numpy()) / np.mean(values.numpy()) ** 2)
+    close(balance.imbalance(rest).item(), 6 * np.var(rest.numpy()) / np.mean(rest.numpy()) ** 2, dtype=torch.float32)
     importance = torch.rand(3, 4, dtype=torch.float64, generator=dice()).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: balance.imbalance(balance.routed(x, 1, 0.2)), importance)
-    for size in (1e-30, 0.0):                   # all heads put all weight on the sink
-        importance = (size * torch.tensor([[1.0, 2.0], [3.0, 6.0]])).requires_grad_()
-        value = balance.imbalance(importance)
-        gradient, = torch.autograd.grad(value, importance)
-        assert 0 <= value <= 12 and gradient.isfinite().all()           # 12 is n^2 - n, the value for one used head
 
 
 def test_balancing_losses_are_logged_and_make_the_load_of_experts_even(tmp_path, data, capsys):
     """The loss of experts is 1 in a layer with an even load, here times 0.5. The report contains the load."""
-    flags = (f"--dataset={data}", "--mlp=moe", "--n_expert=6", "--max_iters=40", "--learning_rate=1e-2")
     for name, flag in (("off", "--head_balance=0"), ("on", "--expert_balance=0.5"), ("heads", "--head_balance=0.5")):
-        train_here(*flags, f"--out_dir={tmp_path / name}", "--balance_shared=0", flag)
+        train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", "--mlp=moe", "--n_expert=6", "--max_iters=40",
+                   "--learning_rate=1e-2", "--balance_shared=0", flag)
     off, on, said = *(meta(tmp_path / name)["report"] for name in ("off", "on")), capsys.readouterr().out
     assert off["least_used_expert"] < 1 / 6 < off["most_used_expert"]
     below(on["most_used_expert"] - 1 / 6, (off["most_used_expert"] - 1 / 6) / 2)
@@ -329,8 +258,6 @@ def test_balancing_losses_are_logged_and_make_the_load_of_experts_even(tmp_path,
     assert "balance" not in (tmp_path / "off" / "log.csv").read_text()
 
 
-# ---------------------------------------------------------------------------------------------------------- presets
-
 @pytest.mark.parametrize("name, millions, counted, step_tokens", [
     ("gpt2", 124.48, "all", 524_288), ("paper1", 359.84, "all", 524_288), ("paper1-760m", 756.82, "all", 524_288),
     ("paper2", 162.32, "all", 524_288), ("paper5", 59.00, "blocks", 262_144),
@@ -342,16 +269,11 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
     count = gpt.num_params() - (2 * gpt.config.vocab_size * gpt.config.n_embd if counted == "blocks" else 0)
     assert round(count / 1e6, 2) == millions
     assert preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"] == step_tokens
-    train_script.Train(**fields_of(train_script.Train, preset))
-    assert set(preset) - {"about"} <= {f for group in (train_script.Train, GPTConfig) for f in vars(group())}
+    assert preset.keys() - {"about"} <= vars(train_script.Train()).keys() | vars(gpt.config).keys()
 
 
-def test_the_gradient_norm_is_that_of_the_unscaled_gradient(data, tmp_path):
-    """In float16 the loss is multiplied by 65536. The logged norm, which is clipped, is that of float32."""
-    found = {}
-    for dtype in ("float32", "float16"):
-        train_here(f"--dataset={data}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}", "--max_iters=1",
-                   "--grad_clip=0.1")
-        header, row = log_rows(tmp_path / dtype)[:2]
-        found[dtype] = float(row[header.index("grad_norm")])
-    close(found["float16"], found["float32"], terms=16, dtype=torch.float16)
+def test_the_optimizer_of_the_preset_gpt2_and_of_the_defaults_is_nanogpts():
+    for preset in ({}, train_script.PRESETS["gpt2"]):
+        knobs = vars(train_script.Train(**fields_of(train_script.Train, preset)))
+        expected = {"learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
+        assert expected.items() <= knobs.items()
