@@ -169,7 +169,7 @@ def made_by():
 def git(*args):
     """The output of a git command on this repository; None if this is no repository, or git is not installed."""
     try:
-        found = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+        found = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *args], capture_output=True, text=True)
     except OSError:
         return None
     return found.stdout.strip() if found.returncode == 0 else None
