@@ -30,11 +30,6 @@ COMPILED = ("--compile", "--attn=elastic", "--pos=none", "--mlp=relu", "--norm=r
 FOCUS = ("--attn=focus", "--window=4", "--balance=softmax")
 
 
-def column(out_dir, name):
-    with open(out_dir / "log.csv", newline="") as f:
-        return [float(row[name]) for row in csv.DictReader(f)]
-
-
 @pytest.mark.parametrize("flags", [
     ("--attn=elastic", "--grad_clip=0.1", "--dropout=0"),
     *(by_default(False, flags) for flags in (
@@ -53,11 +48,10 @@ def test_shards_train_like_one_process(flags, tmp_path, data, monkeypatch):
     train(tmp_path / "2", data, *SHARED, *flags, "--shard=1", ranks=4 if {*FIFTY} <= {*flags} else 2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *SHARED, *(f for f in flags if f != "--compile"))
     assert_close_runs(tmp_path / "2", tmp_path / "1")
-    close(*(column(tmp_path / name, "grad_norm") for name in "21"), terms=1024, dtype=torch.float32)
+    logs = (csv.DictReader((tmp_path / name / "log.csv").open(newline="")) for name in "21")
+    close(*([float(row["grad_norm"]) for row in log] for log in logs), terms=1024, dtype=torch.float32)
     close(*(meta(tmp_path / name)["report"]["sink"] for name in "21"), size=1.0, dtype=torch.float32)
 
-
-# ------------------------------------------------------------------------------------------------ checkpoints in parts
 
 def trained(ranks, *flags):
     """Train in this process, or in several."""
@@ -115,11 +109,12 @@ def test_a_sharded_run_from_other_weights_goes_on_from_parts(only, tmp_path, dat
     assert_close_runs(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_save_that_is_cut_short_keeps_the_older_parts(tmp_path, data, capsys):
-    """The disk is full when the last file of the second checkpoint, .metadata, is written."""
+def test_a_save_that_is_cut_short_keeps_the_older_parts_and_an_instrument_says_how_to_join_them(tmp_path, data, capsys,
+                                                                                               monkeypatch):
+    """The disk is full when the last file of the second checkpoint, .metadata, is written. The run goes on in float16,
+    which needs a scaler, of which the first checkpoint holds nothing, and then again in float32."""
     from torch.distributed.checkpoint import FileSystemWriter
-    flags, out = (f"--dataset={data}", "--sharded_ckpt=1", "--max_iters=6", "--eval_interval=2"), tmp_path / "out"
-    finish = FileSystemWriter.finish
+    flags, out, finish = (f"--dataset={data}", "--eval_interval=2"), tmp_path / "out", FileSystemWriter.finish
 
     def stop(self, *args, **kwargs):
         if self.path.name == "4":
@@ -128,18 +123,14 @@ def test_a_save_that_is_cut_short_keeps_the_older_parts(tmp_path, data, capsys):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(FileSystemWriter, "finish", stop)
-        train_script.main([*TINY, *flags, f"--out_dir={out}"])
+        train_script.main([*TINY, *flags, f"--out_dir={out}", "--sharded_ckpt=1", "--max_iters=6"])
     assert "the checkpoint of step 2 is still there" in capsys.readouterr().err.splitlines()[-1]
     assert last_checkpoint(out) == out / "sharded_ckpt/2" and (out / "sharded_ckpt/4").exists()
-    train_here(f"--out_dir={out}", "--init_from=resume", "--sharded_ckpt=0")
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--sharded_ckpt=0")
-    assert_same_run(out, tmp_path / "whole")
+    shutil.copytree(out, tmp_path / "again")
+    train_here(f"--out_dir={tmp_path / 'again'}", "--init_from=resume", "--sharded_ckpt=0")
+    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--max_iters=6")
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
 
-
-def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys, monkeypatch):
-    """Also after a change to float16, which needs a scaler, of which the first checkpoint holds nothing, and back."""
-    out = tmp_path / "parts"
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--sharded_ckpt=1", "--max_iters=2")
     for steps, dtype in ((3, "float16"), (4, "float16"), (5, "float32")):
         train_here(f"--out_dir={out}", "--init_from=resume", f"--max_iters={steps}", f"--dtype={dtype}")
     line = f"python common/shards.py {out / 'sharded_ckpt/5'} {out / 'ckpt.pt'}"
@@ -148,26 +139,8 @@ def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys, monkey
     monkeypatch.setattr(sys, "argv", line.split()[1:])
     runpy.run_path(str(ROOT / "common/shards.py"), run_name="__main__")
     eval_script.main(["loss", f"--out_dir={out}", "--windows=1"])
-    # another run in the same folder keeps both
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--max_iters=1")
+    train_here(*flags, f"--out_dir={out}", "--max_iters=1")             # another run in the same folder keeps both
     assert (out / "old/1/sharded_ckpt/5/.metadata").exists() and (out / "old/1/ckpt.pt").exists()
-
-
-# ------------------------------------------------------------------------------------------------------ initial weights
-
-@pytest.fixture
-def ranks():
-    """Start a process group of which only this rank exists: ranks(rank, world). Parts are split, and nothing is sent.
-    torch caches the shapes of parts by world, so a process can be only one rank of each world."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def start(rank, world):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        return SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
-    yield start
-    dist.destroy_process_group()
 
 
 OTHERS = [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")] + [
@@ -175,9 +148,13 @@ OTHERS = [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias
 
 
 @pytest.mark.parametrize("rank, world", [by_default(False, 1, 2), by_default(False, 0, 4), (2, 3)])
-def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, ranks):
-    """Also of tensors that cannot be split evenly, and of buffers, which are not split."""
-    machine = ranks(rank, world)
+def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, request):
+    """Also of tensors that cannot be split evenly, and of buffers, which are not split. Only this rank exists: parts
+    are split, and nothing is sent. torch caches their shapes by world, so a process can be only one rank of each."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    request.addfinalizer(dist.destroy_process_group)
+    machine = SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
     for choices in ({"attn": attn} for attn in ATTENTIONS) if world != 3 else OTHERS:
         config = tiny_config(n_layer=2, **choices)
         with WithoutMatrices():
@@ -199,15 +176,16 @@ def test_no_rank_ever_holds_all_initial_weights(tmp_path, data):
     """The memory of a rank grows by its part of the weights and by one matrix until the training begins."""
     script = tmp_path / "peak.py"
     script.write_text(f"""
-import resource, sys
+import sys
+from resource import RUSAGE_SELF, getrusage
 sys.path.insert(0, {str(ROOT)!r})
 import train
 
 def count(*args):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = getrusage(RUSAGE_SELF).ru_maxrss
     weights = 4 * set_up(*args)[3].num_params()
     with open(sys.argv[1] + f"/rank{{train.Machine().rank}}", "w") as f:
-        f.write(str((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / weights))
+        f.write(str((getrusage(RUSAGE_SELF).ru_maxrss - before) * 1024 / weights))
     sys.exit()
 
 set_up, train.set_up = train.set_up, count
