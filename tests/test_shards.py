@@ -1,6 +1,7 @@
 """train.py --shard=1: weights, gradients and optimizer state are split over the ranks, and nothing else changes."""
 import csv
 import errno
+import os
 import runpy
 import shutil
 import sys
@@ -71,27 +72,25 @@ def join(out_dir):
 def test_a_run_goes_on_from_parts_with_any_number_of_ranks(before, after, tmp_path, data):
     """Joined, the parts are the ckpt.pt of a run without parts. A run can change the kind of its checkpoint, and has
     one of them."""
-    flags, place = (f"--dataset={data}", *SHARED, "--attn=elastic", "--max_iters=4", "--eval_interval=2"), tmp_path
-    shards = ["--shard=1"] if before > 1 else []                        # one rank has nothing to split
-    trained(before, *flags, f"--out_dir={place / 'parts'}", "--shard=1", "--sharded_ckpt=1")
-    trained(before, *flags, f"--out_dir={place / 'whole'}", *shards)
-    assert [path.name for path in (place / "parts/sharded_ckpt").iterdir()] == ["4"]
-    assert not (place / "parts/ckpt.pt").exists()
-    shutil.copytree(place / "parts", place / "joined")
-    join(place / "joined")
-    found, expected = (torch.load(place / name / "ckpt.pt", weights_only=True) for name in ("joined", "whole"))
+    flags = (f"--dataset={data}", *SHARED, "--attn=elastic", "--max_iters=4", "--eval_interval=2")
+    parts, whole, joined = (tmp_path / name for name in ("parts", "whole", "joined"))
+    trained(before, *flags, f"--out_dir={parts}", "--shard=1", "--sharded_ckpt=1")
+    trained(before, *flags, f"--out_dir={whole}", f"--shard={int(before > 1)}")         # one rank has nothing to split
+    assert os.listdir(parts / "sharded_ckpt") == ["4"] and not (parts / "ckpt.pt").exists()
+    shutil.copytree(parts, joined)
+    join(joined)
+    found, expected = (torch.load(folder / "ckpt.pt", weights_only=True) for folder in (joined, whole))
     same(found["model"], expected["model"])
     averages = [value for entry in expected["optimizer"]["state"].values() for value in entry.values()]
     assert {(type(value), value.device.type) for value in averages} == {(torch.Tensor, "cpu")}
-    for name, more in (("parts", []), ("whole", ["--sharded_ckpt=1"]), ("joined", ["--sharded_ckpt=0"])):
-        trained(after, f"--out_dir={place / name}", "--init_from=resume", "--max_iters=8", *more)
-    assert last_checkpoint(place / "joined") == place / "joined/ckpt.pt"
-    assert not (place / "joined/sharded_ckpt").exists() and not (place / "whole/ckpt.pt").exists()
-    assert [path.name for path in (place / "parts/sharded_ckpt").iterdir()] == ["8"]
-    for name in ("parts", "whole"):
-        join(place / name)
-    assert_same_run(place / "parts", place / "whole")
-    assert_same_run(place / "joined", place / "whole")
+    for folder, *more in ((parts,), (whole, "--sharded_ckpt=1"), (joined, "--sharded_ckpt=0")):
+        trained(after, f"--out_dir={folder}", "--init_from=resume", "--max_iters=8", *more)
+    assert last_checkpoint(joined) == joined / "ckpt.pt" and not (joined / "sharded_ckpt").exists()
+    assert os.listdir(parts / "sharded_ckpt") == ["8"] and not (whole / "ckpt.pt").exists()
+    join(parts)
+    join(whole)
+    assert_same_run(parts, whole)
+    assert_same_run(joined, whole)
 
 
 @pytest.mark.exhaustive
@@ -99,18 +98,19 @@ def test_a_run_goes_on_from_parts_with_any_number_of_ranks(before, after, tmp_pa
                          ids=["lora", "focus", "all"])
 def test_a_sharded_run_from_other_weights_goes_on_from_parts(only, tmp_path, data):
     """An adapter's parts hold only what it trained, and its base the rest."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}")
-    flags = (f"--init_from={tmp_path / 'base'}", "--eval_interval=4", "--eval_iters=1", "--batch_size=4",
-             "--log_interval=1", "--device=cpu", "--dtype=float32", "--decay_lr=0", *only)
-    trained(2, *flags, f"--out_dir={tmp_path / 'parts'}", "--max_iters=4", "--shard=1", "--sharded_ckpt=1")
-    trained(2, f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=8")
-    join(tmp_path / "parts")
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--max_iters=8")
-    assert_close_runs(tmp_path / "parts", tmp_path / "whole")
+    base, parts, whole = (tmp_path / name for name in ("base", "parts", "whole"))
+    train_here(f"--dataset={data}", f"--out_dir={base}")
+    flags = (f"--init_from={base}", "--eval_interval=4", "--eval_iters=1", "--batch_size=4", "--log_interval=1",
+             "--device=cpu", "--dtype=float32", "--decay_lr=0", *only)
+    trained(2, *flags, f"--out_dir={parts}", "--max_iters=4", "--shard=1", "--sharded_ckpt=1")
+    trained(2, f"--out_dir={parts}", "--init_from=resume", "--max_iters=8")
+    join(parts)
+    train_here(*flags, f"--out_dir={whole}", "--max_iters=8")
+    assert_close_runs(parts, whole)
 
 
-def test_a_save_that_is_cut_short_keeps_the_older_parts_and_an_instrument_says_how_to_join_them(tmp_path, data, capsys,
-                                                                                               monkeypatch):
+def test_a_save_that_is_cut_short_keeps_older_parts_and_an_instrument_says_how_to_join_them(tmp_path, data, capsys,
+                                                                                           monkeypatch):
     """The disk is full when the last file of the second checkpoint, .metadata, is written. The run goes on in float16,
     which needs a scaler, of which the first checkpoint holds nothing, and then again in float32."""
     from torch.distributed.checkpoint import FileSystemWriter
