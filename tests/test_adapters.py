@@ -77,20 +77,25 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     assert frozen(one) == {name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name}
 
 
-@pytest.mark.parametrize("flags", [LORA, TAU, FOCUS], ids=["lora", "tau", "focus"])
-def test_an_adapter_stores_what_was_trained_and_frozen_weights_do_not_change(flags, base, adds_tau, tmp_path,
-                                                                             monkeypatch):
-    """Neither in the trained model after its last step nor in the base's folder. Buffers are stored as well."""
+@pytest.mark.parametrize("saved, flags", [(True, LORA), (False, TAU), (True, FOCUS)], ids=["lora", "tau", "focus"])
+def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(saved, flags, base, adds_tau, tmp_path,
+                                                                            monkeypatch):
+    """Frozen weights change neither in the trained model after its last step nor in the base's folder. Buffers are
+    stored as well. A run can also resume before its first checkpoint."""
     trained, before = [], contents(base)
     monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model))
-    out = adapt(base, tmp_path / "out", *flags)
-    now, own, kept = trained[0].state_dict(), weights(out), weights(base)
+    stopped, whole = (adapt(base, tmp_path / f"{steps}", *flags, f"--max_iters={steps}") for steps in (4, 8))
+    now, own, kept = trained[1].state_dict(), weights(whole), weights(base)
     assert set(now) - set(own) == set(kept) and contents(base) == before
     same(now, kept | own)
     assert all(value.abs().max() > 0 for value in own.values())
-    assert meta(out)["base"] == {"path": str(base), "weights": fingerprint(base)}
-    assert meta(out)["trained"] == sum(p.numel() for p in trained[0].parameters() if p.requires_grad)
+    assert meta(whole)["base"] == meta(stopped)["base"] == {"path": str(base), "weights": fingerprint(base)}
+    assert meta(whole)["trained"] == sum(p.numel() for p in trained[1].parameters() if p.requires_grad)
     assert flags != FOCUS or {"centroids", "potential"} <= {name.split(".")[-1] for name in own}
+    if not saved:
+        (stopped / "ckpt.pt").unlink()
+    train_here(f"--out_dir={stopped}", "--init_from=resume", "--max_iters=8")
+    assert_same_run(stopped, whole)
 
 
 def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, tmp_path):
@@ -106,17 +111,6 @@ def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, t
     export.export(lora, tmp_path / "exported")
     exported = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     same(exported["model.layers.0.self_attn.o_proj.weight"], together["transformer.h.0.attn.c_proj.weight"])
-
-
-@pytest.mark.parametrize("saved, flags", [(True, LORA), (False, TAU), (True, FOCUS)])
-def test_a_stopped_adapter_resumes_as_if_uninterrupted_also_before_its_first_checkpoint(saved, flags, base, adds_tau,
-                                                                                        tmp_path):
-    whole, stopped = (adapt(base, tmp_path / f"{steps}", *flags, f"--max_iters={steps}") for steps in (8, 4))
-    if not saved:
-        (stopped / "ckpt.pt").unlink()
-    train_here(f"--out_dir={stopped}", "--init_from=resume", "--max_iters=8")
-    assert_same_run(stopped, whole)
-    assert meta(stopped)["base"] == meta(whole)["base"]
 
 
 def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_tau, tmp_path):

@@ -28,13 +28,12 @@ FIFTY = ("--max_iters=50", "--eval_interval=25", "--gradient_accumulation_steps=
 # as simple a layer as that of the test without shards: the C++ compiler takes a second for each kernel
 COMPILED = ("--compile", "--attn=elastic", "--pos=none", "--mlp=relu", "--norm=rmsnorm", "--max_iters=4",
             "--learning_rate=3e-5")             # as above
-FOCUS = ("--attn=focus", "--window=4", "--balance=softmax")
 
 
 @pytest.mark.parametrize("flags", [
     ("--attn=elastic", "--grad_clip=0.1", "--dropout=0"),
     *(by_default(False, flags) for flags in (
-        ("--attn=dex",), (*FOCUS, *FIFTY),
+        ("--attn=dex",), ("--attn=focus", "--window=4", "--balance=softmax", *FIFTY),
         *((f"--attn={attn}", *FIFTY) for attn in ("elastic", "lazy", "tda", "gated_deltanet")),
         ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1"),
         ("--attn=gated", "--n_head=4", "--head_balance=0.1", *AT_ONCE), ("--mlp=moe", "--expert_balance=0.1", *AT_ONCE),

@@ -5,6 +5,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +25,6 @@ from pretrained.sources import opened
 
 # importing transformers takes seconds: one worker does it for all tests here
 pytestmark = pytest.mark.xdist_group("weights")
-
-# ----------------------------------------------------------------------------- any config.json, in float64, in memory
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = SMALL | {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -80,15 +79,13 @@ ODD = [                                         # entries that are refused, unle
 @contextlib.contextmanager
 def in_float64():
     """All that is made or cast to float32 in this context is float64, so equal models have equal logits to 1e-13."""
-    old = torch.float32, torch.float, torch.Tensor.float
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with (mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
+              mock.patch.object(torch.Tensor, "float", torch.Tensor.double)):
+            torch.set_default_dtype(torch.float64)
+            yield
     finally:
-        torch.float32, torch.float, torch.Tensor.float = old
-        torch.set_default_dtype(old[0])
+        torch.set_default_dtype(torch.float32)
 
 
 @torch.no_grad()
