@@ -23,8 +23,7 @@ from data import coders, tokens
 
 
 def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
-    path, gone = tmp_path / "a.txt", tmp_path / f".a.txt.{1 << 22}.tmp"
-    here = tmp_path / f".a.txt.{os.getppid()}.tmp"
+    path, gone, here = (tmp_path / name for name in ("a.txt", f".a.txt.{1 << 22}.tmp", f".a.txt.{os.getppid()}.tmp"))
     for left in (gone, here):                   # no process has the first id, and the second one is alive
         left.write_text("half")
     path.write_text("before")
@@ -75,10 +74,6 @@ def home(tmp_path_factory, elastic_run, toy_run, data):
 def entries(**changes):
     """JSON with other entries."""
     return lambda path: path.write_text(json.dumps(files.read_json(path) | changes))
-
-
-def trained_on(dataset):
-    return lambda path: entries(knobs=meta(path.parent)["knobs"] | {"dataset": dataset})(path)
 
 
 def pipe(path):
@@ -149,7 +144,8 @@ KINDS = {                                       # tensors that no checkpoint of 
 IDS, NAME = "not written by train.py", "must be a plain name"
 DAMAGED = [                                     # (file, what is done to it, command, its one line)
     *(("toy_run/meta.json", entries(tokenizer=name), TOY_LOSS, NAME) for name in ("../../evil", "", "*", "\ud800")),
-    *(("run/meta.json", trained_on(name), command, NAME)
+    *(("run/meta.json", lambda path, name=name: entries(knobs=meta(path.parent)["knobs"] | {"dataset": name})(path),
+       command, NAME)
       for name, command in (("*", LOSS), ("..", LOSS), ("x" * 300, RESUME))),
     *(("run/meta.json", entries(), f"train.py --dataset={name} {NEW}", says)
       for name, says in (("x" * 300, NAME), ("/" + "x" * 300, "name too long"))),

@@ -55,10 +55,8 @@ def test_shards_train_like_one_process(flags, tmp_path, data, monkeypatch):
 
 def trained(ranks, *flags):
     """Train in this process, or in several."""
-    if ranks == 1:
-        return train_here(*flags)
-    new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
-    run("train.py", *new, *flags, ranks=ranks)
+    new = () if any(flag.startswith("--init_from") for flag in flags) else TINY
+    train_here(*flags) if ranks == 1 else run("train.py", *new, *flags, ranks=ranks)
 
 
 def join(out_dir):
@@ -142,10 +140,6 @@ def test_a_save_that_is_cut_short_keeps_older_parts_and_an_instrument_says_how_t
     assert (out / "old/1/sharded_ckpt/5/.metadata").exists() and (out / "old/1/ckpt.pt").exists()
 
 
-OTHERS = [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")] + [
-    {"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
-
-
 @pytest.mark.parametrize("rank, world", [by_default(False, 1, 2), by_default(False, 0, 4), (2, 3)])
 def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, request):
     """Also of tensors that cannot be split evenly, and of buffers, which are not split. Only this rank exists: parts
@@ -154,7 +148,9 @@ def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, request):
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     request.addfinalizer(dist.destroy_process_group)
     machine = SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
-    for choices in ({"attn": attn} for attn in ATTENTIONS) if world != 3 else OTHERS:
+    others = [{"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
+    others += [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")]
+    for choices in [{"attn": attn} for attn in ATTENTIONS] if world != 3 else others:
         config = tiny_config(n_layer=2, **choices)
         with WithoutMatrices():
             model = GPT(config, 7)
