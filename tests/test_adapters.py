@@ -6,20 +6,20 @@ import bounds
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import assert_same_run, by_default, contents, meta, tiny_config, train_here, weights
+from conftest import assert_same_run, contents, meta, tiny_config, train_here, weights
 from layers import normal
 
 import attention
 import train as train_script
 from common import files
 from common.adapters import add_lora, freeze_all_but, frozen, merged, num_trained
-from common.runs import Run, read_weights
+from common.runs import fingerprint, read_weights
 from evals.instrument import load_run
 from model import GPT
 from pretrained import export
 
 SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--batch_size=4",
-         "--warmup_iters=2", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
+         "--warmup_iters=2", "--lr_decay_iters=8", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
 LORA = ("--train_only=lora", "--lora_rank=2")
 FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
 TAU = ("--train_only=focus", "--attn=elastic")          # stands for any mixer with added parameters: see `adds_tau`
@@ -51,24 +51,6 @@ def adds_tau(monkeypatch):
     monkeypatch.setattr(attention.Attention, "added", ("tau",))
 
 
-@pytest.fixture
-def loss(evaluate):
-    return lambda folder, *flags: evaluate("loss", f"--out_dir={folder}", "--windows=4", *flags)["loss"]
-
-
-def cut_short(step, base, out, *flags):
-    """Train, but stop when this step is logged, like a process that is killed there."""
-    def log(self, **row):
-        if row["step"] == step:
-            raise KeyboardInterrupt
-        real(self, **row)
-    real = Run.log
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Run, "log", log)
-        train_script.main([f"--init_from={base}", f"--out_dir={out}", *SHORT, *flags])
-    return out
-
-
 @pytest.mark.parametrize("choices", [
     {}, {"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "diff2"}, {"attn": "gated_deltanet"}])
 @torch.no_grad()
@@ -77,16 +59,11 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     plain, one, other = (GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3))
     for model in (one, other):
         add_lora(model, ("c_attn", "c_proj"), 16, bounds.SEED)
-
-    def logits(model):
-        return model(torch.arange(16)[None])[0]
-
+    logits, before = (lambda model: model(torch.arange(16)[None])[0]), plain(torch.arange(16)[None])[0]
     a, b = (model.transformer.h[1].attn.c_proj.lora_a for model in (one, other))
-    same(a, b)
+    same([a, logits(one)], [b, before])
     assert not torch.equal(a, one.transformer.h[0].attn.c_proj.lora_a)
     below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))     # eight standard errors
-    before = logits(plain)
-    same(logits(one), before)
     for n, (name, p) in enumerate(one.named_parameters()):
         if ".lora_" in name:
             p.data = 0.1 * normal(*p.shape, stream=n, dtype=torch.float32)
@@ -100,62 +77,40 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     assert frozen(one) == {name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name}
 
 
-@pytest.mark.parametrize("flags", [LORA, TAU, FOCUS], ids=["lora", "tau", "focus"])
-def test_an_adapter_stores_what_was_trained_and_frozen_weights_do_not_change(flags, base, adds_tau, tmp_path,
-                                                                             monkeypatch):
-    """Neither in the trained model after its last step nor in the base's folder. Buffers are stored as well."""
+@pytest.mark.parametrize("saved, flags", [(True, LORA), (False, TAU), (True, FOCUS)], ids=["lora", "tau", "focus"])
+def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(saved, flags, base, adds_tau, tmp_path,
+                                                                            monkeypatch):
+    """Frozen weights change neither in the trained model after its last step nor in the base's folder. Buffers are
+    stored as well. A run can also resume before its first checkpoint."""
     trained, before = [], contents(base)
     monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model))
-    out = adapt(base, tmp_path / "out", *flags)
-    now, own, kept = trained[0].state_dict(), weights(out), weights(base)
+    stopped, whole = (adapt(base, tmp_path / f"{steps}", *flags, f"--max_iters={steps}") for steps in (4, 8))
+    now, own, kept = trained[1].state_dict(), weights(whole), weights(base)
     assert set(now) - set(own) == set(kept) and contents(base) == before
-    same({name: now[name] for name in kept}, kept)
-    same({name: now[name] for name in own}, own)
+    same(now, kept | own)
     assert all(value.abs().max() > 0 for value in own.values())
-    assert meta(out)["base"].keys() == {"path", "weights"} and meta(out)["base"]["path"] == str(base)
-    assert meta(out)["trained"] == sum(p.numel() for p in trained[0].parameters() if p.requires_grad)
-    if flags == FOCUS:
-        assert {"centroids", "potential"} <= {name.split(".")[-1] for name in own}
+    assert meta(whole)["base"] == meta(stopped)["base"] == {"path": str(base), "weights": fingerprint(base)}
+    assert meta(whole)["trained"] == sum(p.numel() for p in trained[1].parameters() if p.requires_grad)
+    assert flags != FOCUS or {"centroids", "potential"} <= {name.split(".")[-1] for name in own}
+    if not saved:
+        (stopped / "ckpt.pt").unlink()
+    train_here(f"--out_dir={stopped}", "--init_from=resume", "--max_iters=8")
+    assert_same_run(stopped, whole)
 
 
-def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, loss, tmp_path):
-    """Adapted weights are W + B A. All others equal the base's bit for bit. So are the exported ones."""
-    own, below_it, together = weights(lora), weights(base), read_weights(lora)
-    assert together.keys() == below_it.keys() and len(own) == 8
-    for name, value in together.items():
-        module = name.removesuffix(".weight")
-        if f"{module}.lora_a" in own:
-            product = own[f"{module}.lora_b"].double() @ own[f"{module}.lora_a"].double()
-            close(value, below_it[name] + product, terms=2)
-            below(1e-3, product.abs().max())
-        else:
-            same(value, below_it[name])
+def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, tmp_path):
+    """So are the exported weights."""
+    together = read_weights(lora)
+    same(together, merged(weights(base) | weights(lora), lora))
     same(load_run(lora, "cpu")[0].state_dict(), together)
-    below(0.001, loss(base) - loss(lora))
-    close(loss(lora, "--attn=elastic", "--attn_args=tau_init=0"), loss(lora), dtype=torch.float32)
+    old, new, elastic = (evaluate("loss", f"--out_dir={run}", "--windows=4", *flags)["loss"] for run, *flags in (
+        (base,), (lora,), (lora, "--attn=elastic", "--attn_args=tau_init=0")))
+    below(0.001, old - new)
+    close(elastic, new, dtype=torch.float32)
     safetensors = pytest.importorskip("safetensors.torch")
     export.export(lora, tmp_path / "exported")
     exported = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     same(exported["model.layers.0.self_attn.o_proj.weight"], together["transformer.h.0.attn.c_proj.weight"])
-
-
-def test_buffers_that_training_sets_are_the_adapters_own(data, tmp_path):
-    """The training loop sets Dex's buffer `progress`."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}", "--attn=dex", "--max_iters=10")
-    cut_short(6, tmp_path / "base", tmp_path / "half", *LORA)
-    name = "transformer.h.0.attn.progress"
-    assert (weights(tmp_path / "base")[name], read_weights(tmp_path / "half")[name]) == (1, 0.5)
-
-
-@pytest.mark.parametrize("step, flags", [
-    by_default(False, 2, LORA), (6, LORA), (2, TAU), by_default(False, 6, TAU), (6, FOCUS)])
-def test_killed_and_resumed_equals_uninterrupted(step, flags, base, adds_tau, tmp_path):
-    """The run is killed before or after its first checkpoint."""
-    whole, killed = adapt(base, tmp_path / "whole", *flags), cut_short(step, base, tmp_path / "killed", *flags)
-    assert (killed / "ckpt.pt").exists() == (step > 4)
-    train_here(f"--out_dir={killed}", "--init_from=resume")
-    assert_same_run(killed, whole)
-    assert meta(killed)["base"] == meta(whole)["base"]
 
 
 def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_tau, tmp_path):
@@ -164,7 +119,9 @@ def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_ta
     taus, twice = adapt(lora, tmp_path / "taus", *TAU), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
     together, name = read_weights(lora), "transformer.h.0.attn.c_proj"
     assert sorted(weights(taus)) == [f"transformer.h.{layer}.attn.tau" for layer in (0, 1)]
-    same({name: read_weights(taus)[name] for name in together}, together)
+    again = adapt(taus, tmp_path / "again", *TAU)                       # its own replace those of its base
+    for adapter, below_it in ((taus, together), (again, together | weights(taus))):
+        same(read_weights(adapter), below_it | weights(adapter))
     b, a = (weights(twice)[f"{name}.lora_{part}"] for part in "ba")
     close(read_weights(twice)[f"{name}.weight"], together[f"{name}.weight"] + b @ a, terms=2)
     assert all(".lora_" in name for name in weights(adapt(taus, tmp_path / "third", *LORA)))            # and no tau
@@ -173,18 +130,11 @@ def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_ta
     close(weights(out), together, terms=1, moved=2e-9)
 
 
-def test_the_base_is_found_at_its_path_or_next_to_the_adapter(base, lora, tmp_path, monkeypatch):
-    here, about, expected = tmp_path / "here", meta(lora), read_weights(lora)
-    for folder in (base, lora):
-        shutil.copytree(folder, here / folder.name)
-
-    def named(path):
-        files.write_json(here / "lora/meta.json", about | {"base": about["base"] | {"path": path}})
-
-    named("elsewhere/base")                     # no such folder: the base is next to the adapter
-    same(read_weights(here / "lora"), expected)
-    named("out/before")                         # relative to the current folder
-    (tmp_path / "out").mkdir()
-    (here / "base").rename(tmp_path / "out/before")
+@pytest.mark.parametrize("named, place", [("elsewhere/base", "here/base"), ("out/before", "out/before")])
+def test_the_base_is_found_at_its_path_or_next_to_the_adapter(named, place, base, lora, tmp_path, monkeypatch):
+    """A path is relative to the current folder."""
+    shutil.copytree(base, tmp_path / place)
+    shutil.copytree(lora, tmp_path / "here/lora")
+    files.write_json(tmp_path / "here/lora/meta.json", meta(lora) | {"base": meta(lora)["base"] | {"path": named}})
     monkeypatch.chdir(tmp_path)
-    same(read_weights(here / "lora"), expected)
+    same(read_weights("here/lora"), read_weights(lora))

@@ -1,6 +1,7 @@
 """train.py --shard=1: weights, gradients and optimizer state are split over the ranks, and nothing else changes."""
 import csv
 import errno
+import os
 import runpy
 import shutil
 import sys
@@ -27,18 +28,12 @@ FIFTY = ("--max_iters=50", "--eval_interval=25", "--gradient_accumulation_steps=
 # as simple a layer as that of the test without shards: the C++ compiler takes a second for each kernel
 COMPILED = ("--compile", "--attn=elastic", "--pos=none", "--mlp=relu", "--norm=rmsnorm", "--max_iters=4",
             "--learning_rate=3e-5")             # as above
-FOCUS = ("--attn=focus", "--window=4", "--balance=softmax")
-
-
-def column(out_dir, name):
-    with open(out_dir / "log.csv", newline="") as f:
-        return [float(row[name]) for row in csv.DictReader(f)]
 
 
 @pytest.mark.parametrize("flags", [
     ("--attn=elastic", "--grad_clip=0.1", "--dropout=0"),
     *(by_default(False, flags) for flags in (
-        ("--attn=dex",), (*FOCUS, *FIFTY),
+        ("--attn=dex",), ("--attn=focus", "--window=4", "--balance=softmax", *FIFTY),
         *((f"--attn={attn}", *FIFTY) for attn in ("elastic", "lazy", "tda", "gated_deltanet")),
         ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1"),
         ("--attn=gated", "--n_head=4", "--head_balance=0.1", *AT_ONCE), ("--mlp=moe", "--expert_balance=0.1", *AT_ONCE),
@@ -53,18 +48,15 @@ def test_shards_train_like_one_process(flags, tmp_path, data, monkeypatch):
     train(tmp_path / "2", data, *SHARED, *flags, "--shard=1", ranks=4 if {*FIFTY} <= {*flags} else 2)
     train_here(f"--dataset={data}", f"--out_dir={tmp_path / '1'}", *SHARED, *(f for f in flags if f != "--compile"))
     assert_close_runs(tmp_path / "2", tmp_path / "1")
-    close(*(column(tmp_path / name, "grad_norm") for name in "21"), terms=1024, dtype=torch.float32)
+    logs = (csv.DictReader((tmp_path / name / "log.csv").open(newline="")) for name in "21")
+    close(*([float(row["grad_norm"]) for row in log] for log in logs), terms=1024, dtype=torch.float32)
     close(*(meta(tmp_path / name)["report"]["sink"] for name in "21"), size=1.0, dtype=torch.float32)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints in parts
-
 def trained(ranks, *flags):
     """Train in this process, or in several."""
-    if ranks == 1:
-        return train_here(*flags)
-    new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
-    run("train.py", *new, *flags, ranks=ranks)
+    new = () if any(flag.startswith("--init_from") for flag in flags) else TINY
+    train_here(*flags) if ranks == 1 else run("train.py", *new, *flags, ranks=ranks)
 
 
 def join(out_dir):
@@ -77,27 +69,25 @@ def join(out_dir):
 def test_a_run_goes_on_from_parts_with_any_number_of_ranks(before, after, tmp_path, data):
     """Joined, the parts are the ckpt.pt of a run without parts. A run can change the kind of its checkpoint, and has
     one of them."""
-    flags, place = (f"--dataset={data}", *SHARED, "--attn=elastic", "--max_iters=4", "--eval_interval=2"), tmp_path
-    shards = ["--shard=1"] if before > 1 else []                        # one rank has nothing to split
-    trained(before, *flags, f"--out_dir={place / 'parts'}", "--shard=1", "--sharded_ckpt=1")
-    trained(before, *flags, f"--out_dir={place / 'whole'}", *shards)
-    assert [path.name for path in (place / "parts/sharded_ckpt").iterdir()] == ["4"]
-    assert not (place / "parts/ckpt.pt").exists()
-    shutil.copytree(place / "parts", place / "joined")
-    join(place / "joined")
-    found, expected = (torch.load(place / name / "ckpt.pt", weights_only=True) for name in ("joined", "whole"))
+    flags = (f"--dataset={data}", *SHARED, "--attn=elastic", "--max_iters=4", "--eval_interval=2")
+    parts, whole, joined = (tmp_path / name for name in ("parts", "whole", "joined"))
+    trained(before, *flags, f"--out_dir={parts}", "--shard=1", "--sharded_ckpt=1")
+    trained(before, *flags, f"--out_dir={whole}", f"--shard={int(before > 1)}")         # one rank has nothing to split
+    assert os.listdir(parts / "sharded_ckpt") == ["4"] and not (parts / "ckpt.pt").exists()
+    shutil.copytree(parts, joined)
+    join(joined)
+    found, expected = (torch.load(folder / "ckpt.pt", weights_only=True) for folder in (joined, whole))
     same(found["model"], expected["model"])
     averages = [value for entry in expected["optimizer"]["state"].values() for value in entry.values()]
     assert {(type(value), value.device.type) for value in averages} == {(torch.Tensor, "cpu")}
-    for name, more in (("parts", []), ("whole", ["--sharded_ckpt=1"]), ("joined", ["--sharded_ckpt=0"])):
-        trained(after, f"--out_dir={place / name}", "--init_from=resume", "--max_iters=8", *more)
-    assert last_checkpoint(place / "joined") == place / "joined/ckpt.pt"
-    assert not (place / "joined/sharded_ckpt").exists() and not (place / "whole/ckpt.pt").exists()
-    assert [path.name for path in (place / "parts/sharded_ckpt").iterdir()] == ["8"]
-    for name in ("parts", "whole"):
-        join(place / name)
-    assert_same_run(place / "parts", place / "whole")
-    assert_same_run(place / "joined", place / "whole")
+    for folder, *more in ((parts,), (whole, "--sharded_ckpt=1"), (joined, "--sharded_ckpt=0")):
+        trained(after, f"--out_dir={folder}", "--init_from=resume", "--max_iters=8", *more)
+    assert last_checkpoint(joined) == joined / "ckpt.pt" and not (joined / "sharded_ckpt").exists()
+    assert os.listdir(parts / "sharded_ckpt") == ["8"] and not (whole / "ckpt.pt").exists()
+    join(parts)
+    join(whole)
+    assert_same_run(parts, whole)
+    assert_same_run(joined, whole)
 
 
 @pytest.mark.exhaustive
@@ -105,21 +95,23 @@ def test_a_run_goes_on_from_parts_with_any_number_of_ranks(before, after, tmp_pa
                          ids=["lora", "focus", "all"])
 def test_a_sharded_run_from_other_weights_goes_on_from_parts(only, tmp_path, data):
     """An adapter's parts hold only what it trained, and its base the rest."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path / 'base'}")
-    flags = (f"--init_from={tmp_path / 'base'}", "--eval_interval=4", "--eval_iters=1", "--batch_size=4",
-             "--log_interval=1", "--device=cpu", "--dtype=float32", "--decay_lr=0", *only)
-    trained(2, *flags, f"--out_dir={tmp_path / 'parts'}", "--max_iters=4", "--shard=1", "--sharded_ckpt=1")
-    trained(2, f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=8")
-    join(tmp_path / "parts")
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--max_iters=8")
-    assert_close_runs(tmp_path / "parts", tmp_path / "whole")
+    base, parts, whole = (tmp_path / name for name in ("base", "parts", "whole"))
+    train_here(f"--dataset={data}", f"--out_dir={base}")
+    flags = (f"--init_from={base}", "--eval_interval=4", "--eval_iters=1", "--batch_size=4", "--log_interval=1",
+             "--device=cpu", "--dtype=float32", "--decay_lr=0", *only)
+    trained(2, *flags, f"--out_dir={parts}", "--max_iters=4", "--shard=1", "--sharded_ckpt=1")
+    trained(2, f"--out_dir={parts}", "--init_from=resume", "--max_iters=8")
+    join(parts)
+    train_here(*flags, f"--out_dir={whole}", "--max_iters=8")
+    assert_close_runs(parts, whole)
 
 
-def test_a_save_that_is_cut_short_keeps_the_older_parts(tmp_path, data, capsys):
-    """The disk is full when the last file of the second checkpoint, .metadata, is written."""
+def test_a_save_that_is_cut_short_keeps_older_parts_and_an_instrument_says_how_to_join_them(tmp_path, data, capsys,
+                                                                                           monkeypatch):
+    """The disk is full when the last file of the second checkpoint, .metadata, is written. The run goes on in float16,
+    which needs a scaler, of which the first checkpoint holds nothing, and then again in float32."""
     from torch.distributed.checkpoint import FileSystemWriter
-    flags, out = (f"--dataset={data}", "--sharded_ckpt=1", "--max_iters=6", "--eval_interval=2"), tmp_path / "out"
-    finish = FileSystemWriter.finish
+    flags, out, finish = (f"--dataset={data}", "--eval_interval=2"), tmp_path / "out", FileSystemWriter.finish
 
     def stop(self, *args, **kwargs):
         if self.path.name == "4":
@@ -128,18 +120,14 @@ def test_a_save_that_is_cut_short_keeps_the_older_parts(tmp_path, data, capsys):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(FileSystemWriter, "finish", stop)
-        train_script.main([*TINY, *flags, f"--out_dir={out}"])
+        train_script.main([*TINY, *flags, f"--out_dir={out}", "--sharded_ckpt=1", "--max_iters=6"])
     assert "the checkpoint of step 2 is still there" in capsys.readouterr().err.splitlines()[-1]
     assert last_checkpoint(out) == out / "sharded_ckpt/2" and (out / "sharded_ckpt/4").exists()
-    train_here(f"--out_dir={out}", "--init_from=resume", "--sharded_ckpt=0")
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--sharded_ckpt=0")
-    assert_same_run(out, tmp_path / "whole")
+    shutil.copytree(out, tmp_path / "again")
+    train_here(f"--out_dir={tmp_path / 'again'}", "--init_from=resume", "--sharded_ckpt=0")
+    train_here(*flags, f"--out_dir={tmp_path / 'whole'}", "--max_iters=6")
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
 
-
-def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys, monkeypatch):
-    """Also after a change to float16, which needs a scaler, of which the first checkpoint holds nothing, and back."""
-    out = tmp_path / "parts"
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--sharded_ckpt=1", "--max_iters=2")
     for steps, dtype in ((3, "float16"), (4, "float16"), (5, "float32")):
         train_here(f"--out_dir={out}", "--init_from=resume", f"--max_iters={steps}", f"--dtype={dtype}")
     line = f"python common/shards.py {out / 'sharded_ckpt/5'} {out / 'ckpt.pt'}"
@@ -148,37 +136,21 @@ def test_an_instrument_says_how_to_join_the_parts(tmp_path, data, capsys, monkey
     monkeypatch.setattr(sys, "argv", line.split()[1:])
     runpy.run_path(str(ROOT / "common/shards.py"), run_name="__main__")
     eval_script.main(["loss", f"--out_dir={out}", "--windows=1"])
-    # another run in the same folder keeps both
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--max_iters=1")
+    train_here(*flags, f"--out_dir={out}", "--max_iters=1")             # another run in the same folder keeps both
     assert (out / "old/1/sharded_ckpt/5/.metadata").exists() and (out / "old/1/ckpt.pt").exists()
 
 
-# ------------------------------------------------------------------------------------------------------ initial weights
-
-@pytest.fixture
-def ranks():
-    """Start a process group of which only this rank exists: ranks(rank, world). Parts are split, and nothing is sent.
-    torch caches the shapes of parts by world, so a process can be only one rank of each world."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def start(rank, world):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        return SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
-    yield start
-    dist.destroy_process_group()
-
-
-OTHERS = [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")] + [
-    {"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
-
-
 @pytest.mark.parametrize("rank, world", [by_default(False, 1, 2), by_default(False, 0, 4), (2, 3)])
-def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, ranks):
-    """Also of tensors that cannot be split evenly, and of buffers, which are not split."""
-    machine = ranks(rank, world)
-    for choices in ({"attn": attn} for attn in ATTENTIONS) if world != 3 else OTHERS:
+def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, request):
+    """Also of tensors that cannot be split evenly, and of buffers, which are not split. Only this rank exists: parts
+    are split, and nothing is sent. torch caches their shapes by world, so a process can be only one rank of each."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    request.addfinalizer(dist.destroy_process_group)
+    machine = SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
+    others = [{"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
+    others += [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")]
+    for choices in [{"attn": attn} for attn in ATTENTIONS] if world != 3 else others:
         config = tiny_config(n_layer=2, **choices)
         with WithoutMatrices():
             model = GPT(config, 7)
@@ -199,15 +171,16 @@ def test_no_rank_ever_holds_all_initial_weights(tmp_path, data):
     """The memory of a rank grows by its part of the weights and by one matrix until the training begins."""
     script = tmp_path / "peak.py"
     script.write_text(f"""
-import resource, sys
+import sys
+from resource import RUSAGE_SELF, getrusage
 sys.path.insert(0, {str(ROOT)!r})
 import train
 
 def count(*args):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = getrusage(RUSAGE_SELF).ru_maxrss
     weights = 4 * set_up(*args)[3].num_params()
     with open(sys.argv[1] + f"/rank{{train.Machine().rank}}", "w") as f:
-        f.write(str((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / weights))
+        f.write(str((getrusage(RUSAGE_SELF).ru_maxrss - before) * 1024 / weights))
     sys.exit()
 
 set_up, train.set_up = train.set_up, count
