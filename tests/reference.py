@@ -330,11 +330,16 @@ def rotated(x, places, base):
     return torch.cat([pair.real, pair.imag, x[..., 2 * half:]], -1)
 
 
+def t5_bucket(apart):
+    """Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 * 8^((c + 1) / 16)."""
+    return apart if apart < 16 else min(31, 16 + sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16)))
+
+
+
 def positions(module, T):
     """What --pos adds to the scores at distances 0 .. T - 1, (H, T), or None."""
     pos = module.config.pos
-    # T5, Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 * 8^((c + 1) / 16)
-    buckets = [n if n < 16 else min(31, 16 + sum(n >= 16 * 8 ** ((c + 1) / 16) for c in range(16))) for n in range(T)]
+    buckets = [t5_bucket(apart) for apart in range(T)]
     if pos in ("bias", "rope+bias"):            # Lazy Attention: 0 beyond its table
         return F.pad(module.table, (0, T))[:, :T]
     if pos == "alibi":                          # Press et al. 2108.12409
