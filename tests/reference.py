@@ -335,7 +335,6 @@ def t5_bucket(apart):
     return apart if apart < 16 else min(31, 16 + sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16)))
 
 
-
 def positions(module, T):
     """What --pos adds to the scores at distances 0 .. T - 1, (H, T), or None."""
     pos = module.config.pos

@@ -33,7 +33,6 @@ def task(tmp_path_factory):
     return make(tmp_path_factory.mktemp("task") / "backcopy")
 
 
-
 @pytest.mark.parametrize("flags", [("--no_bos",), ("--fixed_at=7",), ("--no_bos", "--fixed_at=0"), ("--length=30",)])
 def test_the_exact_loss_in_every_form_of_the_task(flags, tmp_path):
     folder = make(tmp_path / "x", "--sequences=200", *flags)
