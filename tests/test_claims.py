@@ -5,7 +5,6 @@ import os
 import re
 import statistics
 
-import bounds
 import numpy as np
 import pytest
 import torch
@@ -13,7 +12,6 @@ from bounds import below, close
 from conftest import ROOT, by_default, examples, log_rows, meta
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import inputs, layer
 from test_lab import SHORT
 
 import eval as eval_script
@@ -23,10 +21,10 @@ from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims
 from evals.instrument import Common, Overrides
 from evals.lab_runs import RECIPES, SETUPS, train_flags
-from evals.ledger import checks, claim, emerges, experiments, lazy, native_moe, routing, threshold, view
+from evals.ledger import checks, claim, experiments, lazy, native_moe, routing, threshold
 from evals.ledger.book import CLAIMS, PAPERS, decided_by, fits, grade_of, jobs_of, readable, seeds_of
 from evals.ledger.changes import LOG
-from evals.ledger.claim import HAS_SINK, SOFTMAX_SINK, T95, Bound, Quantity, Reading, interval, judge, readings
+from evals.ledger.claim import HAS_SINK, SOFTMAX_SINK, T95, Bound, Reading, interval, judge, readings
 from evals.ledger.experiments import COMMANDS, LOOKS, Job, Place, all_jobs
 from evals.sweeps import SWEEPS, cases
 from model import GPTConfig
@@ -117,15 +115,6 @@ def test_verdicts_obey_their_algebra(values, one, other):
     assert found == M or {verdict([x]) for x in values} == {found}      # further seeds never settle what is mixed
 
 
-def test_the_interval_is_that_of_students_t():
-    for degrees, t in enumerate(T95, 1):        # t = sqrt(degrees) tan(angle) has the density cos(angle)^(degrees - 1)
-        angle = torch.linspace(0, math.pi / 2, 100_001, dtype=torch.float64)
-        density = angle.cos() ** (degrees - 1)
-        below(abs(density[angle < math.atan(t / degrees ** 0.5)].sum() / density.sum() - 0.95), 1e-4)
-    many = np.arange(30.0)
-    close(interval(many)[1], 14.5 + T95[8] * many.std(ddof=1) / 30 ** 0.5)
-
-
 def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_rank():
     """The pages have all other kinds of quantities."""
     numbers = {"raw": {"softmax@lab": [1, 2], "elastic@lab": [5, 6]}, "cost": {"softmax@lab": [2], "elastic@lab": [4]}}
@@ -133,17 +122,6 @@ def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_r
     close(np.stack([part.values for part in found]), [[0.5, 1], [1.25, 1.5]])
     ranked = ([1, 2, 2, 4], [1, 3, 3, 9]), ([1, 1], [1, 2]), ([1, 2, 3, 3], [1, 2, 4, 3])
     close([claim.rank_correlation(*pair) for pair in ranked], [1, 0, 3 / 10 ** 0.5])    # as in scipy.stats.spearmanr
-
-
-@pytest.mark.parametrize("agrees, contradicts, value, place", [
-    ("<= 0.1", ">= 0.3", 0.25, 0.25), ("> 4", "", 6.0, 1.5), ("0.4 to 0.8", "< 0.2", 0.7, 1.5), ("", "> 2", 3.0, -0.5),
-    ("0.4 to 0.8", "> 1", 1.1, -0.5), ("0.8 to 1.2", "", 1.0, 2.0), ("", "> 2", 1.0, 1.5), ("", "<= 2", 3.0, 1.5),
-    ("<= 2", "> 2", 3.0, -0.5), ("clearly < 0", "", 0.5, 0.5), ("not clearly > 0", "", 0.5, 0.5)])
-def test_the_forest_plot_is_linear_with_1_where_a_claim_holds_and_0_where_it_fails(agrees, contradicts, value, place):
-    found = Quantity("it", Bound(what="it", agrees=agrees, contradicts=contradicts), np.array([value]), None)
-    close([*view.positions(found)[0], *view.positions(found)[1:]], [place] * 3, terms=4)
-    line = view.drawn(found)
-    assert line.count("o") == 1 and line.index("o") == round((place + 1) / 3 * 29)
 
 
 def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
@@ -164,9 +142,6 @@ def test_the_quantities_of_claims_without_committed_numbers():
     leads |= {f"error at {T}": {"tda": [3] * 3, "softmax": [4] * 3} for T in (512, 1024, 2048)}
     close([*threshold.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
     close([*native_moe.growth({"dormant": {"small": [.1, .3], "medium": [.5], "large": [.1]}}).values()], [.3, -.4])
-    massive = {"massive": {"softmax": np.array([[1, 4], [2, 1]]), "gated": np.array([[2, 1], [6, 8]])}}
-    close(np.stack([quantity("gated")(massive)["gated"] for quantity in (emerges.largest, emerges.over_softmax)]),
-          [[2, 8], [.5, 4]])
     bias = 1.0 * (np.arange(200) < np.array([[40], [60], [80]]))        # of three heads, smoothed over five distances
     assert lazy.reach(bias) == 61 and np.isnan(lazy.reach(bias + 0.2))  # the latter does not fade
     before, after = ({"alibi-learned": np.array(slopes)} for slopes in ([.5, .25], [.6, .2]))
@@ -234,7 +209,7 @@ def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
         assert done == expected
 
 
-def test_which_readings_are_run(capsys, monkeypatch):
+def test_which_readings_are_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def wanted(names, small=SMALL):
@@ -245,11 +220,9 @@ def test_which_readings_are_run(capsys, monkeypatch):
     assert wanted(",".join(named)) == named
     small = wanted("gpu-minutes")               # no kernel can be timed, but small models can be trained
     assert "pe-all-sink@gpu" in small and {"focus-speed@", "tda-kernel@", "elastic-two-pass@"}.isdisjoint(small)
-    assert "left out, because they need a GPU: elastic-two-pass@, tda-kernel@" in capsys.readouterr().err
-    for names, small, says in (("zero-v0-harmless@nowhere", SMALL, "no such reading; it has nobos, nobias"),
-                               ("pe-all-sink@gpu", "", "trains models of 30M parameters and wants a GPU")):
-        with pytest.raises(ValueError, match=says):
-            wanted(names, small)
+    with pytest.raises(ValueError, match="trains models of 30M parameters and wants a GPU"):
+        wanted("pe-all-sink@gpu", "")
+    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": {}}) is None             # a variation, not in place of a GPU
     row, timed = CLAIMS["early-layers-active"], readings(CLAIMS["tda-kernel"])[""]
     assert [seeds_of(row, reading, [2, 3]) for reading in (*readings(row).values(), timed)] == [[2], [0], [0]]
     assert grade_of(timed) == "lab"
@@ -267,47 +240,6 @@ def test_a_check_repeats_its_committed_numbers(name):
     assert compared
 
 
-def test_the_number_of_survivors_of_a_threshold_is_that_of_chance():
-    """The cosine u of two random directions in 64 dimensions has a density proportional to (1 - u^2)^(61 / 2)."""
-    row, u = checks.chance_of(64, 4, 64, 20_000, 4, bounds.dice()), torch.linspace(-1, 1, 100_001).double()
-    density, threshold = (1 - u ** 2) ** (61 / 2), math.sqrt(2 * math.log(64 / 4) / 64)
-    chance = 64 * (density[u > threshold].sum() / density.sum()).item()
-    error = (chance / 20_000) ** 0.5            # two pairs of directions are independent
-    below(torch.tensor([abs(row["survivors"] - chance), abs(row["survivors error"] - error) * 60]), 6 * error)
-    row = checks.chance_of(64, 1, 64, 20_000, 4, bounds.dice())         # hardly any random key passes beside four
-    below(torch.tensor([row["overlap"], abs(row["tra, relevant keys"] - math.log(4) / math.log(64))]), 0.01)
-
-
-@pytest.mark.parametrize("attn", ["sink", "k_bias", "kv_bias"])
-def test_without_its_extra_key_attention_is_softmax_over_the_tokens(attn):
-    module, plain = layer(attn, torch.float32), layer("softmax", torch.float32)
-    q, k, v, x = inputs(module, 45, dtype=torch.float32)
-    found = checks.extra_key_deleted(module.attend, 0, module, q, k, v, x, None)
-    close(found, plain.attend(q, k, v, x), terms=45, size=v.abs().max().item())
-
-
-def test_the_mass_of_shut_pairs_is_that_with_and_without_the_gate():
-    module = layer("focus", window=5)
-    q, k, _, x = inputs(module, 21)
-    group, i = module.assign(x).argmax(-1), torch.arange(21)
-    apart = (i[:, None] - i >= 5) & (group[:, :, None] != group[:, None])
-    plain = (q @ k.mT * module.sight.scale).masked_fill(i[:, None] < i, -math.inf).softmax(-1)
-    mass = [w.mul(apart[:, None]).sum(-1).mean() for w in (module.weights_of(q, k, x), plain)]
-    close(routing.shut_in(module, q, k, x), [*mass, apart.sum() / (2 * 21 * 22 / 2)], terms=64, size=1.0)
-    assert module.local == 5 and apart.any()
-
-
-def test_the_right_key_of_a_row_is_the_one_before_it_and_a_gate_counts():
-    module, T = layer("gated"), 21
-    q, k, _, x = inputs(module, T)
-    found = checks.figures_of_rows(module, q, k, x, None, {"here": (torch.arange(T) >= 1).expand(len(x), T)})
-    w, ones = module.weights_of(q, k, x).mean(1), x.new_ones(len(x), module.heads, T, 8)
-    gate = module.choices["gate"].gated(module, ones, x).mean((1, 3))
-    even = 1 / torch.arange(1.0, T + 1).expand(len(x), T)
-    close([found["right here"], found["effective here"]], [w.diagonal(-1, 1, 2).mean(), (
-        gate * w[..., 0])[:, 1:].mean() / even[:, 1:].mean()], terms=64, dtype=torch.float32)
-
-
 def test_classes_of_tokens_and_what_groups_tell_about_them():
     kinds = routing.classes_of(["The", " c", "at", ",", " of", " 12.", " ", "7", " Ada", " tHE"])
     assert " ".join(routing.CLASSES[kind] for kind in kinds) == (
@@ -321,15 +253,12 @@ def run_claims(capsys, *flags):
     return capsys.readouterr()
 
 
-def test_the_ledger_prints_the_stored_verdict_of_each_claim_and_counts_them(capsys):
+def test_the_ledger_prints_the_stored_verdict_of_each_claim(capsys):
     said, found = run_claims(capsys).out, json.loads(run_claims(capsys, "--json").out)
     for name, verdict in found["verdicts"].items():
         assert re.search(rf"^  {verdict['']} +.* {name} ", said, re.M), name
     verdicts = [verdict[""] for verdict in found["verdicts"].values()]
     assert said.startswith(f"70 claims of five papers. {verdicts.count(NOT_RUN)} are not run here.")
-    counts = {grade: [*map(int, row.split())] for grade, row in re.findall(r"^ *(\w[\w ']+?) ([ \d]+)$", said, re.M)}
-    assert np.sum([*counts.values()], 0).tolist() == [*map(verdicts.count, (A, M, C, N))]
-    assert counts.keys() <= claim.GRADES.keys()
     shown = run_claims(capsys, "--show=kbias-shift").out
     assert shown.startswith(f"kbias-shift: {found['verdicts']['kbias-shift']['']}")
     assert "python train.py --preset=lab --seed=2" in shown and re.search("run +seed 2 +seed 3 +seed 4", shown)
@@ -364,15 +293,6 @@ def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_add
     for column, (path, _) in readings(CLAIMS["gate-identity"])[""].reads.items():
         expected = [checks.gate_identity(seed)[path] for seed in (2, 3, 9)]
         close(found["numbers"][column]["gate_identity"], expected, dtype=torch.float32)
-
-
-def test_a_variation_decides_a_claim_only_in_place_of_a_gpu_and_numbers_name_their_bounds():
-    """The pages have what else decides a claim."""
-    found = {"git_commit": "abc", "machine": "cpu", "seeds": [2], "version": 1}
-    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": found}) is None
-    assert decided_by(CLAIMS["tda-power"], {"text": found}) == "text"
-    assert "measured under version 1 of the bounds, judged by version 4" in view.made(CLAIMS["tda-sink-growth"], found)
-    assert view.made(CLAIMS["lazy-sink-gone"], found | {"git_dirty": 1}) == "commit abc with uncommitted changes, cpu"
 
 
 def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path):

@@ -10,7 +10,7 @@ from conftest import meta, train_here
 import eval as eval_script
 from common import files
 from evals import compare
-from evals.compare import COLUMNS, Compare, cell, groups_of, tell
+from evals.compare import COLUMNS, Compare, groups_of, tell
 
 READ = {"dataset": "books", "split": "val", "windows": 4, "length": 16, "uniform": 0.1}
 
@@ -29,13 +29,6 @@ def test_runs_that_differ_in_the_seed_alone_are_one_recipe_named_with_the_flags_
     assert {name: len(group) for name, group in groups_of(dict(enumerate(found))).items()} == {
         "softmax --window=0": 2, "softmax --window=4": 1, "lazy --gate=head": 1, "tra --attn_args=kappa=2": 1,
         "ttt (derivatives)": 1}
-
-
-def test_a_cell_shows_the_mean_and_the_sample_standard_deviation():
-    group = [numbers(loss=loss) | {"bits per byte": None} for loss in (1.0, 2.0, 4.0)]
-    assert cell("loss", group) == f"{7 / 3:.4f} ± {math.sqrt(7 / 3):.4f}"              # the variance is 7 / 3 as well
-    assert cell("loss", group[:1]) == "1.0000" and cell("parameters", group) == "1,000"
-    assert cell("bits per byte", group) == "-"
 
 
 @pytest.mark.parametrize("losses, says, shown", [

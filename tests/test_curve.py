@@ -10,7 +10,6 @@ from conftest import by_default
 
 import attention
 import eval as eval_script
-import mixers
 from evals import curve_page
 from model import GPTConfig
 
@@ -47,12 +46,8 @@ def page(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rule, args, constants", [
-    *(by_default(rule in ("softmax", "elastic"), rule, "", {}) for rule in RULES),
-    *(by_default(False, *case) for case in (
-        ("elastic", "tau_init=0.3", {"tau": 0.3}), ("elastic", "tau_init=-0.5", {"tau": -0.5}),
-        ("entmax", "alpha=1.2", {"alpha": 1.2}), ("entmax", "alpha=2", {"alpha": 2.0}),
-        ("lssar", "power=3", {"power": 3.0}), ("tra", "beta_init=2", {"beta": 2.0}), ("tra", "kappa=4", {"kappa": 4.0}),
-        ("tra", "power=1", {"power": 1.0}), ("sigmoid", "length_bias=0", {"t": 0.0})))], ids=str)
+    *(by_default(rule == "softmax", rule, "", {}) for rule in RULES), ("elastic", "tau_init=-0.5", {"tau": -0.5})],
+    ids=str)
 @torch.no_grad()
 def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
     browser.open(page)
@@ -74,43 +69,27 @@ def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
         assert (((w == 0) == (expected == 0)) | (w.abs().maximum(expected.abs()) < 1e-12)).all()
 
 
-def test_presets_keys_bars_and_sliders(page, browser):
+def test_keys_bars_and_sliders(page, browser):
     """What a visitor does changes the numbers that the page says of a rule."""
     def said(rule):
         text = browser.text(f"article[aria-label={rule}] .numbers")
         return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
 
     browser.open(page)
-    browser.click("#presets :first-child")       # even scores
-    assert browser.run("return state.scores") == [0] * 24
-    assert said("elastic")["sum"] == 0 and said("softmax")["sum"] == 1
     browser.run("setScores(arguments[0])", [2.0, 0.5, 0.0, -1.0])
     p = torch.tensor([2.0, 0.5, 0.0, -1.0]).double().softmax(0)
-    assert said("softmax") == {"sum": 1, "zeros": 0, "entropy": pytest.approx(-(p * p.log()).sum().item(), abs=NEAR),
-                               "largest": pytest.approx(p.max().item(), abs=NEAR)}
+    assert said("softmax")["entropy"] == pytest.approx(-(p * p.log()).sum().item(), abs=NEAR)
     browser.run("document.querySelector('[data-key=\"3\"]').focus()")
     browser.press("up", "up", "down")
     assert browser.run("return state.scores[3]") == pytest.approx(-0.8)
     browser.run("document.querySelector('[data-constant=tau]').focus()")
     browser.press("home")                        # τ = -1: nothing is cut off
     assert said("elastic")["sum"] == pytest.approx(2, abs=NEAR) and browser.errors() == []
-    browser.open(page, 400, 800)                 # it fits a narrow window
-    assert browser.run("return document.documentElement.scrollWidth") <= 400
 
 
-def test_every_rule_has_a_program_of_known_operations_and_a_new_one_has_a_slider(page, monkeypatch):
+def test_every_rule_has_a_program_of_known_operations(page):
     """Also where there is no browser: an operation that the page lacks is seen here."""
     known = re.findall(r"(\w+):", page.read_text(encoding="utf-8").split("OPERATIONS = {")[1].split("\n}\n")[0])
     rules = curve_page.rules_for_page()
     assert [rule["name"] for rule in rules] == RULES
     assert {step[0] for rule in rules for step in rule["program"]["steps"]} <= set(known)
-    # the page knows nothing of this rule: its scalar gets a slider around its initial value
-    rule = attention.Rule(
-        learns=lambda layer: {"gamma": torch.full((layer.heads,), 2.0)}, statistic=attention.row_sum,
-        row_input=lambda layer, n: layer.gamma[:, None, None] / n[:, None],
-        weights=lambda s, seen, t: (s * t).relu().masked_fill(~seen, 0.0))
-    for table in (attention.RULES, mixers.AXES["rule"]):
-        monkeypatch.setitem(table, "sharp", rule)
-    sharp = curve_page.recorded("sharp")
-    assert sharp["constants"] == [dict(name="gamma", start=2.0, least=-2, most=6, step=0.1, about="learned")]
-    assert "gamma" in sharp["program"]["inputs"]

@@ -12,7 +12,7 @@ from layers import in_every_layer
 
 import eval as eval_script
 from data import tokens
-from evals.groups import agreement, longest_pairs
+from evals.groups import agreement
 from evals.instrument import load_run
 
 
@@ -30,15 +30,6 @@ def test_agreement_is_the_largest_share_that_a_renaming_of_the_groups_makes_equa
     other = np.where(dice.random((2, T)) < 0.6, dice.permutation(K)[one], dice.integers(K, size=(2, T)))
     names = map(np.array, itertools.permutations(range(K)))
     close(agreement(one, other, K), max((name[one] == other).mean() for name in names))
-
-
-def test_longest_pairs_join_distant_words_of_one_group_and_use_each_word_once():
-    texts = [" Ahab", " the", " whale", ",", " Ahab", " ship", " Whale", " captain"]
-    g = torch.eye(2)[[0, 1, 0, 0, 0, 1, 0, 0]] * 0.9 + 0.05
-    one, other = longest_pairs(texts, g, 2, 5)
-    close(one.pop("affinity"), 0.95 ** 2 + 0.05 ** 2, dtype=torch.float32)
-    assert [*one.values()] == [" Ahab", 0, " captain", 7, 7, 0] and (other["one"], other["other"]) == (" the", " ship")
-    assert [p["distance"] for p in longest_pairs(list("abcabc"), torch.ones(6, 1), 3, 9)] == [5]   # no words
 
 
 def test_the_numbers_equal_those_from_each_layers_shares(evaluate, focus_run, data):

@@ -77,7 +77,7 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
     below(1e-3, torch.tensor([abs(found[name]) for name in ("zero_cost", "hide_cost", "sink_idle", "excess_copy")]))
 
 
-def test_the_lab_its_sweeps_and_the_ledger_share_runs_and_recipes_get_the_flags_that_they_need():
+def test_the_lab_its_sweeps_and_the_ledger_share_runs():
     """The same model has the same folder and flags, so the second command finds it trained."""
     job, run = experiments.train_job("postnorm", 3, experiments.Place()), sweeps.cases("norm_place")["post"]
     assert job.place == folder_of(run, 3, lab.Lab().out_dir) and lab.Lab().seeds == ClaimsFlags().seeds
@@ -85,10 +85,7 @@ def test_the_lab_its_sweeps_and_the_ledger_share_runs_and_recipes_get_the_flags_
     tuned = experiments.train_job("heads-eq9@long", 3, experiments.Place())
     assert f"--init_from={folder_of('heads@long', 3, 'out/lab')}" in tuned.words
     assert tuned.after[1] == experiments.train_job("heads@long", 3, experiments.Place())
-    for name, *more in (["softmax"], ["streaming", "--window=16"], ["focus", "--window=16"], ["diff", "--n_head=2"],
-                        ["tra", "--attn_args=beta_init=0.1"]):
-        assert flags_of(name).split() == [f"--attn={name}", *more] and flags_of(name, "gpu") == f"--attn={name}"
-    assert flags_of("lazy", "gpu") == "--attn=lazy --pos=rope+bias"
+    assert flags_of("tra") == "--attn=tra --attn_args=beta_init=0.1"    # with its own beta hardly any key passes
     assert RECIPES.keys().isdisjoint(ATTENTIONS)                        # or the lab would train another set-up
 
 

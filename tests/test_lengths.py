@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from data import tokens
 from evals import lengths
-from evals.instrument import Common, OpenedRun, load_run
+from evals.instrument import load_run
+
 
 @pytest.fixture
 def look(elastic_run, evaluate):
@@ -34,6 +35,8 @@ def test_losses_perplexities_and_errors_equal_those_by_hand(look, elastic_run, d
                 logs = gpt(ids[None, :-1])[0][0].log_softmax(-1)
                 losses[i, at:at + length] = -logs.gather(1, ids[1:, None])[:, 0].numpy()
     found = look("--batch_size=3")
+    scaled = look("--rope_scaling=linear:4")
+    assert scaled["rope_scaling"] == "linear:4" and scaled["lengths"][0]["loss"] != found["lengths"][0]["loss"]
     assert found["spans"] == 5 and found["base"] == found["training_length"] == 16
     for row, (length, expected) in zip(found["lengths"], by_hand.items(), strict=True):
         assert row["length"] == length
@@ -53,15 +56,6 @@ def test_two_bins_end_for_each_halving_of_the_longest_length(halvings, odd):
     assert {round(odd * 2 ** (n / 2)) for n in range(2 * halvings + 1)} == {end for end in ends if end >= odd}
 
 
-def test_rope_scaling_changes_the_loss_of_all_tokens_but_the_first(look):
-    """The first token sees only itself, so its angles do not matter."""
-    plain, scaled = (look(f"--rope_scaling={scaling}") for scaling in ("", "linear:4"))
-    assert scaled["rope_scaling"] == "linear:4"
-    for one, other in zip(plain["lengths"], scaled["lengths"], strict=True):
-        assert one["loss"] != other["loss"]
-        close_losses(one["by_position"][0]["loss"], other["by_position"][0]["loss"])
-
-
 def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings):
     finetune = ("--finetune=2", "--lengths=16,32", "--train_args=--eval_iters=1 --batch_size=2")
     found, tuned = look(*finetune, out_dir=copy), copy.with_name("copy-32")
@@ -73,9 +67,3 @@ def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings
     plain = look("--lengths=16,32", out_dir=copy)["lengths"]            # the finetuned model reads only longer windows
     assert short["loss"] == plain[0]["loss"] and long["loss"] != plain[1]["loss"]
     close_losses(look("--lengths=16,32", out_dir=tuned)["lengths"][1]["loss"], long["loss"])
-    # it repeats the overrides of the evaluation
-    run = OpenedRun(Common(out_dir=copy, device="cpu"), {"rope_scaling": "linear:2", "window": 8})
-    flags = lengths.finetune_flags(run, 32, 500)
-    assert {"--rope_scaling=linear:2", "--window=8", "--max_iters=500", "--warmup_iters=50"} <= set(flags)
-    assert "--batch_size=2" in flags            # as many tokens as 4 sequences of 16
-    assert not any(flag.startswith(("--attn", "--gate", "--kernel")) for flag in flags)

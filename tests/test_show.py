@@ -50,14 +50,6 @@ def test_a_page_shows_what_comes_before_and_after_the_rule():
     assert "visible" in page_of("streaming").numbers()["pytorch"]
 
 
-def test_diff_marks_the_lines_of_each_recipe(capsys):
-    lines = shown(capsys, "elastic", "--diff=softmax").splitlines()
-    for begins in ("+ def elastic(", "- def softmax(", "  def softmax_settle("):          # both rules share the last
-        assert any(line.startswith(begins) for line in lines)
-    mine = [line[2:] for line in lines if not line.startswith("-")]
-    assert mine == shown(capsys, "elastic").splitlines()
-
-
 def test_a_page_has_the_sizes_of_a_run_also_of_another_recipe(elastic_run, data, capsys):
     out_dir = f"--out_dir={elastic_run}"
     page = shown(capsys, out_dir)
