@@ -115,6 +115,15 @@ def test_verdicts_obey_their_algebra(values, one, other):
     assert found == M or {verdict([x]) for x in values} == {found}      # further seeds never settle what is mixed
 
 
+def test_the_interval_is_that_of_students_t():
+    for degrees, t in enumerate(T95, 1):        # t = sqrt(degrees) tan(angle) has the density cos(angle)^(degrees - 1)
+        angle = torch.linspace(0, math.pi / 2, 100_001, dtype=torch.float64)
+        density = angle.cos() ** (degrees - 1)
+        below(abs(density[angle < math.atan(t / degrees ** 0.5)].sum() / density.sum() - 0.95), 1e-4)
+    many = np.arange(30.0)
+    close(interval(many)[1], 14.5 + T95[8] * many.std(ddof=1) / 30 ** 0.5)
+
+
 def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_rank():
     """The pages have all other kinds of quantities."""
     numbers = {"raw": {"softmax@lab": [1, 2], "elastic@lab": [5, 6]}, "cost": {"softmax@lab": [2], "elastic@lab": [4]}}
