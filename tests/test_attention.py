@@ -6,7 +6,7 @@ import bounds
 import pytest
 import reference
 import torch
-from bounds import below, close
+from bounds import below, close, same
 from conftest import DEVICE, tiny_config
 from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 
@@ -147,6 +147,8 @@ def test_lssar_stays_finite_in_long_rows_and_gives_zero_for_uniform_ones():
 
 def test_buckets_of_t5_and_slopes_of_alibi_for_any_number_of_heads():
     assert positions.t5_buckets().tolist() == [reference.t5_bucket(apart) for apart in range(128)]
+    t5 = layer(pos="t5")                        # beyond its table, all distances share the last bucket
+    same(t5.distance().bias(1, 200)[:, 0].flip(-1), reference.positions(t5, 200))
     assert isinstance(layer(pos="alibi", attn_args="learn_alibi=1").alibi, torch.nn.Parameter)
 
     def slopes(heads, **more):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from conftest import FILES, ROOT, assert_says, log_rows, run, train_here
 
-from common.runs import USUAL, last_checkpoint
+from common.runs import USUAL, last_checkpoint, output_of
 from evals.instrument import load_run
 
 
@@ -27,6 +27,11 @@ def test_the_newest_complete_checkpoint_counts(copy):
     shutil.rmtree(copy / "sharded_ckpt")
     (copy / "ckpt.pt").unlink()
     assert last_checkpoint(copy) is None
+
+
+def test_a_script_that_fails_says_why():
+    with pytest.raises(ValueError, match="data/text.py --nothing failed: .*error: unknown flag --nothing"):
+        output_of("data/text.py", "--nothing")
 
 
 def small_disk(limit=20000):
