@@ -1,6 +1,5 @@
 """--train_only: frozen weights do not change, an adapter is small and needs its base, LoRA merges into the weights."""
 import math
-import shutil
 
 import bounds
 import pytest
@@ -9,9 +8,7 @@ from bounds import below, close, same
 from conftest import assert_same_run, contents, meta, tiny_config, train_here, weights
 from layers import normal
 
-import attention
 import train as train_script
-from common import files
 from common.adapters import add_lora, freeze_all_but, frozen, merged, num_trained
 from common.runs import fingerprint, read_weights
 from evals.instrument import load_run
@@ -22,7 +19,6 @@ SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters
          "--warmup_iters=2", "--lr_decay_iters=8", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
 LORA = ("--train_only=lora", "--lora_rank=2")
 FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
-TAU = ("--train_only=focus", "--attn=elastic")          # stands for any mixer with added parameters: see `adds_tau`
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +39,6 @@ def adapt(base, out, *flags):
 def lora(base):
     """A LoRA adapter of the base, in a folder next to it."""
     return adapt(base, base.parent / "lora", *LORA)
-
-
-@pytest.fixture
-def adds_tau(monkeypatch):
-    """Let attention declare tau as an added parameter, as a mixer does."""
-    monkeypatch.setattr(attention.Attention, "added", ("tau",))
 
 
 @pytest.mark.parametrize("choices", [
@@ -77,9 +67,8 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     assert frozen(one) == {name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name}
 
 
-@pytest.mark.parametrize("saved, flags", [(True, LORA), (False, TAU), (True, FOCUS)], ids=["lora", "tau", "focus"])
-def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(saved, flags, base, adds_tau, tmp_path,
-                                                                            monkeypatch):
+@pytest.mark.parametrize("saved, flags", [(False, LORA), (True, FOCUS)], ids=["lora", "focus"])
+def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(saved, flags, base, tmp_path, monkeypatch):
     """Frozen weights change neither in the trained model after its last step nor in the base's folder. Buffers are
     stored as well. A run can also resume before its first checkpoint."""
     trained, before = [], contents(base)
@@ -99,8 +88,8 @@ def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(save
 
 
 def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, tmp_path):
-    """So are the exported weights."""
-    together = read_weights(lora)
+    """So are the exported weights, and an adapter on an adapter."""
+    together, name = read_weights(lora), "transformer.h.0.attn.c_proj"
     same(together, merged(weights(base) | weights(lora), lora))
     same(load_run(lora, "cpu")[0].state_dict(), together)
     old, new, elastic = (evaluate("loss", f"--out_dir={run}", "--windows=4", *flags)["loss"] for run, *flags in (
@@ -110,31 +99,7 @@ def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, t
     safetensors = pytest.importorskip("safetensors.torch")
     export.export(lora, tmp_path / "exported")
     exported = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
-    same(exported["model.layers.0.self_attn.o_proj.weight"], together["transformer.h.0.attn.c_proj.weight"])
-
-
-def test_an_adapter_can_be_the_base_of_an_adapter_or_of_a_full_run(lora, adds_tau, tmp_path):
-    """The two adapters may be of different kinds or of the same kind. A full run needs no base; a step of Adam moves a
-    weight by at most the learning rate."""
-    taus, twice = adapt(lora, tmp_path / "taus", *TAU), adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
-    together, name = read_weights(lora), "transformer.h.0.attn.c_proj"
-    assert sorted(weights(taus)) == [f"transformer.h.{layer}.attn.tau" for layer in (0, 1)]
-    again = adapt(taus, tmp_path / "again", *TAU)                       # its own replace those of its base
-    for adapter, below_it in ((taus, together), (again, together | weights(taus))):
-        same(read_weights(adapter), below_it | weights(adapter))
+    same(exported["model.layers.0.self_attn.o_proj.weight"], together[f"{name}.weight"])
+    twice = adapt(lora, tmp_path / "twice", *LORA, "--seed=2")
     b, a = (weights(twice)[f"{name}.lora_{part}"] for part in "ba")
     close(read_weights(twice)[f"{name}.weight"], together[f"{name}.weight"] + b @ a, terms=2)
-    assert all(".lora_" in name for name in weights(adapt(taus, tmp_path / "third", *LORA)))            # and no tau
-    out = adapt(lora, tmp_path / "all", "--max_iters=2", "--learning_rate=1e-9", "--weight_decay=0")
-    assert "base" not in meta(out)
-    close(weights(out), together, terms=1, moved=2e-9)
-
-
-@pytest.mark.parametrize("named, place", [("elsewhere/base", "here/base"), ("out/before", "out/before")])
-def test_the_base_is_found_at_its_path_or_next_to_the_adapter(named, place, base, lora, tmp_path, monkeypatch):
-    """A path is relative to the current folder."""
-    shutil.copytree(base, tmp_path / place)
-    shutil.copytree(lora, tmp_path / "here/lora")
-    files.write_json(tmp_path / "here/lora/meta.json", meta(lora) | {"base": meta(lora)["base"] | {"path": named}})
-    monkeypatch.chdir(tmp_path)
-    same(read_weights("here/lora"), read_weights(lora))

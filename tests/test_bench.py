@@ -56,11 +56,6 @@ def test_every_token_of_a_page_is_predicted_once_in_a_full_window(text, length):
     assert end == len(ids) - 1
 
 
-def test_a_limit_is_spread_over_the_file():
-    for count, limit, expected in (3, 0, [0, 1, 2]), (5, 3, [0, 2, 4]), (3, 9, [0, 1, 2]), (7, 1, [0]):
-        assert list(bench.evenly(count, limit)) == expected
-
-
 def some_groups():
     """Requests with one to three scored tokens: five groups share a beginning, which each model reads once."""
     dice, groups = np.random.default_rng(bounds.SEED), []
@@ -101,17 +96,6 @@ def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
     model.transformer.wte.weight.data[:] = math.nan
     with pytest.raises(ValueError, match="x: the model's log-likelihoods are not finite"):
         said(model, groups)
-
-
-def test_requests_to_a_model_that_sees_later_tokens_are_neither_padded_nor_shared(monkeypatch):
-    model, seen, groups = GPT(tiny_config()).eval(), [], some_groups()
-    forward, kind = model.forward, type(model.transformer.h[0].attn)
-    monkeypatch.setattr(model, "forward", lambda idx, cache=None: seen.append((idx.shape, cache)) or forward(idx))
-    monkeypatch.setattr(kind, "causal", False)
-    monkeypatch.setattr(kind, "cached", False)
-    said(model, groups)
-    lengths = sorted((len(request.ids) - 1 for request in sum(groups, [])), reverse=True)
-    assert seen == [((1, n), None) for n in lengths]
 
 
 CHOICES = st.lists(st.tuples(st.text("aé", min_size=1, max_size=3), st.integers(-3, 0)), min_size=2, max_size=4)
@@ -171,22 +155,10 @@ def test_chances_and_averages():
     found = bench.averages(tasks | {"openbookqa": task(0.8, None)})
     assert found["average"]["tasks"] == 9 and found["average"]["stderr"] is None
     close([found["average of eight"]["value"], found["average"]["value"]], [0.35, 0.4])
-
-
-def test_runs_are_compared_with_the_first_run_row_by_row():
-    """The error is that of the rows' differences. Two of 8 rows differ, by less than two errors."""
-    def piqa(*hits):
-        heard = [[Answer(-(not hit), False), Answer(-hit, False)] for hit in hits]
-        task = bench.judge("piqa", [benchmarks.Row(["c"] * 2, ["a", "b"], 0)] * len(hits), heard, 0.5) | {"cut": 0}
-        return {"tasks": {"piqa": task}, "averages": {}}
-    first, other, best = piqa(1, 1, 1, 1, 0, 0, 0, 0), piqa(1, 1, 1, 1, 1, 1, 0, 0), piqa(*[1] * 8)
-    told = bench.tell(bench.Bench(), {"out/a": first, "out/b": other, "out/c": best, "out/d": piqa(*[0] * 8)})
-    one, two, *others = (line.split() for line in told.splitlines()[1:5])
-    assert one[2:4] == ["out/a", "0.5000"] and one[-3:] == ["-"] * 3
-    assert two[-6:] == ["0.2500", "0.1637", *"cannot be told apart".split()]
-    assert [line[-1] for line in others] == ["higher", "lower"] and others[0][-3] == "0.5000"
-    loss = [{"rows": "1 2 6"}, {"rows": "2 3 7"}]                       # of perplexities: 1 nat is a factor of e
-    assert bench.difference(loss[1], loss[0]) == (1.0, 0.0)
+    losses = [{"rows": "1 2 6"}, {"rows": "2 4 8"}]                     # 1 nat is a factor of e in perplexity
+    close(bench.difference(*losses), (-5 / 3, 1 / 3))
+    for rows, verdict in (("1 2 9", "cannot be told apart"), ("2 4 8", "lower"), ("0 1 5", "higher")):
+        assert bench.beside(losses[0], {"rows": rows})[-1] == verdict
 
 
 @pytest.fixture(scope="session")
@@ -211,16 +183,11 @@ def test_a_run_is_scored_on_every_task_and_drawn(elastic_run, questions, evaluat
     for measure in bench.MEASURES["wikitext"]:  # pages begin with the separator even without --bos
         both = ([run["tasks"]["wikitext"][measure][part] for part in ("value", "stderr")] for run in (less, found))
         close(*both, dtype=torch.float32)
-    bench.draw(tmp_path / "picture", {"one": found, "less": less, "again": found})
-    assert (tmp_path / "picture").read_bytes()[:4] == b"\x89PNG"
     one = evaluate(*look, "--length=200", "--limit=1", "--tasks=boolq")["tasks"]["boolq"]
     assert one["n"] == 1 and one["chance"] == 0.5                       # of the whole file
-    eval_script.main([*look, "--device=cpu", "--length=50", "--tasks=boolq,piqa,lambada", "--limit=2"])
-    done = capsys.readouterr()
-    assert done.err == ""
-    assert_says(r"task +measure +score +\+- +n +chance +adjusted +than guessing\n *boolq +acc ", done.out)
-    assert_says("piqa +acc_norm .*\nlambada +acc .*\nlambada +perplexity .* 2 .*\naverage +3 tasks", done.out)
-    assert_says("longer than 50 tokens, and cut at the beginning: rows 1 of piqa, 1 of lambada", done.out)
+    eval_script.main([*look, "--device=cpu", "--length=50", "--tasks=boolq,piqa,lambada", f"--png={tmp_path / 'png'}"])
+    assert_says("cut at the beginning: rows 1 of piqa, 1 of lambada", capsys.readouterr().out)
+    assert (tmp_path / "png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.exhaustive

@@ -1,12 +1,10 @@
 """data/benchmarks.py: a row of each public file becomes a question, and the files are fetched."""
-import gzip
 import hashlib
 import io
 import json
 import zipfile
 
 import pytest
-from conftest import assert_says
 
 from data import benchmarks
 
@@ -28,11 +26,6 @@ PUBLIC = {                                      # one invented row in the form o
              "answerC": "lost", "label": "3"},
     "boolq": {"passage": "Ice is water.", "question": "is ice water", "label": True},
     "lambada": {"text": "She gave the dog\n a bone"},
-}
-FLAT = {                                        # the same rows in another layout
-    "hellaswag": {"query": "A  baker [is]", "choices": [" sings.", "flies off.", "sits  down.", "is"], "gold": 3},
-    "arc_easy": {"question": "What is wet?", "choices": ["water", "fire"], "gold": 0},
-    "openbookqa": {"question_stem": "Bees make", "choices": ["honey", "wax and noise"], "gold": 1},
 }
 QUESTIONS = {                                   # what these rows become
     "hellaswag": (["Baking: A baker kneads. dough. The baker"] * 4, [" sings.", "flies off.", "sits  down.", "is"], 3),
@@ -56,10 +49,8 @@ def write_rows(folder, name, *rows):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_row_of_the_public_file_becomes_a_question(name, tmp_path):
-    for row in (PUBLIC[name], FLAT.get(name, PUBLIC[name])):
-        found, = benchmarks.read(name, write_rows(tmp_path, name, row))
-        contexts, *answers = QUESTIONS[name]
-        assert list(found) == [[row["query"]] * 4 if "query" in row else contexts, *answers]
+    found, = benchmarks.read(name, write_rows(tmp_path, name, PUBLIC[name]))
+    assert tuple(found) == QUESTIONS[name]
 
 
 def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
@@ -69,16 +60,6 @@ def test_a_page_of_wikitext_begins_at_a_heading_of_the_first_level():
     raw = WIKI.split(" = Oak")[0].removeprefix(" \n")[:-1]
     assert first.words == len(raw.split()) + 2 and first.bytes == len(raw)
     assert second.text == " = Oak =\n\nIt stands.\n" and second.words == 6 + 2
-
-
-def test_files_of_a_folder_are_unpacked_copied_and_counted(tmp_path, capsys):
-    source, out = write_rows(tmp_path, "boolq", PUBLIC["boolq"], PUBLIC["boolq"]), tmp_path / "out"
-    row = json.dumps(PUBLIC["piqa"]).encode() + b"\n"
-    (source / "piqa_valid.jsonl.gz").write_bytes(gzip.compress(row))
-    for tasks in (["--tasks=piqa,boolq"], []):
-        benchmarks.main([*tasks, f"--source={source}", f"--out_dir={out}"])
-        assert_says("piqa_valid.jsonl: 1 rows of 1,838\n.*boolq_valid.jsonl: 2 rows of 3,270", capsys.readouterr().out)
-    assert (out / "piqa_valid.jsonl").read_bytes() == row and len(benchmarks.read("piqa", out)) == 1
 
 
 def zipped(members):

@@ -75,24 +75,6 @@ def test_every_command_passes_its_parser(command, monkeypatch, capsys):
         GPTConfig(**fields_of(GPTConfig, with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("page", [page for page in PAGES if re.match(r"docs/\d", page)])
-def test_the_commands_of_a_chapter_run_one_after_another(page, tmp_path, monkeypatch):
-    """As a reader would type them, with few steps. Left out: those that need public weights."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "results").mkdir()
-    few = {"train.py": ["--max_iters=4", "--eval_interval=2", "--eval_iters=1", "--log_interval=1", "--warmup_iters=1"]}
-    blocks = "".join(re.findall(r"```sh\n.*?```\n", PAGES[page], re.S))
-    for script, arguments in commands_of(blocks):
-        if "smollm2" not in " ".join(arguments):
-            arguments = [re.sub(r"--windows=\d+", "--windows=8", word) for word in arguments]
-            monkeypatch.setattr(sys, "argv", [script, *arguments, *few.get(script, [])])
-            try:
-                runpy.run_path(str(ROOT / script), run_name="__main__")
-            except SystemExit as stop:
-                assert not stop.code, arguments
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_picture_leads_somewhere(page):
     """README links every other page, except that of a machine with a GPU, which `eval.py speed --everything` writes."""

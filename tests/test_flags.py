@@ -1,16 +1,14 @@
-"""Flags: which value wins, what the help lists, and that a real process prints readable text."""
+"""Flags: which value wins, and that a real process prints readable text."""
 import shutil
 
-import pytest
 from conftest import meta, run
 
 import attention
-import eval as eval_script
 import mixers
 import train as train_script
 from common import files
 from common.flags import Parser, add_flags
-from evals.instrument import Common, Overrides, model_config
+from evals.instrument import model_config
 from model import GPTConfig
 
 
@@ -57,15 +55,6 @@ def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
             found = vars(model_config(alone[before], {"attn": after}))
             assert all(found[axis] == alone[after][axis] for axis in mixers.DEFAULTS), (before, after)
     assert model_config(vars(GPTConfig(gate="head")), {"attn": "elastic"}).gate == "head"       # a flag's value is kept
-
-
-@pytest.mark.parametrize("command", eval_script.COMMANDS)
-def test_help_lists_every_flag_of_a_command(command, capsys):
-    groups = [eval_script.COMMANDS[command].flags, *[Common, Overrides] * (command in eval_script.OF_A_RUN)]
-    with pytest.raises(SystemExit, match="^0$"):
-        eval_script.main([command, "-h"])
-    said = capsys.readouterr().out
-    assert all(name in said for group in groups for name in group.__dataclass_fields__)
 
 
 def test_a_real_process_prints_readable_text(elastic_run):

@@ -16,8 +16,7 @@ import attention
 import mixers
 from attention import ATTENTIONS
 from axes.positions import POSITIONS, rope_frequencies
-from common import machine
-from model import GPT, MoE, check_size
+from model import GPT, MoE
 
 
 def model(spread=4.0, **choices):
@@ -102,19 +101,6 @@ def test_parameters_and_operations_count_what_a_token_uses():
     gpt = GPT(tiny_config(mlp="moe", n_expert=E, n_active=2, n_inner=H, bias=True, norm="rmsnorm"))
     assert gpt.num_params() == rest + E * expert and gpt.num_params(active=True) == rest + 2 * expert
     assert gpt.flops_per_token() == 6 * (rest + 2 * expert) + gpt.transformer.h[0].attn.flops_per_token()
-
-
-def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_built(monkeypatch):
-    """A model needs its weights and, even on the meta device, the Python objects of its blocks."""
-    config, parameters = tiny_config(n_layer=1000, tied=False), 1000 * (12 * 16 * 16 + 2 * 16) + 2 * 31 * 16 + 16
-    size = 1000 * 40_000 + 4 * 4 * parameters
-    monkeypatch.setattr(machine, "host_memory", lambda: size)
-    check_size(config, 4)
-    monkeypatch.setattr(machine, "host_memory", lambda: size - 1)
-    with pytest.raises(ValueError, match=rf"{parameters:,} parameters.* n_layer=1000 blocks, needs 0\.1 GB.*lower"):
-        check_size(config, 4)
-    with pytest.raises(ValueError, match="n_layer=10000000: .* need 400.0 GB .*lower n_layer"):
-        GPT(tiny_config(n_layer=10 ** 7))
 
 
 def dense_experts(moe, x):

@@ -75,13 +75,6 @@ def test_f1_and_exact_match_are_those_of_squad_and_the_best_answer_counts(monkey
                   "score": (37.5 * 50) ** 0.5}, terms=4, size=100)
 
 
-def test_rouge_counts_words_pairs_and_common_subsequences():
-    """The example of Lin 2004: police killed the gunman."""
-    pytest.importorskip("rouge_score")
-    for said, *expected in (("police kill the gunman", .75, 1 / 3, .75), ("the gunman kill police", .75, 1 / 3, .5)):
-        close([*scrolls.rouge(said, "police killed the gunman").values()], expected, terms=4)
-
-
 @pytest.fixture
 def reply(elastic_run):
     run = OpenedRun(Common(out_dir=str(elastic_run), device="cpu"), {})
@@ -120,5 +113,4 @@ def test_the_command_prints_all_numbers_and_a_table(elastic_run, toy_run, source
     assert list(found["tasks"]) == list(ROWS) and found["tasks"]["narrative_qa"]["questions"] == 2
     close(found["score"], np.mean([task["score"] for task in found["tasks"].values()]), terms=7)
     eval_script.main([*look, f"--out_dir={elastic_run},{toy_run}", "--tasks=narrative_qa,quality"])
-    said = capsys.readouterr().out
-    assert said.count(str(toy_run)) == 2 and "100%" in said and "F1" in said and "ROUGE-" not in said
+    assert capsys.readouterr().out.count(str(toy_run)) == 2

@@ -21,7 +21,6 @@ import train as train_script
 from common import files
 from common.flags import fields_of
 from data import tokens
-from evals.probe import MEASURES
 from model import GPT, GPTConfig
 from training import balance
 
@@ -247,11 +246,8 @@ def test_balancing_losses_are_logged_and_make_the_load_of_experts_even(tmp_path,
     off, on, said = *(meta(tmp_path / name)["report"] for name in ("off", "on")), capsys.readouterr().out
     assert off["least_used_expert"] < 1 / 6 < off["most_used_expert"]
     below(on["most_used_expert"] - 1 / 6, (off["most_used_expert"] - 1 / 6) / 2)
-    for words in ("M of them active", "layer  least used expert  most used\n", "an even load gives each expert 0.1667",
-                  f"{off['val']:.4f}", f"{off['val'] / math.log(2):.4f}", f"sink ratio {off['sink']:.4f}"):
+    for words in (f"{off['val'] / math.log(2):.4f}", f"sink ratio {off['sink']:.4f}"):
         assert words in said                    # a token is 1 byte
-    figures = [n for n in MEASURES if n not in ("extra_eps", "peak_a", "peak_b", "sparsity_a", "sparsity_b")]
-    assert list(off) == ["train", "val", "least_used_expert", "most_used_expert", *figures]
     for name, low, high in (("on", 0.495, 3), ("heads", 0, 2)):
         header, *rows = [line.split(",") for line in (tmp_path / name / "log.csv").read_text().splitlines()]
         assert header[-1] == "balance" and all(low < float(row[-1]) < high for row in rows)
@@ -270,10 +266,3 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
     assert round(count / 1e6, 2) == millions
     assert preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"] == step_tokens
     assert preset.keys() - {"about"} <= vars(train_script.Train()).keys() | vars(gpt.config).keys()
-
-
-def test_the_optimizer_of_the_preset_gpt2_and_of_the_defaults_is_nanogpts():
-    for preset in ({}, train_script.PRESETS["gpt2"]):
-        knobs = vars(train_script.Train(**fields_of(train_script.Train, preset)))
-        expected = {"learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
-        assert expected.items() <= knobs.items()
