@@ -38,6 +38,17 @@ def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
     assert path.read_text() == "after" and sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
 
 
+def test_too_little_memory_is_reported_in_one_line_and_an_error_raised_with_traceback_1(monkeypatch, capsys):
+    for error in (None, MemoryError(), RuntimeError("Storage size calculation overflowed")):
+        with pytest.raises(SystemExit), files.one_line_errors():
+            raise error or torch.empty(1 << 50)
+        assert_says("there is not enough memory.*smaller sizes, such as --batch_size", capsys.readouterr().err)
+    for traceback, error in (("", RuntimeError("another")), ("1", ValueError("one"))):
+        monkeypatch.setenv("TRACEBACK", traceback)
+        with pytest.raises(type(error), match=str(error)), files.one_line_errors():
+            raise error
+
+
 NEW = "--max_iters=1 --device=cpu"
 LOSS, LORA_LOSS = (f"eval.py loss --device=cpu --windows=2 --out_dir={run}" for run in ("run", "lora"))
 FOX_LOSS, TOY_LOSS = f"{LOSS} --dataset=./data/fox", "eval.py loss --device=cpu --out_dir=toy_run --dataset=stdlib"

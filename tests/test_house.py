@@ -1,29 +1,56 @@
 """The house as docs/add-your-own.md draws it: who imports whom."""
 import ast
+import re
 
 from conftest import ROOT
 
 FOLDERS = ("evals", "training", "mixers", "axes", "common", "data", "pretrained")
-FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+         for path in (*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")))}
 
 
 def imported(path):
-    """What a file imports, as dotted names of at most two parts: common.files, model, ..."""
+    """The modules that a file imports, as dotted names: data.files, model, ..."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            yield from (".".join(f"{start}{name.name}".split(".")[:2]) for name in node.names)
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def module_of(wanted):                          # mixers.recurrent rather than mixers, which holds it
+    return max((name for name in FILES if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
+
+
+# {module: the modules of this repository that it imports}; evals.probe is a module, and so is model
+IMPORTS = {module: {module_of(wanted) for wanted in imported(path)} - {module, None} for module, path in FILES.items()}
+
+
+def room(module):
+    """The file or folder of a module. data/weights.py belongs to pretrained/, whose command it is."""
+    return "pretrained" if module == "data.weights" else module.split(".")[0]
+
+
+def test_the_diagram_shows_all_imports():
+    page = (ROOT / "docs/add-your-own.md").read_text(encoding="utf-8")
+    arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", re.search(r"```mermaid\n(.*?)```", page, re.S)[1], re.M)
+    drawn = {(start, re.match(r"\w+", end)[0]) for start, ends in arrows for end in ends.split(" & ")}
+    assert drawn == {(room(a), room(b)) for a, targets in IMPORTS.items() for b in targets if room(a) != room(b)}
+
+
+def test_no_module_imports_itself_through_others():
+    left = IMPORTS
+    while left:
+        free = [module for module, targets in left.items() if not targets & left.keys()]
+        assert free, f"these import each other: {sorted(left)}"
+        left = {module: targets for module, targets in left.items() if module not in free}
 
 
 def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
-    """data/ and common/ are below the model: a data set is made, and a file written, without it. data/weights.py is the
-    command of pretrained/."""
-    allowed = {"common": set(), "data": {"common.files", "common.flags"}}       # {folder: what it may import}
-    for path in FILES:
-        targets, room = set(imported(path)), path.relative_to(ROOT).parts[0]
-        rooms = {target.split(".")[0] for target in targets}
-        assert not rooms & {"train", "eval"} and "data.weights" not in targets, path
-        assert ("triton" in rooms) == (path == ROOT / "kernels.py"), path
-        if room in allowed and path != ROOT / "data/weights.py":
-            ours = {*FOLDERS, *(file.stem for file in ROOT.glob("*.py"))} - {room}
-            assert {target for target in targets if target.split(".")[0] in ours} <= allowed[room], path
+    """data/ and common/ are below the model: a data set is made, and a file written, without it."""
+    below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
+    for module, targets in IMPORTS.items():
+        assert not targets & {"train", "eval", "data.weights"}, module
+        assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
+        others = {target for target in targets if room(target) != room(module)}
+        assert others <= below.get(room(module), others), module

@@ -266,3 +266,10 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
     assert round(count / 1e6, 2) == millions
     assert preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"] == step_tokens
     assert preset.keys() - {"about"} <= vars(train_script.Train()).keys() | vars(gpt.config).keys()
+
+
+def test_the_optimizer_of_the_preset_gpt2_and_of_the_defaults_is_nanogpts():
+    for preset in ({}, train_script.PRESETS["gpt2"]):
+        knobs = vars(train_script.Train(**fields_of(train_script.Train, preset)))
+        expected = {"learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
+        assert expected.items() <= knobs.items()

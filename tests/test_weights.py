@@ -261,6 +261,24 @@ def converted(source, out, *flags):
     return load_run(out, "cpu")[0]
 
 
+def test_experts_in_mxfp4_are_unpacked(tmp_path):
+    """Random experts, stored as OpenAI stores them."""
+    transformers, safetensors = pytest.importorskip("transformers"), pytest.importorskip("safetensors.torch")
+    folder, random = tmp_path / "gpt_oss", dice(5)
+    saved(GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, folder, torch.bfloat16)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(256, shape, generator=random, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, shape[:-1], generator=random, dtype=torch.uint8)
+    safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.Mxfp4Config(dequantize=True)).float().eval()
+    assert_same_logits(converted(folder, tmp_path / "run"), theirs)
+    assert meta(tmp_path / "run")["source"]["precision"] == "MXFP4, BF16"
+
+
 @pytest.mark.parametrize("config, generation, special, tuned, separator, ends", [   # special: tokens with ids from 2
     ({"bos_token_id": None, "eos_token_id": [7, 8]}, {}, ["[INST]"], True, 7, [7, 8]),
     ({"bos_token_id": 61}, {"eos_token_id": [3, 2]}, ["<|im_start|>"], False, 2, [2, 3]),         # 61: no token's
