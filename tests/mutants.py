@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 import changes
+import hypothesis
 import pytest
 import recording
 
@@ -42,6 +43,13 @@ class Judge:
 
     def __init__(self, tests, log):
         self.tests, self.log = tests, log
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self):
+        """A case that fails need not become smaller."""
+        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        hypothesis.settings.register_profile("judge", hypothesis.settings(), phases=phases)
+        hypothesis.settings.load_profile("judge")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
