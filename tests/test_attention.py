@@ -29,7 +29,12 @@ INITIAL = [
     # When Attention Sink Emerges, table 5: along the first axis or along all. With norm 0 the recipe is the K bias
     ("kv_bias", "value_norm=5", {}, {"sink_value": [[5.0] + [0.0] * 7] * 4}),
     ("kv_bias", "value_norm=5,value_even=1", {}, {"sink_value": 5 / 8 ** 0.5}),
-    ("kv_bias", "value_norm=0", {}, {"sink_value": 0.0})]
+    ("kv_bias", "value_norm=0", {}, {"sink_value": 0.0}), ("titans", "", {"forget_bias": 4.0}, {})]
+CONSTANTS = {                                   # those of the papers and their code
+    "dex": {"anneal": 0.5}, "entmax": {"alpha": 1.5}, "lssar": {"power": 15, "learn_sigma": False},
+    "elastic": {"tau_init": 1, "per_length": True}, "tda": {"beta_init": 1, "kappa": 1, "power": 2, "lambda_init": 0.5},
+    "focus": {"groups": 4, "route_dim": 16, "temperature": 0.1, "iterations": 10, "gate_scale": 10, "gate_offset": 0.5},
+    "sparq": {"local": 0.25, "realloc": False}, "quest": {"page": 16}, "magicpig": {"bits": 8, "tables": 75}}
 SPREAD = {                                      # recipe: {parameter: standard deviation}, for heads of width 512
     "kv_bias": {"sink_key": 0.02, "sink_value": 0.02}, "v_bias": {"value_bias": 0.02},
     "rela_gated": {"norm_gate": 0.02}, "mlp": {f"feature.{n}.weight": (2 / (5 * 512)) ** 0.5 for n in (0, 2)},
@@ -43,6 +48,11 @@ def test_initial_values_of_parameters(attn, args, learned, fixed):
         for name, value in values.items():
             close(tensors[name], torch.as_tensor(value).expand_as(tensors[name]), dtype=torch.float32)
             assert name in module.state_dict()
+
+
+@pytest.mark.parametrize("attn", CONSTANTS)
+def test_constants_have_the_values_of_the_papers(attn):
+    assert CONSTANTS[attn].items() <= fresh(attn, **({"window": 4} if attn == "focus" else {})).args.items()
 
 
 @pytest.mark.parametrize("attn", SPREAD)

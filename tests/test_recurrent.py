@@ -66,6 +66,11 @@ def test_chunks_are_exact_in_float32(**form):
         assert_exact(partial(by_chunks, chunk=chunk), draw(**form))
 
 
+def test_what_a_token_writes_has_a_bias_in_learning_memories_alone():
+    assert [attn for attn in ("deltanet", "gated_deltanet", "ttt", "titans") if layer(attn).beta.bias is not None] == [
+        "ttt", "titans"]
+
+
 def test_long_sequences_stay_finite():
     assert by_chunks(**draw(**FORM | {"rate": "channel", "erases": True, "T": 16_384})).isfinite().all()
 
