@@ -95,20 +95,22 @@ def judge(mutants, root, out, limit):
                 subprocess.run(["pkill", "-KILL", "-s", str(process.pid)])      # what its tests left running
                 noticed = None if process.exitcode in (0, 5) else log.read_text()
                 shutil.copy2(root / row["file"], folder / row["file"])
-            row |= {"noticed_by": noticed, "tests": len(tests), "seconds": round(time.monotonic() - began, 1)}
+            row |= {"noticed_by": noticed, "exit": process.exitcode if tests else 0, "tests": len(tests)}
+            row["seconds"] = round(time.monotonic() - began, 1)
             with (out / "mutants.jsonl").open("a") as f:
                 f.write(json.dumps(row) + "\n")
             print("{file}:{line} {seconds} s {noticed_by}".format(**row), flush=True)
 
 
 def show(rows):
-    """Print the share noticed by file, and the survivors."""
+    """Print the share noticed by file, how many of all by a hang, a crash or too much memory, and the survivors."""
     files = collections.defaultdict(list)
     for row in rows:
         for name in (row["file"], "total"):
             files[name].append(row["noticed_by"] is not None)
     for name, noticed in sorted(files.items()):
         print(f"{name:<30} {sum(noticed):>4} of {len(noticed):>4} {sum(noticed) / len(noticed):6.1%}")
+    print(f"{sum(row['noticed_by'] is not None and row.get('exit', 1) != 1 for row in rows)} of them by no failed test")
     for row in rows:
         if row["noticed_by"] is None:
             print(f"\n{row['file']}:{row['line']}   {row['tests']} tests pass")
@@ -136,6 +138,8 @@ def main():
     rows = {identity(row): row for row in map(json.loads, lines)}       # the last judgement of each mutant
     if args.show:
         return show(rows.values())
+    if not (out / "tests.json").exists():
+        sys.exit(f"no recording in {out}: run python tests/mutants.py --record first")
     drawn = changes.draw(root, args.files, args.seed, args.count)
     todo = [mutant for mutant in drawn if identity(mutant[0]) not in rows
             or args.again and rows[identity(mutant[0])]["noticed_by"] is None]
@@ -143,8 +147,12 @@ def main():
     sys.dont_write_bytecode = True
     for name in WARM:
         importlib.import_module(name)
-    for i in range(args.jobs):
-        FORK.Process(target=judge, args=(todo[i::args.jobs], root, out, args.seconds)).start()
+    jobs = [FORK.Process(target=judge, args=(todo[i::args.jobs], root, out, args.seconds)) for i in range(args.jobs)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    sys.exit(max(job.exitcode for job in jobs))
 
 
 if __name__ == "__main__":

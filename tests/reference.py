@@ -1,8 +1,11 @@
 """The definition of every recipe: attention as one dense matrix of weights, straight from the papers.
 
-Tests compare all other code with this page, in values and in gradients. It shares nothing with that code: it reads a
-layer's choices (module.config, module.args) and its parameters by name. Nothing here is fast, cuts anything into
-blocks, or knows a derivative; autograd finds those.
+Tests compare all other code with this file, in values and in gradients. It imports nothing from that code. From a
+layer it takes the choices (config, args), the sizes of heads (shapes), the projections, and parameters and buffers by
+name. Nothing here is fast, cuts anything into blocks, or knows a derivative; autograd finds those. Not defined here:
+ALiBi's slopes (test_attention.py) and RoPE's scalings (test_weights.py).
+
+Read in this order: RULES, row_input (their thresholds), all_views, weights, finished, layer.
 
 Shapes: B batch, H score heads, R query rows (the last R of T positions), T keys, D width of q and k, E width of v.
 Scores s and weights w are (B, H, R, T), row vectors such as a threshold t are (.., R, 1), `seen` is (R, T).
@@ -21,12 +24,12 @@ def distances(R, T, device=None):
 def visible(apart, window=0, first=0):
     """Row i sees key j if j <= i and, with a window (Beltagy et al. 2020), if i - j < window or j < first
     (StreamingLLM, Xiao et al. 2309.17453). apart: see `distances`."""
-    j = torch.arange(apart.shape[1], device=apart.device)
-    return (apart >= 0) & ((apart < window) | (j < first) if window else True)
+    j, past = torch.arange(apart.shape[1], device=apart.device), apart >= 0
+    return past & ((apart < window) | (j < first)) if window else past
 
 
 def bias(apart, table=None, tail=None, slope=None):
-    """What relative positions add to a score, (H, R, T): table[h, i - j] at distances below the width W of the table,
+    """The bias that relative positions add to scores, (H, R, T): table[h, i - j] at distances below its width W,
     tail[h] beyond (without one: 0), and slope[h] (i - j) everywhere."""
     b = torch.zeros(1, 1, 1, device=apart.device) if tail is None else tail[:, None, None]
     W = 0 if table is None else table.shape[1]
@@ -93,11 +96,12 @@ def powers(s, seen, t, power):
 
 def softpick(s, seen, *_):
     """relu(e_ij) / (sum_k |e_ik| + 1e-8), e = exp(s - m) - exp(-m), m = max(0, max_j s_ij). Zuhri et al. 2504.20966."""
-    e, _ = above_one(s, seen)
+    e, _ = exp_minus_one(s, seen)
     return torch.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-8)
 
 
-def above_one(s, seen, *_):
+def exp_minus_one(s, seen, *_):
+    """(e^s - 1) e^-m, and m = max(0, max_j s_j)."""
     m = s.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=0)
     return ((s - m).exp() - (-m).exp()) * seen, m
 
@@ -125,8 +129,8 @@ def weights_by_rule(rule, s, seen, t=None, power=None):
 
 
 def log_divisor(rule, s, seen, t=None, power=None):
-    """The logarithm of what a rule divides its row by, (B, H, R), 0 in a row without any weight. None: not a sum."""
-    parts = {"softmax": exponentials, "elastic": exponentials, "lssar": powers, "softpick": above_one}
+    """The logarithm of each row's divisor, (B, H, R), 0 in an empty row; None for rules without a divisor."""
+    parts = {"softmax": exponentials, "elastic": exponentials, "lssar": powers, "softpick": exp_minus_one}
     if rule not in parts:
         return None
     e, m = parts[rule](s.masked_fill(~seen, 0.0), seen, t, POWERS.get(rule) if power is None else power)
@@ -174,7 +178,7 @@ def featured(module, x):
 
 
 def factor(module, n=None):
-    """What q.k is multiplied by, (H, R, 1) or a number. n (R, 1): how many keys each row sees."""
+    """The scale of q.k, (H, R, 1) or a number. n (R, 1): how many keys each row sees."""
     scale, root = module.config.scale, module.width ** -0.5
     if scale == "log_n":                        # SSMax, Nakanishi 2501.19399; in LSSAR sigma = sqrt(d) log d
         return root * module.sigma[:, None, None] * n.log()
@@ -297,7 +301,7 @@ def output(module, w, v, x):
 
 
 def finished(module, o, x):
-    """What a layer does to the output of its heads (B, H, R, E), in this order."""
+    """The steps after the heads' outputs (B, H, R, E), in order."""
     c, H = module.config, o.shape[1]
     if c.value_bias == "on":                    # When Attention Sink Emerges, table 4
         o = o + whole(module.value_bias, H, o.shape[3])[:, None]
@@ -336,7 +340,7 @@ def t5_bucket(apart):
 
 
 def positions(module, T):
-    """What --pos adds to the scores at distances 0 .. T - 1, (H, T), or None."""
+    """The bias of --pos at distances 0 .. T - 1, (H, T), or None."""
     pos = module.config.pos
     buckets = [t5_bucket(apart) for apart in range(T)]
     if pos in ("bias", "rope+bias"):            # Lazy Attention: 0 beyond its table
@@ -345,7 +349,10 @@ def positions(module, T):
         return -module.alibi[:, None] * torch.arange(T)
     if pos == "t5_index":                       # the released code of When Attention Sink Emerges
         return torch.tensor(buckets).repeat(module.score_heads, 1)
-    return module.t5[:, buckets] if pos == "t5" else None
+    if pos == "t5":
+        return module.t5[:, buckets]
+    if pos not in ("none", "rope", "sinusoidal", "learned"):
+        raise NotImplementedError(f"define the bias of --pos={pos} here")
 
 
 def layer(module, x, attend=attend):

@@ -143,7 +143,11 @@ def weights(module, q, k, x):
         return weights_by_rule("softmax", *with_extra(*focus(module, s, past, x), extra))
     if c.mixer == "selection":
         return selection(module, extra, q, k, s, past)
-    return random_features(module, q, k) if c.mixer == "performer" else routing(module, q, k, s, past)
+    if c.mixer == "performer":
+        return random_features(module, q, k)
+    if c.mixer == "routing":
+        return routing(module, q, k, s, past)
+    raise NotImplementedError(f"define the weights of mixer {c.mixer} here")
 
 
 def random_features(module, q, k):

@@ -102,7 +102,7 @@ def test_the_error_is_that_of_paired_differences():
 
 
 @pytest.mark.parametrize("attn", some_recipes("softmax", "gpt_oss", "sink_token", "diff2", "elastic", "linear"))
-def test_costs_of_a_model(attn):
+def test_costs_are_differences_of_the_losses_of_windows(attn):
     gpt, rows = lively(attn=attn), token_ids(3, 17)
     every = ablate.every_head(gpt)
     changes = {"0 % of heads zero": unchanged, "100 % of heads zero": output_zeroed(every),

@@ -42,7 +42,7 @@ SPREAD = {                                      # recipe: {parameter: standard d
 
 
 @pytest.mark.parametrize("attn, args, learned, fixed", INITIAL)
-def test_initial_values_of_parameters(attn, args, learned, fixed):
+def test_parameters_start_at_the_values_of_their_papers(attn, args, learned, fixed):
     module = fresh(attn, attn_args=args, block_size=1024).float()
     for tensors, values in (dict(module.named_parameters()), learned), (dict(module.named_buffers()), fixed):
         for name, value in values.items():
@@ -155,7 +155,7 @@ def test_lssar_stays_finite_in_long_rows_and_gives_zero_for_uniform_ones():
     close(w[:, :, :3].sum(-1), torch.ones(2, 4, 3))
 
 
-def test_buckets_of_t5_and_slopes_of_alibi_for_any_number_of_heads():
+def test_buckets_of_t5_and_slopes_of_alibi_equal_their_formulas():
     assert positions.t5_buckets().tolist() == [reference.t5_bucket(apart) for apart in range(128)]
     t5 = layer(pos="t5")                        # beyond its table, all distances share the last bucket
     same(t5.distance().bias(1, 200)[:, 0].flip(-1), reference.positions(t5, 200))
@@ -175,6 +175,16 @@ def test_the_cache_of_a_window_keeps_only_the_keys_that_are_needed(attn, most):
     for part in normal(1, 30, 32).split(3, 1):
         module(part, past)
     assert past["k"].shape[2] == past["v"].shape[2] == most and past["tokens"] == 30
+
+
+def test_dropout_zeroes_its_share_of_the_weights_and_scales_the_others():
+    module = layer(kernel="torch", dropout=0.3).train()
+    q, k, _, x = inputs(module, 45)
+    v = torch.eye(45, dtype=torch.float64).expand(2, 4, 45, 45)         # so the output is the matrix of weights
+    w, found = module.weights_of(q, k, x), module.attend(q, k, v, x)
+    kept, count = found != 0, (w > 0).sum().item()
+    close(found, w * kept / 0.7)
+    below(abs(1 - kept.sum().item() / count - 0.3), 8 * math.sqrt(0.21 / count))
 
 
 @pytest.mark.parametrize("choices", [{"pos": "t5"}, {"attn": "elastic", "pos": "alibi"}, {"attn": "tda"}], ids=str)

@@ -141,7 +141,7 @@ def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
         close([found[name]["value"], found[name]["stderr"]], [value, error * slope], terms=256, size=value * nats.max())
 
 
-def test_chances_and_averages():
+def test_scores_are_adjusted_for_guessing_and_averaged():
     no, yes = (benchmarks.Row(["c"] * 2, ["no", "yes"], gold) for gold in (0, 1))
     assert bench.chance("boolq", [no] * 3 + [yes]) == bench.chance("boolq", [no] + [yes] * 3) == 0.75
     found = bench.judge("boolq", [yes] * 2, [[Answer(-1, False), Answer(-2, False)]] * 2, 1.0)

@@ -218,7 +218,7 @@ def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
         assert done == expected
 
 
-def test_which_readings_are_run(monkeypatch):
+def test_only_readings_that_fit_the_machine_are_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def wanted(names, small=SMALL):

@@ -1,5 +1,6 @@
 """Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn combinations of axes. A new
-row of ATTENTIONS is tested without further work. Only a new rule needs a formula, in tests/reference.py."""
+row of ATTENTIONS is tested without further work. A new rule, position, norm, gate or mixer also needs its formula in
+tests/reference.py or reference_mixers.py."""
 import io
 
 import pytest

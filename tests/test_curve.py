@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_rule(rule, args, constants, page, browser):
         assert (((w == 0) == (expected == 0)) | (w.abs().maximum(expected.abs()) < 1e-12)).all()
 
 
-def test_keys_bars_and_sliders(page, browser):
+def test_keys_bars_and_sliders_change_the_numbers(page, browser):
     """What a visitor does changes the numbers that the page says of a rule."""
     def said(rule):
         text = browser.text(f"article[aria-label={rule}] .numbers")

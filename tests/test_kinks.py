@@ -67,7 +67,7 @@ def slopes_in_triton(rule, s, t, power):
 
 @pytest.mark.parametrize("form", [slopes_in_pytorch, pytest.param(slopes_in_triton, marks=needs_triton)])
 @pytest.mark.parametrize("kink", ROWS)
-def test_gradients_of_a_row_at_a_kink(kink, form):
+def test_a_row_at_a_kink_has_the_gradient_of_the_chosen_side(kink, form):
     rule, s, given, ds, dt = ROWS[kink]
     found, found_dt = form(rule, s, *given)
     close(found, torch.tensor(ds), terms=8, size=8.0)                   # the largest g
@@ -87,7 +87,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("kink", FORMULAS)
-def test_derivative_of_a_formula_at_a_kink(kink):
+def test_a_formula_at_a_kink_has_the_expected_derivative(kink):
     f, x, slope = FORMULAS[kink]
     x = torch.tensor([float(x)], dtype=torch.float64, requires_grad=True)
     close(torch.autograd.grad(f(x).sum(), x)[0], torch.tensor([slope], dtype=torch.float64), size=max(1.0, slope))

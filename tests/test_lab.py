@@ -34,7 +34,7 @@ def task(tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags", [("--no_bos",), ("--fixed_at=7",), ("--no_bos", "--fixed_at=0"), ("--length=30",)])
-def test_the_exact_loss_in_every_form_of_the_task(flags, tmp_path):
+def test_the_exact_loss_equals_its_enumeration_in_every_form(flags, tmp_path):
     folder = make(tmp_path / "x", "--sequences=200", *flags)
     about, rows = meta(folder), torch.from_numpy(sequences(folder))[:20]
     loss, trigger = lab.true_process(rows, about)

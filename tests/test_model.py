@@ -16,7 +16,7 @@ import attention
 import mixers
 from attention import ATTENTIONS
 from axes.positions import POSITIONS, rope_frequencies
-from model import GPT, MoE
+from model import GPT, MoE, hidden_width
 
 
 def model(spread=4.0, **choices):
@@ -88,7 +88,16 @@ def test_any_combination_of_sizes_trains_every_parameter(sizes):
     assert_learns(gpt, token_ids(2, 17))
 
 
+def test_dropout_acts_on_embeddings_and_on_both_branches_of_a_block():
+    gpt, changed = GPT(tiny_config(dropout=0.5)), []
+    for module in (gpt.transformer.drop, gpt.transformer.h[0].attn.resid_dropout, gpt.transformer.h[0].mlp.dropout):
+        module.register_forward_hook(lambda _, x, y: changed.append(not torch.equal(x[0], y)))
+    gpt(torch.arange(16)[None])
+    assert changed == [True] * 3
+
+
 def test_parameters_and_operations_count_what_a_token_uses():
+    assert [hidden_width(tiny_config(n_embd=100, mlp=mlp)) for mlp in ("swiglu", "moe", "gelu")] == [288, 288, 400]
     C, V, T, H, E = 16, 31, 16, 24, 5
     blocks = 2 * (12 * C * C + 9 * C + 4 * C) + 2 * C       # matrices; biases of c_attn, c_proj, c_fc, c_proj; norms
     shared, learned, untied = (GPT(tiny_config(n_layer=2, bias=True, **choices)) for choices in (

@@ -49,7 +49,7 @@ FIGURES = [
 
 @pytest.mark.parametrize("attn, given, expected", FIGURES, ids=lambda x: x if isinstance(x, str) else "")
 @torch.no_grad()
-def test_figures_of_known_parameters(attn, given, expected):
+def test_known_parameters_give_known_figures(attn, given, expected):
     module = layer(attn=attn, attn_args=given if isinstance(given, str) else "")
     for name, values in given.items() if isinstance(given, dict) else ():
         p = module.get_parameter(name)

@@ -15,7 +15,7 @@ def base(tmp_path_factory, data):
     return out
 
 
-def test_every_form_at_every_length(base, data, evaluate, tmp_path):
+def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--init_from={base}", "--attn=focus",
                "--train_only=focus", "--window=4", "--max_iters=3", "--eval_iters=1", "--batch_size=2", "--device=cpu")
     found = evaluate("routers", f"--out_dir={tmp_path}", "--lengths=16,32", "--k=1,4", "--windows=3", "--repeats=1",

@@ -121,7 +121,7 @@ def test_special_tokens_are_not_shown(toy):
     assert numbers.decode(numbers.encode("3 0 65535")) == "3 0 65535"
 
 
-def test_how_the_separator_is_found(tmp_path, sentencepiece):
+def test_the_separator_is_found_in_each_kind_of_file(tmp_path, sentencepiece):
     assert tokens.tokenizer(str(sentencepiece)).separator == 1          # it precedes each text
     folder = write_tokenizer(tmp_path / "model")
     for name, content, expected in (
