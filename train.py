@@ -11,8 +11,8 @@ A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json 
 and log.csv. With --sharded_ckpt=1 it writes the checkpoint in parts; common/runs.py says how to join them to a ckpt.pt.
 With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json names its base, the
 run of --init_from.
--h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some defaults:
-see the presets at the end.
+-h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, its default. The default
+preset, tiny, changes some defaults: see the presets at the end of -h all.
 """
 if __name__ == "__main__":                      # the imports take seconds, in which SIGTERM must leave a word as well
     from training.stopping import say_terminated
@@ -360,10 +360,15 @@ class Training:
 
 # --------------------------------------------------------------------------------------------------- the command line
 
+# what -h shows
+USUAL = ("preset", "dataset", "out_dir", "init_from", "max_iters", "batch_size", "gradient_accumulation_steps",
+         "learning_rate", "eval_interval", "seed", "device", "dtype", "compile", "dry_run", "block_size", "n_layer",
+         "n_head", "n_embd", "dropout", "attn", "kernel", "pos", "window")
+
 
 def main(argv):
     """Resolve all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
-    parser = Parser(prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
+    parser = Parser(USUAL, prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
     add_flags(parser, Train, DryRun, GPTConfig)
     args = parser.parse_args(argv)
     try:
