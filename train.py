@@ -19,6 +19,7 @@ if __name__ == "__main__":                      # the imports take seconds, in w
     say_terminated()
 
 import contextlib
+import dataclasses
 import math
 import sys
 import time
@@ -33,11 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 import attention
 import mixers
 from common import files
-from common.adapters import PROJECTIONS, num_trained
+from common.adapters import PROJECTIONS, num_trained, train_only
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
 from common.machine import Machine, check_memory
 from common.randomness import seed_dropout
-from common.runs import Run, as_base, describe, last_checkpoint, read_run
+from common.runs import Run, as_base, last_checkpoint, made_by, read_run
 from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
 from common.tiles import keep_tiles, record_of_tiles
 from data import tokens
@@ -49,7 +50,7 @@ from training.balance import check_balance, expert_loss, losses
 from training.dry_run import DryRun, dry_run
 from training.presets import PRESETS
 from training.stopping import StopSignal, diverged
-from training.weights import resume, take_weights, train_only
+from training.weights import resume, take_weights
 
 # -------------------------------------------------------------------------------------------------------------- knobs
 
@@ -240,7 +241,9 @@ class Training:
             take_weights(model, knobs.init_from, self.run, machine)
 
         # meta.json: the settings of the run, and entries from the data set and from an earlier run
-        meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
+        meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
+                "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
+                "machine": str(machine), "world_size": machine.world, "losses": {}}
         meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
         if kernel == "triton":
             meta["tiles"] = record_of_tiles(machine.device)
