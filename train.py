@@ -11,14 +11,15 @@ A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json 
 and log.csv. With --sharded_ckpt=1 it writes the checkpoint in parts; common/runs.py says how to join them to a ckpt.pt.
 With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json names its base, the
 run of --init_from.
--h lists every knob with its meaning and, in parentheses, its default. The default preset, tiny, changes some defaults:
-see the presets at the end.
+-h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, its default. The default
+preset, tiny, changes some defaults: see the presets at the end of -h all.
 """
 if __name__ == "__main__":                      # the imports take seconds, in which SIGTERM must leave a word as well
     from training.stopping import say_terminated
     say_terminated()
 
 import contextlib
+import dataclasses
 import math
 import sys
 import time
@@ -33,11 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 import attention
 import mixers
 from common import files
-from common.adapters import PROJECTIONS, num_trained
+from common.adapters import PROJECTIONS, num_trained, train_only
 from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
 from common.machine import Machine, check_memory
 from common.randomness import seed_dropout
-from common.runs import Run, as_base, describe, last_checkpoint, read_run
+from common.runs import Run, as_base, last_checkpoint, made_by, read_run
 from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
 from common.tiles import keep_tiles, record_of_tiles
 from data import tokens
@@ -49,7 +50,7 @@ from training.balance import check_balance, expert_loss, losses
 from training.dry_run import DryRun, dry_run
 from training.presets import PRESETS
 from training.stopping import StopSignal, diverged
-from training.weights import resume, take_weights, train_only
+from training.weights import resume, take_weights
 
 # -------------------------------------------------------------------------------------------------------------- knobs
 
@@ -199,172 +200,178 @@ def learning_rate(step, knobs):
     return low + (knobs.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def set_up(knobs, config, machine, folder, data, stored, flags):
-    """Prepare data, model, optimizer and folder of a run, and return what the loop needs. Arguments: as in `train`."""
-    kernel = mixers.choose_kernel(config, machine.device.type)
-    # a resumed run keeps its tiles, which decide in which order the kernels add numbers
-    keep_tiles((stored or {}).get("tiles"), Path(knobs.out_dir) / "meta.json")
-
-    # the data: batches to train on, and a split to evaluate on
-    stride = data.get("stride", 1)              # windows begin where sequences begin, if the data set has sequences
-    batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
-    val = tokens.Tokens(folder, "val")
-    fit = len(tokens.fixed_windows(val, config.block_size, 0, stride))  # raises if the split is too short
-    # the default may read a short split to its end; who asks for more learns what there is
-    if not stored and knobs.eval_iters > Train.eval_iters and knobs.eval_iters * knobs.batch_size > fit:
-        raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {knobs.eval_iters * knobs.batch_size} windows, and "
-                         f"{val.name} holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
-
-    # the model: fresh weights, or those of another run. Train all of them or a part. Each rank holds a part of every
-    # weight (--shard), or all of them
-    split = knobs.shard and machine.world > 1
-    if not split:                               # on a CPU, gradients and AdamW's two averages are in the same memory
-        check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
-    with WithoutMatrices() if split else contextlib.nullcontext():
-        model = GPT(config, knobs.seed)
-    extra = knobs.head_balance or knobs.expert_balance or model.penalized               # losses besides the model's own
-    run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
-    train_only(model, knobs)
-    if split:
-        shard(model, machine, knobs.seed)
-    model.to(machine.device)
-    has_checkpoint = stored and last_checkpoint(run.folder)
-    if knobs.init_from != "scratch" and not has_checkpoint:
-        take_weights(model, knobs.init_from, run, machine)
-
-    # meta.json: the settings of the run, and entries from the data set and from an earlier run
-    meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
-    meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
-    if kernel == "triton":
-        meta["tiles"] = record_of_tiles(machine.device)
-    earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
-    meta |= {name: earlier[name] for name in ("ends",) if name in earlier}              # stop tokens of chat
-    if knobs.train_only != "all":
-        base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
-        meta |= {"trained": num_trained(model), "base": base}
-
-    # the loop calls `running`: the same model, compiled and made ready for several ranks. Without dynamic=False, the
-    # compiler turns a rule's constants into symbols once a second model has others, and fails inside `checkpoint`
-    running = torch.compile(model, dynamic=False) if knobs.compile else model
-    if machine.world > 1 and not split:
-        running = DistributedDataParallel(running)
-
-    # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
-    optimizer = model.configure_optimizers(
-        knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
-    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
-    if stored:
-        resume(run, stored, meta, model, optimizer, scaler)
-
-    # up to here nothing was written to disk, so a wrong flag has destroyed no earlier run
-    printing.introduce(knobs, model, machine, data, batches, kernel, run.saved)
-    run.begin(meta)
-    if machine.main:                            # the run keeps its tokenizer, so eval.py can read and write text
-        tokens.keep_tokenizer(run.folder, tokens.content_of(folder))
-    machine.wait()                              # until the main rank has written
-    return run, batches, val, model, running, optimizer, scaler
-
-
-def train(knobs, config, machine, folder, data, stored, flags):
-    """Train one model, from its data to the report. Returns False if a signal stopped it before its last step.
+class Training:
+    """One training run: all that its loop needs, from the data to the optimizer.
 
     folder, data: the data set's folder and its meta.json. stored: meta.json of the run to resume, or None. flags: the
-    command line as given.
-    """
-    run, batches, val, model, running, optimizer, scaler = set_up(knobs, config, machine, folder, data, stored, flags)
-    step = first = run.saved or 0               # steps that an earlier part of this run has done
-    began = time.perf_counter()
-    pace = printing.Pace(model, machine, batches.total, first)
-    with StopSignal() as signals, printing.progress_bar(knobs, machine, first) as bar:
-        for step in range(first + 1, knobs.max_iters + 1):
-            # the learning rate of this step, times each group's own factor
-            lr = learning_rate(step, knobs)
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
-            model.set_progress(step / knobs.max_iters)                  # for layers with a schedule
+    command line as given."""
 
-            # forward and backward. Each micro-batch is weighted by its share of the sequences, so the gradients add up
-            # to that of one big batch, which would not fit into memory
-            micro_batches = batches(step)
-            sums = torch.zeros(2, device=machine.device)                # of both losses, on the device: no waiting here
-            for micro, (x, y) in enumerate(micro_batches):
-                if config.dropout:              # seeded by these four numbers, so resuming needs no stored state
-                    seed_dropout(knobs.seed, step, machine.rank, micro)
-                # data-parallel ranks average their gradients once, after the last micro-batch
-                if isinstance(running, DistributedDataParallel):
-                    running.require_backward_grad_sync = micro == len(micro_batches) - 1
-                with machine.autocast():        # products in 16 bits where they are fast, sums in float32
-                    loss, balance = losses(running, x, y, knobs, machine)
-                    balance = balance + expert_loss(model, knobs, machine) + model.penalty()
-                share = len(x) * machine.world / batches.total
-                scaler.scale((loss + balance) * share).backward()
-                sums += torch.stack([loss.detach(), balance.detach()]) * share
+    def __init__(self, knobs, config, machine, folder, data, stored, flags):
+        self.knobs, self.config, self.machine = knobs, config, machine
+        kernel = mixers.choose_kernel(config, machine.device.type)
+        # a resumed run keeps its tiles, which decide in which order the kernels add numbers
+        keep_tiles((stored or {}).get("tiles"), Path(knobs.out_dir) / "meta.json")
 
-            # all ranks share the mean losses and any stop request, so they stop after the same step
-            train_loss, balance, stop = (total / machine.world for total in machine.sum(
-                *sums.tolist(), float(signals.asked is not None)))
+        # the data: batches to train on, and a split to evaluate on
+        stride = data.get("stride", 1)          # windows begin where sequences begin, if the data set has sequences
+        self.batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
+        self.val = tokens.Tokens(folder, "val")
+        fit = len(tokens.fixed_windows(self.val, config.block_size, 0, stride))         # raises if it is too short
+        self.windows = knobs.eval_iters * knobs.batch_size
+        # the default may read a short split to its end; who asks for more learns what there is
+        if not stored and knobs.eval_iters > Train.eval_iters and self.windows > fit:
+            raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {self.windows} windows, and {self.val.name} "
+                             f"holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
-            # clip the gradient, to limit the effect of one unusual batch
-            scaler.unscale_(optimizer)          # the norm is that of the unscaled gradient
-            norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)).item()
+        # the model: fresh weights, or those of another run. Train all of them or a part. Each rank holds a part of
+        # every weight (--shard), or all of them
+        split = knobs.shard and machine.world > 1
+        if not split:                           # on a CPU, gradients and AdamW's two averages are in the same memory
+            check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
+        with WithoutMatrices() if split else contextlib.nullcontext():
+            self.model = model = GPT(config, knobs.seed)
+        extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses besides its own
+        self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
+        train_only(model, knobs)
+        if split:
+            shard(model, machine, knobs.seed)
+        model.to(machine.device)
+        has_checkpoint = stored and last_checkpoint(self.run.folder)
+        if knobs.init_from != "scratch" and not has_checkpoint:
+            take_weights(model, knobs.init_from, self.run, machine)
 
-            # the step. A float16 gradient may overflow: then the scaler skips the step and lowers its scale
-            if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
-                raise diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: stopped before "
-                               "this step touched the weights", run)
-            scaler.step(optimizer)
-            scaler.update()
-            model.finish_step(machine)          # for layers that count tokens
-            optimizer.zero_grad(set_to_none=True)                       # frees memory for the next forward pass
-            bar.update()
+        # meta.json: the settings of the run, and entries from the data set and from an earlier run
+        meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
+                "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
+                "machine": str(machine), "world_size": machine.world, "losses": {}}
+        meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
+        if kernel == "triton":
+            meta["tiles"] = record_of_tiles(machine.device)
+        earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
+        meta |= {name: earlier[name] for name in ("ends",) if name in earlier}          # stop tokens of chat
+        if knobs.train_only != "all":
+            base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
+            meta |= {"trained": num_trained(model), "base": base}
 
-            # at intervals a row of the log, and an evaluation, which always reads the same windows
-            evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
-            record = evaluate or step % knobs.log_interval == 0
-            if record or stop:
-                row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm, "balance": balance}
-                row |= pace.columns(step)
-                printing.show_on(bar, row)
-            if evaluate:
-                windows = knobs.eval_iters * knobs.batch_size
-                row["val_loss"] = mean_loss(model, val, machine, windows, knobs.batch_size, batches.stride,
-                                            share=not is_sharded(model))
-                if not math.isfinite(row["val_loss"]):
-                    raise diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped", run)
-                run.meta["losses"] = {"step": step, "train": train_loss, "val": row["val_loss"]}
+        # the loop calls `running`: the same model, compiled and made ready for several ranks. Without dynamic=False,
+        # the compiler turns a rule's constants into symbols once a second model has others, and fails in `checkpoint`
+        self.running = torch.compile(model, dynamic=False) if knobs.compile else model
+        if machine.world > 1 and not split:
+            self.running = DistributedDataParallel(self.running)
 
-            # the row comes before the checkpoint: wherever the run is killed, the log has all rows up to its checkpoint
-            if record:
-                run.log(**row)
-            if evaluate or stop:
-                run.save(model, optimizer, scaler, step, in_parts=knobs.sharded_ckpt)
-            if record:                          # the speed of the next row does not include the evaluation
-                pace.restart(step)
-            if stop:
-                break
+        # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
+        self.optimizer = model.configure_optimizers(
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
+        self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
+        if stored:
+            resume(self.run, stored, meta, model, self.optimizer, self.scaler)
 
-    if step < knobs.max_iters:
-        printing.say_how_to_resume(knobs, machine, step)
-        return False
-    run.meta["seconds"] = round(time.perf_counter() - began, 1)
-    run.meta["seconds_waiting_for_data"] = round(batches.waited, 3)
-    # most of the report looks into the model on the main rank alone
-    in_parts = is_sharded(model) and knobs.sharded_ckpt
-    if not in_parts:
-        gather(model)
-    run.meta["report"] = report(model, machine, folder, knobs.eval_iters * knobs.batch_size, knobs.batch_size, in_parts)
-    run.finish()
-    if machine.main:
-        printing.say_what_next(knobs, config, run.meta, batches.waited)
-    return True
+        # up to here nothing was written to disk, so a wrong flag has destroyed no earlier run
+        printing.introduce(knobs, model, machine, data, self.batches, kernel, self.run.saved)
+        self.run.begin(meta)
+        if machine.main:                        # the run keeps its tokenizer, so eval.py can read and write text
+            tokens.keep_tokenizer(self.run.folder, tokens.content_of(folder))
+        machine.wait()                          # until the main rank has written
+
+    def train(self):
+        """Train to the last step. Returns the step at which a signal stopped it, or None."""
+        knobs, machine, batches, model, running = self.knobs, self.machine, self.batches, self.model, self.running
+        optimizer, scaler = self.optimizer, self.scaler
+        first = self.run.saved or 0             # steps that an earlier part of this run has done
+        pace = printing.Pace(model, machine, batches.total, first)
+        with StopSignal() as signals, printing.progress_bar(knobs, machine, first) as bar:
+            for step in range(first + 1, knobs.max_iters + 1):
+                # the learning rate of this step, times each group's own factor
+                lr = learning_rate(step, knobs)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group["lr_scale"]
+                model.set_progress(step / knobs.max_iters)              # for layers with a schedule
+
+                # forward and backward. Each micro-batch is weighted by its share of the sequences, so the gradients add
+                # up to that of one big batch, which would not fit into memory
+                micro_batches = batches(step)
+                sums = torch.zeros(2, device=machine.device)            # of both losses, on the device: no waiting here
+                for micro, (x, y) in enumerate(micro_batches):
+                    if self.config.dropout:     # seeded by these four numbers, so resuming needs no stored state
+                        seed_dropout(knobs.seed, step, machine.rank, micro)
+                    # data-parallel ranks average their gradients once, after the last micro-batch
+                    if isinstance(running, DistributedDataParallel):
+                        running.require_backward_grad_sync = micro == len(micro_batches) - 1
+                    with machine.autocast():    # products in 16 bits where they are fast, sums in float32
+                        loss, balance = losses(running, x, y, knobs, machine)
+                        balance = balance + expert_loss(model, knobs, machine) + model.penalty()
+                    share = len(x) * machine.world / batches.total
+                    scaler.scale((loss + balance) * share).backward()
+                    sums += torch.stack([loss.detach(), balance.detach()]) * share
+
+                # all ranks share the mean losses and any stop request, so they stop after the same step
+                train_loss, balance, stop = (total / machine.world for total in machine.sum(
+                    *sums.tolist(), float(signals.asked is not None)))
+
+                # clip the gradient, to limit the effect of one unusual batch; a float16 gradient may overflow: then the
+                # scaler skips the step and lowers its scale
+                scaler.unscale_(optimizer)      # the norm is that of the unscaled gradient
+                norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)).item()
+                if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
+                    raise diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: stopped "
+                                   "before this step touched the weights", self.run)
+                scaler.step(optimizer)
+                scaler.update()
+                model.finish_step(machine)      # for layers that count tokens
+                optimizer.zero_grad(set_to_none=True)                   # frees memory for the next forward pass
+                bar.update()
+
+                evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
+                if evaluate or stop or step % knobs.log_interval == 0:
+                    row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm, "balance": balance}
+                    row |= pace.columns(step)
+                    printing.show_on(bar, row)
+                    self.evaluate_and_save(row, evaluate, stop)
+                    pace.restart(step)          # the speed of the next row does not include the evaluation
+                if stop:
+                    return step if step < knobs.max_iters else None
+
+    def evaluate_and_save(self, row, evaluate, stop):
+        """Evaluate on the same windows as always, then write a row of the log and a checkpoint, as far as it is time
+        for each. The row comes first: wherever the run is killed, the log has all rows up to its checkpoint."""
+        knobs, run, step = self.knobs, self.run, row["step"]
+        if evaluate:
+            row["val_loss"] = mean_loss(self.model, self.val, self.machine, self.windows, knobs.batch_size,
+                                        self.batches.stride, share=not is_sharded(self.model))
+            if not math.isfinite(row["val_loss"]):
+                raise diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped", run)
+            run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}
+        if evaluate or step % knobs.log_interval == 0:
+            run.log(**row)
+        if evaluate or stop:
+            run.save(self.model, self.optimizer, self.scaler, step, in_parts=knobs.sharded_ckpt)
+
+    def finish(self, seconds, folder):
+        """Print the report, write it into meta.json, and say what to do next."""
+        knobs, meta = self.knobs, self.run.meta
+        meta["seconds"] = round(seconds, 1)
+        meta["seconds_waiting_for_data"] = round(self.batches.waited, 3)
+        # most of the report looks into the model on the main rank alone
+        in_parts = is_sharded(self.model) and knobs.sharded_ckpt
+        if not in_parts:
+            gather(self.model)
+        meta["report"] = report(self.model, self.machine, folder, self.windows, knobs.batch_size, in_parts)
+        self.run.finish()
+        if self.machine.main:
+            printing.say_what_next(knobs, self.config, meta, self.batches.waited)
 
 
 # --------------------------------------------------------------------------------------------------- the command line
 
+# what -h shows
+USUAL = ("preset", "dataset", "out_dir", "init_from", "max_iters", "batch_size", "gradient_accumulation_steps",
+         "learning_rate", "eval_interval", "seed", "device", "dtype", "compile", "dry_run", "block_size", "n_layer",
+         "n_head", "n_embd", "dropout", "attn", "kernel", "pos", "window")
+
 
 def main(argv):
     """Resolve all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
-    parser = Parser(prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
+    parser = Parser(USUAL, prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
     add_flags(parser, Train, DryRun, GPTConfig)
     args = parser.parse_args(argv)
     try:
@@ -393,9 +400,13 @@ def main(argv):
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.attn)
-        finished = train(knobs, config, machine, folder, data, stored, argv)
+        training, began = Training(knobs, config, machine, folder, data, stored, argv), time.perf_counter()
+        if stopped := training.train():
+            printing.say_how_to_resume(knobs, machine, stopped)
+        else:
+            training.finish(time.perf_counter() - began, folder)
         machine.close()
-    sys.exit(0 if finished else 130)
+    sys.exit(130 if stopped else 0)
 
 
 def run_before(knobs, stored):

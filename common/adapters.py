@@ -28,14 +28,6 @@ class LoRA(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def add_lora(model, projections, rank, seed):
-    """Replace these projections of every attention layer ("c_attn", "c_proj") by LoRA layers."""
-    for layer, block in enumerate(model.transformer.h):
-        for name in projections:
-            generator = generator_of(seed, f"transformer.h.{layer}.attn.{name}.lora_a")
-            setattr(block.attn, name, LoRA(getattr(block.attn, name), rank, generator))
-
-
 def merged(state, path):
     """A model's weights with LoRA folded in: W + B A, in float32, replaces W, A and B. path: named in errors."""
     for name in [name for name in state if name.endswith(".lora_a")]:
@@ -48,13 +40,21 @@ def merged(state, path):
     return {name: value for name, value in state.items() if ".lora_" not in name}
 
 
-def freeze_all_but(model, part):
-    """Train only LoRA (part "lora"), or the weights that the mixer adds to attention (part: the mixer's name).
+def train_only(model, knobs):
+    """Prepare a model for --train_only: replace projections of attention by LoRA layers if it is lora, and freeze all
+    weights but LoRA's, or but those that the mixer of this name adds to attention.
 
     Raises ValueError if the mixer adds nothing."""
+    part, blocks = knobs.train_only, model.transformer.h
+    if part == "all":
+        return
+    for layer, block in enumerate(blocks):
+        for name in PROJECTIONS[knobs.lora_on] if part == "lora" else ():
+            generator = generator_of(knobs.seed, f"transformer.h.{layer}.attn.{name}.lora_a")
+            setattr(block.attn, name, LoRA(getattr(block.attn, name), knobs.lora_rank, generator))
     for name, p in model.named_parameters():
         _, _, inside = name.partition(".attn.")                         # the parameter's name in its attention layer
-        p.requires_grad_(".lora_" in inside if part == "lora" else inside in model.transformer.h[0].attn.added)
+        p.requires_grad_(".lora_" in inside if part == "lora" else inside in blocks[0].attn.added)
     if not num_trained(model):
         raise ValueError(f"--attn={model.config.attn} adds nothing to plain attention that --train_only={part} could "
                          f"train: use --attn={part}, or --train_only=lora")

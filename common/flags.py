@@ -58,21 +58,48 @@ def as_bool(text):
     return words[text.lower()]
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line that names the valid flags."""
+class Help(argparse.Action):
+    """-h shows the flags in parser.usual, and -h all shows every flag and the epilog. Without `usual`, -h is -h all."""
 
-    def __init__(self, **kwargs):
+    def __call__(self, parser, namespace, what, option=None):
+        if what != "all" and parser.usual:
+            for action in parser._actions:
+                action.help = action.help if action.dest in parser.usual else argparse.SUPPRESS
+            parser.epilog = f"{len(parser._actions) - 1} flags in all, and what each preset and recipe sets: -h all"
+        parser.print_help()
+        parser.exit()
+
+
+def nearest(word, names):
+    """", did you mean NAME?" if a name is similar to the word, else ""."""
+    near = difflib.get_close_matches(str(word), [str(name) for name in names], n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line that names the valid flags. usual: flags that -h shows; empty: all.
+    """
+
+    def __init__(self, usual=(), **kwargs):
         wide = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=150)
-        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", formatter_class=wide, **kwargs)
+        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", formatter_class=wide, add_help=False,
+                         **kwargs)
+        self.usual = usual
+        self.add_argument("-h", "--help", nargs="?", choices=("all",), action=Help, help=argparse.SUPPRESS)
 
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             valid = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], valid, n=1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            self.error(f"unknown flag {unknown[0]}{hint}; valid flags: {' '.join(valid)}")
+            self.error(f"unknown flag {unknown[0]}{nearest(unknown[0].split('=')[0], valid)}; "
+                       f"valid flags: {' '.join(valid)}")
         return namespace
+
+    def _check_value(self, action, value):
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as e:
+            raise argparse.ArgumentError(action, e.message + nearest(value, action.choices)) from None
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")

@@ -16,7 +16,6 @@ checkpoint. Only rank 0 writes, except for the parts: each rank writes its own.
 """
 import contextlib
 import csv
-import dataclasses
 import hashlib
 import itertools
 import os
@@ -148,15 +147,6 @@ class Run:
 
     def last_good(self):
         return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
-
-
-def describe(knobs, config, machine, parameters, data_hash, flags):
-    """meta.json of a new run. knobs, config: its two dataclasses of knobs; flags: the command line as given."""
-    return {
-        "flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
-        "parameters": parameters, "data_hash": data_hash, **made_by(),
-        "machine": str(machine), "world_size": machine.world, "losses": {},
-    }
 
 
 def made_by():
@@ -368,28 +358,14 @@ def load_weights(model, state, path, new=(), copy=True):
     for name in [*expected, *state]:
         if name not in expected or name not in state or expected[name].shape != state[name].shape:
             theirs, ours = (tuple(part[name].shape) if name in part else "nothing" for part in (state, expected))
-            check_projections(model.config, name, theirs, ours)
-            raise ValueError(f"{path} does not fit this model: {name} is {theirs} in the checkpoint and {ours} in the "
-                             "model; use the run's own --attn and axes, or ones with the same parameters")
+            raise ValueError(f"{path} does not fit --attn={model.config.attn}: {name} is {theirs} in the checkpoint "
+                             f"and {ours} in the model; use the run's own --attn and axes, or ones with the same "
+                             "parameters, as elastic and softmax have, and diff and softmax do not")
     if copy:
         fill(expected, loaded)
     else:
         model.load_state_dict(state, assign=True)
     model.tie()
-
-
-# recipes with one query per head, which an error message suggests
-USUAL = ("softmax", "softmax1", "sink", "gated", "window", "elastic", "entmax", "softpick", "relu", "sigmoid")
-
-
-def check_projections(config, name, theirs, ours):
-    """Raise ValueError if a tensor does not fit because the checkpoint has one query per head and the recipe, a
-    differential one, has two. theirs, ours: the tensor's shape in the checkpoint and in the model."""
-    rows = (config.n_head + 2 * config.n_kv_head) * config.head_width                   # of queries, keys and values
-    if name.endswith(".attn.c_attn.weight") and theirs[:1] == (rows,) != ours[:1]:
-        raise ValueError(
-            f"--attn={config.attn} (--diff={config.diff}) needs projections of another shape and cannot use these "
-            f"weights: c_attn is {theirs} and would be {ours}. Use {', '.join(USUAL)} or most other recipes")
 
 
 def what_is_new(new, path):

@@ -125,10 +125,14 @@ def load_optimizer(optimizer, state):
     """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split. Settings
     such as betas stay those of the run's knobs. Raises ValueError if the state is not that of AdamW for these weights,
     since torch would overwrite memory."""
-    state = by_number(state)
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     groups = optimizer.state_dict()["param_groups"]
-    if not fits(state, weights, groups):
+    try:                                        # a weight without a gradient so far has no entry
+        fits = [group["params"] for group in state["param_groups"]] == [group["params"] for group in groups] and all(
+            is_average(entry, weights[i].shape) for i, entry in state["state"].items())
+    except (TypeError, KeyError, AttributeError):
+        fits = False
+    if not fits:
         raise ValueError("the checkpoint's optimizer state does not fit the model: it is damaged. Start a new run from "
                          "its weights: name its folder with --init_from and another one with --out_dir")
 
@@ -140,38 +144,12 @@ def load_optimizer(optimizer, state):
     optimizer.load_state_dict({"state": averages, "param_groups": groups})
 
 
-def fits(state, weights, groups):
-    """Is this AdamW's state for these weights, in these groups? A weight without a gradient so far has no entry."""
-    return has_groups(state) and (
-        [group["params"] for group in state["param_groups"]] == [group["params"] for group in groups]) and all(
-        i in range(len(weights)) and is_entry(entry, weights[i].shape) for i, entry in state["state"].items())
-
-
-def has_groups(state):
-    """Has this the form of an optimizer's state: entries, and groups that list the numbers or names of weights?"""
-    groups = state.get("param_groups")
-    return isinstance(state.get("state"), dict) and isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) and
-        all(isinstance(name, int | str) for name in group["params"]) for group in groups)
-
-
-def is_entry(entry, shape):
+def is_average(entry, shape):
     """Is this AdamW's state of one weight of this shape: two averages, and the number of steps?"""
     shapes = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
-    return isinstance(entry, dict) and entry.keys() == shapes.keys() and all(
+    return entry.keys() == shapes.keys() and all(
         is_dense(value) and value.is_contiguous() and value.shape == shapes[name]
         for name, value in entry.items())
-
-
-def by_number(state):
-    """An optimizer's state with numbers for its weights, as in torch.optim. In a ckpt.pt that was joined from parts, it
-    has their names. Anything else stays as it is: `fits` refuses it."""
-    if not has_groups(state):
-        return state
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: i for i, name in enumerate(names)}
-    groups = [group | {"params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number.get(name): value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 # ------------------------------------------------------------------------------------------- checkpoints in many parts
@@ -228,6 +206,12 @@ def join_parts(folder, path):
     state = {"scaler": {}}                      # torch stores nothing of an empty dict
     for name, value in read_parts(folder, wanted).items():
         set_element(state, places[name], value)
+    # the parts name the weights, and an optimizer counts them
+    names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    for group in state["optimizer"]["param_groups"]:
+        group["params"] = [number[name] for name in group["params"]]
+    state["optimizer"]["state"] = {number[name]: entry for name, entry in state["optimizer"]["state"].items()}
     with files.replacing(path) as f:
         torch.save(state, f)
 

@@ -9,7 +9,7 @@ from conftest import assert_same_run, contents, meta, tiny_config, train_here, w
 from layers import normal
 
 import train as train_script
-from common.adapters import add_lora, freeze_all_but, frozen, merged, num_trained
+from common.adapters import frozen, merged, num_trained, train_only
 from common.runs import fingerprint, read_weights
 from evals.instrument import load_run
 from model import GPT
@@ -48,7 +48,7 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     """A is initialised like other weights, B is 0. The seed and the layer decide A."""
     plain, one, other = (GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3))
     for model in (one, other):
-        add_lora(model, ("c_attn", "c_proj"), 16, bounds.SEED)
+        train_only(model, train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED))
     logits, before = (lambda model: model(torch.arange(16)[None])[0]), plain(torch.arange(16)[None])[0]
     a, b = (model.transformer.h[1].attn.c_proj.lora_a for model in (one, other))
     same([a, logits(one)], [b, before])
@@ -61,7 +61,7 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     close(logits(one), logits(plain))
     below(0.01, (logits(plain) - before).abs().max())
 
-    freeze_all_but(one, "lora")                 # only these matrices are trained, with weight decay
+    # only these matrices are trained, with weight decay
     decay, = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
     assert decay["weight_decay"] == 0.1 and sum(p.numel() for p in decay["params"]) == num_trained(one)
     assert frozen(one) == {name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name}

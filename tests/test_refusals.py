@@ -423,7 +423,7 @@ SAYS = [                                        # (how a line begins, exit code,
     ("train.py --out_dir=out", INPUT, """--init_from={run} --out_dir={run} => name another --out_dir for the new run;
     --init_from={learned} --block_size=32 => wpe.weight is .16, 16. in the .*.32, 16.;
     --init_from={toy_run} --dataset={data} => in the tokenizer of toy_run .toy.: .*--tokenizer=toy_run;
-    --init_from={softmax} --attn=diff2 => --attn=diff2 .--diff=v2.*projections.*cannot use these.*elastic;
+    --init_from={softmax} --attn=diff2 => does not fit --attn=diff2: .*c_attn.*as elastic and softmax have;
     --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> the first word must be a command: loss, lengths; scrolls --out_dir=x => give --source;

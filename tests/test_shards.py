@@ -171,12 +171,12 @@ import train
 
 def count(*args):
     before = getrusage(RUSAGE_SELF).ru_maxrss
-    weights = 4 * set_up(*args)[3].num_params()
+    weights = 4 * made(*args).model.num_params()
     with open(sys.argv[1] + f"/rank{{train.Machine().rank}}", "w") as f:
         f.write(str((getrusage(RUSAGE_SELF).ru_maxrss - before) * 1024 / weights))
     sys.exit()
 
-set_up, train.set_up = train.set_up, count
+made, train.Training = train.Training, count
 train.main(sys.argv[2:])
 """)
     run(script, tmp_path, f"--dataset={data}", f"--out_dir={tmp_path}", "--n_layer=8", "--n_embd=768", "--n_head=2",

@@ -10,11 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 import mixers
+from common.adapters import train_only
 from common.flags import knob
 from common.machine import PEAK_TFLOPS, LiveMemory, Machine
 from model import GPT
 from training.balance import losses
-from training.weights import train_only
 
 
 @dataclass

@@ -1,20 +1,12 @@
 """Where a run's first weights come from: another run (--init_from=RUN), or its own last checkpoint (resume)."""
 from pathlib import Path
 
-from common.adapters import PROJECTIONS, add_lora, freeze_all_but, frozen, learned
+from common.adapters import frozen, learned
 from common.flags import fields_of
 from common.runs import (find_base, last_checkpoint, load_weights, on_base, read_checkpoint, read_run, read_weights,
                          what_is_new)
 from common.shards import is_sharded, load_optimizer, load_parts
 from model import GPTConfig
-
-
-def train_only(model, knobs):
-    """Add the matrices of LoRA if --train_only asks for them, and freeze all weights that it does not name."""
-    if knobs.train_only == "lora":
-        add_lora(model, PROJECTIONS[knobs.lora_on], knobs.lora_rank, knobs.seed)
-    if knobs.train_only != "all":
-        freeze_all_but(model, knobs.train_only)
 
 
 def take_weights(model, path, run, machine):
