@@ -35,6 +35,8 @@ from data.downloads import TIMEOUT, download, size_of
 HERE = Path(__file__).parent / "benchmarks"
 
 # ----------------------------------------------------------------------------------- from a row of a file to a question
+# Each task has a function from a row to (context, choices, index of the right choice). A list of contexts has one for
+# each choice.
 
 
 class Row(NamedTuple):
@@ -44,17 +46,12 @@ class Row(NamedTuple):
     gold: int
 
 
-def question(context, choices, gold):
-    """A Row whose choices follow the same context."""
-    return Row([context] * len(choices), choices, gold)
-
-
 def hellaswag(row):
     """Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
     if "query" in row:
-        return question(row["query"], row["choices"], row["gold"])
+        return row["query"], row["choices"], row["gold"]
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return question(cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"]))
+    return cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"])
 
 
 def cleaned(text):
@@ -63,19 +60,9 @@ def cleaned(text):
     return text.replace("  ", " ")
 
 
-def arc(row):
-    """AI2's science exams, Clark et al. 2018."""
-    stem, choices, gold = answers(row)
-    return question(f"Question: {stem}\nAnswer:", choices, gold)
-
-
 def openbookqa(row):
-    """Mihaylov et al. 2018: only the question, without the facts of the book."""
-    return question(*answers(row))
-
-
-def answers(row):
-    """(question, choices, gold) of a row in AI2's nested form, or in the flat form of some copies."""
+    """Mihaylov et al. 2018: only the question, without the facts of the book. A row has AI2's nested form, or the flat
+    form of some copies."""
     if "gold" in row:
         return row.get("question") or row["question_stem"], row["choices"], row["gold"]
     choices = row["question"]["choices"]
@@ -83,33 +70,39 @@ def answers(row):
     return row["question"]["stem"], [choice["text"] for choice in choices], letters.index(row["answerKey"].strip())
 
 
+def arc(row):
+    """AI2's science exams, Clark et al. 2018, in the same forms."""
+    stem, choices, gold = openbookqa(row)
+    return f"Question: {stem}\nAnswer:", choices, gold
+
+
 def piqa(row):
     """Physical interactions, Bisk et al. 2020."""
-    return question(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"]))
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"])
 
 
 def siqa(row):
     """Social interactions, Sap et al. 2019."""
     choices = [row["answerA"], row["answerB"], row["answerC"]]
-    return question(f"Q: {row['context']} {row['question']}\nA:", choices, int(row["label"]) - 1)
+    return f"Q: {row['context']} {row['question']}\nA:", choices, int(row["label"]) - 1
 
 
 def winogrande(row):
     """Sakaguchi et al. 2021. Each option fills the gap; the score is that of the rest of the sentence."""
     before, after = row["sentence"].split("_", 1)
-    return Row([before + row["option1"], before + row["option2"]], [after.strip()] * 2, int(row["answer"]) - 1)
+    return [before + row["option1"], before + row["option2"]], [after.strip()] * 2, int(row["answer"]) - 1
 
 
 def boolq(row):
     """Clark et al. 2019, as in SuperGLUE."""
-    return question(f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], int(row["label"]))
+    return f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], int(row["label"])
 
 
 def lambada(row):
     """Paperno et al. 2016, in OpenAI's version: what is the last word? There is one choice; it scores if it is the most
     likely continuation."""
     context, _, word = row["text"].rpartition(" ")
-    return question(context, [word], 0)
+    return context, [word], 0
 
 
 # ------------------------------------------------------------------------------------------------------------- WikiText
@@ -153,9 +146,10 @@ def readable(text):
 class Task(NamedTuple):
     file: str                                   # its name here
     rows: int                                   # number of rows of the public split
-    read: Callable | None                       # row of the file -> Row; None: WikiText
+    read: Callable | None                       # one of the functions above; None: WikiText
     url: str                                    # where it is published
     members: tuple = ()                         # of a zip: names of the file and, if separate, of its labels
+    sha256: str | None = None                   # of the file, where it is published
 
 
 GOOGLE, AMAZON = "https://storage.googleapis.com/ai2-mosaic/public/", "https://s3-us-west-2.amazonaws.com/ai2-website/data/"
@@ -179,14 +173,13 @@ TASKS = {
     "boolq": Task("boolq_valid.jsonl", 3270, boolq, "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
                   ("BoolQ/val.jsonl",)),
     "lambada": Task("lambada_openai_test.jsonl", 5153, lambada,
-                    "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"),
+                    "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl", (),
+                    "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
     "wikitext": Task("wiki.test.raw", 62, None,
                      "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
-                     ("wikitext-2-raw/wiki.test.raw",)),
+                     ("wikitext-2-raw/wiki.test.raw",),
+                     "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"),
 }
-KNOWN = {                                       # {task: size and sha256}, where they are published
-    "lambada": (1819752, "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
-    "wikitext": (1290590, "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08")}
 
 
 def task_names(text):
@@ -223,8 +216,15 @@ def read(name, folder):
     if path is None:
         raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
                          f"--tasks={name}, or name a folder that has it with --source")
+    return read_file(name, path)
+
+
+def read_file(name, path):
     try:
-        rows = read_rows(name, path)
+        if TASKS[name].read is None:
+            rows = pages(tokens.read_text(path))
+        else:
+            rows = list(rows_of(path, name, lambda row: checked(name, *TASKS[name].read(row))))
     except (EOFError, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
     if not rows:
@@ -232,32 +232,31 @@ def read(name, folder):
     return rows
 
 
-def read_rows(name, path):
-    task, rows = TASKS[name], []
-    if task.read is None:
-        return pages(tokens.read_text(path))
+def rows_of(path, name, read):
+    """Yield read(value) of each line of a JSONL file, compressed or not. Raises ValueError on a line that it cannot
+    read. name: the task, for the message."""
     with tokens.unpacked(path) as f:
         for number, line in tokens.lines_of(f):
             try:
-                rows.append(checked(name, task.read(files.parsed(line))))
+                yield read(files.parsed(line))
             except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                 what = f"it lacks {e}" if isinstance(e, KeyError) else e
-                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the file "
-                                 f"again, in the form of {task.url}") from None
-    return rows
+                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the public file again"
+                                 ) from None
 
 
-def checked(name, row):
-    """The same Row of a task. Raises ValueError if it cannot be scored."""
-    if len(row.choices) < 2 and name != "lambada":
+def checked(name, contexts, choices, gold):
+    """The Row of a task. Raises ValueError if it cannot be scored."""
+    contexts = [contexts] * len(choices) if isinstance(contexts, str) else contexts
+    if len(choices) < 2 and name != "lambada":
         raise ValueError("there is nothing to choose from")
-    if not all(isinstance(text, str) for text in row.contexts + row.choices):
+    if not all(isinstance(text, str) for text in contexts + choices):
         raise ValueError("a context or a choice is no text")
-    if not all(row.choices):
+    if not all(choices):
         raise ValueError("a choice is empty")
-    if not 0 <= row.gold < len(row.choices):
-        raise ValueError(f"the right answer is number {row.gold + 1} of {len(row.choices)}")
-    return row
+    if not 0 <= gold < len(choices):
+        raise ValueError(f"the right answer is number {gold + 1} of {len(choices)}")
+    return Row(contexts, choices, gold)
 
 
 # ------------------------------------------------------------------------------------------------------ fetching files
@@ -272,8 +271,7 @@ class Remote(io.RawIOBase):
     def readable(self):
         return True
 
-    def seekable(self):
-        return True
+    seekable = readable
 
     def seek(self, offset, whence=io.SEEK_SET):
         self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
@@ -294,51 +292,39 @@ class Remote(io.RawIOBase):
 
 
 def fetch(name, folder):
-    """Put a task's public file into a folder. Raises ValueError."""
-    task, path = TASKS[name], folder / TASKS[name].file
-    size, digest = KNOWN.get(name, (None, None))
-    otherwise = "name a folder that has it with --source"
-    part = path.with_name(path.name + ".new")   # its name until its rows are counted
-    if not task.members:
-        download(task.url, part, size, digest, name, otherwise)
-    else:
-        try:
-            with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
-                content = joined(*(archive.read(member) for member in task.members))
-        except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
-            raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
-                             f"this again with network, or {otherwise}") from None
-        with files.replacing(part) as f:
-            f.write(content)
-    settle(name, part, path, digest)
-
-
-def joined(rows, labels=None):
-    """The JSON lines of a file (bytes), each with the label in the same line of another file."""
-    if labels is None:
-        return rows
-    pairs = zip(rows.splitlines(), labels.split(), strict=True)
-    return "".join(json.dumps(json.loads(row) | {"label": int(label)}) + "\n" for row, label in pairs).encode()
-
-
-def settle(name, part, path, digest):
-    """Rename a fetched file if it is the complete public file. Raises ValueError."""
+    """Put a task's public file into a folder. It gets its name only if it is complete. Raises ValueError."""
+    task, path, otherwise = TASKS[name], folder / TASKS[name].file, "name a folder that has it with --source"
+    part = path.with_name(path.name + ".new")
     try:
-        if digest and files.sha256(part) != digest:
+        if task.members:
+            with files.replacing(part) as f:
+                f.write(from_zip(name, otherwise))
+        else:
+            download(task.url, part, None, None, name, otherwise)
+        if task.sha256 and files.sha256(part) != task.sha256:
             raise ValueError(f"{name}: the fetched file is not the public one (sha256 differs): run this again")
-        count, wanted = len(read_rows(name, part)), TASKS[name].rows
-        if count != wanted:
-            raise ValueError(f"{name}: the fetched file has {count:,} rows, the public one {wanted:,}: run this again")
+        count = len(read_file(name, part))
+        if count != task.rows:
+            raise ValueError(f"{name}: the fetched file has {count:,} rows, the public one {task.rows:,}: run this "
+                             "again")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def copy(name, source, folder):
-    """Copy a task's file from another folder, decompressed."""
-    read(name, source)                          # raises ValueError on a wrong file
-    with tokens.unpacked(find(name, source)) as there, files.replacing(folder / TASKS[name].file) as here:
-        shutil.copyfileobj(there, here)
+def from_zip(name, otherwise):
+    """The bytes of a task's file in a zip. If its labels are in another file, each JSON line gets its label."""
+    task = TASKS[name]
+    try:
+        with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
+            rows, *labels = (archive.read(member) for member in task.members)
+    except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
+        raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
+                         f"this again with network, or {otherwise}") from None
+    if not labels:
+        return rows
+    pairs = zip(rows.splitlines(), labels[0].split(), strict=True)
+    return "".join(json.dumps(json.loads(row) | {"label": int(label)}) + "\n" for row, label in pairs).encode()
 
 
 # ----------------------------------------------------------------------------------------------------- the command line
@@ -354,12 +340,15 @@ def main(argv):
     with files.one_line_errors():
         for name in task_names(args.tasks) if args.tasks else those_in(args.source) if args.source else TASKS:
             if args.source:
-                copy(name, args.source, args.out_dir)
+                read(name, args.source)         # raises ValueError on a wrong file
+                with (tokens.unpacked(find(name, args.source)) as there,
+                      files.replacing(args.out_dir / TASKS[name].file) as here):
+                    shutil.copyfileobj(there, here)                     # decompressed
             elif find(name, args.out_dir) is None:
                 fetch(name, args.out_dir)
-            path = find(name, args.out_dir)
             count, wanted = len(read(name, args.out_dir)), TASKS[name].rows
-            print(f"{path}: {count:,} rows" + (f" of {wanted:,}" if count != wanted else ""), flush=True)
+            of = f" of {wanted:,}" if count != wanted else ""
+            print(f"{find(name, args.out_dir)}: {count:,} rows{of}", flush=True)
 
 
 if __name__ == "__main__":
