@@ -71,29 +71,30 @@ def evenly(count, limit):
     return np.linspace(0, count - 1, min(limit, count)).round().astype(int) if limit else range(count)
 
 
-# ----------------------------------------------------------------------------------------------- from answers to scores
-
-
 def judge(name, rows, answers, guess):
     """The numbers of a task: "n", "chance", and for each of its MEASURES {"value", "stderr", "rows"}. Accuracies also
-    have "adjusted" and "than_guessing": "better" or "worse" if an accuracy differs from the chance by more than two
-    standard errors, those of guessing n times. answers: [[Answer]], a list for each row. guess: the chance, None if it
-    is undefined."""
-    n, found, values = len(rows), {"n": len(rows), "chance": guess}, measured(name, rows, answers)
+    have "adjusted" and "than_guessing": does the accuracy differ from the chance by more than two standard errors of
+    guessing n times? answers: [[Answer]], a list for each row. guess: the chance, None if it is undefined."""
+    found, by_measure = {"n": len(rows), "chance": guess}, measured(name, rows, answers)
     for measure in MEASURES[name]:
-        value, error = mean_and_error(values[measure])
+        values = np.asarray(by_measure[measure], float)
+        value, error = mean_and_error(values)
         if "perplexity" in measure:             # exp of the mean, its error by the delta method
             value = math.exp(value) if value < 700 else math.inf        # exp of more overflows
             error = error and value * error
         # a number for each row, as one line of text, so that JSON stays short
-        rowwise = " ".join(f"{number:.6g}" for number in values[measure])
+        rowwise = " ".join(f"{number:.6g}" for number in values)
         found[measure] = {"value": value, "stderr": error, "rows": rowwise}
         if measure.startswith("acc"):
+            told = verdict(value - guess, math.sqrt(guess * (1 - guess) / len(rows)), "no better", "better", "worse")
             left = 1 - guess or 1.0             # 1 if guessing is always right, so nothing is left to gain
-            near = abs(value - guess) <= 2 * math.sqrt(guess * (1 - guess) / n)
-            told = "no better" if near else "better" if value > guess else "worse"
             found[measure] |= {"adjusted": (value - guess) / left, "than_guessing": told if guess else None}
     return found
+
+
+def verdict(difference, error, near, above, below):
+    """One of the last three, which say whether a difference is more than two standard errors."""
+    return near if abs(difference) <= 2 * error else above if difference > 0 else below
 
 
 def measured(name, rows, answers):
@@ -104,20 +105,19 @@ def measured(name, rows, answers):
         word, byte = per_row(loss, [page.words for page in rows]), per_row(loss, [page.bytes for page in rows])
         return {"word_perplexity": word, "byte_perplexity": byte, "bits_per_byte": byte / math.log(2)}
     if name == "lambada":
-        return {"acc": np.array([word.greedy for [word] in answers], float),
-                "perplexity": np.array([-word.loglik for [word] in answers])}
-    found = {"acc": [], "acc_norm": []}         # 1 where the right choice has the highest score; the first wins a tie
+        return {"acc": [word.greedy for [word] in answers], "perplexity": [-word.loglik for [word] in answers]}
+    found = {"acc": [], "acc_norm": []}         # is the right choice's score the highest? The first wins a tie
     for row, choices in zip(rows, answers, strict=True):
         sums = np.array([answer.loglik for answer in choices])
-        found["acc"].append(float(sums.argmax() == row.gold))
-        found["acc_norm"].append(float((sums / [len(choice) for choice in row.choices]).argmax() == row.gold))
+        found["acc"].append(sums.argmax() == row.gold)
+        found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
     return found
 
 
 def per_row(sums, counts):
     """Numbers (n,) whose mean is value = sums.sum() / counts.sum(). The number of a row is value plus (sum - value
     count) / mean count. So the standard error of their mean is that of the ratio by the delta method."""
-    sums, counts = np.asarray(sums, float), np.asarray(counts, float)
+    sums, counts = np.array(sums, float), np.array(counts, float)
     value = sums.sum() / counts.sum()
     return value + (sums - value * counts) / counts.mean()
 
@@ -164,9 +164,6 @@ def difference(scores, first):
     return mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
 
 
-# -------------------------------------------------------------------------------------------------- the table, a chart
-
-
 MEANINGS = {                                    # of the table's columns
     "+-": "standard error", "n": "rows", "chance": "score of guessing", "adjusted": "(score - chance) / (1 - chance)",
     "than guessing": "no better: within two standard errors of chance, those of guessing n times",
@@ -178,34 +175,29 @@ MEANINGS = {                                    # of the table's columns
 def tell(args, found):
     """A table with a row for each score. Of several runs, the rows of one measure follow each other, and show the
     differences from the first run."""
-    several, (first, *_) = len(found) > 1, found.values()
+    several, rows, (first, *_) = len(found) > 1, [], found.values()
     parts = {(name, measure): [(name, measure)] for name in first["tasks"] for measure in MEASURES[name]}
     for name, names in averaged(first["tasks"]).items():
         parts[name, f"{len(names)} tasks"] = [(task, MEASURES[task][0]) for task in names]
-    rows = []
     for (name, measure), behind in parts.items():
         for place, numbers in found.items():
             task = numbers["tasks"].get(name, {})
             score = task[measure] if task else numbers["averages"][name]
-            scores, others = ([run["tasks"][task][which] for task, which in behind] for run in (numbers, first))
-            rows.append({
-                "task": name, "measure": measure, "run": place, "score": short(score["value"]),
-                "+-": short(score["stderr"]), "n": str(task["n"]) if task else None,
-                "chance": task.get("chance") or None if "adjusted" in score else None,
-                "adjusted": score.get("adjusted"), "than guessing": score.get("than_guessing"),
-                **({} if numbers is first else compared(*difference(scores, others)))})
+            row = {"task": name, "measure": measure, "run": place, "score": short(score["value"]),
+                   "+-": short(score["stderr"]), "n": str(task["n"]) if task else None,
+                   "chance": task.get("chance") or None if "adjusted" in score else None,
+                   "adjusted": score.get("adjusted"), "than guessing": score.get("than_guessing")}
+            if numbers is not first:
+                scores, others = ([run["tasks"][task][which] for task, which in behind] for run in (numbers, first))
+                value, error = difference(scores, others)
+                told = error is not None and verdict(value, error, "cannot be told apart", "higher", "lower")
+                row |= {"difference": short(value), "+- ": short(error), "verdict": told or None}
+            rows.append(row)
     hidden = ("n", "chance", "adjusted") if several else ("run",)
     columns = [name for name in rows[-1] if name not in hidden]         # the last row is one of the last run
     text = table([[row.get(name) for name in columns] for row in rows], columns)
     meant = {name: MEANINGS[name] for name in columns if name in MEANINGS}
     return "\n\n".join([text, "\n".join([legend(meant), *notes(found)])])
-
-
-def compared(value, error):
-    """The cells of a difference from the first run."""
-    apart = None if error is None else "cannot be told apart" if abs(value) <= 2 * error else (
-        "higher" if value > 0 else "lower")
-    return {"difference": short(value), "+- ": short(error), "verdict": apart}
 
 
 def short(value):

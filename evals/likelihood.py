@@ -13,9 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from evals.instrument import progress
 
-# ------------------------------------------------------------------------------------------------ from text to requests
-
-
 class Request(NamedTuple):
     """Token ids of a context and its continuation, the last `count` of them. cut: were the first ids cut off?"""
     ids: list[int]
@@ -60,9 +57,6 @@ def page_requests(page, coder, length, bos):
     ids = [coder.separator, *coder.encode(page.text).tolist()]
     ends = [*range(length, len(ids) - 1, length), len(ids) - 1]         # the last token that each window predicts
     return [Request(ids[max(0, end - length):end + 1], end - start) for start, end in itertools.pairwise([0, *ends])]
-
-
-# ------------------------------------------------------------------------------------------- from requests to answers
 
 
 class Answer(NamedTuple):
@@ -123,14 +117,14 @@ def batches(units, batch_size):
     """Yield batches, lists of Units, the longest first. The units of a batch have the same number of shared tokens. So
     they need padding only at the right, where causal attention does not see it. A batch has at most batch_size tokens,
     including the padding."""
-    batch, rows = [], 0
+    batch = []
     for unit in sorted(units, key=lambda unit: (unit.shared, unit.longest), reverse=True):
-        more = rows + len(unit.requests)
-        if batch and (unit.shared != batch[0].shared
-                      or unit.shared * (len(batch) + 1) + batch[0].longest * more > batch_size):
+        longest = batch[0].longest if batch else unit.longest
+        size = unit.shared * (len(batch) + 1) + longest * sum(len(unit.requests) for unit in [*batch, unit])
+        if batch and (unit.shared != batch[0].shared or size > batch_size):
             yield batch
-            batch, more = [], len(unit.requests)
-        batch, rows = [*batch, unit], more
+            batch = []
+        batch.append(unit)
     yield batch
 
 

@@ -71,9 +71,6 @@ def lengths_of(text, run):
     return sorted(set(lengths))
 
 
-# ---------------------------------------------------------------------------------------------------------- the prompts
-
-
 class Trial(NamedTuple):
     """One prompt and its right answer, as token ids."""
     length: int                                 # tokens that prompt and answer may take together
@@ -127,14 +124,10 @@ def batches(trials, batch_size):
             for i in range(0, len(group), batch_size)]
 
 
-# ---------------------------------------------------------------------------------------------------------- the answers
-
-
 @torch.no_grad()
 def read(model, state, idx, last=1):
-    """A model that has read the beginning of a batch of texts reads the next tokens idx (B, R). Returns the logits
-    after the `last` of them, (B, last, V) in float32, and its new state. It computes no other logits, because those of a long
-    text would fill the memory.
+    """A model that has read a part of a batch of texts reads the next tokens idx (B, R). Returns the logits after the
+    `last` of them, (B, last, V) in float32, and the new state. No others are computed: they would fill the memory.
 
     A state is a KV cache, or all tokens so far if the recipe cannot be decoded step by step; None at the beginning.
     Several continuations can begin at one state."""
@@ -179,8 +172,6 @@ def is_correct(text, key):
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 
 
-# ------------------------------------------------------------------------------------------------ tables, the picture
-
 SCORES = {                                      # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
@@ -211,8 +202,7 @@ def tell(args, found):
     for place, numbers in found.items():
         for row in numbers["lengths"]:
             head = [place] * several + [str(row["length"])]
-            cells = (row[name + end] for name in SCORES for end in ("", "_error"))
-            rows.append([*head, str(row["trials"]), *cells])
+            rows.append([*head, str(row["trials"]), *(row[name + end] for name in SCORES for end in ("", "_error"))])
             by_depth.append([*head, *(part["gain"] for part in row["by_depth"])])
     head = ["run"] * several + ["length"]
     titles = [cell for title, _ in SCORES.values() for cell in (title, "+-")]
@@ -225,32 +215,31 @@ def tell(args, found):
 def draw(path, found):
     """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors and dotted lines at
     the training lengths; below, for each run a map of the gain by length and depth, with the accuracy in its cells."""
-    plt, columns = pyplot(), min(3, len(found))
+    columns = min(3, len(found))
     lines = -(-len(found) // columns)           # rows of maps
-    figure = plt.figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
+    figure = pyplot().figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * lines])
-    rows_of = {place: numbers["lengths"] for place, numbers in found.items()}
-    trained = {numbers["training_length"] for numbers in found.values()
-               if numbers["lengths"][0]["length"] <= numbers["training_length"] <= numbers["lengths"][-1]["length"]}
-    panels = dict(zip(("correct", "log_likelihood", "gain"), above.subplots(1, 3), strict=True))
-    for name, ax in panels.items():
+    runs = {place: numbers["lengths"] for place, numbers in found.items()}
+    trained = {place: numbers["training_length"] for place, numbers in found.items()}
+    marks = {trained[place] for place, rows in runs.items() if trained[place] in range(
+        rows[0]["length"], rows[-1]["length"] + 1)}
+    panels, titles = above.subplots(1, 3), ("accuracy", "log-likelihood of the key (nats)", "gain of the key (nats)")
+    for ax, name, title in zip(panels, ("correct", "log_likelihood", "gain"), titles, strict=True):
         curves = {Path(place).name: [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
-                  for place, rows in rows_of.items()}
-        title = SCORES[name][0] + ("" if name == "correct" else " of the key (nats)")
-        line_panel(ax, curves, title, "tokens of prompt and answer", trained, legend=name == "correct")
-    panels["correct"].set_ylim(-0.03, 1.03)
-    panels["gain"].axhline(0, color=GREY, linestyle=":", linewidth=1)
-    gains, accuracies = ({place: np.array([[part[name] for part in row["by_depth"]] for row in rows], float).T
-                          for place, rows in rows_of.items()} for name in ("gain", "correct"))      # (depths, lengths)
-    most = max(1.0, *(np.nanmax(np.abs(gain)) for gain in gains.values()))
+                  for place, rows in runs.items()}
+        line_panel(ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct")
+    panels[0].set_ylim(-0.03, 1.03)
+    panels[2].axhline(0, color=GREY, linestyle=":", linewidth=1)
     axes = below.subplots(lines, columns, squeeze=False).flatten()
-    for ax, (place, rows) in zip(axes, rows_of.items(), strict=False):
-        image = heat_map(ax, gains[place], signed(most), accuracies[place], "tokens of prompt and answer",
-                         "place of the key")
+    most = max(1.0, *(abs(part["gain"] or 0) for rows in runs.values() for row in rows for part in row["by_depth"]))
+    for ax, (place, rows) in zip(axes, runs.items(), strict=False):
+        gains, accuracies = ([[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
+                             for name in ("gain", "correct"))           # (depths, lengths)
+        image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
         ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
         ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-        ax.set_title(f"{Path(place).name} (trained at {found[place]['training_length']}): gain in colour, accuracy in "
-                     "numbers", fontsize=10)
+        title = f"{Path(place).name} (trained at {trained[place]}): gain in colour, accuracy in numbers"
+        ax.set_title(title, fontsize=10)
     below.colorbar(image, ax=axes.tolist(), label="gain (nats)")
     for ax in axes[len(found):]:
         ax.set_axis_off()

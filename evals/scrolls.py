@@ -95,9 +95,6 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-# ------------------------------------------------------------------------------------------------------------ the files
-
-
 class Question(NamedTuple):
     prompt: str
     answers: list
@@ -130,7 +127,6 @@ def read_questions(path, name, limit=0):
 
 
 def fields(row):
-    """The id, the input and the output in a line of a file."""
     found = [row[key] for key in ("id", "input", "output")]
     if not all(isinstance(value, str) for value in found):
         raise ValueError("its id, input and output must be strings")
@@ -153,9 +149,6 @@ def make_question(text, answers, task, path):
     choices = [" ".join(choice.split()) for choice in parts.groups()[:4]]
     shown = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
     return Question(f"{parts[5].strip()}\n\nQuestion: {question}\n{shown}\nAnswer:", answers, choices)
-
-
-# ---------------------------------------------------------------------------------------------------------- the answers
 
 
 def replies(run, coder, questions, args, length):
@@ -195,9 +188,6 @@ def generated(run, coder, prompts, count):
             ids = run.model.generate(idx, count, temperature=0, stop=stop)[0, len(prompt):].tolist()
             texts.append(coder.decode([i for i in ids if i not in ends]).partition("\n")[0].strip())
     return texts
-
-
-# ----------------------------------------------------------------------------------------------------------- the scores
 
 
 def score(measure, texts, questions):
