@@ -34,10 +34,6 @@ from data.downloads import TIMEOUT, download, size_of
 
 HERE = Path(__file__).parent / "benchmarks"
 
-# ----------------------------------------------------------------------------------- from a row of a file to a question
-# Each task has a function from a row to (context, choices, index of the right choice). A list of contexts has one for
-# each choice.
-
 
 class Row(NamedTuple):
     """One question: choices[i] follows contexts[i] and a space. gold: the index of the right choice."""
@@ -47,7 +43,8 @@ class Row(NamedTuple):
 
 
 def hellaswag(row):
-    """Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
+    """From a row of a file to (context or a list of contexts, choices, index of the right choice), as all functions
+    below. Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
     if "query" in row:
         return row["query"], row["choices"], row["gold"]
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
@@ -105,9 +102,6 @@ def lambada(row):
     return context, [word], 0
 
 
-# ------------------------------------------------------------------------------------------------------------- WikiText
-
-
 class Page(NamedTuple):
     """A page of WikiText as readable text, with the numbers of words and bytes of its original."""
     text: str
@@ -138,9 +132,6 @@ def readable(text):
     for before, after in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(before, after)
     return text
-
-
-# ------------------------------------------------------------------------------------------------------------ the tasks
 
 
 class Task(NamedTuple):
@@ -191,9 +182,6 @@ def task_names(text):
     return names
 
 
-# ------------------------------------------------------------------------------------------------------- files to rows
-
-
 def find(name, folder):
     """The path of a task's file in a folder, compressed or not; None if it is missing."""
     places = (Path(folder, TASKS[name].file + end) for end in ("", ".gz"))
@@ -209,22 +197,18 @@ def those_in(folder):
     return here
 
 
-def read(name, folder):
+def read(name, folder, path=None):
     """The rows of a task: [Row], for wikitext [Page]. Raises ValueError if its file is missing, damaged or not
-    this task's."""
-    path = find(name, folder)
+    this task's. path: another name of the file."""
+    path, task = path or find(name, folder), TASKS[name]
     if path is None:
-        raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
-                         f"--tasks={name}, or name a folder that has it with --source")
-    return read_file(name, path)
-
-
-def read_file(name, path):
+        raise ValueError(f"{name}: no {task.file} in {folder}: fetch it with python data/benchmarks.py --tasks={name}, "
+                         "or name a folder that has it with --source")
     try:
-        if TASKS[name].read is None:
-            rows = pages(tokens.read_text(path))
+        if task.read:
+            rows = list(rows_of(path, name, lambda row: checked(name, *task.read(row))))
         else:
-            rows = list(rows_of(path, name, lambda row: checked(name, *TASKS[name].read(row))))
+            rows = pages(tokens.read_text(path))
     except (EOFError, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
     if not rows:
@@ -233,10 +217,12 @@ def read_file(name, path):
 
 
 def rows_of(path, name, read):
-    """Yield read(value) of each line of a JSONL file, compressed or not. Raises ValueError on a line that it cannot
-    read. name: the task, for the message."""
+    """Yield read(value) of each line of a JSONL file, compressed or not, without empty lines. Raises ValueError on a
+    line that it cannot read. name: the task, for the message."""
     with tokens.unpacked(path) as f:
         for number, line in tokens.lines_of(f):
+            if not line.strip():
+                continue
             try:
                 yield read(files.parsed(line))
             except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
@@ -259,19 +245,13 @@ def checked(name, contexts, choices, gold):
     return Row(contexts, choices, gold)
 
 
-# ------------------------------------------------------------------------------------------------------ fetching files
-
-
 class Remote(io.RawIOBase):
     """A file at a URL. Only the parts that are read are fetched. Raises OSError if the server cannot do that."""
 
     def __init__(self, url):
         self.url, self.size, self.place = url, size_of(url), 0
 
-    def readable(self):
-        return True
-
-    seekable = readable
+    readable = seekable = lambda self: True
 
     def seek(self, offset, whence=io.SEEK_SET):
         self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
@@ -298,36 +278,29 @@ def fetch(name, folder):
     try:
         if task.members:
             with files.replacing(part) as f:
-                f.write(from_zip(name, otherwise))
+                f.write(from_zip(task))
         else:
-            download(task.url, part, None, None, name, otherwise)
-        if task.sha256 and files.sha256(part) != task.sha256:
-            raise ValueError(f"{name}: the fetched file is not the public one (sha256 differs): run this again")
-        count = len(read_file(name, part))
-        if count != task.rows:
-            raise ValueError(f"{name}: the fetched file has {count:,} rows, the public one {task.rows:,}: run this "
-                             "again")
+            download(task.url, part, None, task.sha256, name, otherwise)
+        count = len(read(name, folder, part))
+        if count != task.rows or task.sha256 not in (None, files.sha256(part)):
+            raise ValueError(f"{name}: the fetched file is not the public one (it has {count:,} rows of {task.rows:,}, "
+                             "or another sha256): run this again")
         part.replace(path)
+    except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
+        raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
+                         f"this again with network, or {otherwise}") from None
     finally:
         part.unlink(missing_ok=True)
 
 
-def from_zip(name, otherwise):
+def from_zip(task):
     """The bytes of a task's file in a zip. If its labels are in another file, each JSON line gets its label."""
-    task = TASKS[name]
-    try:
-        with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
-            rows, *labels = (archive.read(member) for member in task.members)
-    except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
-        raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
-                         f"this again with network, or {otherwise}") from None
+    with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
+        rows, *labels = (archive.read(member) for member in task.members)
     if not labels:
         return rows
     pairs = zip(rows.splitlines(), labels[0].split(), strict=True)
     return "".join(json.dumps(json.loads(row) | {"label": int(label)}) + "\n" for row, label in pairs).encode()
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def main(argv):

@@ -93,7 +93,7 @@ def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path):
     line, boolq = json.dumps(PUBLIC["lambada"]).encode(), zipped({"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])})
     for says, *args in (
             ("lambada: the fetched file is not the public one", "lambada", line),
-            ("boolq: the fetched file has 1 rows, the public one 3,270", "boolq", boolq),
+            ("boolq: the fetched file is not the public one .it has 1 rows of 3,270", "boolq", boolq),
             ("boolq could not be fetched from", "boolq", b"no zip"),
             ("boolq could not be fetched.*(404|Not Found).*--source", "boolq", boolq, "/gone.zip")):
         with pytest.raises(ValueError, match=says):
