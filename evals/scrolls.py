@@ -35,18 +35,19 @@ from evals.likelihood import Request, listen, text_tokenizer
 
 class Task(NamedTuple):
     measure: str                                # rouge, f1 or exact
-    asked: bool = True                          # the input begins with a question
+    prompt: str = "Question: {}\nAnswer:"       # follows the document
     choices: tuple | None = None                # the possible answers; (): each question has its own
 
 
+SUMMARY = "Question: What is a summary of the preceding text?\nAnswer:"
 TASKS = {
-    "gov_report": Task("rouge", asked=False),
-    "summ_screen_fd": Task("rouge", asked=False),
+    "gov_report": Task("rouge", SUMMARY),
+    "summ_screen_fd": Task("rouge", SUMMARY),
     "qmsum": Task("rouge"),
     "narrative_qa": Task("f1"),
     "qasper": Task("f1"),
     "quality": Task("exact", choices=()),
-    "contract_nli": Task("exact", choices=("Not mentioned", "Entailment", "Contradiction")),
+    "contract_nli": Task("exact", "Hypothesis: {}\nConclusion:", ("Not mentioned", "Entailment", "Contradiction")),
 }
 
 
@@ -117,7 +118,7 @@ def read_questions(path, name, limit=0):
     """The questions of a file in their order, or `limit` of them, spread evenly. Lines of one id are one question with
     several answers."""
     inputs, answers = {}, {}
-    for number, text, output in rows_of(path, name, fields):
+    for number, text, output in rows_of(path, name, strings):
         inputs.setdefault(number, text)
         answers.setdefault(number, []).append(output)
     if not inputs:
@@ -126,8 +127,8 @@ def read_questions(path, name, limit=0):
     return [found[i] for i in np.linspace(0, len(found) - 1, min(limit, len(found))).astype(int)] if limit else found
 
 
-def fields(row):
-    found = [row[key] for key in ("id", "input", "output")]
+def strings(row):
+    found = [row[name] for name in ("id", "input", "output")]
     if not all(isinstance(value, str) for value in found):
         raise ValueError("its id, input and output must be strings")
     return found
@@ -136,19 +137,16 @@ def fields(row):
 def make_question(text, answers, task, path):
     """A Question, whose prompt is the document and then the question. In the file the question comes first, then (for
     quality) the four choices, then the document, with empty lines between them."""
-    if not task.asked:
-        return Question(f"{text}\n\nQuestion: What is a summary of the preceding text?\nAnswer:", answers, [])
-    question, _, text = text.partition("\n\n")
-    if task.choices is None:
-        return Question(f"{text}\n\nQuestion: {question}\nAnswer:", answers, [])
-    if task.choices:
-        return Question(f"{text}\n\nHypothesis: {question}\nConclusion:", answers, list(task.choices))
-    parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
-    if not parts:
-        raise ValueError(f"{path} has a question without four choices (A) to (D): unpack the benchmark's file again")
-    choices = [" ".join(choice.split()) for choice in parts.groups()[:4]]
-    shown = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-    return Question(f"{parts[5].strip()}\n\nQuestion: {question}\n{shown}\nAnswer:", answers, choices)
+    question, choices = "", list(task.choices or ())
+    if task.prompt != SUMMARY:
+        question, _, text = text.partition("\n\n")
+    if task.choices == ():
+        parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
+        if not parts:
+            raise ValueError(f"{path} has a question without choices (A) to (D): unpack the benchmark's file again")
+        choices, text = [" ".join(choice.split()) for choice in parts.groups()[:4]], parts[5].strip()
+        question += "".join(f"\n({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+    return Question(f"{text}\n\n{task.prompt.format(question)}", answers, choices)
 
 
 def replies(run, coder, questions, args, length):
