@@ -56,7 +56,8 @@ def command(args, run):
     names = benchmarks.task_names(args.tasks) if args.tasks else benchmarks.those_in(folder)
     sets = {name: benchmarks.read(name, folder) for name in names}      # read all before the work begins
     for name, rows in sets.items():
-        some = [rows[i] for i in evenly(len(rows), args.limit)]
+        spread = np.linspace(0, len(rows) - 1, min(args.limit or len(rows), len(rows))).round().astype(int)
+        some = [rows[i] for i in spread]        # the same at every call
         ask = page_requests if name == "wikitext" else row_requests
         groups = [ask(row, coder, length, args.bos) for row in some]
         answers = listen(run.model, groups, run.machine, args.batch_size, name)
@@ -64,11 +65,6 @@ def command(args, run):
         tasks[name]["cut"] = sum(any(r.cut for r in group) for group in groups)
     numbers = {"length": length, "bos": args.bos, "tasks": tasks, "averages": averages(tasks)}
     return numbers, tell(args, {"": numbers})
-
-
-def evenly(count, limit):
-    """Indices of `limit` of `count` rows, spread evenly, the same at every call; 0: all."""
-    return np.linspace(0, count - 1, min(limit, count)).round().astype(int) if limit else range(count)
 
 
 def judge(name, rows, answers, guess):
@@ -157,11 +153,13 @@ def mean_of(found):
     return sum(values) / len(values), None if None in errors else math.hypot(*errors) / len(errors)
 
 
-def difference(scores, first):
-    """The mean of several scores of a run minus that of the first run on the same rows, and the standard error of this
-    difference. Of perplexities it takes the logarithms."""
+def compared(scores, first):
+    """The table's cells for the mean of several scores of a run minus that of the first run on the same rows. Of
+    perplexities it takes the logarithms."""
     rows = [[np.array(score["rows"].split(), float) for score in pair] for pair in zip(scores, first, strict=True)]
-    return mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
+    value, error = mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
+    told = None if error is None else verdict(value, error, "cannot be told apart", "higher", "lower")
+    return {"difference": short(value), "+- ": short(error), "verdict": told}
 
 
 MEANINGS = {                                    # of the table's columns
@@ -189,9 +187,7 @@ def tell(args, found):
                    "adjusted": score.get("adjusted"), "than guessing": score.get("than_guessing")}
             if numbers is not first:
                 scores, others = ([run["tasks"][task][which] for task, which in behind] for run in (numbers, first))
-                value, error = difference(scores, others)
-                told = error is not None and verdict(value, error, "cannot be told apart", "higher", "lower")
-                row |= {"difference": short(value), "+- ": short(error), "verdict": told or None}
+                row |= compared(scores, others)
             rows.append(row)
     hidden = ("n", "chance", "adjusted") if several else ("run",)
     columns = [name for name in rows[-1] if name not in hidden]         # the last row is one of the last run
