@@ -34,8 +34,6 @@ from data.downloads import TIMEOUT, download, size_of
 
 HERE = Path(__file__).parent / "benchmarks"
 
-# ----------------------------------------------------------------------------------- from a row of a file to a question
-
 
 class Row(NamedTuple):
     """One question: choices[i] follows contexts[i] and a space. gold: the index of the right choice."""
@@ -44,17 +42,13 @@ class Row(NamedTuple):
     gold: int
 
 
-def question(context, choices, gold):
-    """A Row whose choices follow the same context."""
-    return Row([context] * len(choices), choices, gold)
-
-
 def hellaswag(row):
-    """Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
+    """From a row of a file to (context or a list of contexts, choices, index of the right choice), as all functions
+    below. Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
     if "query" in row:
-        return question(row["query"], row["choices"], row["gold"])
+        return row["query"], row["choices"], row["gold"]
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return question(cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"]))
+    return cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"])
 
 
 def cleaned(text):
@@ -63,19 +57,9 @@ def cleaned(text):
     return text.replace("  ", " ")
 
 
-def arc(row):
-    """AI2's science exams, Clark et al. 2018."""
-    stem, choices, gold = answers(row)
-    return question(f"Question: {stem}\nAnswer:", choices, gold)
-
-
 def openbookqa(row):
-    """Mihaylov et al. 2018: only the question, without the facts of the book."""
-    return question(*answers(row))
-
-
-def answers(row):
-    """(question, choices, gold) of a row in AI2's nested form, or in the flat form of some copies."""
+    """Mihaylov et al. 2018: only the question, without the facts of the book. A row has AI2's nested form, or the flat
+    form of some copies."""
     if "gold" in row:
         return row.get("question") or row["question_stem"], row["choices"], row["gold"]
     choices = row["question"]["choices"]
@@ -83,36 +67,39 @@ def answers(row):
     return row["question"]["stem"], [choice["text"] for choice in choices], letters.index(row["answerKey"].strip())
 
 
+def arc(row):
+    """AI2's science exams, Clark et al. 2018, in the same forms."""
+    stem, choices, gold = openbookqa(row)
+    return f"Question: {stem}\nAnswer:", choices, gold
+
+
 def piqa(row):
     """Physical interactions, Bisk et al. 2020."""
-    return question(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"]))
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"])
 
 
 def siqa(row):
     """Social interactions, Sap et al. 2019."""
     choices = [row["answerA"], row["answerB"], row["answerC"]]
-    return question(f"Q: {row['context']} {row['question']}\nA:", choices, int(row["label"]) - 1)
+    return f"Q: {row['context']} {row['question']}\nA:", choices, int(row["label"]) - 1
 
 
 def winogrande(row):
     """Sakaguchi et al. 2021. Each option fills the gap; the score is that of the rest of the sentence."""
     before, after = row["sentence"].split("_", 1)
-    return Row([before + row["option1"], before + row["option2"]], [after.strip()] * 2, int(row["answer"]) - 1)
+    return [before + row["option1"], before + row["option2"]], [after.strip()] * 2, int(row["answer"]) - 1
 
 
 def boolq(row):
     """Clark et al. 2019, as in SuperGLUE."""
-    return question(f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], int(row["label"]))
+    return f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], int(row["label"])
 
 
 def lambada(row):
     """Paperno et al. 2016, in OpenAI's version: what is the last word? There is one choice; it scores if it is the most
     likely continuation."""
     context, _, word = row["text"].rpartition(" ")
-    return question(context, [word], 0)
-
-
-# ------------------------------------------------------------------------------------------------------------- WikiText
+    return context, [word], 0
 
 
 class Page(NamedTuple):
@@ -147,15 +134,13 @@ def readable(text):
     return text
 
 
-# ------------------------------------------------------------------------------------------------------------ the tasks
-
-
 class Task(NamedTuple):
     file: str                                   # its name here
     rows: int                                   # number of rows of the public split
-    read: Callable | None                       # row of the file -> Row; None: WikiText
+    read: Callable | None                       # one of the functions above; None: WikiText
     url: str                                    # where it is published
     members: tuple = ()                         # of a zip: names of the file and, if separate, of its labels
+    sha256: str | None = None                   # of the file, where it is published
 
 
 GOOGLE, AMAZON = "https://storage.googleapis.com/ai2-mosaic/public/", "https://s3-us-west-2.amazonaws.com/ai2-website/data/"
@@ -179,14 +164,13 @@ TASKS = {
     "boolq": Task("boolq_valid.jsonl", 3270, boolq, "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
                   ("BoolQ/val.jsonl",)),
     "lambada": Task("lambada_openai_test.jsonl", 5153, lambada,
-                    "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"),
+                    "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl", (),
+                    "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
     "wikitext": Task("wiki.test.raw", 62, None,
                      "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
-                     ("wikitext-2-raw/wiki.test.raw",)),
+                     ("wikitext-2-raw/wiki.test.raw",),
+                     "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"),
 }
-KNOWN = {                                       # {task: size and sha256}, where they are published
-    "lambada": (1819752, "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
-    "wikitext": (1290590, "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08")}
 
 
 def task_names(text):
@@ -196,9 +180,6 @@ def task_names(text):
         if name not in TASKS:
             raise ValueError(f"{name!r} is no task: choose from {', '.join(TASKS)}, or all")
     return names
-
-
-# ------------------------------------------------------------------------------------------------------- files to rows
 
 
 def find(name, folder):
@@ -216,15 +197,18 @@ def those_in(folder):
     return here
 
 
-def read(name, folder):
+def read(name, folder, path=None):
     """The rows of a task: [Row], for wikitext [Page]. Raises ValueError if its file is missing, damaged or not
-    this task's."""
-    path = find(name, folder)
+    this task's. path: another name of the file."""
+    path, task = path or find(name, folder), TASKS[name]
     if path is None:
-        raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
-                         f"--tasks={name}, or name a folder that has it with --source")
+        raise ValueError(f"{name}: no {task.file} in {folder}: fetch it with python data/benchmarks.py --tasks={name}, "
+                         "or name a folder that has it with --source")
     try:
-        rows = read_rows(name, path)
+        if task.read:
+            rows = list(rows_of(path, name, lambda row: checked(name, *task.read(row))))
+        else:
+            rows = pages(tokens.read_text(path))
     except (EOFError, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
     if not rows:
@@ -232,35 +216,33 @@ def read(name, folder):
     return rows
 
 
-def read_rows(name, path):
-    task, rows = TASKS[name], []
-    if task.read is None:
-        return pages(tokens.read_text(path))
+def rows_of(path, name, read):
+    """Yield read(value) of each line of a JSONL file, compressed or not, without empty lines. Raises ValueError on a
+    line that it cannot read. name: the task, for the message."""
     with tokens.unpacked(path) as f:
         for number, line in tokens.lines_of(f):
+            if not line.strip():
+                continue
             try:
-                rows.append(checked(name, task.read(files.parsed(line))))
+                yield read(files.parsed(line))
             except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                 what = f"it lacks {e}" if isinstance(e, KeyError) else e
-                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the file "
-                                 f"again, in the form of {task.url}") from None
-    return rows
+                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the public file again"
+                                 ) from None
 
 
-def checked(name, row):
-    """The same Row of a task. Raises ValueError if it cannot be scored."""
-    if len(row.choices) < 2 and name != "lambada":
+def checked(name, contexts, choices, gold):
+    """The Row of a task. Raises ValueError if it cannot be scored."""
+    contexts = [contexts] * len(choices) if isinstance(contexts, str) else contexts
+    if len(choices) < 2 and name != "lambada":
         raise ValueError("there is nothing to choose from")
-    if not all(isinstance(text, str) for text in row.contexts + row.choices):
+    if not all(isinstance(text, str) for text in contexts + choices):
         raise ValueError("a context or a choice is no text")
-    if not all(row.choices):
+    if not all(choices):
         raise ValueError("a choice is empty")
-    if not 0 <= row.gold < len(row.choices):
-        raise ValueError(f"the right answer is number {row.gold + 1} of {len(row.choices)}")
-    return row
-
-
-# ------------------------------------------------------------------------------------------------------ fetching files
+    if not 0 <= gold < len(choices):
+        raise ValueError(f"the right answer is number {gold + 1} of {len(choices)}")
+    return Row(contexts, choices, gold)
 
 
 class Remote(io.RawIOBase):
@@ -269,11 +251,7 @@ class Remote(io.RawIOBase):
     def __init__(self, url):
         self.url, self.size, self.place = url, size_of(url), 0
 
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
+    readable = seekable = lambda self: True
 
     def seek(self, offset, whence=io.SEEK_SET):
         self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
@@ -294,54 +272,35 @@ class Remote(io.RawIOBase):
 
 
 def fetch(name, folder):
-    """Put a task's public file into a folder. Raises ValueError."""
-    task, path = TASKS[name], folder / TASKS[name].file
-    size, digest = KNOWN.get(name, (None, None))
-    otherwise = "name a folder that has it with --source"
-    part = path.with_name(path.name + ".new")   # its name until its rows are counted
-    if not task.members:
-        download(task.url, part, size, digest, name, otherwise)
-    else:
-        try:
-            with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
-                content = joined(*(archive.read(member) for member in task.members))
-        except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
-            raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
-                             f"this again with network, or {otherwise}") from None
-        with files.replacing(part) as f:
-            f.write(content)
-    settle(name, part, path, digest)
-
-
-def joined(rows, labels=None):
-    """The JSON lines of a file (bytes), each with the label in the same line of another file."""
-    if labels is None:
-        return rows
-    pairs = zip(rows.splitlines(), labels.split(), strict=True)
-    return "".join(json.dumps(json.loads(row) | {"label": int(label)}) + "\n" for row, label in pairs).encode()
-
-
-def settle(name, part, path, digest):
-    """Rename a fetched file if it is the complete public file. Raises ValueError."""
+    """Put a task's public file into a folder. It gets its name only if it is complete. Raises ValueError."""
+    task, path, otherwise = TASKS[name], folder / TASKS[name].file, "name a folder that has it with --source"
+    part = path.with_name(path.name + ".new")
     try:
-        if digest and files.sha256(part) != digest:
-            raise ValueError(f"{name}: the fetched file is not the public one (sha256 differs): run this again")
-        count, wanted = len(read_rows(name, part)), TASKS[name].rows
-        if count != wanted:
-            raise ValueError(f"{name}: the fetched file has {count:,} rows, the public one {wanted:,}: run this again")
+        if task.members:
+            with files.replacing(part) as f:
+                f.write(from_zip(task))
+        else:
+            download(task.url, part, None, task.sha256, name, otherwise)
+        count = len(read(name, folder, part))
+        if count != task.rows or task.sha256 not in (None, files.sha256(part)):
+            raise ValueError(f"{name}: the fetched file is not the public one (it has {count:,} rows of {task.rows:,}, "
+                             "or another sha256): run this again")
         part.replace(path)
+    except (OSError, http.client.HTTPException, KeyError, *files.BAD_ZIP) as e:
+        raise ValueError(f"{name} could not be fetched from {task.url} ({getattr(e, 'reason', None) or e}): run "
+                         f"this again with network, or {otherwise}") from None
     finally:
         part.unlink(missing_ok=True)
 
 
-def copy(name, source, folder):
-    """Copy a task's file from another folder, decompressed."""
-    read(name, source)                          # raises ValueError on a wrong file
-    with tokens.unpacked(find(name, source)) as there, files.replacing(folder / TASKS[name].file) as here:
-        shutil.copyfileobj(there, here)
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
+def from_zip(task):
+    """The bytes of a task's file in a zip. If its labels are in another file, each JSON line gets its label."""
+    with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
+        rows, *labels = (archive.read(member) for member in task.members)
+    if not labels:
+        return rows
+    pairs = zip(rows.splitlines(), labels[0].split(), strict=True)
+    return "".join(json.dumps(json.loads(row) | {"label": int(label)}) + "\n" for row, label in pairs).encode()
 
 
 def main(argv):
@@ -354,12 +313,15 @@ def main(argv):
     with files.one_line_errors():
         for name in task_names(args.tasks) if args.tasks else those_in(args.source) if args.source else TASKS:
             if args.source:
-                copy(name, args.source, args.out_dir)
+                read(name, args.source)         # raises ValueError on a wrong file
+                with (tokens.unpacked(find(name, args.source)) as there,
+                      files.replacing(args.out_dir / TASKS[name].file) as here):
+                    shutil.copyfileobj(there, here)                     # decompressed
             elif find(name, args.out_dir) is None:
                 fetch(name, args.out_dir)
-            path = find(name, args.out_dir)
             count, wanted = len(read(name, args.out_dir)), TASKS[name].rows
-            print(f"{path}: {count:,} rows" + (f" of {wanted:,}" if count != wanted else ""), flush=True)
+            of = f" of {wanted:,}" if count != wanted else ""
+            print(f"{find(name, args.out_dir)}: {count:,} rows{of}", flush=True)
 
 
 if __name__ == "__main__":

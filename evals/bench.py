@@ -23,7 +23,7 @@ import numpy as np
 from common.flags import at_least, knob
 from data import benchmarks
 from evals.instrument import legend, mean_and_error, table
-from evals.likelihood import listen, page_requests, row_requests
+from evals.likelihood import listen, page_requests, row_requests, text_tokenizer
 from evals.pictures import frame, pyplot, save_figure
 
 MEASURES = {                                    # {task: its measures}; averages use the first
@@ -50,45 +50,47 @@ class Bench:
 
 def command(args, run):
     """Zero-shot scores on public benchmarks, as lm-evaluation-harness computes them."""
-    coder, length = run.tokenizer, args.length or run.model.config.block_size
-    if coder.name == "numbers":
-        raise ValueError(f"{run.out_dir} was trained on symbols, not on text: bench needs a run with a text tokenizer")
+    coder, length = text_tokenizer(run), args.length or run.model.config.block_size
     run.check_positions(length)
-    folder, found = args.source or benchmarks.HERE, {"length": length, "bos": args.bos, "tasks": {}}
+    folder, tasks = args.source or benchmarks.HERE, {}
     names = benchmarks.task_names(args.tasks) if args.tasks else benchmarks.those_in(folder)
     sets = {name: benchmarks.read(name, folder) for name in names}      # read all before the work begins
     for name, rows in sets.items():
-        some = [rows[i] for i in evenly(len(rows), args.limit)]
+        spread = np.linspace(0, len(rows) - 1, min(args.limit or len(rows), len(rows))).round().astype(int)
+        some = [rows[i] for i in spread]        # the same at every call
         ask = page_requests if name == "wikitext" else row_requests
         groups = [ask(row, coder, length, args.bos) for row in some]
         answers = listen(run.model, groups, run.machine, args.batch_size, name)
-        found["tasks"][name] = judge(name, some, answers, chance(name, rows))
-        found["tasks"][name]["cut"] = sum(any(r.cut for r in group) for group in groups)
-    found["averages"] = averages(found["tasks"])
-    return found, tell(args, {"": found})
-
-
-def evenly(count, limit):
-    """Indices of `limit` of `count` rows, spread evenly, the same at every call; 0: all."""
-    return np.linspace(0, count - 1, min(limit, count)).round().astype(int) if limit else range(count)
-
-
-# ----------------------------------------------------------------------------------------------- from answers to scores
+        tasks[name] = judge(name, some, answers, chance(name, rows))
+        tasks[name]["cut"] = sum(any(r.cut for r in group) for group in groups)
+    numbers = {"length": length, "bos": args.bos, "tasks": tasks, "averages": averages(tasks)}
+    return numbers, tell(args, {"": numbers})
 
 
 def judge(name, rows, answers, guess):
     """The numbers of a task: "n", "chance", and for each of its MEASURES {"value", "stderr", "rows"}. Accuracies also
-    have "adjusted" and "than_guessing". answers: [[Answer]], a list for each row. guess: the chance, None if it is
-    undefined."""
-    found, values = {"n": len(rows), "chance": guess}, measured(name, rows, answers)
+    have "adjusted" and "than_guessing": does the accuracy differ from the chance by more than two standard errors of
+    guessing n times? answers: [[Answer]], a list for each row. guess: the chance, None if it is undefined."""
+    found, by_measure = {"n": len(rows), "chance": guess}, measured(name, rows, answers)
     for measure in MEASURES[name]:
-        value, error = (perplexity if "perplexity" in measure else mean_and_error)(values[measure])
-        found[measure] = {"value": value, "stderr": error, "rows": packed(values[measure])}
+        values = np.asarray(by_measure[measure], float)
+        value, error = mean_and_error(values)
+        if "perplexity" in measure:             # exp of the mean, its error by the delta method
+            value = math.exp(value) if value < 700 else math.inf        # exp of more overflows
+            error = error and value * error
+        # a number for each row, as one line of text, so that JSON stays short
+        rowwise = " ".join(f"{number:.6g}" for number in values)
+        found[measure] = {"value": value, "stderr": error, "rows": rowwise}
         if measure.startswith("acc"):
+            told = verdict(value - guess, math.sqrt(guess * (1 - guess) / len(rows)), "no better", "better", "worse")
             left = 1 - guess or 1.0             # 1 if guessing is always right, so nothing is left to gain
-            found[measure] |= {"adjusted": (value - guess) / left,
-                               "than_guessing": than_guessing(value, guess, len(rows))}
+            found[measure] |= {"adjusted": (value - guess) / left, "than_guessing": told if guess else None}
     return found
+
+
+def verdict(difference, error, near, above, below):
+    """One of the last three, which say whether a difference is more than two standard errors."""
+    return near if abs(difference) <= 2 * error else above if difference > 0 else below
 
 
 def measured(name, rows, answers):
@@ -99,89 +101,50 @@ def measured(name, rows, answers):
         word, byte = per_row(loss, [page.words for page in rows]), per_row(loss, [page.bytes for page in rows])
         return {"word_perplexity": word, "byte_perplexity": byte, "bits_per_byte": byte / math.log(2)}
     if name == "lambada":
-        return {"acc": np.array([word.greedy for [word] in answers], float),
-                "perplexity": np.array([-word.loglik for [word] in answers])}
-    in_sum = [np.array([answer.loglik for answer in choices]) for choices in answers]
-    per_character = [sums / [len(choice) for choice in row.choices] for sums, row in zip(in_sum, rows, strict=True)]
-    return {"acc": hits(in_sum, rows), "acc_norm": hits(per_character, rows)}
-
-
-def hits(scores, rows):
-    """1 where the right choice has the highest score, else 0. In a tie the first choice wins."""
-    return np.array([values.argmax() == row.gold for values, row in zip(scores, rows, strict=True)], float)
+        return {"acc": [word.greedy for [word] in answers], "perplexity": [-word.loglik for [word] in answers]}
+    found = {"acc": [], "acc_norm": []}         # is the right choice's score the highest? The first wins a tie
+    for row, choices in zip(rows, answers, strict=True):
+        sums = np.array([answer.loglik for answer in choices])
+        found["acc"].append(sums.argmax() == row.gold)
+        found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
+    return found
 
 
 def per_row(sums, counts):
     """Numbers (n,) whose mean is value = sums.sum() / counts.sum(). The number of a row is value plus (sum - value
     count) / mean count. So the standard error of their mean is that of the ratio by the delta method."""
-    sums, counts = np.asarray(sums, float), np.asarray(counts, float)
+    sums, counts = np.array(sums, float), np.array(counts, float)
     value = sums.sum() / counts.sum()
     return value + (sums - value * counts) / counts.mean()
 
 
-def perplexity(nats):
-    """exp(mean of nats) and its standard error by the delta method."""
-    mean, error = mean_and_error(nats)
-    value = math.exp(mean) if mean < 700 else math.inf                  # exp of more overflows
-    return value, error and value * error
-
-
-def packed(values):
-    """A number for each row as one line of text, so that JSON stays short."""
-    return " ".join(f"{value:.6g}" for value in values)
-
-
-def difference(score, first):
-    """A run's score minus the first run's on the same rows, and the standard error of this difference. Of perplexities
-    it takes the logarithms."""
-    return mean_and_error(np.subtract(*(np.array(one["rows"].split(), float) for one in (score, first))))
-
-
 def chance(name, rows):
     """The score of guessing on the rows of a whole file, as the head of this file defines it. None for wikitext."""
-    if name == "wikitext":
-        return None
-    if name == "lambada":                       # a random word is almost never right
-        return 0.0
+    if name in ("wikitext", "lambada"):
+        return None if name == "wikitext" else 0.0                      # a random word is almost never right
     if name == "boolq":
         yes = float(np.mean([row.gold for row in rows]))
         return max(yes, 1 - yes)
     return float(np.mean([1 / len(row.choices) for row in rows]))
 
 
-def than_guessing(value, guess, n):
-    """"better" or "worse" if an accuracy differs from guessing by more than two standard errors, otherwise "no better".
-    The errors are those of guessing n times. None if the chance is 0 or undefined."""
-    if not guess:
-        return None
-    if abs(value - guess) <= 2 * math.sqrt(guess * (1 - guess) / n):
-        return "no better"
-    return "better" if value > guess else "worse"
-
-
 def averages(tasks):
-    """The averages over the accuracies of tasks, {name: numbers}."""
-    return {label: average([headline(name, tasks) for name in names]) for label, names in averaged(tasks).items()}
+    """The means over tasks of their first measures, with equal weights: over all tasks that have an accuracy, and over
+    the EIGHT if all of them and at least one other task are among these. None for a single task."""
+    found = {}
+    for label, names in averaged(tasks).items():
+        scores = [tasks[name][MEASURES[name][0]] for name in names]
+        value, error = mean_of([(score["value"], score["stderr"]) for score in scores])
+        found[label] = {"tasks": len(scores), "value": value, "stderr": error,
+                        "adjusted": sum(score["adjusted"] for score in scores) / len(scores)}
+    return found
 
 
 def averaged(tasks):
-    """The tasks of each average, {name: tasks}: all tasks that have an accuracy, and the EIGHT if all of them and
-    at least one other task are among these. Empty for a single task."""
+    """The tasks of each average, {name: tasks}."""
     scored = [name for name in tasks if "acc" in tasks[name]]
     wanted = {"average": scored} if len(scored) > 1 else {}
     return wanted | ({"average of eight": EIGHT} if set(EIGHT) < set(scored) else {})
-
-
-def headline(name, tasks):
-    """A task's score in averages and pictures."""
-    return tasks[name][MEASURES[name][0]]
-
-
-def average(scores):
-    """The mean of the scores of several tasks, with equal weights, and its standard error."""
-    value, error = mean_of([(score["value"], score["stderr"]) for score in scores])
-    return {"tasks": len(scores), "value": value, "stderr": error,
-            "adjusted": sum(score["adjusted"] for score in scores) / len(scores)}
 
 
 def mean_of(found):
@@ -190,55 +153,47 @@ def mean_of(found):
     return sum(values) / len(values), None if None in errors else math.hypot(*errors) / len(errors)
 
 
-# -------------------------------------------------------------------------------------------------- the table, a chart
+def compared(scores, first):
+    """The table's cells for the mean of several scores of a run minus that of the first run on the same rows. Of
+    perplexities it takes the logarithms."""
+    rows = [[np.array(score["rows"].split(), float) for score in pair] for pair in zip(scores, first, strict=True)]
+    value, error = mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
+    told = None if error is None else verdict(value, error, "cannot be told apart", "higher", "lower")
+    return {"difference": short(value), "+- ": short(error), "verdict": told}
 
 
-ALONE = {                                       # columns of one run, and their meanings
-    "n": "rows", "chance": "score of guessing", "adjusted": "(score - chance) / (1 - chance)"}
-ALWAYS = {"than guessing": "no better: within two standard errors of chance, those of guessing n times"}
-BESIDE = {                                      # columns of several runs
+MEANINGS = {                                    # of the table's columns
+    "+-": "standard error", "n": "rows", "chance": "score of guessing", "adjusted": "(score - chance) / (1 - chance)",
+    "than guessing": "no better: within two standard errors of chance, those of guessing n times",
     "difference": "the score minus the first run's on the same rows, and the standard error of that difference; for "
                   "perplexities, of their logarithms",
-    "+- ": "",
     "verdict": "cannot be told apart: the difference is at most two of these errors"}
 
 
 def tell(args, found):
     """A table with a row for each score. Of several runs, the rows of one measure follow each other, and show the
     differences from the first run."""
-    several, (first, *_) = len(found) > 1, found.values()
-    rows = []
-    for key, score in scores_of(first).items():
+    several, rows, (first, *_) = len(found) > 1, [], found.values()
+    parts = {(name, measure): [(name, measure)] for name in first["tasks"] for measure in MEASURES[name]}
+    for name, names in averaged(first["tasks"]).items():
+        parts[name, f"{len(names)} tasks"] = [(task, MEASURES[task][0]) for task in names]
+    for (name, measure), behind in parts.items():
         for place, numbers in found.items():
-            own = scores_of(numbers)[key]
-            differs = [None] * len(BESIDE) if numbers is first else beside(own, score)
-            tail = [own.get("than_guessing"), *differs] if several else [
-                own["n"], own.get("chance"), own.get("adjusted"), own.get("than_guessing")]
-            rows.append([*key, *[place] * several, short(own["value"]), short(own["stderr"]), *tail])
-    columns = ALWAYS | BESIDE if several else ALONE | ALWAYS
-    text = table(rows, ["task", "measure", *["run"] * several, "score", "+-", *columns])
-    meant = {"+-": "standard error"} | {name: meaning for name, meaning in columns.items() if meaning}
+            task = numbers["tasks"].get(name, {})
+            score = task[measure] if task else numbers["averages"][name]
+            row = {"task": name, "measure": measure, "run": place, "score": short(score["value"]),
+                   "+-": short(score["stderr"]), "n": str(task["n"]) if task else None,
+                   "chance": task.get("chance") or None if "adjusted" in score else None,
+                   "adjusted": score.get("adjusted"), "than guessing": score.get("than_guessing")}
+            if numbers is not first:
+                scores, others = ([run["tasks"][task][which] for task, which in behind] for run in (numbers, first))
+                row |= compared(scores, others)
+            rows.append(row)
+    hidden = ("n", "chance", "adjusted") if several else ("run",)
+    columns = [name for name in rows[-1] if name not in hidden]         # the last row is one of the last run
+    text = table([[row.get(name) for name in columns] for row in rows], columns)
+    meant = {name: MEANINGS[name] for name in columns if name in MEANINGS}
     return "\n\n".join([text, "\n".join([legend(meant), *notes(found)])])
-
-
-def scores_of(numbers):
-    """{(task, measure): the score and the other numbers of its row}, the averages last."""
-    tasks = numbers["tasks"]
-    found = {(name, measure): task[measure] | {"n": str(task["n"])}
-             | ({"chance": task["chance"] or None} if "adjusted" in task[measure] else {})
-             for name, task in tasks.items() for measure in MEASURES[name]}
-    return found | {(name, f"{mean['tasks']} tasks"): mean | {"n": None, "parts": [
-        headline(task, tasks) for task in averaged(tasks)[name]]} for name, mean in numbers["averages"].items()}
-
-
-def beside(score, first):
-    """The cells of BESIDE, of a score and that of the first run."""
-    pairs = zip(score.get("parts", [score]), first.get("parts", [first]), strict=True)
-    differences = [difference(*pair) for pair in pairs]
-    value, error = mean_of(differences)
-    apart = None if error is None else "cannot be told apart" if abs(value) <= 2 * error else (
-        "higher" if value > 0 else "lower")
-    return [short(value), short(error), apart]
 
 
 def short(value):
@@ -260,21 +215,21 @@ def notes(found):
 def draw(path, runs):
     """Draw a bar for the first accuracy of each task and run, with two standard errors up and down, and a dashed line
     for guessing. runs: {name: numbers}, as command returns them. Raises ValueError if there are no accuracies."""
-    names = [name for name in MEASURES if any("acc" in found["tasks"].get(name, ()) for found in runs.values())]
+    chances = {name: task["chance"] for found in reversed(runs.values()) for name, task in found["tasks"].items()}
+    names = [name for name in MEASURES if chances.get(name) is not None]
     if not names:
         raise ValueError("there is no accuracy to draw: give --tasks other than wikitext")
     figure, ax = pyplot().subplots(figsize=(1.8 + len(names) * max(0.75, 0.32 * len(runs)), 3.8))
     width = 0.8 / len(runs)
     for number, (label, found) in enumerate(runs.items()):
-        scores = {x: headline(name, found["tasks"]) for x, name in enumerate(names) if name in found["tasks"]}
+        scores = {x: found["tasks"][name][MEASURES[name][0]] for x, name in enumerate(names) if name in found["tasks"]}
         ax.bar([x + (number + 0.5) * width - 0.4 for x in scores], [score["value"] for score in scores.values()],
                0.92 * width, yerr=[2 * (score["stderr"] or 0) for score in scores.values()], label=label,
                error_kw={"elinewidth": 1, "ecolor": "0.25", "capsize": 2}, zorder=2)
-    guesses = [next(found["tasks"][name]["chance"] for found in runs.values() if name in found["tasks"])
-               for name in names]
-    ax.hlines(guesses, [x - 0.46 for x in range(len(names))], [x + 0.46 for x in range(len(names))], color="black",
-              linestyle="--", linewidth=1.2, zorder=3, label="guessing")
-    ax.set_xticks(range(len(names)), [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
+    places = np.arange(len(names))
+    ax.hlines([chances[name] for name in names], places - 0.46, places + 0.46, color="black", linestyle="--",
+              linewidth=1.2, zorder=3, label="guessing")
+    ax.set_xticks(places, [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
     ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1))
     ax.grid(axis="y", color="0.9", zorder=0)
     frame(ax, ylabel="share of right answers, with two standard errors")

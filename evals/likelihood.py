@@ -1,9 +1,8 @@
-"""The likelihood of a text after a context: requests and a model's answers, for evals/bench.py.
+"""What benchmarks share: requests, and the likelihoods that a model gives to them.
 
 A request is a context and a continuation. The model scores the tokens of the continuation. It reads the tokens that
 all requests of a group begin with only once. Requests that need padding only at the right form a batch.
 """
-import contextlib
 import itertools
 import os
 from typing import NamedTuple
@@ -14,9 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from evals.instrument import progress
 
-# ------------------------------------------------------------------------------------------------ from text to requests
-
-
 class Request(NamedTuple):
     """Token ids of a context and its continuation, the last `count` of them. cut: were the first ids cut off?"""
     ids: list[int]
@@ -24,13 +20,25 @@ class Request(NamedTuple):
     cut: bool = False
 
 
+def text_tokenizer(run):
+    """The tokenizer of a run that was trained on text. Raises ValueError if its tokens are symbols."""
+    if run.tokenizer.name == "numbers":
+        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run trained on text")
+    return run.tokenizer
+
+
 def row_requests(row, coder, length, bos):
-    """A Request for each choice of a benchmarks.Row."""
+    """A Request for each choice of a benchmarks.Row. The input, all ids but the last, has at most `length` tokens. A
+    longer context loses its beginning."""
     found = []
     for context, choice in zip(row.contexts, row.choices, strict=True):
         before, after = pair(coder, context, f" {choice}")
+        if not 0 < len(after) <= length:
+            raise ValueError(f"a choice has {len(after)} tokens where the model can predict 1 to {length}: give a "
+                             "larger --length if its positions are relative, or leave this task out of --tasks")
         front = [coder.separator] if bos or not before else []          # something must predict the first token
-        found.append(request(front + before, after, length))
+        ids = front + before + after
+        found.append(Request(ids[-length - 1:], len(after), len(ids) > length + 1))
     return found
 
 
@@ -38,19 +46,8 @@ def pair(coder, context, continuation):
     """The ids of a context and of its continuation, (list, list). Both are encoded as one text, because a token may
     span the boundary, and cut after as many ids as the context has alone. A space at the end of the context goes to the
     continuation."""
-    end = len(context.rstrip())
-    context, continuation = context[:end], context[end:] + continuation
-    before = coder.encode(context).tolist()
+    before = coder.encode(context.rstrip()).tolist()
     return before, coder.encode(context + continuation).tolist()[len(before):]
-
-
-def request(context, continuation, length):
-    """A Request whose input, all ids but the last, has at most `length` tokens."""
-    if not 0 < len(continuation) <= length:
-        raise ValueError(f"a choice has {len(continuation)} tokens where the model can predict 1 to {length}: give a "
-                         "larger --length if its positions are relative, or leave this task out of --tasks")
-    ids = context + continuation
-    return Request(ids[-length - 1:], len(continuation), len(ids) > length + 1)
 
 
 def page_requests(page, coder, length, bos):
@@ -62,24 +59,17 @@ def page_requests(page, coder, length, bos):
     return [Request(ids[max(0, end - length):end + 1], end - start) for start, end in itertools.pairwise([0, *ends])]
 
 
-# ------------------------------------------------------------------------------------------- from requests to answers
-
-
 class Answer(NamedTuple):
     loglik: float                               # of all scored tokens, in nats
     greedy: bool                                # was each of them the likeliest?
 
 
 class Unit(NamedTuple):
-    """Requests with the same first `shared` tokens. number: the index of the first of them among all requests."""
+    """Requests with the same first `shared` tokens."""
     requests: list[Request]
     shared: int
-    number: int
-
-    @property
-    def longest(self):
-        """The input tokens of the longest request, without the shared ones."""
-        return max(len(r.ids) for r in self.requests) - 1 - self.shared
+    longest: int                                # the input tokens of the longest request, without the shared ones
+    number: int                                 # the index of the first of them among all requests
 
 
 @torch.no_grad()
@@ -93,10 +83,14 @@ def listen(model, groups, machine, batch_size, name):
     sums = np.zeros((2, sum(map(len, groups))))                         # loglik and greedy of each request
     bar = progress(todo[machine.rank::machine.world], machine.main)
     bar.set_description(name, refresh=False)
-    with machine.autocast(), without_head(model) as head:               # one autocast: each converts the weights anew
-        for batch in bar:
-            numbers = [unit.number + i for unit in batch for i in range(len(unit.requests))]
-            sums[:, numbers] = read_batch(model, head, batch)
+    head, model.lm_head = model.lm_head, torch.nn.Identity()            # most tokens are context and need no logits
+    try:
+        with machine.autocast():                # one autocast: each converts the weights anew
+            for batch in bar:
+                numbers = [unit.number + i for unit in batch for i in range(len(unit.requests))]
+                sums[:, numbers] = read_batch(model, head, batch)
+    finally:
+        model.lm_head = head
     loglik, greedy = np.reshape(machine.sum(*sums.flatten().tolist()), sums.shape).tolist()
     if not np.isfinite(loglik).all():
         raise ValueError(f"{name}: the model's log-likelihoods are not finite: try --dtype=float32, and look at "
@@ -110,77 +104,52 @@ def units_of(groups, cached):
     model can keep what it has read of a text."""
     units, number = [], 0
     for group in groups:
-        shared = in_common(group) if cached else 0
-        parts = [group] if shared else [[request] for request in group]
-        for part in parts:
-            units.append(Unit(part, shared, number))
+        common = len(os.path.commonprefix([request.ids for request in group]))          # works on any lists
+        # the token before a continuation is not shared, because it predicts the first score
+        shared = min(common, *(len(r.ids) - r.count - 1 for r in group)) if cached and len(group) > 1 else 0
+        for part in [group] if shared else [[request] for request in group]:
+            units.append(Unit(part, shared, max(len(r.ids) for r in part) - 1 - shared, number))
             number += len(part)
     return units
-
-
-def in_common(group):
-    """The number of first tokens that all requests of a group share, before the token that predicts the first score."""
-    if len(group) == 1:
-        return 0
-    common = os.path.commonprefix([request.ids for request in group])   # works on any lists
-    return min(len(common), *(len(request.ids) - request.count - 1 for request in group))
 
 
 def batches(units, batch_size):
     """Yield batches, lists of Units, the longest first. The units of a batch have the same number of shared tokens. So
     they need padding only at the right, where causal attention does not see it. A batch has at most batch_size tokens,
     including the padding."""
-    batch, rows = [], 0
+    batch = []
     for unit in sorted(units, key=lambda unit: (unit.shared, unit.longest), reverse=True):
-        more = rows + len(unit.requests)
-        if batch and (unit.shared != batch[0].shared
-                      or unit.shared * (len(batch) + 1) + batch[0].longest * more > batch_size):
+        longest = batch[0].longest if batch else unit.longest
+        size = unit.shared * (len(batch) + 1) + longest * sum(len(unit.requests) for unit in [*batch, unit])
+        if batch and (unit.shared != batch[0].shared or size > batch_size):
             yield batch
-            batch, more = [], len(unit.requests)
-        batch, rows = [*batch, unit], more
+            batch = []
+        batch.append(unit)
     yield batch
 
 
-@contextlib.contextmanager
-def without_head(model):
-    """Inside this context model(idx) returns the input of the head (B, T, C) instead of logits (B, T, V). Yields the
-    head. Most tokens are context and need no logits."""
-    head, model.lm_head = model.lm_head, torch.nn.Identity()
-    try:
-        yield head
-    finally:
-        model.lm_head = head
-
-
 def read_batch(model, head, batch):
-    """The values loglik and greedy of every request of a batch, (2, N)."""
-    device, P = head.weight.device, batch[0].shared
-    cache = read_shared(model, batch, device) if P else None
+    """The values loglik and greedy of every request of a batch, two lists (N,). The model returns the input of its head
+    (B, T, C) instead of logits (B, T, V)."""
+    device, P, cache = head.weight.device, batch[0].shared, None
+    if P:                                       # read the shared tokens of each unit, and repeat them for its requests
+        cache = model.new_cache()
+        model(torch.tensor([unit.requests[0].ids[:P] for unit in batch], device=device), cache=cache)
+        repeats = torch.tensor([len(unit.requests) for unit in batch], device=device)
+        cache = tree_map_only(torch.Tensor, lambda value: value.repeat_interleave(repeats, 0), cache)
     requests = [request for unit in batch for request in unit.requests]
-    inputs = [request.ids[P:-1] for request in requests]
-    S, counts = max(map(len, inputs)), [request.count for request in requests]
+    inputs, counts = [request.ids[P:-1] for request in requests], [request.count for request in requests]
+    S = max(map(len, inputs))
     idx = torch.tensor([ids + [0] * (S - len(ids)) for ids in inputs], device=device)                   # (N, S)
     x = model(idx, cache=cache)[0].flatten(0, 1)                                                        # (N S, C)
     # the places that need logits, the last `count` of each input, and the tokens that follow them: (M,) both
     ends = [i * S + len(ids) for i, ids in enumerate(inputs)]
     at = [place for end, count in zip(ends, counts, strict=True) for place in range(end - count, end)]
     wanted = torch.tensor([token for r in requests for token in r.ids[-r.count:]], device=device)
-    # in parts, because the logits of a page are large
-    parts = zip(x[torch.tensor(at, device=device)].split(256), wanted.split(256), strict=True)
-    found = torch.cat([predicted(head(rows).float(), ids) for rows, ids in parts], 1)                   # (2, M)
-    loglik, greedy = (row.split(counts) for row in found)
-    return [[part.sum().item() for part in loglik], [part.min().item() for part in greedy]]
-
-
-def read_shared(model, batch, device):
-    """The cache of a model that has read the shared tokens of each unit, repeated for each of its requests."""
-    cache = model.new_cache()
-    model(torch.tensor([unit.requests[0].ids[:unit.shared] for unit in batch], device=device), cache=cache)
-    repeats = torch.tensor([len(unit.requests) for unit in batch], device=device)
-    return tree_map_only(torch.Tensor, lambda value: value.repeat_interleave(repeats, 0), cache)
-
-
-def predicted(logits, ids):
-    """Log-probabilities of ids (M,) under logits (M, V), and 1 where they are the likeliest: (2, M) float64."""
-    logprob = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    return torch.stack([logprob, logits.argmax(-1) == ids]).cpu().double()
+    found = []
+    for rows, ids in zip(x[torch.tensor(at, device=device)].split(256), wanted.split(256), strict=True):
+        logits = head(rows).float()             # in parts, because the logits of a page are large
+        logprob = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        found.append(torch.stack([logprob, logits.argmax(-1) == ids]).cpu().double())
+    loglik, greedy = (row.split(counts) for row in torch.cat(found, 1))
+    return [part.sum().item() for part in loglik], [part.min().item() for part in greedy]

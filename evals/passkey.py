@@ -9,7 +9,6 @@ A prompt is a function of the tokenizer, the seed, the length and the number of 
 read the same prompts.
 """
 import bisect
-import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from common.flags import at_least, knob
 from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
+from evals.likelihood import text_tokenizer
 from evals.pictures import GREY, heat_map, line_panel, pyplot, save_figure, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
@@ -63,22 +63,12 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-def text_tokenizer(run):
-    """The tokenizer of a run that was trained on text. Raises ValueError if its tokens are symbols."""
-    if run.tokenizer.name == "numbers":
-        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run trained on text")
-    return run.tokenizer
-
-
 def lengths_of(text, run):
     """The lengths, in order. Raises ValueError on a length beyond the model's positions."""
-    lengths = whole_numbers(text, "lengths") if text else [
-        length for length in range(500, 4001, 500) if length <= run.positions] or [500]
+    usual = [length for length in range(500, 4001, 500) if length <= run.positions] or [500]
+    lengths = whole_numbers(text, "lengths") if text else usual
     run.check_positions(max(lengths), "lengths")
     return sorted(set(lengths))
-
-
-# ---------------------------------------------------------------------------------------------------------- the prompts
 
 
 class Trial(NamedTuple):
@@ -134,60 +124,44 @@ def batches(trials, batch_size):
             for i in range(0, len(group), batch_size)]
 
 
-# ---------------------------------------------------------------------------------------------------------- the answers
+@torch.no_grad()
+def read(model, state, idx, last=1):
+    """A model that has read a part of a batch of texts reads the next tokens idx (B, R). Returns the logits after the
+    `last` of them, (B, last, V) in float32, and the new state. No others are computed: they would fill the memory.
 
-
-class Reader:
-    """A model that has read the beginning of a batch of texts. To read further it computes only the new tokens, or all
-    tokens again if the recipe cannot be decoded step by step."""
-
-    def __init__(self, model):
-        self.model, self.seen = model, None
-        self.cache = model.new_cache() if all(block.attn.cached for block in model.transformer.h) else None
-
-    @torch.no_grad()
-    def read(self, idx, last=1):
-        """Read the next tokens idx (B, R). Returns the logits after the last tokens so far, (B, last, V) in float32. It
-        computes no other logits, because those of a long text would fill the memory."""
-        if self.cache is None:
-            idx = self.seen = idx if self.seen is None else torch.cat([self.seen, idx], 1)
-        with self.model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -last:],)):
-            return self.model(idx, cache=self.cache)[0].float()
-
-    def fork(self):
-        """Another reader at the same place."""
-        other = copy.copy(self)
-        other.cache = self.cache and [dict(layer) for layer in self.cache]
-        return other
-
-    def go_on(self, logits, count, done=lambda token: False):
-        """The greedy continuation after logits (B, 1, V): (B, at most count). It ends early after a token of the first
-        text for which done(id) is true."""
-        found = [logits.argmax(-1)]
-        while len(found) < count and not done(found[-1][0].item()):
-            found.append(self.read(found[-1]).argmax(-1))
-        return torch.cat(found, 1)
+    A state is a KV cache, or all tokens so far if the recipe cannot be decoded step by step; None at the beginning.
+    Several continuations can begin at one state."""
+    cache = None
+    if all(block.attn.cached for block in model.transformer.h):
+        state = cache = [dict(layer) for layer in state] if state else model.new_cache()
+    else:
+        state = idx = idx if state is None else torch.cat([state, idx], 1)
+    with model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -last:],)):
+        return model(idx, cache=cache)[0].float(), state
 
 
 def answer(model, machine, coder, batch):
     """A dict of scores for each of these trials, which have equal sizes."""
     prompt, right, wrong = (torch.tensor([getattr(trial, name) for trial in batch], device=machine.device)
                             for name in ("prompt", "right", "wrong"))   # (B, P), (B, K), (B, K)
-    reader = Reader(model)
     with machine.autocast():
-        first = reader.read(prompt)                                     # (B, 1, V)
-        (likely, rank), (other, _) = (forced(reader.fork(), first, ids) for ids in (right, wrong))
-        said = reader.go_on(first, ANSWER)                              # (B, 10)
+        first, state = read(model, None, prompt)                        # (B, 1, V)
+        (likely, rank), (other, _) = (forced(model, state, first, ids) for ids in (right, wrong))
+        said = first.argmax(-1)                                         # greedy, (B, 1) to (B, 10)
+        while said.shape[1] < ANSWER:
+            logits, state = read(model, state, said[:, -1:])
+            said = torch.cat([said, logits.argmax(-1)], 1)
     columns = (said, likely, likely - other, rank)
     return [{"correct": float(is_correct(coder.decode(ids), trial.key)), "log_likelihood": ll, "gain": gain,
              "rank": float(np.mean(ranks)), "likeliest": float(max(ranks) == 1)}
             for trial, ids, ll, gain, ranks in zip(batch, *(column.tolist() for column in columns), strict=True)]
 
 
-def forced(reader, first, ids):
-    """The log-likelihood (B,) of a continuation ids (B, K) after the logits `first` (B, 1, V), and the rank (B, K) of
-    each of its tokens given those before it, 1 for the likeliest."""
-    logits = torch.cat([first, reader.read(ids[:, :-1], ids.shape[1] - 1)], 1) if ids.shape[1] > 1 else first
+def forced(model, state, first, ids):
+    """The log-likelihood (B,) of a continuation ids (B, K) of the texts that a model has read, and the rank (B, K) of
+    each of its tokens given those before it, 1 for the likeliest. first (B, 1, V): the logits after the texts."""
+    more = [read(model, state, ids[:, :-1], ids.shape[1] - 1)[0]] if ids.shape[1] > 1 else []
+    logits = torch.cat([first, *more], 1)                               # (B, K, V)
     own = logits.gather(2, ids[..., None])                              # (B, K, 1)
     return (own[..., 0] - logits.logsumexp(-1)).sum(1), 1 + (logits > own).sum(-1)
 
@@ -197,8 +171,6 @@ def is_correct(text, key):
     number = re.search(r"\d+", text)
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 
-
-# ------------------------------------------------------------------------------------------------ tables, the picture
 
 SCORES = {                                      # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
@@ -230,8 +202,7 @@ def tell(args, found):
     for place, numbers in found.items():
         for row in numbers["lengths"]:
             head = [place] * several + [str(row["length"])]
-            cells = (row[name + end] for name in SCORES for end in ("", "_error"))
-            rows.append([*head, str(row["trials"]), *cells])
+            rows.append([*head, str(row["trials"]), *(row[name + end] for name in SCORES for end in ("", "_error"))])
             by_depth.append([*head, *(part["gain"] for part in row["by_depth"])])
     head = ["run"] * several + ["length"]
     titles = [cell for title, _ in SCORES.values() for cell in (title, "+-")]
@@ -242,48 +213,34 @@ def tell(args, found):
 
 
 def draw(path, found):
-    """Draw accuracy, log-likelihood and gain by length, a line for each run; below, for each run a map of the gain by
-    length and depth, with the accuracy in its cells."""
-    plt, columns = pyplot(), min(3, len(found))
+    """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors and dotted lines at
+    the training lengths; below, for each run a map of the gain by length and depth, with the accuracy in its cells."""
+    columns = min(3, len(found))
     lines = -(-len(found) // columns)           # rows of maps
-    figure = plt.figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
+    figure = pyplot().figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * lines])
-    for ax, name in zip(above.subplots(1, 3), ("correct", "log_likelihood", "gain"), strict=True):
-        draw_lines(ax, found, name)
-    gains = [part["gain"] for numbers in found.values() for row in numbers["lengths"]
-             for part in row["by_depth"] if part["trials"]]
+    runs = {place: numbers["lengths"] for place, numbers in found.items()}
+    trained = {place: numbers["training_length"] for place, numbers in found.items()}
+    marks = {trained[place] for place, rows in runs.items() if trained[place] in range(
+        rows[0]["length"], rows[-1]["length"] + 1)}
+    panels, titles = above.subplots(1, 3), ("accuracy", "log-likelihood of the key (nats)", "gain of the key (nats)")
+    for ax, name, title in zip(panels, ("correct", "log_likelihood", "gain"), titles, strict=True):
+        curves = {Path(place).name: [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
+                  for place, rows in runs.items()}
+        line_panel(ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct")
+    panels[0].set_ylim(-0.03, 1.03)
+    panels[2].axhline(0, color=GREY, linestyle=":", linewidth=1)
     axes = below.subplots(lines, columns, squeeze=False).flatten()
-    for ax, (place, numbers) in zip(axes, found.items(), strict=False):
-        image = draw_map(ax, numbers["lengths"], max(1.0, *map(abs, gains)))
-        ax.set_title(f"{Path(place).name} (trained at {numbers['training_length']}): gain in colour, accuracy in "
-                     "numbers", fontsize=10)
+    most = max(1.0, *(abs(part["gain"] or 0) for rows in runs.values() for row in rows for part in row["by_depth"]))
+    for ax, (place, rows) in zip(axes, runs.items(), strict=False):
+        gains, accuracies = ([[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
+                             for name in ("gain", "correct"))           # (depths, lengths)
+        image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
+        ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
+        ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
+        title = f"{Path(place).name} (trained at {trained[place]}): gain in colour, accuracy in numbers"
+        ax.set_title(title, fontsize=10)
     below.colorbar(image, ax=axes.tolist(), label="gain (nats)")
     for ax in axes[len(found):]:
         ax.set_axis_off()
     save_figure(figure, path)
-
-
-def draw_lines(ax, found, name):
-    """Draw one score by length, with its standard errors; dotted lines at the training lengths."""
-    curves, trained = {}, set()
-    for place, numbers in found.items():
-        rows = numbers["lengths"]
-        curves[Path(place).name] = [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
-        if rows[0]["length"] <= numbers["training_length"] <= rows[-1]["length"]:
-            trained.add(numbers["training_length"])
-    title = SCORES[name][0] + ("" if name == "correct" else " of the key (nats)")
-    line_panel(ax, curves, title, "tokens of prompt and answer", trained, legend=name == "correct")
-    if name == "correct":
-        ax.set_ylim(-0.03, 1.03)
-    if name == "gain":
-        ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
-
-
-def draw_map(ax, rows, most):
-    """Draw depth (down) by length (across): the gain in colour, from -most to most, the accuracy in numbers."""
-    gains, accuracies = (np.array([[part[name] for part in row["by_depth"]] for row in rows]).T
-                         for name in ("gain", "correct"))
-    image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
-    ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
-    ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-    return image

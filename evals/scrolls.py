@@ -28,24 +28,26 @@ import torch
 
 from common import files
 from common.flags import at_least, knob
+from data.benchmarks import rows_of
 from evals.instrument import mean_and_error, progress, table
-from evals.passkey import Reader, forced, text_tokenizer
+from evals.likelihood import Request, listen, text_tokenizer
 
 
 class Task(NamedTuple):
     measure: str                                # rouge, f1 or exact
-    asked: bool = True                          # the input begins with a question
+    prompt: str = "Question: {}\nAnswer:"       # follows the document
     choices: tuple | None = None                # the possible answers; (): each question has its own
 
 
+SUMMARY = "Question: What is a summary of the preceding text?\nAnswer:"
 TASKS = {
-    "gov_report": Task("rouge", asked=False),
-    "summ_screen_fd": Task("rouge", asked=False),
+    "gov_report": Task("rouge", SUMMARY),
+    "summ_screen_fd": Task("rouge", SUMMARY),
     "qmsum": Task("rouge"),
     "narrative_qa": Task("f1"),
     "qasper": Task("f1"),
     "quality": Task("exact", choices=()),
-    "contract_nli": Task("exact", choices=("Not mentioned", "Entailment", "Contradiction")),
+    "contract_nli": Task("exact", "Hypothesis: {}\nConclusion:", ("Not mentioned", "Entailment", "Contradiction")),
 }
 
 
@@ -80,19 +82,18 @@ def command(args, run):
     if length <= args.tokens:
         raise ValueError(f"{length} tokens are not enough for a prompt and an answer of {args.tokens}: give a larger "
                          "--length, or fewer --tokens")
-    questions = read_tasks(args)
-    replies = {name: [] for name in questions}
-    for name, question in progress([(n, q) for n, group in questions.items() for q in group], run.machine.main):
-        replies[name].append(reply(run, coder, question, args, length))
-    results = {name: {"questions": len(group), "cut": float(np.mean([r.cut for r in replies[name]]))}
-               | score(TASKS[name].measure, replies[name], group) for name, group in questions.items()}
-    numbers = {"length": length, "split": args.split, "tasks": results}
-    if len(results) == len(TASKS):
-        numbers["score"] = float(np.mean([result["score"] for result in results.values()]))
+    paths = find(Path(args.source), args.tasks, args.split)
+    if any(TASKS[name].measure == "rouge" for name in paths):
+        files.optional("rouge_score")           # fail now, not after the last answer
+    sets, tasks = {name: read_questions(path, name, args.limit) for name, path in paths.items()}, {}
+    for name, questions in sets.items():
+        texts, cut = replies(run, coder, questions, args, length)
+        tasks[name] = {"questions": len(questions), "cut": float(np.mean(cut))}
+        tasks[name] |= score(TASKS[name].measure, texts, questions)
+    numbers = {"length": length, "split": args.split, "tasks": tasks}
+    if len(tasks) == len(TASKS):
+        numbers["score"] = float(np.mean([result["score"] for result in tasks.values()]))
     return numbers, tell(args, {str(run.out_dir): numbers})
-
-
-# ------------------------------------------------------------------------------------------------------------ the files
 
 
 class Question(NamedTuple):
@@ -101,111 +102,96 @@ class Question(NamedTuple):
     choices: list                               # empty: any generated text
 
 
-def read_tasks(args):
-    """{task: its questions}."""
-    paths = find(Path(args.source), args.tasks, args.split)
-    if any(TASKS[name].measure == "rouge" for name in paths):
-        files.optional("rouge_score")           # fail now, not after the last answer
-    return {name: spread(read_questions(path, TASKS[name]), args.limit) for name, path in paths.items()}
-
-
 def find(source, names, split):
     """{task: its file} in a folder. Raises ValueError if a task in names has no file, or if no task has one."""
-    wanted = list(TASKS) if "all" in names.split(",") else names.split(",")
-    places = {name: (source / name / f"{split}.jsonl", source / f"{name}.jsonl") for name in wanted}
-    found = {name: path for name, paths in places.items() for path in reversed(paths) if path.is_file()}
-    missing = [name for name in wanted if name not in found]
-    if missing and ("all" not in names.split(",") or not found):
+    every = "all" in names.split(",")
+    places = {name: [path for path in (source / name / f"{split}.jsonl", source / f"{name}.jsonl") if path.is_file()]
+              for name in (TASKS if every else names.split(","))}
+    missing = [name for name, paths in places.items() if not paths]
+    if missing and (not every or len(missing) == len(TASKS)):
         raise ValueError(f"--source={source} holds neither {missing[0]}/{split}.jsonl nor {missing[0]}.jsonl: unpack "
                          "the benchmark's zip files there (evals/scrolls.py has their addresses)")
-    return found
+    return {name: paths[0] for name, paths in places.items() if paths}
 
 
-def read_questions(path, task):
-    """The questions of a file in their order; lines of one id are one question with several answers."""
+def read_questions(path, name, limit=0):
+    """The questions of a file in their order, or `limit` of them, spread evenly. Lines of one id are one question with
+    several answers."""
     inputs, answers = {}, {}
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            if line.strip():
-                name, text, output = read_line(path, number, line)
-                inputs.setdefault(name, text)
-                answers.setdefault(name, []).append(output)
+    for number, text, output in rows_of(path, name, strings):
+        inputs.setdefault(number, text)
+        answers.setdefault(number, []).append(output)
     if not inputs:
         raise ValueError(f"{path} is empty: unpack the benchmark's zip file again")
-    return [make_question(text, answers[name], task, path) for name, text in inputs.items()]
+    found = [make_question(text, answers[number], TASKS[name], path) for number, text in inputs.items()]
+    return [found[i] for i in np.linspace(0, len(found) - 1, min(limit, len(found))).astype(int)] if limit else found
 
 
-def read_line(path, number, line):
-    try:
-        row = files.parsed(line)
-        found = [row[key] for key in ("id", "input", "output")]
-        if not all(isinstance(value, str) for value in found):
-            raise TypeError
-        return found
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f'{path}, line {number} is no JSON object with the strings "id", "input" and "output": '
-                         "name the folder of the SCROLLS benchmark's files") from None
+def strings(row):
+    found = [row[name] for name in ("id", "input", "output")]
+    if not all(isinstance(value, str) for value in found):
+        raise ValueError("its id, input and output must be strings")
+    return found
 
 
 def make_question(text, answers, task, path):
     """A Question, whose prompt is the document and then the question. In the file the question comes first, then (for
     quality) the four choices, then the document, with empty lines between them."""
-    if not task.asked:
-        return Question(f"{text}\n\nQuestion: What is a summary of the preceding text?\nAnswer:", answers, [])
-    question, _, text = text.partition("\n\n")
-    if task.choices is None:
-        return Question(f"{text}\n\nQuestion: {question}\nAnswer:", answers, [])
-    if task.choices:
-        return Question(f"{text}\n\nHypothesis: {question}\nConclusion:", answers, list(task.choices))
-    parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
-    if not parts:
-        raise ValueError(f"{path} has a question without four choices (A) to (D): unpack the benchmark's file again")
-    choices = [" ".join(choice.split()) for choice in parts.groups()[:4]]
-    shown = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-    return Question(f"{parts[5].strip()}\n\nQuestion: {question}\n{shown}\nAnswer:", answers, choices)
+    question, choices = "", list(task.choices or ())
+    if task.prompt != SUMMARY:
+        question, _, text = text.partition("\n\n")
+    if task.choices == ():
+        parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
+        if not parts:
+            raise ValueError(f"{path} has a question without choices (A) to (D): unpack the benchmark's file again")
+        choices, text = [" ".join(choice.split()) for choice in parts.groups()[:4]], parts[5].strip()
+        question += "".join(f"\n({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+    return Question(f"{text}\n\n{task.prompt.format(question)}", answers, choices)
 
 
-def spread(rows, limit):
-    """`limit` of the rows, spread evenly; 0: all."""
-    return [rows[i] for i in np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(int)] if limit else rows
+def replies(run, coder, questions, args, length):
+    """The model's answers to the questions of a task, and whether each prompt was too long."""
+    groups = [requests_of(coder, question, args, length) for question in questions]
+    if args.rank and questions[0].choices:
+        texts, heard = [], listen(run.model, groups, run.machine, 1, "scrolls")
+        for question, answers in zip(questions, heard, strict=True):
+            scores = [answer.loglik / len(choice) for answer, choice in zip(answers, question.choices, strict=True)]
+            texts.append(question.choices[int(np.argmax(scores))])
+    else:
+        texts = generated(run, coder, [request.ids for [request] in groups], args.tokens)
+    return texts, [group[0].cut for group in groups]
 
 
-# ---------------------------------------------------------------------------------------------------------- the answers
-
-
-class Reply(NamedTuple):
-    text: str
-    cut: bool                                   # the prompt was too long
-
-
-def reply(run, coder, question, args, length):
-    """The model's answer. A prompt that is too long keeps its last tokens, so the question stays."""
-    ranked, first = question.choices and args.rank, [coder.separator] if args.bos else []
-    choices = [coder.encode(f" {choice}").tolist() for choice in question.choices] if ranked else []
-    room = length - max(map(len, choices), default=args.tokens) - len(first)
-    prompt = coder.encode(question.prompt).tolist()
+def requests_of(coder, question, args, length):
+    """The prompt of a question followed by each choice, or alone if the model has to generate the answer. A prompt that
+    is too long keeps its last tokens, so the question stays."""
+    first = [coder.separator] if args.bos else []
+    choices = [coder.encode(f" {choice}").tolist() for choice in question.choices if args.rank] or [[]]
+    room = length - len(first) - (max(map(len, choices)) or args.tokens)
     if room < 1:
         raise ValueError(f"a choice is too long for --length={length}: give a larger --length")
-    reader, device = Reader(run.model), run.machine.device
-    with run.machine.autocast():
-        logits = reader.read(torch.tensor([first + prompt[-room:]], device=device))
-        if ranked:
-            likely = [forced(reader.fork(), logits, torch.tensor([ids], device=device))[0].item() for ids in choices]
-            per_character = [total / len(text) for total, text in zip(likely, question.choices, strict=True)]
-            text = question.choices[int(np.argmax(per_character))]
-        else:
-            ends = {coder.separator, *run.meta.get("ends", [])}
-            ids = reader.go_on(logits, args.tokens, lambda i: i in ends or "\n" in coder.decode([i]))
-            text = coder.decode([i for i in ids[0].tolist() if i not in ends]).partition("\n")[0]
-    return Reply(text.strip(), len(prompt) > room)
+    prompt = coder.encode(question.prompt).tolist()
+    return [Request(first + prompt[-room:] + choice, len(choice), len(prompt) > room) for choice in choices]
 
 
-# ----------------------------------------------------------------------------------------------------------- the scores
+def generated(run, coder, prompts, count):
+    """The likeliest continuation of each prompt up to the end of its line, at most `count` tokens."""
+    ends, texts = {coder.separator, *run.meta.get("ends", [])}, []
+    stop = sorted(ends | {i for i in range(coder.vocab_size) if "\n" in coder.decode([i])})
+    # only the last token's logits are needed, and those of a long text would fill the memory
+    last_only = run.model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -1:],))
+    with last_only, run.machine.autocast():
+        for prompt in progress(prompts, run.machine.main):
+            idx = torch.tensor([prompt], device=run.machine.device)
+            ids = run.model.generate(idx, count, temperature=0, stop=stop)[0, len(prompt):].tolist()
+            texts.append(coder.decode([i for i in ids if i not in ends]).partition("\n")[0].strip())
+    return texts
 
 
-def score(measure, replies, questions):
-    """The scores of a task in percent: {measure, measure_error, ..., "score"}."""
-    each = [best(measure, reply.text, question.answers) for reply, question in zip(replies, questions, strict=True)]
+def score(measure, texts, questions):
+    """The scores of a task in percent, {measure, measure_error, ..., "score"}. The best of a question's answers counts,
+    for each part of the measure."""
+    each = [best(measure, text, question.answers) for text, question in zip(texts, questions, strict=True)]
     found = {}
     for name in each[0]:
         found[name], found[f"{name}_error"] = mean_and_error([100 * scores[name] for scores in each])
@@ -248,8 +234,8 @@ TITLES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "f1": "
 def tell(args, found):
     """A table with a row for each run and task."""
     several, rows = len(found) > 1, []
-    shown = {name: title for name, title in TITLES.items()
-             if any(name in result for numbers in found.values() for result in numbers["tasks"].values())}
+    used = {name for numbers in found.values() for result in numbers["tasks"].values() for name in result}
+    shown = {name: title for name, title in TITLES.items() if name in used}
     for place, numbers in found.items():
         for name, result in numbers["tasks"].items():
             cells = [percent(result.get(part + end)) for part in shown for end in ("", "_error")]

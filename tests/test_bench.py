@@ -33,7 +33,7 @@ def test_a_row_becomes_a_request_for_each_choice():
     assert likelihood.row_requests(row, BYTES, 4, bos=True) == [Request([256, *b"ab x"], 2)]
     assert likelihood.row_requests(row, BYTES, 3, bos=True) == [Request([*b"ab x"], 2, cut=True)]
     with pytest.raises(ValueError, match="a choice has 2 tokens where the model can predict 1 to 1"):
-        likelihood.request([1, 2, 3], [4, 5], 1)
+        likelihood.row_requests(row, BYTES, 1, bos=True)
 
 
 @given(context=st.text("theqk ", max_size=12), more=st.text("theqk ", min_size=1, max_size=6))
@@ -84,7 +84,7 @@ def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
         expected.append(Answer(loglik, bool((logits.argmax(-1) == wanted).all())))
     units = likelihood.units_of(groups, cached=True)
     some = [Request([1, 2, 3, 4, 5], 1), Request([1, 2, 3, 9], 1), Request([1, 2, 3, 4, 7, 8], 3)]
-    assert likelihood.in_common(some) == 2      # token 3 predicts the first scored token of the other two
+    assert likelihood.units_of([some], True)[0].shared == 2             # token 3 predicts the first score of two others
     assert [unit.shared for unit in units if unit.shared] == [1, 4, 4, 9, 4]
     for size, counts in ((57, [1, 3, 1, 6]), (56, [1, 2, 1, 1, 6]), (1, [1] * 11)):     # 57 = 3 * 4 shared + 9 * 5
         assert [len(batch) for batch in likelihood.batches(units, size)] == counts
@@ -156,9 +156,9 @@ def test_scores_are_adjusted_for_guessing_and_averaged():
     assert found["average"]["tasks"] == 9 and found["average"]["stderr"] is None
     close([found["average of eight"]["value"], found["average"]["value"]], [0.35, 0.4])
     losses = [{"rows": "1 2 6"}, {"rows": "2 4 8"}]                     # 1 nat is a factor of e in perplexity
-    close(bench.difference(*losses), (-5 / 3, 1 / 3))
+    close([bench.compared(losses[:1], losses[1:])[name] for name in ("difference", "+- ")], [-5 / 3, 1 / 3])
     for rows, verdict in (("1 2 9", "cannot be told apart"), ("2 4 8", "lower"), ("0 1 5", "higher")):
-        assert bench.beside(losses[0], {"rows": rows})[-1] == verdict
+        assert bench.compared(losses[:1], [{"rows": rows}])["verdict"] == verdict
 
 
 @pytest.fixture(scope="session")

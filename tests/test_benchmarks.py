@@ -89,16 +89,14 @@ def test_a_zip_is_read_in_parts_and_labels_are_joined(fetch, server, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["piqa_valid.jsonl"]
 
 
-def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path, monkeypatch):
+def test_a_file_is_kept_only_if_it_is_the_public_one(fetch, tmp_path):
     line, boolq = json.dumps(PUBLIC["lambada"]).encode(), zipped({"BoolQ/val.jsonl": json.dumps(PUBLIC["boolq"])})
-    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(line), "0" * 64))
     for says, *args in (
             ("lambada: the fetched file is not the public one", "lambada", line),
-            ("boolq: the fetched file has 1 rows, the public one 3,270", "boolq", boolq),
+            ("boolq: the fetched file is not the public one .it has 1 rows of 3,270", "boolq", boolq),
             ("boolq could not be fetched from", "boolq", b"no zip"),
             ("boolq could not be fetched.*(404|Not Found).*--source", "boolq", boolq, "/gone.zip")):
         with pytest.raises(ValueError, match=says):
             fetch(*args)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setitem(benchmarks.KNOWN, "lambada", (len(line), hashlib.sha256(line).hexdigest()))
-    assert len(fetch("lambada", line, rows=1)) == 1
+    assert len(fetch("lambada", line, rows=1, sha256=hashlib.sha256(line).hexdigest())) == 1

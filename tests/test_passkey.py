@@ -18,7 +18,7 @@ from common.machine import Machine
 from data import tokens
 from evals import passkey
 from evals.instrument import load_run
-from evals.passkey import Reader, batches, forced, is_correct, make_trial, prompt_text
+from evals.passkey import batches, forced, is_correct, make_trial, prompt_text, read
 from model import GPT
 
 BYTES = tokens.tokenizer("bytes")
@@ -78,20 +78,15 @@ def test_reading_in_parts_equals_reading_at_once(name, cached, monkeypatch):
     if not layer.causal:
         pytest.skip("its outputs depend on later tokens")
     monkeypatch.setattr(layer, "cached", cached and layer.cached)
-    idx, reader = token_ids(2, 40), Reader(gpt)
+    idx = token_ids(2, 40)
     whole = gpt(idx)[0]
-    close(reader.read(idx[:, :25]), whole[:, 24:25], terms=8)
-    close(reader.fork().read(idx[:, 25:], 15), whole[:, 25:], terms=8)
-    # reading with the fork does not move the reader, which continues with the likeliest token, up to rounding
-    first, again = reader.read(idx[:, 25:]), reader.fork()
-    likely, rank = forced(reader.fork(), first, first.argmax(-1))       # an answer of one token
+    first, state = read(gpt, None, idx[:, :25])
+    close(first, whole[:, 24:25], terms=8)
+    close(read(gpt, state, idx[:, 25:], 15)[0], whole[:, 25:], terms=8)
+    same(read(gpt, state, idx[:, 25:], 15)[0], read(gpt, state, idx[:, 25:], 15)[0])        # the state is as before
+    likely, rank = forced(gpt, state, first, first.argmax(-1))          # an answer of one token
     close(likely, first.log_softmax(-1).amax((1, 2)), terms=4)
     assert (rank == 1).all()
-    said = reader.go_on(first, 5)
-    logits = gpt(torch.cat([idx, said], 1))[0][:, 39:-1]
-    close(logits.gather(2, said[..., None])[..., 0], logits.amax(-1), terms=8)
-    last = said[0, 3].item()                    # the token that ends an answer
-    same(again.go_on(first, 5, lambda token: token == last), said[:, :said[0].tolist().index(last) + 1])
 
 
 @torch.no_grad()
@@ -100,8 +95,8 @@ def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch)
     monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
     for batch in batches([make_trial(BYTES, 330, number) for number in range(6)], 4):
         found += zip(batch, passkey.answer(gpt, Machine("cpu", "float32"), BYTES, batch), strict=True)
-        reader = Reader(gpt)                    # the answer is the greedy continuation, ten tokens
-        ids = reader.go_on(reader.read(torch.tensor([trial.prompt for trial in batch])), 10)
+        prompts = torch.tensor([trial.prompt for trial in batch])       # the answer is greedy, ten tokens
+        ids = gpt.generate(prompts, 10, temperature=0)[:, prompts.shape[1]:]
         said += [(trial.key, BYTES.decode(row)) for trial, row in zip(batch, ids.tolist(), strict=True)]
     assert heard == said
     for trial, scores in found:

@@ -10,7 +10,8 @@ from bounds import close
 import eval as eval_script
 from evals import scrolls
 from evals.instrument import Common, OpenedRun, load_run
-from evals.scrolls import TASKS, Question, Reply, Scrolls, best, make_question, read_questions, score
+from evals.scrolls import TASKS, Question, Scrolls, best, make_question, read_questions, score
+from model import GPT
 
 DOCUMENT = "The fox jumps over the dog.\n\nThen it packs a box with five dozen jugs. " * 3
 CHOICES = " (A) Over\n the dog\n (B) Into a box\n (C) Nowhere\n (D) To the quick"
@@ -41,10 +42,10 @@ def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
     found = scrolls.find(source, "all", "validation")
     assert list(found) == list(ROWS) and found["qasper"].name == "qasper.jsonl"
     assert all(path.name == "train.jsonl" for path in scrolls.find(source, "qmsum,qasper", "train").values())
-    asked = read_questions(found["narrative_qa"], TASKS["narrative_qa"])
-    assert [question.answers for question in asked] == [["the fox", "A fox"], ["the dog"]]
-    assert scrolls.spread(list(range(100)), 3) == [0, 49, 99]
-    assert scrolls.spread([1, 2], 5) == [1, 2] == scrolls.spread([1, 2], 0)
+    for limit, answers in (0, [["the fox", "A fox"], ["the dog"]]), (5, [["the fox", "A fox"], ["the dog"]]), (
+            1, [["the fox", "A fox"]]):
+        asked = read_questions(found["narrative_qa"], "narrative_qa", limit)
+        assert [question.answers for question in asked] == answers
     # the question comes after the document
     letters = ["Over the dog", "Into a box", "Nowhere", "To the quick"]
     for name, choices, asked in (
@@ -70,26 +71,29 @@ def test_f1_and_exact_match_are_those_of_squad_and_the_best_answer_counts(monkey
         close([best(measure, text, [answer])[measure] for measure in ("f1", "exact")], [f1, exact], terms=4)
     monkeypatch.setitem(scrolls.MEASURES, "rouge", halves)
     assert best("rouge", "aabc", ["ab", "bb"]) == {"rouge1": 0.5, "rouge2": 0.25}       # each part has its own best
-    found = score("rouge", [Reply(text, False) for text in ("aabc", "abbb")], [Question("", ["ab"], [])] * 2)
+    found = score("rouge", ["aabc", "abbb"], [Question("", ["ab"], [])] * 2)
     close(found, {"rouge1": 37.5, "rouge1_error": 12.5, "rouge2": 50.0, "rouge2_error": 25.0,
                   "score": (37.5 * 50) ** 0.5}, terms=4, size=100)
 
 
 @pytest.fixture
 def reply(elastic_run):
+    """The answer to one question, and whether its prompt was cut."""
     run = OpenedRun(Common(out_dir=str(elastic_run), device="cpu"), {})
-    return lambda question, length, **flags: scrolls.reply(
-        run, run.tokenizer, question, Scrolls(source="x", **flags), length)
+    return lambda question, length, **flags: [found for [found] in scrolls.replies(
+        run, run.tokenizer, [question], Scrolls(source="x", **flags), length)]
 
 
 def test_a_long_prompt_loses_its_beginning_and_an_answer_ends_with_its_line(reply, monkeypatch):
-    prompt, seen, read = "x" * 50 + " the quick brown fox jumps", [], scrolls.Reader.read
-    monkeypatch.setattr(scrolls.Reader, "go_on", lambda self, *args: torch.tensor([[102, 111, 120, 10, 99]]))
-    monkeypatch.setattr(scrolls.Reader, "read", lambda self, idx: seen.append(bytes(idx[0] % 256)) or read(self, idx))
+    prompt, asked = "x" * 50 + " the quick brown fox jumps", []
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, count, **how: asked.append((idx, count, how)) or torch.cat(
+        [idx, torch.tensor([[102, 111, 120, 10]])], 1))
     question = Question(prompt, ["fox"], [])
-    assert reply(question, 40, tokens=10) == reply(question, 40, tokens=10, bos=True) == Reply("fox", True)
-    assert not reply(question, 86, tokens=10).cut and reply(question, 85, tokens=10).cut
-    assert [text.decode() for text in seen[:3]] == [prompt[-30:], "\0" + prompt[-29:], prompt]         # 256 is \0 here
+    assert reply(question, 40, tokens=10) == reply(question, 40, tokens=10, bos=True) == ["fox", True]
+    assert not reply(question, 86, tokens=10)[1] and reply(question, 85, tokens=10)[1]
+    texts = [bytes(idx[0] % 256).decode() for idx, _, _ in asked[:3]]
+    assert texts == [prompt[-30:], "\0" + prompt[-29:], prompt]         # 256 is \0 here
+    assert asked[0][1:] == (10, {"temperature": 0, "stop": [10, 256]})  # the end of a line, or of a text
 
 
 @torch.no_grad()
@@ -101,8 +105,8 @@ def test_choices_are_ranked_by_their_likelihood_per_character(reply, elastic_run
         logs = model(ids)[0].log_softmax(-1)[0, len(prompt) - 1:-1]
         each.append(logs.gather(1, ids[0, len(prompt):, None]).sum().item() / len(choice))
     question = Question(prompt, [], choices)
-    close(each[choices.index(reply(question, 60).text)], max(each), terms=8, dtype=torch.float32)
-    assert reply(question, 60, tokens=3, rank=False).text not in choices
+    close(each[choices.index(reply(question, 60)[0])], max(each), terms=8, dtype=torch.float32)
+    assert reply(question, 60, tokens=3, rank=False)[0] not in choices
 
 
 def test_the_command_prints_all_numbers_and_a_table(elastic_run, toy_run, source, evaluate, capsys, monkeypatch):
