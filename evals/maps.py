@@ -59,20 +59,20 @@ def command(args, run):
     if args.views and not modules[0].choices["diff"].mix:
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
-    layers = chosen("layers", args.layers, len(modules)) or (range(len(modules)) if args.html else
-                                                               spread(len(modules)))
-    heads = chosen("heads", args.heads, modules[0].heads) or (range(modules[0].heads) if args.html else None)
+    all_layers, all_heads = range(len(modules)), range(modules[0].heads)
+    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or spread(len(modules))
+    heads = all_heads if args.html else chosen("heads", args.heads, modules[0].heads)
     queries = ["(sink token)"] * modules[0].ahead + labels
     keys = ["(extra key)"] * modules[0].has_extra_key + queries
     first = len(keys) - len(labels)             # the column of the first token
-    kinds, of_page = look(run, ids, args)
+    kinds, hidden, of_page = maps_of(run, ids, args)
     maps = []
     for layer in layers:
-        *_, weights = (w for kind, w in kinds[layer].items() if kind != "hidden")
+        *_, weights = kinds[layer].values()
         for head in heads or extremes(weights, first)[:1 if args.views else 2]:
-            shown = {kind: rounded(w[head]) for kind, w in kinds[layer].items()}
-            hidden = {"hidden": shown.pop("hidden")} if args.html else {}
-            maps += [{"layer": layer, "head": head, "kind": kind, "weights": w} | hidden for kind, w in shown.items()]
+            more = {"hidden": rounded(hidden[layer][head])} if args.html else {}
+            maps += [{"layer": layer, "head": head, "kind": kind, "weights": rounded(w[head])} | more
+                     for kind, w in kinds[layer].items()]
     numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps} | of_page
     return numbers, page_in_words(args.html, numbers) if args.html else in_words(numbers)
 
@@ -136,18 +136,18 @@ IN_GRID = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")      
 COST = "how much the loss of this sentence rises without the head, in nats per token"
 
 
-def look(run, ids, args):
+def maps_of(run, ids, args):
     """One pass over a sentence ids (T,), for rows of T queries. Returns the maps of each layer, [{kind: (heads, T,
     keys)}], where keys is T, or 1 + T with an extra key's column first. The kinds are "weights", or with --views
-    "view a", "view b" and "difference" (a - lambda b); with --html also "hidden", the weights if only the first row
-    sees the first key. The second result is empty without --html, and otherwise what else the page shows:
+    "view a", "view b" and "difference" (a - lambda b). The other results are empty without --html: the weights if only
+    the first row sees the first key, [(heads, T, keys)], and what else the page shows:
 
     about           the recipe
     measures        {name: (layers, heads)}, those of IN_GRID that exist for this recipe, and with --cost the costs
     value_norms     (layers, heads, T), the norm of each token's value
     stream          (layers + 1, T), the norm of each hidden state that enters a layer, and after the last
     """
-    kinds, measured, value_norms, stream = [], [], [], []
+    kinds, hidden, measured, value_norms, stream = [], [], [], [], []
 
     def see(layer, module, q, k, v, x, table):
         found = {"weights": module.weights_of(q, k, x, table)}
@@ -155,7 +155,8 @@ def look(run, ids, args):
             a, b = module.views_of(q, k, x, table)
             found = {"view a": a, "view b": b, "difference": found["weights"]}
         if args.html:
-            found["hidden"] = module.weights_of(q, k, x, table, module.sight._replace(hidden=module.ahead))
+            sight = module.sight._replace(hidden=module.ahead)
+            hidden.append(module.weights_of(q, k, x, table, sight)[0].float().cpu())
             measures, norms = Probe(), v[0].float().norm(dim=-1)                # (Hv, T)
             measures.see(module, q, k, v, x, table)
             measured.append(probe.rounded(measures.result()))
@@ -165,7 +166,7 @@ def look(run, ids, args):
     with watching(run.model, lambda layer, h: stream.append(h[0].float().norm(dim=-1).tolist())):
         watch(run.model, see, as_ids(ids, run.machine), run.machine)
     if not args.html:
-        return kinds, {}
+        return kinds, hidden, {}
     measures = {name: [result[name] for result in measured] for name in IN_GRID}
     for name in ("extra", "negative"):          # 0 in most recipes
         if not any(map(any, measures[name])):
@@ -173,24 +174,22 @@ def look(run, ids, args):
     if args.cost:
         measures["cost"] = costs(run, ids)
     attn, trained = run.model.config.attn, run.meta["knobs"]["attn"]
-    about = f"--attn={attn}" + ("" if run.has_weights else ": derivatives of outputs with respect to values, since this "
-                                "recipe has no attention weights")
-    about += f"; the model was trained with {trained}" if trained != attn else ""
-    return kinds, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
+    about = f"--attn={attn}"
+    if not run.has_weights:
+        about += ": derivatives of outputs with respect to values, since this recipe has no attention weights"
+    if attn != trained:
+        about += f"; the model was trained with {trained}"
+    return kinds, hidden, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
 
 
 def costs(run, ids):
     """The loss that silencing each single head adds on a sentence, in nats per token: (layers, heads)."""
-    modules, rows = [block.attn for block in run.model.transformer.h], as_ids(ids, run.machine)
-    heads = modules[0].heads
-
-    def loss(change):
-        return window_losses(change, run.model, rows, run.machine, 1).item()
-
-    before, found = loss(unchanged), []
-    for chosen in progress(torch.eye(len(modules) * heads, dtype=torch.bool), run.machine.main):
-        found.append(round(loss(output_zeroed(chosen.view(-1, heads))) - before, 6))
-    return [found[i:i + heads] for i in range(0, len(found), heads)]
+    rows, heads = as_ids(ids, run.machine), run.model.transformer.h[0].attn.heads
+    every = torch.eye(len(run.model.transformer.h) * heads, dtype=torch.bool)
+    changes = [unchanged, *(output_zeroed(chosen.view(-1, heads)) for chosen in every)]
+    before, *losses = [window_losses(change, run.model, rows, run.machine, 1).item()
+                       for change in progress(changes, run.machine.main)]
+    return [[round(loss - before, 6) for loss in losses[i:i + heads]] for i in range(0, len(losses), heads)]
 
 
 def rounded(w):
@@ -271,26 +270,32 @@ LABELS = 0.9                                    # inches for the labels at a map
 def draw(path, found):
     """Draw the maps: a column for each layer, a row for each chosen head and view. Several runs are below each other,
     or side by side if each has only one column."""
-    grids = [[list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])] for numbers in found.values()]
-    sides = [LABELS + min(7.0, max(2.6, 0.14 * len(numbers["keys"]))) for numbers in found.values()]    # of a map, inches
-    heights = [1.2 + max(map(len, grid)) * side for grid, side in zip(grids, sides, strict=True)]
-    widths = [1.2 + len(grid) * side for grid, side in zip(grids, sides, strict=True)]
+    grids, widths, heights = [], [], []         # a grid is a list of maps for each column; sizes are inches
+    for numbers in found.values():
+        grid = [list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
+        grids.append(grid)
+        widths.append(1.2 + len(grid) * (LABELS + side(numbers)))
+        heights.append(1.2 + max(map(len, grid)) * (LABELS + side(numbers)))
     if all(len(grid) == 1 for grid in grids):
         figure = pyplot().figure(figsize=(sum(widths), max(heights)), layout="constrained")
         parts = figure.subfigures(1, len(grids), width_ratios=widths, squeeze=False)
     else:
         figure = pyplot().figure(figsize=(max(widths), sum(heights)), layout="constrained")
         parts = figure.subfigures(len(grids), 1, height_ratios=heights, squeeze=False)
-    for part, (place, numbers), grid, side in zip(parts.flat, found.items(), grids, sides, strict=True):
-        draw_run(part, numbers, grid, side - LABELS)
+    for part, (place, numbers), grid in zip(parts.flat, found.items(), grids, strict=True):
+        draw_run(part, numbers, grid)
         part.suptitle(place if len(found) > 1 else "", fontsize=11)
     save_figure(figure, path)
 
 
-def draw_run(part, numbers, grid, inches):
+def side(numbers):
+    """Inches of a map without its labels."""
+    return min(7.0, max(2.6, 0.14 * len(numbers["keys"])))
+
+
+def draw_run(part, numbers, grid):
     """All maps of a run, on one colour scale: the square root of the weight, so that small weights show. The scale ends
-    at the largest weight after the first row, in which softmax always has a weight of 1. grid: a list of maps for each
-    column."""
+    at the largest weight after the first row, in which softmax always has a weight of 1."""
     from matplotlib.colors import FuncNorm
     w = np.array([found["weights"] for found in numbers["maps"]])       # (maps, T, keys)
     later = np.triu(np.ones_like(w[0], bool), 1 + w.shape[2] - w.shape[1])
@@ -303,13 +308,13 @@ def draw_run(part, numbers, grid, inches):
         ax.set_axis_off()                       # a column may be shorter than others
     for column, maps in zip(axes.T, grid, strict=True):
         for ax, found in zip(column, maps, strict=False):
-            image = draw_map(ax, found, numbers, later, inches, cmap=colours, norm=norm)
+            image = draw_map(ax, found, numbers, later, cmap=colours, norm=norm)
     label = "weight (square-root scale" + ("; yellow: exactly 0)" if (w == 0)[:, ~later].any() else ")")
     beyond = "max" if w.max() > most else "neither"                     # in a first row
     part.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
 
 
-def draw_map(ax, found, numbers, later, inches, **colours):
+def draw_map(ax, found, numbers, later, **colours):
     """Draw one map. Later keys are grey, exact zeros yellow."""
     from matplotlib.colors import ListedColormap
     w, keys = np.array(found["weights"]), numbers["keys"]
@@ -320,7 +325,7 @@ def draw_map(ax, found, numbers, later, inches, **colours):
     name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
     ax.set_title(f"{name}: {w[:, numbers['first']].mean():.2f} on the first token", fontsize=10)
     # letters fit into a cell, and a $ does not begin a formula
-    plain = {"fontsize": min(7, 60 * inches / len(keys)), "parse_math": False}
+    plain = {"fontsize": min(7, 60 * side(numbers) / len(keys)), "parse_math": False}
     ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
     ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
     ax.tick_params(length=0, pad=1)
