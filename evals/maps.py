@@ -60,7 +60,8 @@ def command(args, run):
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
     all_layers, all_heads = range(len(modules)), range(modules[0].heads)
-    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or spread(len(modules))
+    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or sorted(
+        {round(i * (len(modules) - 1) / 3) for i in range(4)})          # four layers, or all if there are fewer
     heads = all_heads if args.html else chosen("heads", args.heads, modules[0].heads)
     queries = ["(sink token)"] * modules[0].ahead + labels
     keys = ["(extra key)"] * modules[0].has_extra_key + queries
@@ -69,7 +70,9 @@ def command(args, run):
     maps = []
     for layer in layers:
         *_, weights = kinds[layer].values()
-        for head in heads or extremes(weights, first)[:1 if args.views else 2]:
+        sink = weights[:, :, first].abs().mean(1)                       # (heads,)
+        extremes = [sink.argmax().item(), sink.argmin().item()][:1 if args.views else 2]
+        for head in heads or dict.fromkeys(extremes):
             more = {"hidden": rounded(hidden[layer][head])} if args.html else {}
             maps += [{"layer": layer, "head": head, "kind": kind, "weights": rounded(w[head])} | more
                      for kind, w in kinds[layer].items()]
@@ -117,17 +120,6 @@ def chosen(name, text, count):
     if numbers and max(numbers) >= count:
         raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
     return numbers
-
-
-def spread(count):
-    """Four layers from the first to the last, or all if there are fewer."""
-    return sorted({round(i * (count - 1) / 3) for i in range(4)})
-
-
-def extremes(w, first):
-    """The heads with the most and the least weight on the first token; w (heads, T, keys)."""
-    sink = w[:, :, first].abs().mean(1)
-    return list(dict.fromkeys([sink.argmax().item(), sink.argmin().item()]))
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
