@@ -7,19 +7,25 @@
 The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All recipes get the same
 query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential
 recipes show their first view. Learned scalars have their initial values.
+
+The page, evals/page.html, has no formula of a rule: `recorded` runs each rule of attention.py on a row once and writes
+down the operations that PyTorch executes. The page repeats them with other scores. So the page needs each operation
+(add, exp, sum, ...) only once, and a new rule is on it without another line.
 """
+import inspect
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
+from axes import rows
 from common.flags import at_least, knob
-from evals import curve_page
 from evals.instrument import recipe_names, table
-from evals.pictures import frame, pyplot, save_figure
+from evals.pictures import frame, pyplot, save_figure, save_page
 from model import GPTConfig
 
-WIDTH = curve_page.WIDTH                        # head dimension
+WIDTH = 64                                      # head dimension
 
 
 @dataclass
@@ -41,17 +47,18 @@ def command(args, run=None):
     names = recipe_names(args.recipes)
     if args.recipes == "all":
         names = [name for name in names if "mixer" not in attention.recipe(name)]
-    scores = torch.linspace(-args.spread, args.spread, args.keys)
-    rows = {name: row_of(name, scores) for name in names}
-    found = {name: {"on_keys": sum(w), "extra": extra, "zeros": sum(x == 0 for x in w) / len(w), "largest": max(w),
-                    "weights": w} for name, (w, extra) in rows.items()}
+    scores, found = torch.linspace(-args.spread, args.spread, args.keys), {}
+    for name in names:
+        w, extra = row_of(name, scores)
+        found[name] = {"on_keys": sum(w), "extra": extra, "zeros": w.count(0) / len(w), "largest": max(w), "weights": w}
     numbers = {"scores": scores.tolist(), "recipes": found}
-    if args.html:
-        numbers["rules"] = curve_page.rules_for_page()
+    if args.html:                               # every rule, and after softmax the same with an extra key
+        rules = ["softmax", "sink", *(rule for rule in attention.RULES if rule != "softmax")]
+        numbers["rules"] = [recorded(rule) for rule in rules]
     cells = [[name, row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
-    text = table(cells, ["recipe", "sum", "zeros", "largest weight"])
-    about = f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}"
-    return numbers, f"{about}\n\n{text}\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0"
+    return numbers, (f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
+                     + table(cells, ["recipe", "sum", "zeros", "largest weight"])
+                     + "\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0")
 
 
 def row_of(name, scores):
@@ -71,8 +78,7 @@ def row_of(name, scores):
     keys = torch.zeros(len(scores), WIDTH)      # (T, D)
     keys[:, 0], keys[:, 1] = cosines, (1 - cosines ** 2).clamp(min=0).sqrt()
     length = (most * WIDTH ** 0.5).sqrt()
-    query = torch.zeros(1, WIDTH)               # (1, D)
-    query[0, 0] = 1
+    query = torch.eye(1, WIDTH)                 # (1, D)
     q, k = ((length * part).expand(1, layer.shapes[of][0], *part.shape) for of, part in (("q", query), ("k", keys)))
     with torch.no_grad():
         if config.diff == "none":
@@ -84,9 +90,6 @@ def row_of(name, scores):
     return w[outside:].tolist(), float(w[:outside].sum())
 
 
-page = curve_page.page
-
-
 def draw(path, found):
     """Draw the weights against the scores, with a line for each recipe."""
     figure, ax = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
@@ -95,3 +98,107 @@ def draw(path, found):
     ax.legend(frameon=False, fontsize=8)
     frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")
     save_figure(figure, path)
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+# {recipe: {constant: (its least value, its largest, step, meaning)}}, for the sliders. A constant is a learned scalar
+# of the layer, one of its --attn_args, or the rule's row input t. Other learned scalars have a slider around their
+# initial value
+CONSTANTS = {
+    "sink": {"sink_logit": (-4, 8, 0.1, "score of the extra key; at 0 this is softmax1")},
+    "elastic": {"tau": (-1, 5, 0.1, "τ, learned")},
+    "entmax": {"alpha": (1.05, 2, 0.05, "α: near 1 softmax, at 2 sparsemax")},
+    "lssar": {"power": (1, 30, 1, "power")},
+    "tra": {"beta": (0, 4, 0.1, "β, learned"), "kappa": (1, 32, 1, "κ: noise that may pass"),
+            "power": (1, 4, 0.5, "power")},
+    "sigmoid": {"t": (0, 8, 0.1, "t, at first the logarithm of the context length")},
+}
+
+
+def page(path, numbers):
+    save_page(path, {"rules": numbers["rules"]})
+
+
+def recorded(name):
+    """One rule as the page reads it: its name, its formula, its sliders and its program."""
+    recipe = name if name in attention.ATTENTIONS else "softmax"
+    rule = attention.recipe(name).get("rule") if name in attention.ATTENTIONS else name
+    layer = attention.Attention(GPTConfig(n_head=1, n_embd=WIDTH, block_size=64, attn=recipe, rule=rule,
+                                          kernel="torch"), 0).eval()
+    learned = layer.rule.learns(layer) if layer.rule.learns else {}
+    constants = {scalar: (start.item() - 4, start.item() + 4, 0.1, "learned") for scalar, start in learned.items()
+                 if isinstance(start, torch.Tensor) and start.numel() == 1} | CONSTANTS.get(name, {})
+    starts = {constant: layer.args[constant] if constant in layer.args else
+              layer.rule.row_input(layer, torch.tensor([64.0])).item() if constant == "t" else
+              getattr(layer, constant).item() for constant in constants}
+    sliders = [{"name": constant, "start": round(starts[constant], 2), "least": least, "most": most, "step": step,
+                "about": meaning} for constant, (least, most, step, meaning) in constants.items()]
+    inputs = {"s": torch.linspace(-1, 2, 7).view(1, 1, 1, -1), "seen": torch.ones(1, 1, 1, 7, dtype=torch.bool),
+              "n": torch.tensor([7.0]), **{constant: torch.tensor(float(start)) for constant, start in starts.items()}}
+    with torch.no_grad(), Tape(inputs) as tape:
+        results = row_weights(layer, **inputs)
+    card = layer.choices["sink"] if layer.has_extra_key else attention.RULES[layer.config.rule].weights
+    about = (inspect.getdoc(card) or "").split("\n\n")[0].split("\nSource")[0]
+    users = {user: axes for user, axes in attention.ATTENTIONS.items() if axes.get("rule") == name}
+    if users and all((axes.get("qk_norm"), axes.get("scale")) == ("l2", "one") for axes in users.values()):
+        about += f" In its recipes ({', '.join(users)}) scores are cosines, from -1 to 1."
+    return {"name": name, "about": " ".join(about.split()), "constants": sliders, "program": tape.program(*results)}
+
+
+def row_weights(layer, s, seen, n, **constants):
+    """The weights of one row of scores s (1, 1, 1, T) by the layer's rule, with these constants in place of the layer's
+    own: on keys (1, 1, 1, T), and on an extra key. n (1,): how many keys the row sees."""
+    for name, value in constants.items():
+        if name in layer.args:
+            layer.args[name] = value
+        elif name != "t":
+            del layer._parameters[name]
+            setattr(layer, name, value.view(1))
+    rule, t = attention.RULES[layer.config.rule], constants.get("t")
+    if t is None and rule.row_input:
+        t = rule.row_input(layer, n)
+    w = rule.weights(s, seen, t, **({"power": rule.power(layer.args)} if rule.power else {}))
+    if not layer.has_extra_key:
+        return w, torch.zeros(1)
+    share = rows.share_of_keys(layer, s, rule.statistic(s, seen, w), n)
+    return w * share, 1 - share
+
+
+class Tape(TorchDispatchMode):
+    """Writes down the operations of PyTorch. A program is a list of steps [operation, number of its result, arguments]:
+    an argument is a number, [the number of an earlier result], or null. Numbers below 0 are those of the inputs."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs, self.steps, self.kept = list(inputs), [], []
+        self.numbers = {id(value): -1 - i for i, value in enumerate(inputs.values())}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":       # the rule asks whether it has finished: not yet, so all passes are here
+            return False
+        out = func(*args, **(kwargs or {}))
+        self.steps.append([name.strip("_"), len(self.steps), [self.argument(value) for value in args]])
+        self.kept.append((out, args))           # so that no other tensor gets the id
+        self.numbers[id(out)] = len(self.steps) - 1
+        return out
+
+    def argument(self, value):
+        """A number, or [the number of a result]. None for an argument left out, and for shapes, which rows do not need.
+        """
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.numbers:
+                raise ValueError("a rule uses a tensor that the page does not know")
+            return [self.numbers[id(value)]]
+        return float(value) if isinstance(value, float | int) and not isinstance(value, bool) else None
+
+    def program(self, *results):
+        """The steps that lead to these results."""
+        ends, steps = [self.numbers[id(result)] for result in results], []
+        wanted = set(ends)
+        for step in reversed(self.steps):
+            if step[1] in wanted:
+                steps.append(step)
+                wanted |= {argument[0] for argument in step[2] if isinstance(argument, list)}
+        return {"inputs": self.inputs, "steps": steps[::-1], "results": ends}

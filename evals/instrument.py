@@ -10,7 +10,7 @@ An instrument is one file in this folder, with
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
     draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
-    page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps_page.py
+    page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps.py
     tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 

@@ -2,19 +2,25 @@
 
 These are Lazy Attention's figure 7 and Threshold Differential Attention's figure 2. A row is a query, a column a key,
 and the colour is the attention weight. Signed weights are red above 0 and blue below, exact zeros are yellow. For
-differential recipes, --views shows both views next to their difference. --html writes a page for a browser, with every
-head (evals/maps_page.py).
+differential recipes, --views shows both views next to their difference. --html writes a page for a browser with every
+head: evals/page.html, with these numbers in it.
 """
+import base64
+import zlib
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from common.flags import knob
-from evals import maps_page
-from evals.instrument import table, watch, whole_numbers
-from evals.pictures import SHARES, pyplot, save_figure, signed
+from evals import probe
+from evals.ablate import output_zeroed, unchanged, window_losses
+from evals.instrument import legend, progress, table, watch, whole_numbers
+from evals.measures import MEASURES, Probe
+from evals.pictures import SHARES, pyplot, save_figure, save_page, signed
 from evals.sample import as_ids
+from evals.stream import watching
 
 SENTENCE = "When Alice saw the white rabbit run past her, she ran after the rabbit and fell down a deep hole."
 SHOWN = 32                                      # tokens of it that are shown
@@ -47,34 +53,31 @@ class Maps:
 def command(args, run):
     """The attention maps of a sentence."""
     ids, labels = sentence(args.text, run)
+    modules = [block.attn for block in run.model.transformer.h]
     if args.cost and len(ids) < 2:
         raise ValueError("--cost needs a sentence of two tokens or more: the loss is that of the second and later ones")
-    modules = [block.attn for block in run.model.transformer.h]
-    all_layers, all_heads = range(len(modules)), range(modules[0].heads)
-    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or spread(len(modules))
-    heads = all_heads if args.html else chosen("heads", args.heads, modules[0].heads)
     if args.views and not modules[0].choices["diff"].mix:
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
-    seen = weights_of_layers(run, ids, layers, args.views)
+    all_layers, all_heads = range(len(modules)), range(modules[0].heads)
+    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or sorted(
+        {round(i * (len(modules) - 1) / 3) for i in range(4)})          # four layers, or all if there are fewer
+    heads = all_heads if args.html else chosen("heads", args.heads, modules[0].heads)
     queries = ["(sink token)"] * modules[0].ahead + labels
     keys = ["(extra key)"] * modules[0].has_extra_key + queries
-    first, maps = len(keys) - len(labels), []   # first: the column of the first token
-    for layer, kinds in seen.items():
-        *_, weights = kinds.values()
-        for head in heads or extremes(weights, first)[:1 if args.views else 2]:
-            maps += [{"layer": layer, "head": head, "kind": kind, "weights": rounded(w[head])}
-                     for kind, w in kinds.items()]
-    numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps}
-    if args.html:
-        numbers |= maps_page.seen_in_every_head(run, ids)
-        hidden = numbers.pop("hidden")          # {layer: (heads, T, keys)}
-        for found in maps:
-            found["hidden"] = rounded(hidden[found["layer"]][found["head"]])
-        if args.cost:
-            numbers["measures"]["cost"] = maps_page.costs(run, ids)
-        return numbers, maps_page.in_words(args.html, numbers)
-    return numbers, in_words(numbers)
+    first = len(keys) - len(labels)             # the column of the first token
+    kinds, hidden, of_page = maps_of(run, ids, args)
+    maps = []
+    for layer in layers:
+        *_, weights = kinds[layer].values()
+        sink = weights[:, :, first].abs().mean(1)                       # (heads,)
+        extremes = [sink.argmax().item(), sink.argmin().item()][:1 if args.views else 2]
+        for head in heads or dict.fromkeys(extremes):
+            more = {"hidden": rounded(hidden[layer][head])} if args.html else {}
+            maps += [{"layer": layer, "head": head, "kind": kind, "weights": rounded(w[head])} | more
+                     for kind, w in kinds[layer].items()]
+    numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps} | of_page
+    return numbers, page_in_words(args.html, numbers) if args.html else in_words(numbers)
 
 
 # ------------------------------------------------------------------------------------------ sentence, layers and heads
@@ -114,49 +117,76 @@ def labels_of(ids, text, coder):
 def chosen(name, text, count):
     """The layers or heads that a flag names, or None. Raises ValueError on one that does not exist."""
     numbers = whole_numbers(text, name) if text else None
-    for number in numbers or []:
-        if number >= count:
-            raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
+    if numbers and max(numbers) >= count:
+        raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
     return numbers
 
 
-def spread(count):
-    """Four layers from the first to the last, or all if there are fewer."""
-    return sorted({round(i * (count - 1) / 3) for i in range(4)})
+# ---------------------------------------------------------------------------------------------------------- the numbers
+
+IN_GRID = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")      # measures that colour the page's heads
+COST = "how much the loss of this sentence rises without the head, in nats per token"
 
 
-def extremes(w, first):
-    """The heads with the most and the least weight on the first token; w (heads, T, keys)."""
-    sink = w[:, :, first].abs().mean(1)
-    return list(dict.fromkeys([sink.argmax().item(), sink.argmin().item()]))
+def maps_of(run, ids, args):
+    """One pass over a sentence ids (T,), for rows of T queries. Returns the maps of each layer, [{kind: (heads, T,
+    keys)}], where keys is T, or 1 + T with an extra key's column first. The kinds are "weights", or with --views
+    "view a", "view b" and "difference" (a - lambda b). The other results are empty without --html: the weights if only
+    the first row sees the first key, [(heads, T, keys)], and what else the page shows:
 
-
-# ---------------------------------------------------------------------------------------------------------- the weights
-
-
-def weights_of_layers(run, ids, layers, views=False):
-    """{layer: {"weights": (heads, T, keys)}}, where keys is T, or 1 + T with an extra key's column first; with views
-    {"view a", "view b", "difference"}, the last a - lambda b."""
-    seen = {}
+    about           the recipe
+    measures        {name: (layers, heads)}, those of IN_GRID that exist for this recipe, and with --cost the costs
+    value_norms     (layers, heads, T), the norm of each token's value
+    stream          (layers + 1, T), the norm of each hidden state that enters a layer, and after the last
+    """
+    kinds, hidden, measured, value_norms, stream = [], [], [], [], []
 
     def see(layer, module, q, k, v, x, table):
-        if layer in layers:
-            kinds = {"weights": module.weights_of(q, k, x, table)}
-            if views:
-                a, b = module.views_of(q, k, x, table)
-                kinds = {"view a": a, "view b": b, "difference": kinds["weights"]}
-            seen[layer] = {kind: w[0].float().cpu() for kind, w in kinds.items()}
+        found = {"weights": module.weights_of(q, k, x, table)}
+        if args.views:
+            a, b = module.views_of(q, k, x, table)
+            found = {"view a": a, "view b": b, "difference": found["weights"]}
+        if args.html:
+            sight = module.sight._replace(hidden=module.ahead)
+            hidden.append(module.weights_of(q, k, x, table, sight)[0].float().cpu())
+            measures, norms = Probe(), v[0].float().norm(dim=-1)                # (Hv, T)
+            measures.see(module, q, k, v, x, table)
+            measured.append(probe.rounded(measures.result()))
+            value_norms.append(norms.repeat_interleave(module.heads // len(norms), 0).tolist())
+        kinds.append({kind: w[0].float().cpu() for kind, w in found.items()})
 
-    watch(run.model, see, as_ids(ids, run.machine), run.machine)
-    return {layer: seen[layer] for layer in layers}
+    with watching(run.model, lambda layer, h: stream.append(h[0].float().norm(dim=-1).tolist())):
+        watch(run.model, see, as_ids(ids, run.machine), run.machine)
+    if not args.html:
+        return kinds, hidden, {}
+    measures = {name: [result[name] for result in measured] for name in IN_GRID}
+    for name in ("extra", "negative"):          # 0 in most recipes
+        if not any(map(any, measures[name])):
+            del measures[name]
+    if args.cost:
+        measures["cost"] = costs(run, ids)
+    attn, trained = run.model.config.attn, run.meta["knobs"]["attn"]
+    about = f"--attn={attn}"
+    if not run.has_weights:
+        about += ": derivatives of outputs with respect to values, since this recipe has no attention weights"
+    if attn != trained:
+        about += f"; the model was trained with {trained}"
+    return kinds, hidden, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
+
+
+def costs(run, ids):
+    """The loss that silencing each single head adds on a sentence, in nats per token: (layers, heads)."""
+    rows, heads = as_ids(ids, run.machine), run.model.transformer.h[0].attn.heads
+    every = torch.eye(len(run.model.transformer.h) * heads, dtype=torch.bool)
+    changes = [unchanged, *(output_zeroed(chosen.view(-1, heads)) for chosen in every)]
+    before, *losses = [window_losses(change, run.model, rows, run.machine, 1).item()
+                       for change in progress(changes, run.machine.main)]
+    return [[round(loss - before, 6) for loss in losses[i:i + heads]] for i in range(0, len(losses), heads)]
 
 
 def rounded(w):
     """Weights (T, keys) to six significant digits, so no nonzero weight becomes 0."""
     return [[float(f"{weight:.6g}") for weight in row] for row in w.tolist()]
-
-
-# -------------------------------------------------------------------------------------------------------------- as text
 
 
 def in_words(numbers):
@@ -167,103 +197,128 @@ def in_words(numbers):
     top = w.abs().argmax(-1)
     rows = [[query] + [f"{keys[key]} {w[m, i, key]:5.2f}" if w[m, i, key] else "-" for m, key in enumerate(top[:, i])]
             for i, query in enumerate(queries)]
-    means = w.mean(1)
-    for column in range(first + 1):
-        rows.append([f"mean on {keys[column]}"] + [f"{value:.3f}" for value in means[:, column]])
-    header = [f"{found['layer']}.{found['head']}{kind_of(found, ' ')}" for found in numbers["maps"]]
+    rows += [[f"mean on {keys[column]}", *(f"{mean:.3f}" for mean in w[:, :, column].mean(1))]
+             for column in range(first + 1)]
+    header = ["{layer}.{head} {kind}".format(**found).removesuffix(" weights") for found in numbers["maps"]]
     return ("for each query (down), the key with the most weight, and that weight; columns are layer.head\n"
             + table(rows, ["", *header]))
 
 
-def kind_of(found, before):
-    """The name of the view, if the map shows one."""
-    return "" if found["kind"] == "weights" else before + found["kind"]
+def page_in_words(path, numbers):
+    """Where the page is, and the mean over heads of each measure, by layer."""
+    meanings = meanings_of(numbers)
+    rows = [[str(layer), *(float(np.mean(heads)) for heads in measures)]
+            for layer, measures in enumerate(zip(*numbers["measures"].values(), strict=True))]
+    return f"open {path} in a browser\n\n{table(rows, ['layer', *meanings])}\n\n{legend(meanings)}"
 
 
-# --------------------------------------------------------------------------------------------- the page and the picture
+def meanings_of(numbers):
+    return {name: MEASURES.get(name, COST) for name in numbers["measures"]}
 
-page = maps_page.page
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+# The page stores a whole number up to this, and a sign: 11 bits for the square root of each weight, to keep it small.
+# If the largest weight is 1, the error is at most 0.001. Sums and entropies of rows, and norms, have 16 bits
+LEVELS = {"weights": 1023, "sums": 32767, "entropies": 32767, "value_norms": 32767}
+
+
+def page(path, found):
+    """Write the page. Several runs are tabs."""
+    save_page(path, {"levels": LEVELS, "runs": [tab(place, numbers) for place, numbers in found.items()]})
+
+
+def tab(place, numbers):
+    """The data of one run, as evals/page.html reads it."""
+    w = torch.tensor([[found[kind] for found in numbers["maps"]] for kind in ("weights", "hidden")],
+                     dtype=torch.float64)       # (2, maps, T, keys)
+    tokens = w[..., numbers["first"]:]
+    share = tokens.abs() / tokens.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+    parts = {"weights": w, "sums": tokens.sum(-1), "entropies": torch.special.entr(share).sum(-1),      # as in measures
+             "value_norms": torch.tensor(numbers["value_norms"])}
+    most = {name: max(values.abs().max().item(), 1e-30) for name, values in parts.items()}
+    parts = {name: values / most[name] for name, values in parts.items()}
+    parts["weights"] = parts["weights"].abs().sqrt() * w.sign()         # small weights are as exact as their colours
+    return {"name": place.removeprefix("out/"), "most": most, "meanings": meanings_of(numbers),
+            "packed": {name: packed(values, LEVELS[name]) for name, values in parts.items()},
+            "stream": [[float(f"{norm:.4g}") for norm in norms] for norms in numbers["stream"]],
+            **{name: numbers[name] for name in ("about", "queries", "keys", "first", "measures")}}
+
+
+def packed(values, levels):
+    """Values from -1 to 1 as text: the size of each in so many steps, the sign in the bit above; all high bytes, then
+    all low ones; deflated; base64. Only an exact zero becomes 0."""
+    values = np.asarray(values)
+    codes = np.maximum(np.round(np.abs(values) * levels), values != 0) + (levels + 1) * (values < 0)
+    planes = codes.astype(">u2").reshape(-1, 1).view(np.uint8).T.tobytes()
+    return base64.b64encode(zlib.compress(planes, 9)).decode()
+
+
+# ---------------------------------------------------------------------------------------------------------- the picture
+
+LABELS = 0.9                                    # inches for the labels at a map
 
 
 def draw(path, found):
     """Draw the maps: a column for each layer, a row for each chosen head and view. Several runs are below each other,
     or side by side if each has only one column."""
-    plt = pyplot()
-    grids = [(place, numbers, grid_of(numbers["maps"])) for place, numbers in found.items()]
-    heights = [1.2 + len(grid) * side(numbers) for _, numbers, grid in grids]
-    widths = [1.2 + len(grid[0]) * side(numbers) for _, numbers, grid in grids]
-    if all(len(grid[0]) == 1 for *_, grid in grids):
-        figure = plt.figure(figsize=(sum(widths), max(heights)), layout="constrained")
-        parts = figure.subfigures(1, len(grids), width_ratios=widths, squeeze=False)[0]
+    grids, widths, heights = [], [], []         # a grid is a list of maps for each column; sizes are inches
+    for numbers in found.values():
+        grid = [list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
+        grids.append(grid)
+        widths.append(1.2 + len(grid) * (LABELS + side(numbers)))
+        heights.append(1.2 + max(map(len, grid)) * (LABELS + side(numbers)))
+    if all(len(grid) == 1 for grid in grids):
+        figure = pyplot().figure(figsize=(sum(widths), max(heights)), layout="constrained")
+        parts = figure.subfigures(1, len(grids), width_ratios=widths, squeeze=False)
     else:
-        figure = plt.figure(figsize=(max(widths), sum(heights)), layout="constrained")
-        parts = figure.subfigures(len(grids), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, (place, numbers, grid) in zip(parts, grids, strict=True):
-        draw_grid(part, numbers, grid)
+        figure = pyplot().figure(figsize=(max(widths), sum(heights)), layout="constrained")
+        parts = figure.subfigures(len(grids), 1, height_ratios=heights, squeeze=False)
+    for part, (place, numbers), grid in zip(parts.flat, found.items(), grids, strict=True):
+        draw_run(part, numbers, grid)
         part.suptitle(place if len(found) > 1 else "", fontsize=11)
     save_figure(figure, path)
 
 
-LABELS = 0.9                                    # inches for the labels at a map
-
-
 def side(numbers):
-    """Inches of a map with its labels."""
-    return LABELS + min(7.0, max(2.6, 0.14 * len(numbers["keys"])))
+    """Inches of a map without its labels."""
+    return min(7.0, max(2.6, 0.14 * len(numbers["keys"])))
 
 
-def grid_of(maps):
-    """The maps in rows; those of one layer are in one column."""
-    layers = {}
-    for found in maps:
-        layers.setdefault(found["layer"], []).append(found)
-    down = max(map(len, layers.values()))
-    return [[column[row] if row < len(column) else None for column in layers.values()] for row in range(down)]
-
-
-def draw_grid(part, numbers, grid):
+def draw_run(part, numbers, grid):
     """All maps of a run, on one colour scale: the square root of the weight, so that small weights show. The scale ends
     at the largest weight after the first row, in which softmax always has a weight of 1."""
     from matplotlib.colors import FuncNorm
-    weights = torch.tensor([found["weights"] for found in numbers["maps"]])             # (maps, T, keys)
-    below, most = bool((weights < 0).any()), max(weights[:, min(1, weights.shape[1] - 1):].abs().max().item(), 1e-6)
-    norm = FuncNorm((signed_root, signed_square), vmin=-most if below else 0, vmax=most)
+    w = np.array([found["weights"] for found in numbers["maps"]])       # (maps, T, keys)
+    later = np.triu(np.ones_like(w[0], bool), 1 + w.shape[2] - w.shape[1])
+    below, most = bool((w < 0).any()), max(np.abs(w[:, min(1, w.shape[1] - 1):]).max(), 1e-6)
+    norm = FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x),
+                    vmin=-most if below else 0, vmax=most)
     colours = signed(most)["cmap"] if below else SHARES["cmap"]
-    zeros = bool((weights == 0)[:, np.tri(*weights.shape[1:], weights.shape[2] - weights.shape[1], dtype=bool)].any())
-    axes = part.subplots(len(grid), len(grid[0]), squeeze=False)
-    for line, row in zip(axes, grid, strict=True):
-        for ax, found in zip(line, row, strict=True):
-            if found:
-                image = draw_map(ax, found, numbers, norm, colours)
-            else:
-                ax.set_axis_off()
-    label = "weight (square-root scale" + ("; yellow: exactly 0)" if zeros else ")")
-    beyond = "max" if weights.max() > most else "neither"               # in a first row
+    axes = part.subplots(max(map(len, grid)), len(grid), squeeze=False)
+    for ax in axes.flat:
+        ax.set_axis_off()                       # a column may be shorter than others
+    for column, maps in zip(axes.T, grid, strict=True):
+        for ax, found in zip(column, maps, strict=False):
+            image = draw_map(ax, found, numbers, later, cmap=colours, norm=norm)
+    label = "weight (square-root scale" + ("; yellow: exactly 0)" if (w == 0)[:, ~later].any() else ")")
+    beyond = "max" if w.max() > most else "neither"                     # in a first row
     part.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
 
 
-def signed_root(x):
-    return np.sign(x) * np.sqrt(np.abs(x))
-
-
-def signed_square(x):
-    return np.sign(x) * x * x
-
-
-def draw_map(ax, found, numbers, norm, colours):
+def draw_map(ax, found, numbers, later, **colours):
     """Draw one map. Later keys are grey, exact zeros yellow."""
     from matplotlib.colors import ListedColormap
-    w, offset = np.array(found["weights"]), len(numbers["keys"]) - len(numbers["queries"])
-    later = np.triu(np.ones_like(w, bool), 1 + offset)
+    w, keys = np.array(found["weights"]), numbers["keys"]
+    ax.set_axis_on()
     ax.set_facecolor("0.93")
-    image = ax.imshow(np.ma.array(w, mask=later | (w == 0)), cmap=colours, norm=norm)
+    image = ax.imshow(np.ma.array(w, mask=later | (w == 0)), **colours)
     ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=ListedColormap(["#fff3c4"]))
-    on_first = f"{w[:, numbers['first']].mean():.2f} on the first token"
-    ax.set_title(f"layer {found['layer']}, head {found['head']}{kind_of(found, ', ')}: {on_first}", fontsize=10)
-    size = min(7, 60 * (side(numbers) - LABELS) / len(numbers["keys"]))  # letters fit into a cell
-    plain = {"fontsize": size, "parse_math": False}                     # a $ does not begin a formula
-    upright = max(map(len, numbers["keys"])) == 1
-    ax.set_xticks(range(len(numbers["keys"])), numbers["keys"], rotation=0 if upright else 90, **plain)
+    name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
+    ax.set_title(f"{name}: {w[:, numbers['first']].mean():.2f} on the first token", fontsize=10)
+    # letters fit into a cell, and a $ does not begin a formula
+    plain = {"fontsize": min(7, 60 * side(numbers) / len(keys)), "parse_math": False}
+    ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
     ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
     ax.tick_params(length=0, pad=1)
     ax.spines[:].set_visible(False)

@@ -30,10 +30,10 @@ def save_figure(figure, path):
     pyplot().close(figure)
 
 
-def save_page(path, template, data):
-    """Write a page for a browser: a template of this folder, with data as JSON in its element "data". The page is one
-    file and needs no network."""
-    page = (Path(__file__).parent / template).read_text(encoding="utf-8")
+def save_page(path, data):
+    """Write a page for a browser: evals/page.html, with data as JSON in its element "data". The page is one file and
+    needs no network."""
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     # "<" must not end the element. JSON has no nan, and the browser would refuse it
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     with files.replacing(path, "w") as f:

@@ -10,7 +10,6 @@ from conftest import by_default
 
 import attention
 import eval as eval_script
-from evals import curve_page
 from model import GPTConfig
 
 NEAR = 1e-3                                     # what the page promises
@@ -76,20 +75,21 @@ def test_keys_bars_and_sliders_change_the_numbers(page, browser):
         return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
 
     browser.open(page)
-    browser.run("setScores(arguments[0])", [2.0, 0.5, 0.0, -1.0])
+    browser.run("set({ scores: arguments[0] })", [2.0, 0.5, 0.0, -1.0])
     p = torch.tensor([2.0, 0.5, 0.0, -1.0]).double().softmax(0)
     assert said("softmax")["entropy"] == pytest.approx(-(p * p.log()).sum().item(), abs=NEAR)
-    browser.run("document.querySelector('[data-key=\"3\"]').focus()")
+    browser.run("document.querySelector('#scores :nth-child(4)').focus()")
     browser.press("up", "up", "down")
     assert browser.run("return state.scores[3]") == pytest.approx(-0.8)
-    browser.run("document.querySelector('[data-constant=tau]').focus()")
+    browser.run("document.querySelector('[aria-label=\"elastic tau\"]').focus()")
     browser.press("home")                        # τ = -1: nothing is cut off
     assert said("elastic")["sum"] == pytest.approx(2, abs=NEAR) and browser.errors() == []
 
 
 def test_every_rule_has_a_program_of_known_operations(page):
     """Also where there is no browser: an operation that the page lacks is seen here."""
-    known = re.findall(r"(\w+):", page.read_text(encoding="utf-8").split("OPERATIONS = {")[1].split("\n}\n")[0])
-    rules = curve_page.rules_for_page()
+    text = page.read_text(encoding="utf-8")
+    known = re.findall(r"(\w+):", text.split("OPERATIONS = {")[1].split("\n}\n")[0])
+    rules = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])["rules"]
     assert [rule["name"] for rule in rules] == RULES
     assert {step[0] for rule in rules for step in rule["program"]["steps"]} <= set(known)

@@ -18,8 +18,7 @@ import eval as eval_script
 from common.machine import Machine
 from data import coders
 from evals import maps
-from evals.maps import Maps, labels_of
-from evals.maps_page import packed
+from evals.maps import Maps, labels_of, packed
 from model import GPT
 
 
@@ -84,7 +83,7 @@ def test_rows_have_the_weights_of_json_in_every_tab(page, browser):
     browser.open(path)
     assert browser.run("return page.runs[0].queries.join('')") == SENTENCE.replace(" ", "␣")
     for name, values in runs[0]["measures"].items():                    # every head's measure, in a grid
-        browser.run("setMeasure(arguments[0])", name)
+        browser.run("set({ measure: arguments[0] })", name)
         assert [float(cell.split()[-1]) for cell in browser.names("gridcell")] == near(sum(values, []))
     tabs = [name.split("--attn=")[1] for name in browser.names("tab")]
     assert tabs == ["softmax", "softmax1", "elastic"]
@@ -93,11 +92,9 @@ def test_rows_have_the_weights_of_json_in_every_tab(page, browser):
         about = browser.text("#about")
         assert about.startswith(f"--attn={tabs[number]};") and ("trained with softmax" in about) == (number > 0)
         for found in run["maps"][1::2]:         # head 1 of every layer
-            browser.run("openHead(arguments[0], arguments[1])", found["layer"], found["head"])
             for row in (0, 4, len(SENTENCE) - 1):
-                browser.run("openRow(arguments[0])", row)
                 for hide, kind in enumerate(("weights", "hidden")):
-                    browser.run("setHidden(arguments[0])", hide)
+                    browser.run("set(arguments[0])", {"layer": found["layer"], "head": 1, "row": row, "hide": hide})
                     shown = re.findall(r"-?\d+\.\d+", browser.text("#row").partition("(")[0])
                     assert [float(number) for number in shown] == near(summary(found[kind][row], run["first"]))
                     titles = browser.run("return [...document.querySelectorAll('#text button')].map(b => +b.title)")
@@ -117,16 +114,14 @@ def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
 def test_keys_and_pointer_choose_heads_and_rows(page, browser):
     path, runs = page
     browser.open(path)
-    browser.click("[data-layer='1'][data-head='1']")
+    browser.click("[aria-label^='layer 1, head 1']")
     browser.press("down", "left", "down")                               # the last layer is 2
     assert browser.text("#title") == "layer 2, head 0"
     browser.press("shift+up")
     assert browser.text("#row").startswith("row 13, “w”")
     browser.point("#text button:nth-of-type(5)")
     assert browser.text("#row").startswith("row 4, “r”")
-    at = browser.run("const { left, top, cell } = place, c = document.getElementById('map')\n"
-                     "return [left + 2.5 * cell - c.clientWidth / 2, top + 6.5 * cell - c.clientHeight / 2]")
-    browser.point("#map", *at)                  # row 6, key 2
+    browser.point("#map :nth-child(8) > :nth-child(4)")                 # below and right of the labels: row 6, key 2
     assert float(browser.text("#at").split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=NEAR)
     assert browser.errors() == []
 
