@@ -6,38 +6,41 @@ holds its tokenizer.json, and meta.json names the id between two texts ("separat
 from pathlib import Path
 
 from common import files
-from data.coders import GPT2, TOKENIZERS, Bytes, HuggingFace
+from data.coders import GPT2, TOKENIZERS, Bytes, Tokenizer, fault_of
 
 # ----------------------------------------------------------------------------------------------------- by name, by path
 
 
 def tokenizer(name, folder=None):
     """A tokenizer by its name in TOKENIZERS, by the name of a run below out/, or by the path of a run, a data set, or
-    any folder or file with a tokenizer.json. folder: holds the GPT-2 tokenizer's two files, if tiktoken lacks them.
+    any folder or file with a tokenizer.json. folder: holds the GPT-2 tokenizer's two files, if no cache does.
+
+    The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's name is its name.
     """
     if name in TOKENIZERS:
         return GPT2.in_folder(folder) if name == "gpt2" and folder else TOKENIZERS[name]()
     for place in (Path("out", name), Path(name)):
         if place.is_file() or content_of(place):
-            return from_file(place if place.is_file() else place / "tokenizer.json")
+            path = place if place.is_file() else place / "tokenizer.json"
+            meta, home = meta_of(path.parent), path.resolve().parent
+            id_hints = [] if "separator" in meta else id_hints_in(home)
+            known_as = tokenizer_name(path.parent) or home.name
+            return from_content(files.regular(path).read_bytes(), known_as, path, id_hints, meta.get("separator"))
         if tokenizer_name(place) in TOKENIZERS:                         # a run or a data set that needs no file
             return tokenizer(tokenizer_name(place), folder)
     raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
                      "(python data/weights.py smollm2 makes one), or the path of a folder with a tokenizer.json")
 
 
-def from_file(path):
-    """The tokenizer of a run, a data set, or a folder that was fetched. The meta.json beside it holds its name and its
-    separator; without a meta.json, the folder's name is its name."""
-    meta, home = meta_of(path.parent), path.resolve().parent
-    id_hints = [] if "separator" in meta else id_hints_in(home)
-    name = tokenizer_name(path.parent) or home.name
-    return from_content(files.regular(path).read_bytes(), name, path, id_hints, meta.get("separator"))
-
-
-def from_content(content, *about):
-    """The tokenizer that a tokenizer.json describes. about: the further arguments of HuggingFace."""
-    return without_file(content) or HuggingFace(content, *about)
+def from_content(content, name, path, id_hints=(), separator=None):
+    """The tokenizer that a foreign tokenizer.json describes. The arguments are those of Tokenizer."""
+    if coder := without_file(content):
+        return coder
+    files.optional("tokenizers")
+    if fault := fault_of(content):
+        raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it again, "
+                         "or name another tokenizer")
+    return Tokenizer(content, name, path, id_hints, separator)
 
 
 def without_file(content):
@@ -50,10 +53,14 @@ def without_file(content):
 
 
 def described_by(content):
-    """A tokenizer.json as a dict; empty if it is damaged, which HuggingFace then reports."""
+    """A tokenizer.json as a dict; empty if it is damaged, which fault_of then reports."""
+    return dict_or_empty(files.parsed, content)
+
+
+def dict_or_empty(read, source):
     try:
-        found = files.parsed(content)
-    except ValueError:
+        found = read(source)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -71,11 +78,7 @@ def id_hints_in(folder):
 
 def meta_of(folder):
     """The meta.json of a run or a data set; {} if it is missing or cannot be read."""
-    try:
-        found = files.read_json(Path(folder, "meta.json"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return dict_or_empty(files.read_json, Path(folder, "meta.json"))
 
 
 def tokenizer_name(folder):

@@ -47,18 +47,13 @@ def source_files(source, endings=None):
     if not source.exists():
         raise ValueError(f"--source={source} does not exist: name a file or a folder")
     found = [source] if source.is_file() else [
-        path for path in source.rglob("*") if path.is_file() and not hidden(path.relative_to(source))]
+        path for path in source.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)]
     wanted = sorted((p for p in found if endings is None or ending(p) in endings), key=lambda p: p.as_posix())
-    if found and not wanted:
-        raise ValueError(f"--source={source}: unknown source type, choose files that end in {' '.join(endings)} "
-                         "(or these with .gz)")
     if not wanted:
-        raise ValueError(f"--source={source}: there are no files in this folder")
+        raise ValueError(f"--source={source} holds no files" + (f" that end in {' '.join(endings)} (or these with .gz)"
+                                                                if endings else ": name another folder"))
     return wanted
-
-
-def hidden(path):
-    return any(part.startswith(".") for part in path.parts)
 
 
 def ending(path):
@@ -69,9 +64,12 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
     rows are left out."""
-    texts = {".parquet": parquet_texts, ".jsonl": jsonl_texts}.get(ending(path), whole_text)
     try:
-        yield from (text for text in texts(path) if text and not text.isspace())
+        if ending(path) == ".parquet":
+            texts = parquet_texts(path)
+        else:
+            texts = jsonl_texts(path) if ending(path) == ".jsonl" else [read_text(path)]
+        yield from (text for text in texts if text and not text.isspace())
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
 
@@ -112,11 +110,6 @@ def lines_of(f):
         if not line:
             return
         yield number, line
-
-
-def whole_text(path):
-    """The whole file as one document."""
-    yield read_text(path)
 
 
 def read_text(path):
@@ -164,11 +157,6 @@ LAYOUTS = {                                     # {type of a token: magic number
     np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
 
 
-def layout(vocab_size):
-    """The type of a token in a shard. It depends on the vocabulary alone, so all shards of a data set have the same."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
 def shard_header(kind, count):
     if count >= 1 << 31:
         raise ValueError("a shard holds less than 2**31 tokens: python data/fineweb_edu.py --source=... cuts a large "
@@ -181,7 +169,9 @@ def shard_header(kind, count):
 def write_shard(path, tokens, coder=None):
     """Write one shard from an array of ids, or from an iterator of arrays, one at a time in memory. coder: the
     tokenizer of the ids; None: they are not text. Returns the shard's row of meta.json, with the bytes of text."""
-    count, text, kind = 0, 0, layout(coder.vocab_size if coder else 1 << 16)
+    # the vocabulary alone decides, so all shards of a data set have the same type
+    kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
+    count = text = 0
     pieces = tokens if hasattr(tokens, "__next__") else [tokens]
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))          # the number of tokens follows at the end
@@ -194,8 +184,7 @@ def write_shard(path, tokens, coder=None):
             text += int(coder.lengths[piece].sum()) if coder else 0
         f.seek(0)
         f.write(shard_header(kind, count))
-    row = {"tokens": int(count)} | ({"bytes": text} if coder else {})
-    return row | {"sha256": files.sha256(path)}
+    return {"tokens": count} | ({"bytes": text} if coder else {}) | {"sha256": files.sha256(path)}
 
 
 def read_shard(path):
@@ -262,11 +251,10 @@ def shards_of(meta, split):
 
 # --------------------------------------------------------------------------------------------------- data sets: known
 
+DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
 OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
 SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
 VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
-# the other scripts in data/
-NO_DATA_SET = ("downloads", "coders", "lookup", "tokens", "weights", "benchmarks")
 
 
 def data_folder(dataset, run=None):
@@ -285,25 +273,16 @@ def data_folder(dataset, run=None):
 def home(dataset, name, content):
     """The folder for a data set in some tokenizer: data/<dataset>, or data/<dataset>-<name>, so that one data set can
     exist in several tokenizers. content: of the tokenizer's file, if it needs one."""
-    usual = OFFLINE.get(dataset)
-    if "numbers" in (name, usual):              # symbols have no other tokenizer
-        plain = True
-    elif usual:                                 # train.py makes data/stdlib by itself, in this tokenizer
-        plain = name == usual
-    else:
-        plain = not content
+    usual = OFFLINE.get(dataset)                # train.py makes data/stdlib by itself, in this tokenizer
+    symbols = "numbers" in (name, usual)        # they have no other tokenizer
+    plain = symbols or (name == usual if usual else not content)
     return HERE / (dataset if plain else f"{dataset}-{name}")
-
-
-def data_sets():
-    """Names of the data sets that have a script here."""
-    return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NO_DATA_SET)
 
 
 def script_of(folder):
     """The command that makes this data set, for error messages."""
     name = Path(folder).name
-    return f"python data/{name}.py" if name in data_sets() else "a data script: " + ", ".join(data_sets())
+    return f"python data/{name}.py" if name in DATA_SETS else "a data script: " + ", ".join(DATA_SETS)
 
 
 def read_meta(folder, verify=True):
@@ -313,7 +292,9 @@ def read_meta(folder, verify=True):
     if not (folder / "meta.json").exists():
         raise ValueError(f"{folder / 'meta.json'} is missing: make the data set with {script_of(folder)}")
     meta = files.read_json(folder / "meta.json")
-    if not is_whole(meta):
+    whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
+    if not (has(whole, vocab_size=int, tokenizer=str, shards=dict, stride=int, separator=int) and has_shards(whole)
+            and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
         raise ValueError(f"{folder / 'meta.json'} lacks vocab_size, tokenizer or shards: "
                          f"make the data set with {script_of(folder)}")
     for name in meta["shards"]:
@@ -323,15 +304,6 @@ def read_meta(folder, verify=True):
         for name, shard in meta["shards"].items():
             check_shard(folder / name, shard["sha256"], meta["vocab_size"])
     return meta
-
-
-def is_whole(meta):
-    """Does meta.json have all required entries, with the right types?"""
-    if not has(meta, vocab_size=int, tokenizer=str, shards=dict):
-        return False
-    stride, separator = meta.get("stride", 1), meta.get("separator", 0)
-    return (isinstance(stride, int) and stride > 0 and isinstance(separator, int)
-            and 0 <= separator < meta["vocab_size"] <= 1 << 32 and has_shards(meta))
 
 
 def has_shards(meta):
@@ -373,7 +345,7 @@ def data_hash(meta):
 
 def bytes_per_token(meta, split):
     """Bytes of text per token, which turn a loss in nats per token into bits per byte; None if tokens are not text."""
-    size, tokens = (sum(shard.get(key) or 0 for shard in shards_of(meta, split)) for key in ("bytes", "tokens"))
+    size, tokens = (sum(row.get(key) or 0 for row in shards_of(meta, split)) for key in ("bytes", "tokens"))
     return size / tokens if size and tokens else None
 
 
@@ -418,7 +390,7 @@ def command_for(run, dataset):
     """The command that makes a data set in a run's tokenizer."""
     if tokenizer_name(run) == "numbers":
         return "python data/backcopy.py"
-    scripted = dataset in data_sets() and dataset != "text" and OFFLINE.get(dataset) != "numbers"
+    scripted = dataset in DATA_SETS and dataset != "text" and OFFLINE.get(dataset) != "numbers"
     script = f"{dataset}.py" if scripted else f"text.py --source=... --name={Path(dataset).name}"
     return f"python data/{script} --tokenizer={reference(run)}"
 

@@ -17,8 +17,7 @@ from common.runs import read_run, read_weights
 from data import coders, lookup
 from model import GPTConfig, hidden_width
 from pretrained.families import (
-    BOS_AND_EOS, FAMILIES, check_rotation, config_for, is_by_head, is_turned, own_shapes, pieces, read_config,
-    regrouped)
+    BOS_AND_EOS, FAMILIES, check_rotation, config_for, config_from, own_shapes, to_theirs)
 
 
 def export(run, folder):
@@ -68,27 +67,22 @@ def their_tensors(state, config, names, path):
     for name, shape in own_shapes(config).items():
         if name not in state or state[name].shape != shape:
             raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
-        parts = pieces(name, shape, config, names)
-        value = state[name].mT if is_turned(name, shape, names) else state[name]
-        if is_by_head(name, names):
-            value = regrouped(value, (3, config.n_head))
-        rows = value.split([part[0] for _, part in parts])
-        tensors |= {their_name: row.contiguous() for (their_name, _), row in zip(parts, rows, strict=True)}
-    return tensors
+        tensors |= to_theirs(name, state[name], config, names)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def exported_config(config):
     """The config.json of the first family that can express a config. Read back, it must give the same model."""
+    check_rotation(config, "this run")
     wanted, differing = decisive(config), {}                            # differing: {model_type: fields that differ}
     for kind in FAMILIES:
         config_json = config_for(config, kind)
         try:
-            back = decisive(read_config(config_json, kind))
+            back = decisive(config_from(config_json, kind))
         except ValueError:                      # such as GPT-2 with SwiGLU
             continue
         differing[kind] = [f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value]
         if not differing[kind]:
-            check_rotation(config, "this run")
             return config_json
     kind = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(f"this run cannot be exported, because no family has {', '.join(differing[kind])}; the nearest is "

@@ -8,6 +8,8 @@ import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
+
 from axes.positions import alibi_slopes, parse_rope_scaling
 from model import GPTConfig, hidden_width, shapes_of
 
@@ -142,19 +144,19 @@ FAMILIES = {
 def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
     try:
-        config = read_config(config_json, path)
+        fields = fields_from(config_json, path)
     except (AttributeError, TypeError) as e:    # an entry of another type
         raise ValueError(f"{path} describes no model: {e}") from None
+    try:
+        config = GPTConfig(**fields)
+    except (AttributeError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} describes no model: {e}") from None
     check_rotation(config, path)
-    places = config_json.keys() & set(ROPE_PLACES)
-    if FAMILIES[config_json["model_type"]].rope and places and all(config_json[place] is None for place in places):
-        raise ValueError(f"{path}: transformers 4 takes a rope_scaling of null as no scaling, transformers 5 as YaRN: "
-                         'write {"rope_type": "default"}, or delete it for YaRN')
     return config
 
 
-def read_config(config_json, path):
-    """config_from for entries of the right types."""
+def fields_from(config_json, path):
+    """{field of GPTConfig: value} of a config.json with entries of the right types."""
     entries = entries_of(config_json, path)
     family = FAMILIES[entries["model_type"]]
     check_computable(entries, family, path)
@@ -164,11 +166,10 @@ def read_config(config_json, path):
     if "window" in found and entries["layer_types"] == ["full_attention"]:
         found["window"] = 0
     if family.choices["pos"] == "rope":
-        found |= {"rope_base": float(found["rope_base"]), "rope_scaling": rope_scaling(entries)}
-    try:
-        return GPTConfig(**family.choices, **found)
-    except ValueError as e:
-        raise ValueError(f"{path} describes no model: {e}") from None
+        how = entries["rope_type"]
+        numbers = ",".join(str(entries[key]) for key in ROPE_NUMBERS[how])
+        found |= {"rope_base": float(found["rope_base"]), "rope_scaling": f"{how}:{numbers}" if numbers else ""}
+    return family.choices | found
 
 
 def entries_of(config_json, path):
@@ -236,19 +237,14 @@ def period(layer_types):
 def rope_parameters(config_json, family, path):
     """{rope_type, factor, ...}: rope_scaling or rope_parameters of a config.json, or the family's default."""
     older, newer = (config_json.get(place) for place in ROPE_PLACES)
+    if family.rope and older is newer is None and config_json.keys() & set(ROPE_PLACES):
+        raise ValueError(f"{path}: transformers 4 takes a rope_scaling of null as no scaling, transformers 5 as YaRN: "
+                         'write {"rope_type": "default"}, or delete it for YaRN')
     rope = older or (family.rope if newer is None else newer)
     rope = {"rope_type": rope.get("type", "default")} | rope
     if older and newer and older != newer:
         raise ValueError(f"{path}: rope_scaling and rope_parameters differ: delete one of them")
     return rope
-
-
-def rope_scaling(entries):
-    """The value of GPTConfig's rope_scaling: linear:2.0, for example; "" for none."""
-    how = entries["rope_type"]
-    if how == "default":
-        return ""
-    return f"{how}:" + ",".join(str(entries[key]) for key in ROPE_NUMBERS[how])
 
 
 def config_for(config, kind):
@@ -274,17 +270,40 @@ def config_for(config, kind):
 # ---------------------------------------------------------------------------------------- their tensors and our tensors
 
 
-def pieces(name, shape, config, names):
-    """[(their name, its shape)] of the tensors that make up one of ours: three where a family stores q, k and v apart,
-    otherwise one. names: the family's {our module or tensor: theirs}; empty for GPT-2."""
-    found = their_names(name, names)
-    shapes = [shape]
-    if len(found) > 1:                          # q, k and v, whose rows we stack
-        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        shapes = [(n * config.head_width, *shape[1:]) for n in heads]
-    if is_turned(name, shape, names):
-        shapes = [(*part[:-2], part[-1], part[-2]) for part in shapes]
-    return list(zip(found, shapes, strict=True))
+def own_shapes(config):
+    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes: see
+    `slopes_of`."""
+    return {name: shape for name, shape in shapes_of(config).items()
+            if not (config.tied and name == "lm_head.weight" or name.endswith(".attn.alibi"))}
+
+
+def slopes_of(config):
+    """{name: value} of ALiBi's slopes, which a run stores and a public model does not."""
+    if config.pos != "alibi":
+        return {}
+    slopes = alibi_slopes(SimpleNamespace(heads=config.n_head, score_heads=config.n_head))["alibi"]
+    return {f"transformer.h.{layer}.attn.alibi": slopes for layer in range(config.n_layer)}
+
+
+def to_theirs(name, value, config, names):
+    """{their name: tensor} of one of our tensors: three where a family stores q, k and v apart, otherwise one. names:
+    the family's {our module or tensor: theirs}; empty for GPT-2."""
+    if is_turned(name, value, names):
+        value = value.mT
+    if is_by_head(name, names):
+        value = regrouped(value, (3, config.n_head))
+    found, sizes = their_names(name, names), [len(value)]
+    if len(found) > 1:
+        sizes = [heads * config.head_width for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
+    return dict(zip(found, value.split(sizes), strict=True))
+
+
+def to_ours(name, parts, config, names):
+    """Our tensor from its parts in the public model: the inverse of to_theirs."""
+    value = torch.cat(parts) if len(parts) > 1 else parts[0]            # no copy of a large one
+    if is_by_head(name, names):
+        value = regrouped(value, (config.n_head, 3))
+    return value.mT.contiguous() if is_turned(name, value, names) else value
 
 
 def their_names(name, names):
@@ -299,10 +318,10 @@ def their_names(name, names):
     return [f"{above}{part}.{kind}" for part in names.get(module, module).split()]
 
 
-def is_turned(name, shape, names):
+def is_turned(name, value, names):
     """Is this a matrix of GPT-2's blocks, or of experts (E, out, in)? Their files have out and in the other way round.
     """
-    return len(shape) == 3 or not names and len(shape) == 2 and name.startswith("transformer.h.")
+    return value.ndim == 3 or not names and value.ndim == 2 and name.startswith("transformer.h.")
 
 
 def is_by_head(name, names):
@@ -313,19 +332,3 @@ def is_by_head(name, names):
 def regrouped(rows, groups):
     """Rows (a b D, ..) in groups (a, b), in the order (b, a): from (heads, 3) to (3, heads), or back."""
     return rows.unflatten(0, (*groups, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def own_shapes(config):
-    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes: see
-    `slopes_of`."""
-    return {name: shape for name, shape in shapes_of(config).items()
-            if not (config.tied and name == "lm_head.weight" or name.endswith(".attn.alibi"))}
-
-
-def slopes_of(config):
-    """{name: value} of ALiBi's slopes, which a run stores and a public model does not."""
-    if config.pos != "alibi":
-        return {}
-    heads = SimpleNamespace(heads=config.n_head, score_heads=config.n_head)
-    return {f"transformer.h.{layer}.attn.{name}": value for layer in range(config.n_layer)
-            for name, value in alibi_slopes(heads).items()}

@@ -92,9 +92,10 @@ def from_folder(path):
         # the published files of GPT-2 and BLOOM omit the outermost name
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     card = re.search(r"^license: *(\S+)", text_of(path / "README.md"), re.M)            # the model card
+    tuned = "chat_template" in text_of(path / "tokenizer_config.json") or (path / "chat_template.jinja").exists()
     return Source(
         path, shards, config_json, config, names, tensors, tokenizer=text_of(path / "tokenizer.json").encode(),
-        id_hints=lookup.id_hints_in(path), licence=card and card[1], instruction_tuned=has_chat_template(path))
+        id_hints=lookup.id_hints_in(path), licence=card and card[1], instruction_tuned=tuned)
 
 
 def shards_of(folder):
@@ -107,10 +108,6 @@ def shards_of(folder):
     if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
         raise ValueError(f"{index} does not say which files hold the tensors: fetch it again")
     return [existing(folder / name) for name in sorted(set(place.values()))]
-
-
-def has_chat_template(folder):
-    return "chat_template" in text_of(folder / "tokenizer_config.json") or (folder / "chat_template.jinja").exists()
 
 
 def existing(path):
