@@ -206,7 +206,7 @@ class GPT2(Tokenizer):
         files.optional("tokenizers")            # fail before a download
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
                      or f"{tempfile.gettempdir()}/data-gym-cache")
-        read = {}
+        found = []
         for name, (size, digest) in self.PARTS.items():
             place = cache / hashlib.sha1((self.ADDRESS + name).encode()).hexdigest()         # tiktoken's name for it
             is_cached = place.exists() and files.sha256(place) == digest
@@ -216,25 +216,20 @@ class GPT2(Tokenizer):
             elif not is_cached:
                 download(self.ADDRESS + name, place, size, digest, "the GPT-2 tokenizer", "name a folder that has it "
                          "with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
-            read[name] = place.read_text(encoding="utf-8")
-        merges = read["vocab.bpe"].split("\n")[1:-1]                    # [0]: version
-        self.described = byte_pairs(json.loads(read["encoder.json"]), merges, {END: 50256})
+            found.append(place.read_text(encoding="utf-8"))
+        merges, vocab = found[0].split("\n")[1:-1], json.loads(found[1])                    # the first line: version
+        self.described = byte_pairs(vocab, merges, {END: 50256})
         super().__init__(self.described, "gpt2", cache, separator=50256)
         self.content = None                     # a run and a data set store its name only
 
     @classmethod
     def in_folder(cls, folder):
         """The tokenizer from a folder with OpenAI's two files."""
-        parts = {name: (folder / name).read_bytes() if (folder / name).exists() else b"" for name in cls.PARTS}
-        for name, content in parts.items():
-            if not cls.is_part(name, content):
+        for name, (_, digest) in cls.PARTS.items():
+            if not ((folder / name).exists() and files.sha256(folder / name) == digest):
                 raise ValueError(f"{folder / name} is missing or is not the GPT-2 tokenizer's: "
                                  "name a folder with OpenAI's vocab.bpe and encoder.json")
-        return cls(parts)
-
-    @classmethod
-    def is_part(cls, name, content):
-        return hashlib.sha256(content).hexdigest() == cls.PARTS[name][1]
+        return cls({name: (folder / name).read_bytes() for name in cls.PARTS})
 
     @classmethod
     def parts_of(cls, described):
@@ -250,7 +245,8 @@ class GPT2(Tokenizer):
                      "encoder.json": json.dumps(vocab).encode()}
         except (AttributeError, KeyError, TypeError):
             return None                         # another kind of tokenizer
-        return parts if plain and added and all(cls.is_part(*part) for part in parts.items()) else None
+        equal = all(hashlib.sha256(parts[name]).hexdigest() == digest for name, (_, digest) in cls.PARTS.items())
+        return parts if plain and added and equal else None
 
     def ends(self, id_hints):
         return [self.separator]

@@ -93,29 +93,22 @@ class Stream:
 
 def resume(out, plan, coder):
     """The state to continue from: that of an unfinished or a finished data set (which may get more shards), or a new
-    one."""
-    for path in (out / "progress.json", out / "meta.json"):
-        if path.exists():
-            state = files.read_json(path)
-            if not is_state(state):
-                raise ValueError(f"{path} is damaged: delete {out} and run this again")
-            another = tokens.content_of(out) not in (None, coder.content)           # tokenizer of the same name
-            if another or plan != {key: state.get(key) for key in plan}:
-                raise ValueError(f"{out} holds a data set from other sources or with other flags: "
-                                 "delete it, or name another folder with --out_dir")
-            for name in state["shards"]:
-                tokens.read_shard(out / name)
-            return state
-    return plan | {"next": [0, 0, 0], "shards": {}}
-
-
-def is_state(state):
-    """Does a progress.json or meta.json say where to continue? "next" is None at the end of the source."""
-    if not tokens.has(state, next=list | None, shards=dict) or "next" not in state:
-        return False
-    position = state["next"] or [0, 0, 0]
-    return len(position) == 3 and all(isinstance(number, int) and number >= 0
-                                      for number in position) and tokens.has_shards(state)
+    one. Its entry "next" is the position of the next token, or None at the end of the source."""
+    path = next((path for path in (out / "progress.json", out / "meta.json") if path.exists()), None)
+    if path is None:
+        return plan | {"next": [0, 0, 0], "shards": {}}
+    state = files.read_json(path)
+    is_state = tokens.has(state, next=list | None, shards=dict) and "next" in state and tokens.has_shards(state)
+    position = is_state and state["next"] or [0, 0, 0]
+    if not (is_state and len(position) == 3 and all(isinstance(n, int) and n >= 0 for n in position)):
+        raise ValueError(f"{path} is damaged: delete {out} and run this again")
+    another = tokens.content_of(out) not in (None, coder.content)       # tokenizer of the same name
+    if another or plan != {key: state.get(key) for key in plan}:
+        raise ValueError(f"{out} holds a data set from other sources or with other flags: "
+                         "delete it, or name another folder with --out_dir")
+    for name in state["shards"]:
+        tokens.read_shard(out / name)
+    return state
 
 
 def prepare(args):

@@ -8,8 +8,6 @@ from pathlib import Path
 from common import files
 from data.coders import GPT2, TOKENIZERS, Bytes, Tokenizer, fault_of
 
-# ----------------------------------------------------------------------------------------------------- by name, by path
-
 
 def tokenizer(name, folder=None):
     """A tokenizer by its name in TOKENIZERS, by the name of a run below out/, or by the path of a run, a data set, or
@@ -22,10 +20,10 @@ def tokenizer(name, folder=None):
     for place in (Path("out", name), Path(name)):
         if place.is_file() or content_of(place):
             path = place if place.is_file() else place / "tokenizer.json"
-            meta, home = meta_of(path.parent), path.resolve().parent
-            id_hints = [] if "separator" in meta else id_hints_in(home)
+            home, separator = path.resolve().parent, meta_of(path.parent).get("separator")
+            id_hints = id_hints_in(home) if separator is None else []
             known_as = tokenizer_name(path.parent) or home.name
-            return from_content(files.regular(path).read_bytes(), known_as, path, id_hints, meta.get("separator"))
+            return from_content(files.regular(path).read_bytes(), known_as, path, id_hints, separator)
         if tokenizer_name(place) in TOKENIZERS:                         # a run or a data set that needs no file
             return tokenizer(tokenizer_name(place), folder)
     raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
@@ -45,19 +43,15 @@ def from_content(content, name, path, id_hints=(), separator=None):
 
 def without_file(content):
     """Bytes or GPT2, if a tokenizer.json describes the same tokenizer under any name; otherwise None."""
-    described = described_by(content)
-    if described == described_by(Bytes().exported()):
+    described = dict_or_empty(files.parsed, content)
+    if described == files.parsed(Bytes().exported()):
         return Bytes()
     parts = GPT2.parts_of(described)
     return GPT2(parts) if parts else None
 
 
-def described_by(content):
-    """A tokenizer.json as a dict; empty if it is damaged, which fault_of then reports."""
-    return dict_or_empty(files.parsed, content)
-
-
 def dict_or_empty(read, source):
+    """The dict that is read from a source; {} if it is missing, damaged, or something else."""
     try:
         found = read(source)
     except (OSError, ValueError):
@@ -71,9 +65,6 @@ def id_hints_in(folder):
     paths = (Path(folder, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json"))
     found = [files.read_json(path) for path in paths if path.exists()]
     return [hints for hints in found if isinstance(hints, dict)]
-
-
-# ---------------------------------------------------------------------------------------------- of a run, of a data set
 
 
 def meta_of(folder):
@@ -107,7 +98,8 @@ def identity(folder):
     if coder := without_file(content):
         return coder.name
     around = ("version", "truncation", "padding", "post_processor")     # these do not affect the ids of a text
-    return {key: value for key, value in described_by(content).items() if key not in around}, meta.get("separator")
+    described = dict_or_empty(files.parsed, content)
+    return {key: value for key, value in described.items() if key not in around}, meta.get("separator")
 
 
 def keep_tokenizer(folder, content):

@@ -16,6 +16,7 @@ Attention, section 3.1 and figure 2a. Train with --block_size up to that length,
 --val names the files to hold out for validation. Without it, whole documents are held out, up to --val_share of the
 bytes, in a random but fixed order. Of a single document the end is held out.
 """
+import contextlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,12 +32,9 @@ def measure(source):
     """{file: sizes in bytes of its documents}, and the number of files without text."""
     sizes, paths = {}, tokens.source_files(source)
     for path in paths:
-        try:
-            sizes[path] = np.array([len(text.encode()) for text in tokens.documents(path)])
-        except tokens.NotText:
-            if path == source:
-                raise
-    sizes = {path: found for path, found in sizes.items() if len(found)}
+        with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
+            if found := [len(text.encode()) for text in tokens.documents(path)]:
+                sizes[path] = np.array(found)
     if not sizes:
         raise ValueError(f"--source={source} holds no readable text: name text files (UTF-8), .jsonl or .parquet with "
                          'a "text" field')
@@ -96,10 +94,10 @@ def prepare(args):
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
     files.check_name(args.name, "--name")       # --out_dir takes any folder
-    if not args.out_dir and args.name in [*tokens.NO_DATA_SET, *tokens.data_sets()] and args.name != "text":
+    if not args.out_dir and args.name != "text" and Path(__file__).with_name(f"{args.name}.py").exists():
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder = tokens.settle(args, args.name)
-    sizes, passed_over = measure(args.source)
+    sizes, skipped = measure(args.source)
     count = sum(map(len, sizes.values()))
     if count == 1 and not args.val:
         text = next(tokens.documents(next(iter(sizes))))
@@ -112,11 +110,11 @@ def prepare(args):
         held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)
         splits = {"train": chosen(held, False), "val": chosen(held, True)}
     print(f"source: {count} documents in {len(sizes)} files of {args.source}; "
-          f"{passed_over} files without text skipped")
-    about = {"dataset": args.name, "source": str(args.source)}
+          f"{skipped} files without text skipped")
+    about, through = {"dataset": args.name, "source": str(args.source)}, iter
     if args.fixed_at >= 0:                      # windows begin where sequences begin
         about |= {"stride": args.length + 1, "fixed_at": args.fixed_at}
-    through = partial(fixed, args, coder.separator) if args.fixed_at >= 0 else iter
+        through = partial(fixed, args, coder.separator)
     tokens.write_data_set(args.out_dir, coder, splits, through=through, **about)
 
 

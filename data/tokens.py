@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 
 
 class NotText(ValueError):
-    """A file that is empty or binary: an error if --source names it, skipped if --source is a folder."""
+    """A file that is empty or binary: refused if --source names it, skipped if --source is its folder."""
 
 
 def source_files(source, endings=None):
@@ -136,9 +136,6 @@ def unpacked(path):
     return gzip.open(files.regular(path)) if path.name.endswith(".gz") else open(files.regular(path), "rb")
 
 
-# -------------------------------------------------------------------------------------------------- text into tokens
-
-
 def encode_all(coder, texts, separate=True, together=32):
     """The ids of each text, in order, `together` texts at a time in threads (tokenizers release Python's lock).
     separate: each text begins with the separator."""
@@ -159,8 +156,7 @@ LAYOUTS = {                                     # {type of a token: magic number
 
 def shard_header(kind, count):
     if count >= 1 << 31:
-        raise ValueError("a shard holds less than 2**31 tokens: python data/fineweb_edu.py --source=... cuts a large "
-                         "text into many")
+        raise ValueError("a shard holds less than 2**31 tokens: cut the text with data/fineweb_edu.py --source=...")
     header = np.zeros(256, dtype=np.int32)
     header[:3] = *LAYOUTS[kind], count
     return header.tobytes()
@@ -189,28 +185,25 @@ def write_shard(path, tokens, coder=None):
 
 def read_shard(path):
     """Memory-map one shard, after checking its header and its size."""
-    path = files.regular(Path(path))
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype=np.int32, count=256)
+    path, again = files.regular(Path(path)), "run its data script again"
+    size, header = path.stat().st_size, np.fromfile(path, dtype=np.int32, count=256)
     kind = next((kind for kind, magic in LAYOUTS.items() if tuple(header[:2]) == magic), None)
     if header.size < 3 or kind is None:
-        raise ValueError(f"{path} is no token file of this project (wrong header): "
-                         "delete it and run its data script again")
+        raise ValueError(f"{path} is no token file of this project (wrong header): delete it and {again}")
     promised = HEADER + kind.itemsize * int(header[2])
     if size != promised:
-        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: "
-                         "run its data script again")
+        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: {again}")
     if header[2] == 0:
-        raise ValueError(f"{path} holds no tokens: run its data script again on a text that is not empty")
+        raise ValueError(f"{path} holds no tokens: {again} on a text that is not empty")
     return np.memmap(path, dtype=kind, mode="r", offset=HEADER)
 
 
-# ------------------------------------------------------------------------------------------------- data sets: written
+# ------------------------------------------------------------------------------------------------------------ data sets
 
 
 def write_data_set(out, coder, splits, separate=True, through=iter, **about):
-    """Write a data set of one shard per split. splits: iterators over the texts of "train" and "val". through: a
-    function applied to the iterator over arrays of ids."""
+    """Write a data set of one shard per split. splits: {split: its texts}. through: applied to the iterator over
+    arrays of ids."""
     begin(out, coder)
     shards = {f"{split}.bin": write_shard(out / f"{split}.bin", through(encode_all(coder, texts, separate)), coder)
               for split, texts in splits.items()}
@@ -224,8 +217,8 @@ def described(coder):
 
 
 def begin(out, coder=None):
-    """Prepare a folder for a new data set. Delete meta.json, without which a data set counts as incomplete, and the
-    temporary files of a killed run."""
+    """Prepare a folder for a new data set. Delete meta.json, without which a data set is incomplete, and the temporary
+    files of a killed run."""
     out.mkdir(parents=True, exist_ok=True)
     earlier = [out / "tokenizer.json"] if "separator" in meta_of(out) else []
     for path in [*earlier, out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
@@ -234,8 +227,7 @@ def begin(out, coder=None):
 
 
 def finish(out, meta):
-    """After all shards are written: delete those of an earlier data set, which Tokens would also read. Then
-    write meta.json."""
+    """After all shards are written: delete those of an earlier data set, and write meta.json."""
     for path in out.glob("*.bin"):
         if path.name not in meta["shards"] and SHARD.fullmatch(path.name):
             path.unlink()
@@ -245,11 +237,8 @@ def finish(out, meta):
 
 
 def shards_of(meta, split):
-    """The rows of meta.json for the shards of one split."""
-    return [shard for name, shard in meta["shards"].items() if name.startswith(split)]
+    return [row for name, row in meta["shards"].items() if name.startswith(split)]
 
-
-# --------------------------------------------------------------------------------------------------- data sets: known
 
 DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
 OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
@@ -289,20 +278,20 @@ def read_meta(folder, verify=True):
     """meta.json of a data set. verify: also check every shard's hash, if the data set is smaller than VERIFY_BELOW.
     Raises ValueError if something is missing or damaged."""
     folder = Path(folder)
-    if not (folder / "meta.json").exists():
-        raise ValueError(f"{folder / 'meta.json'} is missing: make the data set with {script_of(folder)}")
-    meta = files.read_json(folder / "meta.json")
+    path, make_it = folder / "meta.json", f"make the data set with {script_of(folder)}"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: {make_it}")
+    meta = files.read_json(path)
     whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
     if not (has(whole, vocab_size=int, tokenizer=str, shards=dict, stride=int, separator=int) and has_shards(whole)
             and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
-        raise ValueError(f"{folder / 'meta.json'} lacks vocab_size, tokenizer or shards: "
-                         f"make the data set with {script_of(folder)}")
+        raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
     for name in meta["shards"]:
         if not (folder / name).exists():
-            raise ValueError(f"{folder / name} is missing: run {script_of(folder)} again")
+            raise ValueError(f"{folder / name} is missing: {make_it}")
     if verify and sum((folder / name).stat().st_size for name in meta["shards"]) < VERIFY_BELOW:
-        for name, shard in meta["shards"].items():
-            check_shard(folder / name, shard["sha256"], meta["vocab_size"])
+        for name, row in meta["shards"].items():
+            check_shard(folder / name, row["sha256"], meta["vocab_size"])
     return meta
 
 
@@ -319,12 +308,11 @@ def has(entry, **types):
 
 def check_shard(path, digest, vocab_size):
     """Check the hash and the ids of a whole shard. Raises ValueError."""
-    ids, again = read_shard(path), f"run {script_of(path.parent)} again"
+    highest, again = read_shard(path).max(), f"run {script_of(path.parent)} again"
     if files.sha256(path) != digest:
         raise ValueError(f"{path} is not the file that meta.json describes (sha256 differs): {again}")
-    if ids.max() >= vocab_size:
-        raise ValueError(f"{path} holds the token id {ids.max()}, but its meta.json says "
-                         f"vocab_size={vocab_size}: {again}")
+    if highest >= vocab_size:
+        raise ValueError(f"{path} holds the token id {highest}, but meta.json says vocab_size={vocab_size}: {again}")
 
 
 def check_vocabulary(config, meta, dataset):
@@ -339,8 +327,8 @@ def check_vocabulary(config, meta, dataset):
 
 def data_hash(meta):
     """One short hash of a data set's whole content."""
-    digests = (shard["sha256"] for _, shard in sorted(meta["shards"].items()))
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    digests = "".join(row["sha256"] for _, row in sorted(meta["shards"].items()))
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
 def bytes_per_token(meta, split):
@@ -356,17 +344,14 @@ def data_for(run, dataset, machine):
     """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder; None: any tokenizer. A
     missing data set that needs no network is made, by one rank of each machine. Raises ValueError if the data set is
     missing, damaged, or in another tokenizer."""
-    name = tokenizer_name(run)
-    folder = data_folder(dataset, run)
+    folder, name = data_folder(dataset, run), tokenizer_name(run)
     if machine.local_rank == 0 and dataset in OFFLINE and not (folder / "meta.json").exists():
         make(dataset, folder, run)
     machine.wait()
-    missing = folder.name == f"{dataset}-{name}" and not (folder / "meta.json").exists()
-    meta = None if missing else read_meta(folder, verify=machine.main)
-    if run and (missing or not same_tokenizer(run, folder)):
+    if name and not ((folder / "meta.json").exists() and same_tokenizer(run, folder)):
         raise ValueError(f"{folder} is no data set in the tokenizer of {run} ({name}): "
                          f"make one with {command_for(run, dataset)}")
-    return folder, meta
+    return folder, read_meta(folder, verify=machine.main)
 
 
 def make(dataset, folder, run):
@@ -390,7 +375,7 @@ def command_for(run, dataset):
     """The command that makes a data set in a run's tokenizer."""
     if tokenizer_name(run) == "numbers":
         return "python data/backcopy.py"
-    scripted = dataset in DATA_SETS and dataset != "text" and OFFLINE.get(dataset) != "numbers"
+    scripted = dataset in DATA_SETS and dataset not in ("text", "backcopy")
     script = f"{dataset}.py" if scripted else f"text.py --source=... --name={Path(dataset).name}"
     return f"python data/{script} --tokenizer={reference(run)}"
 
@@ -420,8 +405,8 @@ class Tokens:
         self.name = str(folder / split)
         self.shards = [read_shard(p) for p in paths]
         if len({shard.dtype for shard in self.shards}) > 1:
-            raise ValueError(f"{self.name}_*.bin are of two data sets (their tokens have two sizes): delete them "
-                             f"and run {script_of(folder)} again")
+            raise ValueError(f"{self.name}_*.bin are of two data sets (their tokens have two sizes): delete them and "
+                             f"run {script_of(folder)} again")
         self.ends = np.cumsum([len(s) for s in self.shards])
 
     def __len__(self):

