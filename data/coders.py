@@ -58,8 +58,7 @@ class Numbers:
     def encode(self, text):
         words = text.split()
         if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
-            raise ValueError("the tokens of this data set are symbols, so a prompt must be numbers separated by "
-                             f"spaces, not {text!r}")
+            raise ValueError(f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}")
         return np.array([int(word) for word in words], dtype=np.uint16)
 
     def decode(self, ids):

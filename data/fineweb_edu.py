@@ -126,8 +126,7 @@ def prepare(args):
         (args.out_dir / "progress.json").unlink(missing_ok=True)
         (args.out_dir / "val_000000.bin").unlink(missing_ok=True)
         raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first "
-                         f"{args.shard_tokens:,} are for validation, so none are left to train on: "
-                         "lower --shard_tokens, or name a larger source")
+                         f"{args.shard_tokens:,} are held out: lower --shard_tokens, or name a larger source")
     if rows[-1]["tokens"] < args.shard_tokens:
         print(f"the last shard is partial, {rows[-1]['tokens']:,} of {args.shard_tokens:,} tokens: this is normal")
     tokens.finish(args.out_dir, state)

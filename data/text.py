@@ -36,8 +36,7 @@ def measure(source):
             if found := [len(text.encode()) for text in tokens.documents(path)]:
                 sizes[path] = np.array(found)
     if not sizes:
-        raise ValueError(f"--source={source} holds no readable text: name text files (UTF-8), .jsonl or .parquet with "
-                         'a "text" field')
+        raise ValueError(f'--source={source} holds no text: name files in UTF-8, or .jsonl or .parquet with a "text"')
     return sizes, len(paths) - len(sizes)
 
 
@@ -103,8 +102,7 @@ def prepare(args):
         text = next(tokens.documents(next(iter(sizes))))
         end = int(len(text) * (1 - args.val_share))
         if not 0 < end < len(text):
-            raise ValueError(f"--source={args.source} holds {len(text)} characters, too few to hold out a share of "
-                             f"{args.val_share}")
+            raise ValueError(f"--source={args.source} has {len(text)} characters, too few to hold out {args.val_share}")
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)

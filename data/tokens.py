@@ -94,8 +94,7 @@ def jsonl_texts(path):
                     text = files.parsed(line)["text"]
                     yield text.encode("utf-8", "replace").decode()      # JSON can hold lone surrogates, UTF-8 cannot
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '
-                                     "mend or remove it") from None
+                    raise ValueError(f'{path}, line {number} is no JSON object with a string "text": mend it') from None
 
 
 LONGEST = 1 << 30                               # bytes of one text: a small .gz can hold a line that fills all memory

