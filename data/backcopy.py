@@ -73,6 +73,7 @@ if __name__ == "__main__":
     parser.add_argument("--sequences", type=int, default=40_000)
     parser.add_argument("--val_sequences", type=int, default=2_000)
     parser.add_argument("--no_bos", dest="bos", action="store_false", help="begin with a random symbol instead of BOS")
-    parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION", help="of a fixed token in each sequence")
+    parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION",
+                        help="put one fixed token at this position of every sequence")
     with files.one_line_errors():
         prepare(parser.parse_args())
