@@ -268,7 +268,7 @@ def slopes_of(config):
     if config.pos != "alibi":
         return {}
     slopes = alibi_slopes(SimpleNamespace(heads=config.n_head, score_heads=config.n_head))["alibi"]
-    return {f"transformer.h.{layer}.attn.alibi": slopes for layer in range(config.n_layer)}
+    return {f"transformer.h.{layer}.attn.alibi": slopes.clone() for layer in range(config.n_layer)}
 
 
 def to_theirs(name, value, config, names):
