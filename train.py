@@ -385,9 +385,9 @@ def main(argv):
         if reason := mixers.MIXERS[config.mixer].cannot_learn(config):
             raise ValueError(reason)
         before = run_before(knobs, stored)
-        if knobs.dataset not in tokens.data_sets() and not any(tokens.data_folder(knobs.dataset, run).exists()
+        if knobs.dataset not in tokens.DATA_SETS and not any(tokens.data_folder(knobs.dataset, run).exists()
                                                                for run in (None, before)):
-            raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.data_sets())}, "
+            raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.DATA_SETS)}, "
                              "or name a folder by its path")
     except (ValueError, OSError) as e:          # OSError: a name that is too long for a file
         parser.error(str(e))

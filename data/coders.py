@@ -7,9 +7,9 @@
     ends(id_hints)                  the ids that end the text of a model with this tokenizer
     exported()                      the tokenizer as a tokenizer.json, or None
 
-Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a tokenizer.json in
-Hugging Face's format: it belongs to a public model, and to the runs and data sets made with it. lookup.py finds the
-tokenizer of a name, a run or a data set.
+Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a tokenizer.json: it
+belongs to a public model, and to the runs and data sets made with it. lookup.py finds the tokenizer of a name, a run or
+a data set.
 """
 import contextlib
 import functools
@@ -34,8 +34,8 @@ from data.downloads import download
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
     name, vocab_size, separator = "bytes", 257, 256
-    content = None                              # it needs no file
-    lengths = np.array([1] * 256 + [0])         # bytes of text of each id
+    content = None
+    lengths = np.array([1] * 256 + [0])
 
     def encode(self, text):
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
@@ -51,105 +51,6 @@ class Bytes:
         return byte_pairs(BYTE_SPELLING, [], {END: self.separator})
 
 
-class GPT2:
-    """OpenAI's byte-pair encoding, through tiktoken; id 50256 separates documents."""
-    name, vocab_size, separator = "gpt2", 50257, 50256
-    content = None                              # tiktoken stores its two files
-    ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    PARTS = {                                   # its two files: size in bytes and sha256
-        "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
-        "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
-
-    def __init__(self, parts=None):
-        """parts: {name: content} of the two files; None: from tiktoken's cache or the network."""
-        tiktoken = files.optional("tiktoken")
-        # tiktoken looks for a file in this folder, under the hash of its URL
-        cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-                     or f"{tempfile.gettempdir()}/data-gym-cache")
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
-        self.places = {name: cache / hashlib.sha1((self.ADDRESS + name).encode()).hexdigest() for name in self.PARTS}
-        for name in self.PARTS:
-            self.put_part(name, parts)
-        try:
-            self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as e:                  # another version of tiktoken may download, and raise anything
-            raise ValueError(f"the GPT-2 tokenizer could not be fetched by tiktoken ({type(e).__name__}): "
-                             "run this again with network") from None
-
-    def put_part(self, name, parts):
-        """Put one of the two files where tiktoken looks for it, from `parts` or the network. tiktoken's own download
-        has no timeout, and deletes files that it does not expect."""
-        (size, digest), place = self.PARTS[name], self.places[name]
-        if place.exists() and files.sha256(place) == digest:
-            return
-        if parts is None:
-            return download(
-                self.ADDRESS + name, place, size, digest, "the GPT-2 tokenizer", "name a folder that has it with "
-                "TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
-        with files.replacing(place) as f:
-            f.write(parts[name])
-
-    @classmethod
-    def in_folder(cls, folder):
-        """The tokenizer from a folder with OpenAI's two files."""
-        parts = {name: (folder / name).read_bytes() if (folder / name).exists() else b"" for name in cls.PARTS}
-        for name, content in parts.items():
-            if not cls.is_part(name, content):
-                raise ValueError(f"{folder / name} is missing or is not the GPT-2 tokenizer's: "
-                                 "name a folder with OpenAI's vocab.bpe and encoder.json")
-        return cls(parts)
-
-    @classmethod
-    def is_part(cls, name, content):
-        return hashlib.sha256(content).hexdigest() == cls.PARTS[name][1]
-
-    @classmethod
-    def parts_of(cls, described):
-        """OpenAI's two files, byte for byte, from a parsed tokenizer.json; None if it is another tokenizer's."""
-        try:
-            model, before = described["model"], described["pre_tokenizer"]
-            steps = before.get("pretokenizers", [before])
-            plain = len(steps) == 1 and BYTE_LEVEL | steps[0] == BYTE_LEVEL
-            added = {token["id"] for token in described["added_tokens"]} <= {cls.separator}
-            merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-            vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
-            parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),
-                     "encoder.json": json.dumps(vocab).encode()}
-        except (AttributeError, KeyError, TypeError):
-            return None                         # another kind of tokenizer
-        return parts if plain and added and all(cls.is_part(*part) for part in parts.items()) else None
-
-    def ends(self, id_hints):
-        return [self.separator]
-
-    def exported(self):
-        """The tokenizer as a tokenizer.json."""
-        vocab = files.read_json(self.places["encoder.json"])
-        merges = self.places["vocab.bpe"].read_text(encoding="utf-8").split("\n")[1:-1]          # [0]: version
-        return byte_pairs(vocab, merges, {END: self.separator})
-
-    @functools.cached_property
-    def lengths(self):
-        return np.array([len(self.bpe.decode_single_token_bytes(i)) for i in range(self.separator)] + [0])
-
-    def encode(self, text):
-        return np.concatenate([np.array(self.bpe.encode_ordinary(part), np.uint16) for part in cut(text)])
-
-    def decode(self, ids):
-        return self.bpe.decode([i for i in ids if i < self.separator])
-
-
-WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")                    # one space between two letters
-
-
-def cut(text):
-    """A long text in parts of about a million characters. The cuts are at WORD_END, which no merge crosses, because a
-    word begins with its space: the ids are those of the whole text."""
-    found = (WORD_END.search(text, i) for i in range(1 << 20, len(text), 1 << 20))
-    cuts = sorted({match.start() for match in found if match})
-    return (text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)]))
-
-
 class Numbers:
     """Symbols of a synthetic task, which print as numbers."""
     name, separator, content = "numbers", None, None
@@ -157,8 +58,7 @@ class Numbers:
     def encode(self, text):
         words = text.split()
         if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
-            raise ValueError("the tokens of this data set are symbols, so a prompt must be numbers separated by "
-                             f"spaces, not {text!r}")
+            raise ValueError(f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}")
         return np.array([int(word) for word in words], dtype=np.uint16)
 
     def decode(self, ids):
@@ -168,13 +68,9 @@ class Numbers:
         return None
 
 
-TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}
+# -------------------------------------------------------------------------------------------- through a tokenizer.json
 
-# ------------------------------------------------------------------------------------------ tokenizers of public models
-
-
-# a child process tries a tokenizer.json first: see `fault_of`
-SECONDS, MEMORY, IDS = 60, 4 << 30, 100         # its limits: seconds, bytes, and ids of a single character
+SECONDS, MEMORY, IDS = 60, 4 << 30, 100         # limits of a trial: seconds, bytes, and ids of a single character
 SAMPLE = "".join(map(chr, range(0x3100))) + "漢字 한국어 \U0001f600"       # alphabets of most languages
 
 
@@ -210,8 +106,8 @@ def try_tokenizer(memory):
     coder.decode(ids)
 
 
-class HuggingFace:
-    """The tokenizer of a public model, from its tokenizer.json in Hugging Face's format.
+class Tokenizer:
+    """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
     content: of that file; path: its place, for error messages. id_hints: the model's other JSON files that may name
     the ids that begin and end a text (config.json, ...), as dicts. separator: the id between two texts; None: find it.
@@ -219,11 +115,7 @@ class HuggingFace:
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
         self.content, self.name = content, files.check_name(name, f"{path}: its folder or tokenizer")
-        library = files.optional("tokenizers")
-        if fault := fault_of(content):
-            raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it "
-                             "again, or name another tokenizer")
-        self.coder = library.Tokenizer.from_buffer(content)
+        self.coder = files.optional("tokenizers").Tokenizer.from_buffer(content)
         self.coder.encode_special_tokens = True                         # special tokens spelled in a text are text
         self.coder.no_truncation()              # some files ask for truncation or padding
         self.coder.no_padding()
@@ -255,32 +147,30 @@ class HuggingFace:
             found += self.ids_of(token.get("content") if isinstance(token, dict) else token)
         return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size))
 
-    def ends(self, id_hints):
-        """The ids that end a model's text: those in its files, and the end of a turn in a conversation."""
-        return list(dict.fromkeys(self.special_ids(id_hints, "eos") + self.ids_of("<|im_end|>")))
-
     def ids_of(self, token):
         """The id of one token by its spelling, as a list; empty if it does not exist."""
         found = self.coder.token_to_id(token if isinstance(token, str) else "")
         return [] if found is None else [found]
+
+    def ends(self, id_hints):
+        """The ids that end a model's text: those in its files, and the end of a turn in a conversation."""
+        return list(dict.fromkeys(self.special_ids(id_hints, "eos") + self.ids_of("<|im_end|>")))
 
     @functools.cached_property
     def lengths(self):
         """Bytes of text of each id, (vocab_size,): 0 for special tokens."""
         lengths = np.zeros(self.vocab_size, np.int64)
         for spelling, i in self.coder.get_vocab().items():
-            lengths[i] = self.length(spelling)
+            if self.byte_level:                 # one printable character for each byte
+                lengths[i] = len(spelling)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", spelling):             # a byte by its number
+                lengths[i] = 1
+            else:
+                lengths[i] = len(spelling.replace("\u2581", " ").encode())          # U+2581 means a space
         for i, token in self.coder.get_added_tokens_decoder().items():  # these are spelled literally
             lengths[i] = 0 if token.special else len(token.content.encode())
         lengths[self.separator] = 0
         return lengths
-
-    def length(self, spelling):
-        if self.byte_level:                     # one printable character for each byte
-            return len(spelling)
-        if re.fullmatch("<0x[0-9A-F]{2}>", spelling):                   # a byte by its number
-            return 1
-        return len(spelling.replace("\u2581", " ").encode())            # U+2581 means a space
 
     def encode(self, text):
         parts = cut(text) if self.byte_level else [text]                # SentencePiece's words may contain spaces
@@ -290,6 +180,81 @@ class HuggingFace:
     def decode(self, ids):
         return self.coder.decode([int(i) for i in ids if i != self.separator])      # without special tokens
 
+
+WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")                    # one space between two letters
+
+
+def cut(text):
+    """A long text in parts of about a million characters. The cuts are at WORD_END, which no merge crosses, because a
+    word begins with its space: the ids are those of the whole text."""
+    found = (WORD_END.search(text, i) for i in range(1 << 20, len(text), 1 << 20))
+    cuts = sorted({match.start() for match in found if match})
+    return (text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)]))
+
+
+class GPT2(Tokenizer):
+    """OpenAI's byte-pair encoding; id 50256 separates documents. Its two files are fetched once, to the folder in which
+    tiktoken keeps them too."""
+    ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    PARTS = {                                   # its two files: size in bytes and sha256
+        "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+        "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
+
+    def __init__(self, parts=None):
+        """parts: {name: content} of the two files; None: from that folder or the network."""
+        files.optional("tokenizers")            # fail before a download
+        cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+                     or f"{tempfile.gettempdir()}/data-gym-cache")
+        found = []
+        for name, (size, digest) in self.PARTS.items():
+            place = cache / hashlib.sha1((self.ADDRESS + name).encode()).hexdigest()         # tiktoken's name for it
+            is_cached = place.exists() and files.sha256(place) == digest
+            if parts and not is_cached:
+                with files.replacing(place) as f:
+                    f.write(parts[name])
+            elif not is_cached:
+                download(self.ADDRESS + name, place, size, digest, "the GPT-2 tokenizer", "name a folder that has it "
+                         "with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
+            found.append(place.read_text(encoding="utf-8"))
+        merges, vocab = found[0].split("\n")[1:-1], json.loads(found[1])                    # the first line: version
+        self.described = byte_pairs(vocab, merges, {END: 50256})
+        super().__init__(self.described, "gpt2", cache, separator=50256)
+        self.content = None                     # a run and a data set store its name only
+
+    @classmethod
+    def in_folder(cls, folder):
+        """The tokenizer from a folder with OpenAI's two files."""
+        for name, (_, digest) in cls.PARTS.items():
+            if not ((folder / name).exists() and files.sha256(folder / name) == digest):
+                raise ValueError(f"{folder / name} is missing or is not the GPT-2 tokenizer's: "
+                                 "name a folder with OpenAI's vocab.bpe and encoder.json")
+        return cls({name: (folder / name).read_bytes() for name in cls.PARTS})
+
+    @classmethod
+    def parts_of(cls, described):
+        """OpenAI's two files, byte for byte, from a parsed tokenizer.json; None if it is another tokenizer's."""
+        try:
+            model, before = described["model"], described["pre_tokenizer"]
+            steps = before.get("pretokenizers", [before])
+            plain = len(steps) == 1 and BYTE_LEVEL | steps[0] == BYTE_LEVEL
+            added = {token["id"] for token in described["added_tokens"]} <= {50256}
+            merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+            vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+            parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),
+                     "encoder.json": json.dumps(vocab).encode()}
+        except (AttributeError, KeyError, TypeError):
+            return None                         # another kind of tokenizer
+        equal = all(hashlib.sha256(parts[name]).hexdigest() == digest for name, (_, digest) in cls.PARTS.items())
+        return parts if plain and added and equal else None
+
+    def ends(self, id_hints):
+        return [self.separator]
+
+    def exported(self):
+        return self.described
+
+
+TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
 
 # -------------------------------------------------------------------------------------------- the format tokenizer.json
 

@@ -31,7 +31,7 @@ def download(url, path, size, digest, what, otherwise):
 
     size: in bytes; None: as the server states it. digest: its sha256; None: not compared. what, otherwise: for error
     messages, what the file is and what to do without network. Raises ValueError."""
-    part = path.with_name(path.name + ".part")
+    part, again = path.with_name(path.name + ".part"), f"run this again, or {otherwise}"
     have = part.stat().st_size if part.exists() else 0
     try:
         size = size_of(url) if size is None else size
@@ -41,16 +41,13 @@ def download(url, path, size, digest, what, otherwise):
             append_rest(url, part, have)
     except (OSError, http.client.HTTPException) as e:   # no network, unknown address, timeout, broken connection
         if getattr(e, "errno", None) in files.FULL_DISK:
-            raise ValueError(f"{what} could not be written to {part.parent} ({e.strerror}): free some space there and "
-                             "run this again to continue the download") from None
-        raise ValueError(f"{what} could not be fetched ({getattr(e, 'reason', None) or e}): "
-                         f"run this again with network, or {otherwise}") from None
+            again = "free some space there and run this again to continue"
+        why = getattr(e, "reason", None) or e
+        raise ValueError(f"{what} could not be fetched to {part.parent} ({why}): {again}") from None
     have = part.stat().st_size
     if have < size:
-        raise ValueError(f"{what}: the download stopped at {have:,} of {size:,} bytes: "
-                         f"run this again to continue it, or {otherwise}")
+        raise ValueError(f"{what}: the download stopped at {have:,} of {size:,} bytes: {again}")
     if have != size or digest not in (None, files.sha256(part)):
         part.unlink()
-        raise ValueError(f"{what}: the fetched file is not the public one (size or sha256 differs) and was deleted: "
-                         f"run this again, or {otherwise}")
+        raise ValueError(f"{what}: the fetched file is not the public one (size or sha256 differs): {again}")
     os.replace(part, path)

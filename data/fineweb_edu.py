@@ -59,8 +59,8 @@ class Stream:
     """The tokens of all documents from a position (file, document, token) on. A restart needs only this position."""
 
     def __init__(self, paths, coder, position):
-        self.position, self.rest = position, np.empty(0, np.uint16)     # rest: remaining tokens of this document
         self.documents = self.read(paths, coder, *position)
+        self.position, self.rest = position, np.empty(0)                # rest: remaining tokens of this document
 
     def read(self, paths, coder, file, document, token):
         for i, path in enumerate(paths[file:], file):
@@ -75,12 +75,9 @@ class Stream:
 
     def more(self):
         """Is there another token?"""
-        while not self.rest.size:
-            found = next(self.documents, None)
-            if found is None:
-                return False
+        while not self.rest.size and (found := next(self.documents, None)):
             self.position, self.rest = found
-        return True
+        return self.rest.size > 0
 
     def take(self, count):
         """The next `count` tokens, piece by piece; fewer at the end of the source."""
@@ -93,29 +90,22 @@ class Stream:
 
 def resume(out, plan, coder):
     """The state to continue from: that of an unfinished or a finished data set (which may get more shards), or a new
-    one."""
-    for path in (out / "progress.json", out / "meta.json"):
-        if path.exists():
-            state = files.read_json(path)
-            if not is_state(state):
-                raise ValueError(f"{path} is damaged: delete {out} and run this again")
-            another = tokens.content_of(out) not in (None, coder.content)           # tokenizer of the same name
-            if another or plan != {key: state.get(key) for key in plan}:
-                raise ValueError(f"{out} holds a data set from other sources or with other flags: "
-                                 "delete it, or name another folder with --out_dir")
-            for name in state["shards"]:
-                tokens.read_shard(out / name)
-            return state
-    return plan | {"next": [0, 0, 0], "shards": {}}
-
-
-def is_state(state):
-    """Does a progress.json or meta.json say where to continue? "next" is None at the end of the source."""
-    if not tokens.has(state, next=list | None, shards=dict) or "next" not in state:
-        return False
-    position = state["next"] or [0, 0, 0]
-    return len(position) == 3 and all(isinstance(number, int) and number >= 0
-                                      for number in position) and tokens.has_shards(state)
+    one. Its entry "next" is the position of the next token, or None at the end of the source."""
+    path = next((path for path in (out / "progress.json", out / "meta.json") if path.exists()), None)
+    if path is None:
+        return plan | {"next": [0, 0, 0], "shards": {}}
+    state = files.read_json(path)
+    is_state = tokens.has(state, next=list | None, shards=dict) and "next" in state and tokens.has_shards(state)
+    position = is_state and state["next"] or [0, 0, 0]
+    if not (is_state and len(position) == 3 and all(isinstance(n, int) and n >= 0 for n in position)):
+        raise ValueError(f"{path} is damaged: delete {out} and run this again")
+    another = tokens.content_of(out) not in (None, coder.content)       # tokenizer of the same name
+    if another or plan != {key: state.get(key) for key in plan}:
+        raise ValueError(f"{out} holds a data set from other sources or with other flags: "
+                         "delete it, or name another folder with --out_dir")
+    for name in state["shards"]:
+        tokens.read_shard(out / name)
+    return state
 
 
 def prepare(args):
@@ -126,19 +116,18 @@ def prepare(args):
     if any(path.suffix == ".parquet" for path in paths):
         files.optional("pyarrow.parquet")       # fail before a long download
     plan = {"dataset": "fineweb_edu"} | tokens.described(coder) | {"shard_tokens": args.shard_tokens, "files": sizes}
-    state = resume(args.out_dir, plan, coder)
+    state, progress = resume(args.out_dir, plan, coder), args.out_dir / "progress.json"
     write_shards(args, state, Stream(paths, coder, state["next"] or [len(paths), 0, 0]), coder)
     rows = list(state["shards"].values())
     if len(rows) < 2:
-        (args.out_dir / "progress.json").unlink(missing_ok=True)
-        (args.out_dir / "val_000000.bin").unlink(missing_ok=True)
+        for path in (progress, args.out_dir / "val_000000.bin"):
+            path.unlink(missing_ok=True)
         raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first "
-                         f"{args.shard_tokens:,} are for validation, so none are left to train on: "
-                         "lower --shard_tokens, or name a larger source")
+                         f"{args.shard_tokens:,} are held out: lower --shard_tokens, or name a larger source")
     if rows[-1]["tokens"] < args.shard_tokens:
         print(f"the last shard is partial, {rows[-1]['tokens']:,} of {args.shard_tokens:,} tokens: this is normal")
     tokens.finish(args.out_dir, state)
-    (args.out_dir / "progress.json").unlink(missing_ok=True)
+    progress.unlink(missing_ok=True)
 
 
 def write_shards(args, state, stream, coder):
@@ -153,8 +142,7 @@ def write_shards(args, state, stream, coder):
         number = len(state["shards"])
         name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
         row = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder)
-        state["shards"][name] = row
-        state["next"] = list(stream.position)
+        state["shards"][name], state["next"] = row, list(stream.position)
         print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
         files.write_json(args.out_dir / "progress.json", state)
 
@@ -163,7 +151,6 @@ if __name__ == "__main__":
     parser = tokens.flags(__doc__, "fineweb_edu", "gpt2")
     parser.add_argument("--shard_tokens", type=int, default=100_000_000,
                         help="tokens per shard; the first shard is held out (default: %(default)s)")
-    parser.add_argument("--train_shards", type=int, default=0,
-                        help="number of training shards; 0: all of the source (default: %(default)s)")
+    parser.add_argument("--train_shards", type=int, default=0, help="number of training shards (default: 0, all)")
     with files.one_line_errors():
         prepare(parser.parse_args())

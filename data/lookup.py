@@ -6,54 +6,55 @@ holds its tokenizer.json, and meta.json names the id between two texts ("separat
 from pathlib import Path
 
 from common import files
-from data.coders import GPT2, TOKENIZERS, Bytes, HuggingFace
-
-# ----------------------------------------------------------------------------------------------------- by name, by path
+from data.coders import GPT2, TOKENIZERS, Bytes, Tokenizer, fault_of
 
 
 def tokenizer(name, folder=None):
     """A tokenizer by its name in TOKENIZERS, by the name of a run below out/, or by the path of a run, a data set, or
-    any folder or file with a tokenizer.json. folder: holds the GPT-2 tokenizer's two files, if tiktoken lacks them.
+    any folder or file with a tokenizer.json. folder: holds the GPT-2 tokenizer's two files, if no cache does.
+
+    The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's name is its name.
     """
     if name in TOKENIZERS:
         return GPT2.in_folder(folder) if name == "gpt2" and folder else TOKENIZERS[name]()
     for place in (Path("out", name), Path(name)):
         if place.is_file() or content_of(place):
-            return from_file(place if place.is_file() else place / "tokenizer.json")
+            path = place if place.is_file() else place / "tokenizer.json"
+            home, separator = path.resolve().parent, meta_of(path.parent).get("separator")
+            id_hints = id_hints_in(home) if separator is None else []
+            known_as = tokenizer_name(path.parent) or home.name
+            return from_content(files.regular(path).read_bytes(), known_as, path, id_hints, separator)
         if tokenizer_name(place) in TOKENIZERS:                         # a run or a data set that needs no file
             return tokenizer(tokenizer_name(place), folder)
     raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
                      "(python data/weights.py smollm2 makes one), or the path of a folder with a tokenizer.json")
 
 
-def from_file(path):
-    """The tokenizer of a run, a data set, or a folder that was fetched. The meta.json beside it holds its name and its
-    separator; without a meta.json, the folder's name is its name."""
-    meta, home = meta_of(path.parent), path.resolve().parent
-    id_hints = [] if "separator" in meta else id_hints_in(home)
-    name = tokenizer_name(path.parent) or home.name
-    return from_content(files.regular(path).read_bytes(), name, path, id_hints, meta.get("separator"))
-
-
-def from_content(content, *about):
-    """The tokenizer that a tokenizer.json describes. about: the further arguments of HuggingFace."""
-    return without_file(content) or HuggingFace(content, *about)
+def from_content(content, name, path, id_hints=(), separator=None):
+    """The tokenizer that a foreign tokenizer.json describes. The arguments are those of Tokenizer."""
+    if coder := without_file(content):
+        return coder
+    files.optional("tokenizers")
+    if fault := fault_of(content):
+        raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it again, "
+                         "or name another tokenizer")
+    return Tokenizer(content, name, path, id_hints, separator)
 
 
 def without_file(content):
     """Bytes or GPT2, if a tokenizer.json describes the same tokenizer under any name; otherwise None."""
-    described = described_by(content)
-    if described == described_by(Bytes().exported()):
+    described = dict_or_empty(files.parsed, content)
+    if described == files.parsed(Bytes().exported()):
         return Bytes()
     parts = GPT2.parts_of(described)
     return GPT2(parts) if parts else None
 
 
-def described_by(content):
-    """A tokenizer.json as a dict; empty if it is damaged, which HuggingFace then reports."""
+def dict_or_empty(read, source):
+    """The dict that is read from a source; {} if it is missing, damaged, or something else."""
     try:
-        found = files.parsed(content)
-    except ValueError:
+        found = read(source)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -66,16 +67,9 @@ def id_hints_in(folder):
     return [hints for hints in found if isinstance(hints, dict)]
 
 
-# ---------------------------------------------------------------------------------------------- of a run, of a data set
-
-
 def meta_of(folder):
     """The meta.json of a run or a data set; {} if it is missing or cannot be read."""
-    try:
-        found = files.read_json(Path(folder, "meta.json"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return dict_or_empty(files.read_json, Path(folder, "meta.json"))
 
 
 def tokenizer_name(folder):
@@ -104,7 +98,8 @@ def identity(folder):
     if coder := without_file(content):
         return coder.name
     around = ("version", "truncation", "padding", "post_processor")     # these do not affect the ids of a text
-    return {key: value for key, value in described_by(content).items() if key not in around}, meta.get("separator")
+    described = dict_or_empty(files.parsed, content)
+    return {key: value for key, value in described.items() if key not in around}, meta.get("separator")
 
 
 def keep_tokenizer(folder, content):

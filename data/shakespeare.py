@@ -36,17 +36,11 @@ def local_text(source):
                      "or use python data/text.py for a text of your own")
 
 
-def fetched_text(out):
-    """The text of the public file, fetched unless it is there already."""
-    path = out / "input.txt"
-    if not path.exists() or files.sha256(path) != SHA256:
-        download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
-    return tokens.read_text(path)
-
-
 def prepare(args):
-    coder = tokens.settle(args, "shakespeare")
-    text = local_text(args.source) if args.source else fetched_text(args.out_dir)
+    coder, path = tokens.settle(args, "shakespeare"), args.out_dir / "input.txt"
+    if not (args.source or path.exists() and files.sha256(path) == SHA256):
+        download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+    text = local_text(args.source or path)
     end = int(len(text) * 0.9)
     splits = {"train": [text[:end]], "val": [text[end:]]}
     tokens.write_data_set(args.out_dir, coder, splits, separate=False, dataset="shakespeare", source=URL)

@@ -20,23 +20,16 @@ from data import tokens
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def modules(root):
-    """{relative name: path} of the source files below a folder, in an order independent of the file system."""
-    names = (path.relative_to(root) for path in root.rglob("*.py"))
-    return {name.as_posix(): root / name for name in sorted(names, key=Path.as_posix) if not SKIP & set(name.parts)}
-
-
-def held_out(name):
-    return zlib.crc32(name.encode()) % 20 == 0
-
-
 def prepare(args):
-    coder, found = tokens.settle(args, "stdlib"), modules(args.source)
-    parts = {"train": [path for name, path in found.items() if not held_out(name)],
-             "val": [path for name, path in found.items() if held_out(name)]}
+    coder, parts = tokens.settle(args, "stdlib"), {"train": [], "val": []}
+    names = (path.relative_to(args.source) for path in args.source.rglob("*.py"))
+    for name in sorted(names, key=Path.as_posix):                       # independent of the file system
+        if not SKIP & set(name.parts):
+            held_out = zlib.crc32(name.as_posix().encode()) % 20 == 0
+            parts["val" if held_out else "train"].append(args.source / name)
     if not all(parts.values()):
-        raise ValueError(f"{len(found)} Python files under {args.source} are too few to train on and to hold out: "
-                         "name another folder with --source")
+        raise ValueError(f"{sum(map(len, parts.values()))} Python files under {args.source} are too few to train on "
+                         "and to hold out: name another folder with --source")
     texts = {split: (path.read_text(encoding="utf-8", errors="replace") for path in paths)
              for split, paths in parts.items()}
     tokens.write_data_set(args.out_dir, coder, texts, dataset="stdlib", source=f"Python {platform.python_version()}")

@@ -16,6 +16,7 @@ Attention, section 3.1 and figure 2a. Train with --block_size up to that length,
 --val names the files to hold out for validation. Without it, whole documents are held out, up to --val_share of the
 bytes, in a random but fixed order. Of a single document the end is held out.
 """
+import contextlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,15 +32,11 @@ def measure(source):
     """{file: sizes in bytes of its documents}, and the number of files without text."""
     sizes, paths = {}, tokens.source_files(source)
     for path in paths:
-        try:
-            sizes[path] = np.array([len(text.encode()) for text in tokens.documents(path)])
-        except tokens.NotText:
-            if path == source:
-                raise
-    sizes = {path: found for path, found in sizes.items() if len(found)}
+        with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
+            if found := [len(text.encode()) for text in tokens.documents(path)]:
+                sizes[path] = np.array(found)
     if not sizes:
-        raise ValueError(f"--source={source} holds no readable text: name text files (UTF-8), .jsonl or .parquet with "
-                         'a "text" field')
+        raise ValueError(f'--source={source} holds no text: name files in UTF-8, or .jsonl or .parquet with a "text"')
     return sizes, len(paths) - len(sizes)
 
 
@@ -90,43 +87,39 @@ def fixed(args, separator, pieces):
 
 
 def prepare(args):
-    if args.length < 1 or not -1 <= args.fixed_at < args.length:
-        raise ValueError(f"--fixed_at={args.fixed_at} must be a place in 0..{args.length - 1}, --length={args.length} "
-                         "at least 1")
+    if not -1 <= args.fixed_at < args.length:
+        raise ValueError(f"--fixed_at={args.fixed_at} must be a place in 0..{args.length - 1}, below --length")
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
     files.check_name(args.name, "--name")       # --out_dir takes any folder
-    if not args.out_dir and args.name in [*tokens.NO_DATA_SET, *tokens.data_sets()] and args.name != "text":
+    if not args.out_dir and args.name != "text" and Path(__file__).with_name(f"{args.name}.py").exists():
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder = tokens.settle(args, args.name)
-    sizes, passed_over = measure(args.source)
+    sizes, skipped = measure(args.source)
     count = sum(map(len, sizes.values()))
     if count == 1 and not args.val:
         text = next(tokens.documents(next(iter(sizes))))
         end = int(len(text) * (1 - args.val_share))
         if not 0 < end < len(text):
-            raise ValueError(f"--source={args.source} holds {len(text)} characters, too few to hold out a share of "
-                             f"{args.val_share}")
+            raise ValueError(f"--source={args.source} has {len(text)} characters, too few to hold out {args.val_share}")
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)
         splits = {"train": chosen(held, False), "val": chosen(held, True)}
     print(f"source: {count} documents in {len(sizes)} files of {args.source}; "
-          f"{passed_over} files without text skipped")
-    about = {"dataset": args.name, "source": str(args.source)}
+          f"{skipped} files without text skipped")
+    about, through = {"dataset": args.name, "source": str(args.source)}, iter
     if args.fixed_at >= 0:                      # windows begin where sequences begin
         about |= {"stride": args.length + 1, "fixed_at": args.fixed_at}
-    through = partial(fixed, args, coder.separator) if args.fixed_at >= 0 else iter
+        through = partial(fixed, args, coder.separator)
     tokens.write_data_set(args.out_dir, coder, splits, through=through, **about)
 
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "text", "gpt2")
-    parser.add_argument("--name", default="text",
-                        help="name of the data set and of its folder in data/ (default: %(default)s)")
+    parser.add_argument("--name", default="text", help="name of the data set and its folder (default: %(default)s)")
     parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
-    parser.add_argument("--val_share", type=float, default=0.1,
-                        help="share of the text to hold out (default: %(default)s)")
+    parser.add_argument("--val_share", type=float, default=0.1, help="share to hold out (default: %(default)s)")
     parser.add_argument("--fixed_at", type=int, default=-1, metavar="PLACE",
                         help="put the separator at this place, counted from 0, of every sequence")
     parser.add_argument("--length", type=int, default=256, help="tokens of such a sequence (default: %(default)s)")

