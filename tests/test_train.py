@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,7 +37,8 @@ def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elasti
     assert {name: m["knobs"][name] for name in given} == given
     assert m["versions"]["torch"] == torch.__version__ and m["versions"]["python"] == sys.version.split()[0]
     assert m["parameters"] == sum(w.numel() for name, w in checkpoint["model"].items() if name != "lm_head.weight")
-    assert m["data_hash"] and "git_commit" in m and m["losses"]["step"] == checkpoint["step"] == 8
+    assert bool(m["git_commit"]) == (ROOT / ".git").exists()
+    assert m["data_hash"] and m["losses"]["step"] == checkpoint["step"] == 8
     close(m["losses"]["val"], float(rows[-1][2]), terms=1, dtype=torch.float32)
     assert {"transformer.wte.weight", "transformer.h.0.attn.tau", "lm_head.weight"} <= checkpoint["model"].keys()
 
@@ -219,13 +219,16 @@ def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(data
 def test_compiled_training_is_the_same_and_saves_plain_names(tmp_path, data, small_blocks, monkeypatch):
     """Two models in one process, whose constants differ. Their backward passes compute blocks of rows again, with the
     dropout of the forward pass. The compiler's last stage, which needs a minute and C++, is left out."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled, compile_fully = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compiled.append(model) or compile_fully(
+        model, **how, backend="aot_eager"))
     for heads in (1, 2):                        # the scale of the scores differs
         for name, flags in (("compiled", ["--compile"]), ("eager", [])):
             train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", f"--n_head={heads}", "--max_iters=4",
                        "--block_size=40", "--dropout=0.3", "--attn=elastic", *flags)
         assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "eager").keys()
         close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), dtype=torch.float32)
+    assert len(compiled) == 2
 
 
 def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
@@ -268,7 +271,9 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
     assert preset.keys() - {"about"} <= vars(train_script.Train()).keys() | vars(gpt.config).keys()
 
 
-def test_the_optimizer_of_the_preset_gpt2_and_of_the_defaults_is_nanogpts():
+def test_defaults_are_those_of_nanogpt_and_of_the_papers():
+    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "n_expert": 8, "n_active": 2}
+    assert sizes.items() <= vars(GPTConfig()).items() and train_script.Train().balance_shared == 0.2
     for preset in ({}, train_script.PRESETS["gpt2"]):
         knobs = vars(train_script.Train(**fields_of(train_script.Train, preset)))
         expected = {"learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
