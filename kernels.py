@@ -41,7 +41,6 @@ from torch.utils.checkpoint import checkpoint
 
 from axes.base import wide
 from axes.sight import Sight, visible
-from common.tiles import chosen_tile, tile_name
 
 try:
     import triton
@@ -1233,10 +1232,7 @@ run_backward.register_autograd(refuse)
 # warps would repeat each other's work.
 #
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
-# were chosen by hand from what it shows. `python eval.py speed --tune` times them on a GPU, and its choices override
-# these tables there (see the end of this file). To choose again, `python eval.py compile
-# --choose=backward_keys --sm=90 --width=64 --dtype=bfloat16,float16 --calls=plain+busy` tries the tiles of one kernel,
-# the largest first, and stops at the first that is clean for every rule of this group.
+# were chosen by hand from what it shows.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, busy. If (.., False) is missing, (.., True) is used
@@ -1292,12 +1288,12 @@ def generation(device):
 
 
 def tile(kernel, rule, call):
-    """(BM, BN, warps, stages) of a kernel in this call: those chosen on this GPU, otherwise those of the tables."""
+    """(BM, BN, warps, stages) of a kernel in this call."""
     column = "forward with U" if kernel == "forward" and rule.save_u else kernel
     kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
     busy = call.table is not None or call.far is not None or call.has_window
     where = column, kind + "+busy" * busy, padded(max(64, call.q.shape[-1], call.v.shape[-1])), call.q.dtype
-    return chosen_tile(call.q.device, tile_name(*where)) or tile_of_tables(*where, call.q.device)
+    return tile_of_tables(*where, call.q.device)
 
 
 def tile_of_tables(column, row, width, dtype, device):

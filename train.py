@@ -39,7 +39,6 @@ from common.machine import Machine, check_memory
 from common.randomness import seed_dropout
 from common.runs import Run, as_base, describe, last_checkpoint, read_run
 from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
-from common.tiles import keep_tiles, record_of_tiles
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -202,9 +201,6 @@ def learning_rate(step, knobs):
 def set_up(knobs, config, machine, folder, data, stored, flags):
     """Prepare data, model, optimizer and folder of a run, and return what the loop needs. Arguments: as in `train`."""
     kernel = mixers.choose_kernel(config, machine.device.type)
-    # a resumed run keeps its tiles, which decide in which order the kernels add numbers
-    keep_tiles((stored or {}).get("tiles"), Path(knobs.out_dir) / "meta.json")
-
     # the data: batches to train on, and a split to evaluate on
     stride = data.get("stride", 1)              # windows begin where sequences begin, if the data set has sequences
     batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
@@ -235,8 +231,6 @@ def set_up(knobs, config, machine, folder, data, stored, flags):
     # meta.json: the settings of the run, and entries from the data set and from an earlier run
     meta = describe(knobs, config, machine, model.num_params(), tokens.data_hash(data), flags)
     meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
-    if kernel == "triton":
-        meta["tiles"] = record_of_tiles(machine.device)
     earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
     meta |= {name: earlier[name] for name in ("ends",) if name in earlier}              # stop tokens of chat
     if knobs.train_only != "all":
