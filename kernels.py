@@ -30,7 +30,8 @@ Legend                                              shapes in comments
   power     the rule's power, a constant            rule, c   Kernel and Sizes, compile-time constants
 """
 
-from functools import partial
+import os
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ except (ImportError, AttributeError):                       # without a recent T
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
+AUTOTUNE = os.environ.get("AUTOTUNE") == "1"                # see `start`; the tiles stay those of the tables
 
 # -------------------------------------------------------------------------------------------------- the walk in PyTorch
 # BLOCK query rows at a time see all keys up to their last row, so the scores in memory are (B, H, BLOCK, keys):
@@ -1103,10 +1105,28 @@ def launch(kernel, rule, call, args, diagonals=None):
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
     D, E = call.q.shape[3], call.v.shape[3]
-    sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
+    sizes = D, padded(D), E, padded(E), BM, BN
+    options = call.has_window, *(part is None for part in (call.table, call.far, call.mix, call.sets))
     with torch.cuda.device_of(call.q):
-        kernel[(tiles * heads * len(call.q),)](*args, rule, sizes, num_warps=warps, num_stages=stages,
-                                               enable_fp_fusion=True)
+        start(kernel, (tiles * heads * len(call.q),), (*args, rule, Sizes(*map(tl.constexpr, sizes))), warps, stages,
+              (rule, call.q.dtype, sizes, options))
+
+
+def start(kernel, grid, args, warps, stages, kind):
+    """Launch a kernel with these warps and stages or, with AUTOTUNE=1, with the fastest for this kind of call."""
+    if AUTOTUNE:
+        autotuned(kernel, warps, kind)[grid](*args, enable_fp_fusion=True)
+    else:
+        kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+@cache
+def autotuned(kernel, warps, kind):
+    """The kernel with Triton's autotuner, which times these configurations in the first call of a kind."""
+    configs = [triton.Config({}, num_warps=number, num_stages=stages)
+               for number in (warps // 2, warps, 2 * warps) for stages in (1, 2, 3)]
+    overwritten = [name for name in kernel.arg_names if name == "DR"]   # the only tensor that a kernel reads and writes
+    return triton.autotune(configs, key=[], restore_value=overwritten)(kernel)
 
 
 # ---- the backward operator
