@@ -55,7 +55,7 @@ except (ImportError, AttributeError):                       # without a recent T
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
-AUTOTUNE = os.environ.get("AUTOTUNE") == "1"                # see `start`; the tiles stay those of the tables
+AUTOTUNE = os.environ.get("AUTOTUNE") == "1"                # see `launch_with`; the tiles stay those of the tables
 
 # -------------------------------------------------------------------------------------------------- the walk in PyTorch
 # BLOCK query rows at a time see all keys up to their last row, so the scores in memory are (B, H, BLOCK, keys):
@@ -1108,11 +1108,11 @@ def launch(kernel, rule, call, args, diagonals=None):
     sizes = D, padded(D), E, padded(E), BM, BN
     options = call.has_window, *(part is None for part in (call.table, call.far, call.mix, call.sets))
     with torch.cuda.device_of(call.q):
-        start(kernel, (tiles * heads * len(call.q),), (*args, rule, Sizes(*map(tl.constexpr, sizes))), warps, stages,
-              (rule, call.q.dtype, sizes, options))
+        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, Sizes(*map(tl.constexpr, sizes))), warps,
+                    stages, (rule, call.q.dtype, sizes, options))
 
 
-def start(kernel, grid, args, warps, stages, kind):
+def launch_with(kernel, grid, args, warps, stages, kind):
     """Launch a kernel with these warps and stages or, with AUTOTUNE=1, with the fastest for this kind of call."""
     if AUTOTUNE:
         autotuned(kernel, warps, kind)[grid](*args, enable_fp_fusion=True)
