@@ -64,5 +64,5 @@ def pairs_kept(members, window=WINDOW):
     T = len(members)
     _, own, _, meet = sets_of(members)
     so_far = meet[:, own].cumsum(1)             # (S, T): tokens so far that share a group with a set
-    late = torch.arange(window, T, device=own.device)
+    late = torch.arange(min(window, T), T, device=own.device)
     return (so_far[own[late], late - window].sum() / (late - window + 1).sum()).item() if len(late) else None
