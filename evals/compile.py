@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -107,22 +108,6 @@ def chosen(text, flag, valid):
 # ---------------------------------------------------------------------------------------------------------- compiling
 
 
-class Driver:
-    """A substitute for the driver of a GPU of generation `sm`. It answers all that Triton asks before it compiles."""
-
-    def __init__(self, sm):
-        self.target, self.sm = kernels.triton.backends.compiler.GPUTarget("cuda", sm, 32), sm
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):               # the key of Triton's cache of compiled kernels
-        return self.sm
-
-    def get_current_stream(self, device):
-        return 0
-
-
 def rows_of(case):
     """A row of the table for each kernel that a call and its backward launch: COLUMNS, and a hash of the code."""
     compiled, function = {}, kernels.triton.runtime.jit.JITFunction
@@ -133,7 +118,10 @@ def rows_of(case):
         if name not in compiled:                # a state's backward launches `scan` again
             compiled[name] = args[-1], options["num_warps"], run(kernel, *args, grid=grid, warmup=True, **options)
 
-    kernels.triton.runtime.driver.set_active(Driver(case.sm))
+    # the substitute answers all that Triton asks before it compiles. A device's number is a key of Triton's cache
+    target = kernels.triton.backends.compiler.GPUTarget("cuda", case.sm, 32)
+    kernels.triton.runtime.driver.set_active(SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: case.sm, get_current_stream=lambda device: 0))
     with (mock.patch.object(function, "run", compile_only),
           mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(case.sm, 10))):
         (call_attention if case.call in ATTENTION else call_state)(case)
