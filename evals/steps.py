@@ -7,6 +7,9 @@ from common.machine import load_average
 from evals.instrument import recipe_names, save_numbers, table, whole_numbers
 from model import GPT, GPTConfig
 
+# headings of the columns that have another name in JSON
+COLUMNS = {"both": "forward + backward", "step_gb": "memory of a step, GiB", "mfu": "share of peak FLOP/s"}
+
 
 def command(args, machine):
     """Time every recipe. Every length has the same number of tokens in a step."""
@@ -35,9 +38,6 @@ def command(args, machine):
                             ["recipe", *(f"T={T}" for T in lengths)]))
     save_numbers(args.out, numbers)
     return numbers, "\n\n".join(text)
-
-
-COLUMNS = {"both": "forward + backward", "step_gb": "memory of a step, GiB", "mfu": "share of peak FLOP/s"}
 
 
 def make_model(case, T, args, machine):
