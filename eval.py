@@ -33,9 +33,8 @@ The sink lab and the ledger, which train their own runs:
 Time, compile and read the code, without a run:
 
     speed     time every recipe's training step and attention on this machine; with --kernels the fused kernels and
-              torch's own; with --tune it chooses their tiles; with --everything it measures all that needs a GPU;
-              with --decode decoding steps with long caches, and the bytes that they read; with --live and
-              --out_dir how much time the zeros of a trained run save
+              torch's own; with --decode decoding steps with long caches, and the bytes that they read; with --focus
+              sparse Focus; with --live and --out_dir how much time the zeros of a trained run save
     compile   compile the Triton kernels, also for GPUs that this machine lacks: registers, shared memory, spills
     curve     the weights that recipes give to one row of scores (python eval.py curve softmax,elastic --png=curve.png)
     show      a recipe on one page: its choices, PyTorch, Triton, and where they are (python eval.py show elastic)

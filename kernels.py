@@ -30,7 +30,8 @@ Legend                                              shapes in comments
   power     the rule's power, a constant            rule, c   Kernel and Sizes, compile-time constants
 """
 
-from functools import partial
+import os
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -41,7 +42,6 @@ from torch.utils.checkpoint import checkpoint
 
 from axes.base import wide
 from axes.sight import Sight, visible
-from common.tiles import chosen_tile, tile_name
 
 try:
     import triton
@@ -55,6 +55,7 @@ except (ImportError, AttributeError):                       # without a recent T
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
+AUTOTUNE = os.environ.get("AUTOTUNE") == "1"                # see `launch_with`; the tiles stay those of the tables
 
 # -------------------------------------------------------------------------------------------------- the walk in PyTorch
 # BLOCK query rows at a time see all keys up to their last row, so the scores in memory are (B, H, BLOCK, keys):
@@ -1104,10 +1105,28 @@ def launch(kernel, rule, call, args, diagonals=None):
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
     D, E = call.q.shape[3], call.v.shape[3]
-    sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
+    sizes = D, padded(D), E, padded(E), BM, BN
+    options = call.has_window, *(part is None for part in (call.table, call.far, call.mix, call.sets))
     with torch.cuda.device_of(call.q):
-        kernel[(tiles * heads * len(call.q),)](*args, rule, sizes, num_warps=warps, num_stages=stages,
-                                               enable_fp_fusion=True)
+        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, Sizes(*map(tl.constexpr, sizes))), warps,
+                    stages, (rule, call.q.dtype, sizes, options))
+
+
+def launch_with(kernel, grid, args, warps, stages, kind):
+    """Launch a kernel with these warps and stages or, with AUTOTUNE=1, with the fastest for this kind of call."""
+    if AUTOTUNE:
+        autotuned(kernel, warps, kind)[grid](*args, enable_fp_fusion=True)
+    else:
+        kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+@cache
+def autotuned(kernel, warps, kind):
+    """The kernel with Triton's autotuner, which times these configurations in the first call of a kind."""
+    configs = [triton.Config({}, num_warps=number, num_stages=stages)
+               for number in (warps // 2, warps, 2 * warps) for stages in (1, 2, 3)]
+    overwritten = [name for name in kernel.arg_names if name == "DR"]   # the only tensor that a kernel reads and writes
+    return triton.autotune(configs, key=[], restore_value=overwritten)(kernel)
 
 
 # ---- the backward operator
@@ -1233,10 +1252,7 @@ run_backward.register_autograd(refuse)
 # warps would repeat each other's work.
 #
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
-# were chosen by hand from what it shows. `python eval.py speed --tune` times them on a GPU, and its choices override
-# these tables there (see the end of this file). To choose again, `python eval.py compile
-# --choose=backward_keys --sm=90 --width=64 --dtype=bfloat16,float16 --calls=plain+busy` tries the tiles of one kernel,
-# the largest first, and stops at the first that is clean for every rule of this group.
+# were chosen by hand from what it shows.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, busy. If (.., False) is missing, (.., True) is used
@@ -1292,12 +1308,12 @@ def generation(device):
 
 
 def tile(kernel, rule, call):
-    """(BM, BN, warps, stages) of a kernel in this call: those chosen on this GPU, otherwise those of the tables."""
+    """(BM, BN, warps, stages) of a kernel in this call."""
     column = "forward with U" if kernel == "forward" and rule.save_u else kernel
     kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
     busy = call.table is not None or call.far is not None or call.has_window
     where = column, kind + "+busy" * busy, padded(max(64, call.q.shape[-1], call.v.shape[-1])), call.q.dtype
-    return chosen_tile(call.q.device, tile_name(*where)) or tile_of_tables(*where, call.q.device)
+    return tile_of_tables(*where, call.q.device)
 
 
 def tile_of_tables(column, row, width, dtype, device):

@@ -40,7 +40,6 @@ from common.machine import Machine, check_memory
 from common.randomness import seed_dropout
 from common.runs import Run, as_base, last_checkpoint, made_by, read_run
 from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
-from common.tiles import keep_tiles, record_of_tiles
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -209,9 +208,6 @@ class Training:
     def __init__(self, knobs, config, machine, folder, data, stored, flags):
         self.knobs, self.config, self.machine = knobs, config, machine
         kernel = mixers.choose_kernel(config, machine.device.type)
-        # a resumed run keeps its tiles, which decide in which order the kernels add numbers
-        keep_tiles((stored or {}).get("tiles"), Path(knobs.out_dir) / "meta.json")
-
         # the data: batches to train on, and a split to evaluate on
         stride = data.get("stride", 1)          # windows begin where sequences begin, if the data set has sequences
         self.batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
@@ -245,8 +241,6 @@ class Training:
                 "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
                 "machine": str(machine), "world_size": machine.world, "losses": {}}
         meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
-        if kernel == "triton":
-            meta["tiles"] = record_of_tiles(machine.device)
         earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
         meta |= {name: earlier[name] for name in ("ends",) if name in earlier}          # stop tokens of chat
         if knobs.train_only != "all":

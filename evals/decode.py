@@ -11,9 +11,10 @@ by the recipe's: the speed-up if only memory traffic counted.
 """
 import torch
 
+import attention
 import mixers
-from common.machine import Machine, load_average
-from evals.instrument import save_numbers, table, whole_numbers
+from common.machine import load_average
+from evals.instrument import recipe_names, save_numbers, table, whole_numbers
 from mixers.recurrent import Recurrent
 from model import GPTConfig
 
@@ -21,79 +22,65 @@ WIDTH = 64                                      # head dimension
 HARD = {"focus (1 of 4 groups)": {"attn": "focus", "topk": 1}}          # besides the recipes
 
 
-def command(args, names):
-    """Time decoding steps of these recipes at several lengths of the cache. Returns numbers and text."""
-    machine = Machine(args.device, args.dtype)
-    load = load_average()
-    found = {T: at_length(T, names, args, machine)
-             for T in whole_numbers(args.lengths or "1024,4096,16384", "lengths")}
-    numbers = {"machine": str(machine), "load_average": load, "heads": args.n_head, "width": WIDTH, "lengths": found}
-    save_numbers(args.out, numbers)
-    text = [f"{machine}; load average {load}; one layer, {args.n_head} heads of {WIDTH}, softmax over all keys first"]
-    return numbers, "\n\n".join(text + [f"{T} tokens in the cache\n{text_of(rows)}" for T, rows in found.items()])
+def command(args, machine):
+    """Time decoding steps at several lengths of the cache."""
+    names = list(attention.ATTENTIONS) if args.attn == "all" else recipe_names(args.attn)
+    numbers = {"machine": str(machine), "load_average": load_average(), "heads": args.n_head, "width": WIDTH,
+               "lengths": {}}
+    text = [f"{machine}; load average {numbers['load_average']}; one layer, {args.n_head} heads of {WIDTH}, softmax "
+            "over all keys first"]
+    for T in whole_numbers(args.lengths, "lengths"):
+        rows = numbers["lengths"][T] = time_steps(T, names, args, machine)
+        text.append(f"{T} tokens in the cache\n" + table(
+            [[name, f"{row['layer_ms']:.3f}", f"{row['layer']:.2f}", f"{row['attend_ms']:.3f}", f"{row['attend']:.2f}",
+              f"{row['bytes'] / 2**10:,.0f}", f"{row['traffic']:.2f}"] for name, row in rows.items()],
+            ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KiB read", "traffic alone"]))
+        save_numbers(args.out, numbers)
+    return numbers, "\n\n".join(text)
 
 
 @torch.no_grad()
-def at_length(T, names, args, machine):
+def time_steps(T, names, args, machine):
     """{recipe: {"layer_ms", "attend_ms", "bytes", and "layer", "attend", "traffic" relative to softmax}}."""
     cases = {name: {"attn": name} for name in ("softmax", *names)} | (HARD if "focus" in names else {})
     with machine.autocast():
-        steps = {name: Step(T, choices, args, machine) for name, choices in cases.items()}
-        steps = {name: step for name, step in steps.items() if step.module.cached}
-        layer = machine.race({name: step.whole for name, step in steps.items()}, args.repeats)
-        attend = machine.race({name: step.attention for name, step in steps.items()}, args.repeats)
-    rows = {}
-    for name, step in steps.items():
-        rows[name] = {"layer_ms": 1000 * layer[name], "attend_ms": 1000 * attend[name], "bytes": step.bytes_read(),
-                      "layer": layer["softmax"] / layer[name], "attend": attend["softmax"] / attend[name]}
-        rows[name]["traffic"] = rows["softmax"]["bytes"] / rows[name]["bytes"]
-    return rows
+        steps = {name: decoding_step(T, choices, args, machine) for name, choices in cases.items()}
+        layer, attend, size = ({name: step[i] for name, step in steps.items() if step} for i in range(3))
+        layer, attend = machine.race(layer, args.repeats), machine.race(attend, args.repeats)
+    return {name: {"layer_ms": 1000 * layer[name], "attend_ms": 1000 * attend[name], "bytes": size[name],
+                   "layer": layer["softmax"] / layer[name], "attend": attend["softmax"] / attend[name],
+                   "traffic": size["softmax"] / size[name]} for name in layer}
 
 
-class Step:
-    """A decoding step of one layer with a cache of T tokens: as a whole, and its attention alone."""
+def decoding_step(T, choices, args, machine):
+    """A decoding step of one layer with a cache of T tokens: functions that compute it as a whole and its attention
+    alone, and the bytes that it reads. None if the recipe cannot be decoded."""
+    torch.manual_seed(0)
+    module = mixers.layer_of(GPTConfig(**choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=args.n_head,
+                                       n_embd=WIDTH * args.n_head), 0).to(machine.device).eval()
+    if not module.cached:
+        return None
+    x, past, calls = torch.randn(1, T, WIDTH * args.n_head, device=machine.device), {}, []
+    if isinstance(module, Recurrent):
+        module(x[:, -64:], past)                # the size of a state does not depend on the number of tokens
+    else:                                       # fill the cache, without attention
+        module.attend = lambda q, k, v, *_, **__: v.new_zeros(1, module.heads, T, v.shape[-1])
+        module(x, past)
+        del module.attend                       # now it is the method again
 
-    def __init__(self, T, choices, args, machine):
-        config = GPTConfig(**choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=args.n_head,
-                           n_embd=WIDTH * args.n_head)
-        torch.manual_seed(0)
-        self.module = mixers.layer_of(config, 0).to(machine.device).eval()
-        x = torch.randn(1, T, config.n_embd, device=machine.device)
-        self.past, self.new, self.inputs = {}, x[:, :1], None
-        if not self.module.cached:
-            return
-        if isinstance(self.module, Recurrent):
-            self.module(x[:, -64:], self.past)  # the size of a state does not depend on the number of tokens
-        else:                                   # fill the cache, without attention
-            self.module.attend = lambda q, k, v, *_, **__: v.new_zeros(1, self.module.heads, T, v.shape[-1])
-            self.module(x, self.past)
-        self.module.attend = self.keep_inputs
-        self.whole()
-        del self.module.attend                  # now it is the method again
+    def whole():                                # on copies of the dicts, which a step changes; it changes no tensor
+        module(x[:, :1], dict(past))
 
-    def keep_inputs(self, *inputs, **cached):
-        self.inputs = inputs, cached
-        return type(self.module).attend(self.module, *inputs, **self.copied(cached))
+    def attend(inputs, cached):
+        return type(module).attend(module, *inputs, **{
+            name: dict(value) if isinstance(value, dict) else value for name, value in cached.items()})
 
-    @staticmethod
-    def copied(cached):
-        """The cache that a call may change, copied: no step changes its tensors."""
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in cached.items()}
+    def keep_inputs(*inputs, **cached):
+        calls.append((inputs, cached))
+        return attend(inputs, cached)
 
-    def whole(self):
-        self.module(self.new, dict(self.past))
-
-    def attention(self):
-        inputs, cached = self.inputs
-        self.module.attend(*inputs, **self.copied(cached))
-
-    def bytes_read(self):
-        inputs, cached = self.inputs
-        return int(self.module.bytes_read(*inputs, **cached))
-
-
-def text_of(rows):
-    return table(
-        [[name, f"{row['layer_ms']:.3f}", f"{row['layer']:.2f}", f"{row['attend_ms']:.3f}", f"{row['attend']:.2f}",
-          f"{row['bytes'] / 2**10:,.0f}", f"{row['traffic']:.2f}"] for name, row in rows.items()],
-        ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KiB read", "traffic alone"])
+    module.attend = keep_inputs
+    whole()
+    del module.attend
+    inputs, cached = calls[-1]
+    return whole, lambda: attend(inputs, cached), int(module.bytes_read(*inputs, **cached))

@@ -47,7 +47,6 @@ from common.runs import (
     read_weights,
     what_is_new,
 )
-from common.tiles import keep_tiles
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -188,10 +187,8 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     values.
 
     Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The large matrices have the
-    precision of matrix products, dtype; otherwise autocast would convert them in every forward pass. From then on the
-    kernels use the run's tiles."""
+    precision of matrix products, dtype; otherwise autocast would convert them in every forward pass."""
     meta, path = read_run(out_dir)
-    keep_tiles(meta.get("tiles"), path.with_name("meta.json"))
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
         model = GPT(config)                     # shapes only

@@ -4,7 +4,6 @@ Every kernel gets two kinds of figures, for the forward and the backward pass. T
 the rule needs, so it tells how well the kernel uses the device. The speed relative to our softmax tells what the rule
 costs.
 """
-import dataclasses
 import itertools
 import math
 from functools import cache, partial
@@ -13,9 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from common.machine import Machine
-from common.tiles import TRITON
-from evals.instrument import file_of_gpu, save_numbers, table, whole_numbers
+from evals.instrument import save_numbers, table, whole_numbers
 from evals.plain_flash import PlainFlash
 
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio")
@@ -29,39 +26,26 @@ PRODUCTS = {
 }
 
 
-def command(args, run):
+def command(args, machine):
     """Time our fused kernels and torch's, forward and backward separately. All take turns in one process."""
-    machine = Machine(args.device, args.dtype)
-    args = with_sizes(args, machine)
-    triton = TRITON if kernels.AVAILABLE else None
-    numbers = {"machine": str(machine), "triton": triton, "tokens": args.tokens, "sizes": {}}
+    gpu = machine.device.type == "cuda"         # on a CPU our kernels run in Triton's interpreter: a trial, no timing
+    tokens, n_embd = args.tokens or (16384 if gpu else 128), args.n_embd or (2048 if gpu else 128)
+    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
+    numbers = {"machine": str(machine), "triton": triton, "tokens": tokens, "sizes": {}}
     text = [f"{machine}, triton {triton}"]
     for width, T in itertools.product(whole_numbers(args.widths, "widths"), whole_numbers(args.lengths, "lengths")):
-        numbers["sizes"][f"width {width}, T {T}"] = rows = time_kernels(T, width, args, machine)
-        text.append(kernels_table(width, T, rows))
+        batch, heads = max(1, tokens // T), max(1, n_embd // width)     # equal work at all sizes
+        rows = numbers["sizes"][f"width {width}, T {T}"] = time_kernels(batch, heads, T, width, args.repeats, machine)
+        cells = [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)]
+                 for name, row in rows.items()]
+        missing = [f"\n{name} is missing: {row['missing']}" for name, row in rows.items() if "missing" in row]
+        text.append(f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax\n"
+                    + table(cells, ["", *COLUMNS]) + "".join(missing))
         save_numbers(args.out, numbers)         # after every size: the next one may be too large for the memory
     if not kernels.AVAILABLE:
         text.append("our kernels did not run: they need triton and a CUDA GPU "
                     "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
     return numbers, "\n\n".join(text)
-
-
-def with_sizes(args, machine):
-    """The flags, with defaults for sizes that were not given. On a GPU they are large, and the figures are saved."""
-    gpu = machine.device.type == "cuda"         # on a CPU our kernels run in Triton's interpreter: a trial, no timing
-    defaults = {"lengths": "1024,4096,16384", "tokens": 16384, "n_embd": 2048} if gpu else {
-        "lengths": "64,128", "tokens": 128, "n_embd": 128}
-    if gpu:
-        defaults["out"] = file_of_gpu("speed", machine.device)
-    return dataclasses.replace(args, **{name: getattr(args, name) or default for name, default in defaults.items()})
-
-
-def kernels_table(width, T, rows):
-    """The rows as a table, and below it why cases are missing."""
-    lines = [f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax", table(
-        [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)] for name, row in rows.items()],
-        ["", *COLUMNS])]
-    return "\n".join(lines + [f"{name} is missing: {row['missing']}" for name, row in rows.items() if "missing" in row])
 
 
 # --------------------------------------------------------------------------------------------------- the cases
@@ -75,61 +59,40 @@ def torch_cases(q, k, v):
 
     cases = {name: (partial(sdpa, backend), *PRODUCTS["softmax"]) for name, backend in RIVALS.items()}
     if q.is_cuda:                               # on a CPU FlexAttention has no backward
-        cases["flex"] = flex_attention(q, k, v), *PRODUCTS["softmax"]
+        from torch.nn.attention import flex_attention as flex
+        torch._dynamo.reset()                   # each size is compiled anew, and torch limits how often it does that
+        # For dynamic sizes torch compiles the backward pass in advance. That one refuses retain_graph, see time_kernels
+        attend, make_mask = (torch.compile(f, dynamic=False) for f in (flex.flex_attention, flex.create_block_mask))
+        T, device = q.shape[2], q.device
+        # not compiled, it would hold T x T pairs. It is made in the first call, so it fails in this case alone
+        mask = cache(lambda: make_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device))
+        cases["flex"] = (lambda: attend(q, k, v, block_mask=mask())), *PRODUCTS["softmax"]
     return cases
 
 
-def flex_attention(q, k, v):
-    """A function that returns the output of FlexAttention. Its first call compiles it and builds its mask, so whatever
-    fails there fails in this case alone."""
-    from torch.nn.attention import flex_attention as flex
-    torch._dynamo.reset()                       # each size is compiled anew, and torch limits how often it does that
-    T = q.shape[2]
-
-    @cache
-    def mask():                                 # not compiled, it would hold T x T pairs
-        return torch.compile(flex.create_block_mask, dynamic=False)(causal, None, None, T, T, device=q.device)
-
-    # For dynamic sizes torch compiles the backward pass in advance. That one refuses retain_graph, see time_kernels
-    attend = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda: attend(q, k, v, block_mask=mask())
-
-
-def causal(b, h, i, j):
-    return i >= j
-
-
-def row_inputs(q):
-    """{rule: its row input (T,)}, with the values that a layer gives."""
-    n = torch.arange(1, q.shape[2] + 1, device=q.device).float()        # how many keys each row sees
-    return {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / q.shape[-1]),
-            "sigmoid": torch.full_like(n, math.log(q.shape[2]))}
-
-
 def our_cases(q, k, v):
-    """Our kernels, in the same form."""
-    inputs = row_inputs(q)
+    """Our kernels and the tutorial's, in the same form. Row inputs have the values that a layer gives."""
+    (_, heads, T, width), n = q.shape, torch.arange(1, q.shape[2] + 1, device=q.device).float()
+    inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / width),
+              "sigmoid": torch.full_like(n, math.log(T))}
 
     def attend(rule, v=v, **mix):               # [0]: the output without the row statistic
-        return kernels.attend(rule, q, k, v, inputs.get(rule), scale=q.shape[-1] ** -0.5, **mix)[0]
+        return kernels.attend(rule, q, k, v, inputs.get(rule), scale=width ** -0.5, **mix)[0]
 
-    cases = {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
-    if q.shape[1] % 2 == 0:                     # half of the heads are second views and share values
+    cases = {"triton tutorial": (partial(PlainFlash.apply, q, k, v), *PRODUCTS["softmax"])}
+    cases |= {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
+    if heads % 2 == 0:                          # half of the heads are second views and share values
         cases["tda"] = partial(attend, "tra", v[:, 0::2], mix=q.new_tensor(0.5)), *PRODUCTS["tda"]
     return cases
 
 
-def time_kernels(T, width, args, machine):
+def time_kernels(batch, heads, T, width, repeats, machine):
     """Time every case at one size, forward and backward separately. Returns {name: {"forward", "backward": TFLOP/s,
     "forward_ratio", "backward_ratio", "both_ratio": speed relative to our softmax}}; for a case that cannot run here,
     {name: {"missing": reason}}."""
-    batch, heads = max(1, args.tokens // T), max(1, args.n_embd // width)       # equal work at all sizes
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
-    cases = torch_cases(q, k, v)
-    if kernels.AVAILABLE:
-        cases["triton tutorial"] = partial(PlainFlash.apply, q, k, v), *PRODUCTS["softmax"]
-        cases |= our_cases(q, k, v)
+    cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
     backward, rows = {}, {}
     for name, (attend, *_) in cases.items():
         try:
@@ -141,8 +104,8 @@ def time_kernels(T, width, args, machine):
                 raise
             backward.pop(name, None)
             rows[name] = {"missing": (str(e) or type(e).__name__).splitlines()[0]}
-    seconds = {"forward": machine.race({name: cases[name][0] for name in backward}, args.repeats),
-               "backward": machine.race(backward, args.repeats)}
+    seconds = {"forward": machine.race({name: cases[name][0] for name in backward}, repeats),
+               "backward": machine.race(backward, repeats)}
     both = {name: sum(times[name] for times in seconds.values()) for name in backward}
     base = "softmax" if "softmax" in backward else next(iter(backward), None)
     for name in backward:

@@ -13,27 +13,32 @@ from torch.utils._pytree import tree_map_only
 import kernels
 import mixers
 from axes.sight import visible
-from evals.instrument import save_numbers, table, watch, whole_numbers, window_batches
+from evals.instrument import Common, OpenedRun, save_numbers, table, watch, whole_numbers, window_batches
 
 LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' tiles at widths up to 128
+COUNTS = ("tiles", "live_tiles", "pairs", "live_pairs")
 
 
-def command(args, run):
+def command(args, machine):
     """The share of live tiles of a trained run on its held-out data, and the speed-up from skipping all others."""
-    lengths = whole_numbers(args.lengths or str(run.model.config.block_size), "lengths")
-    found = {T: look_at_layers(run, T, args.repeats) for T in lengths}
-    numbers = {"machine": str(run.machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": found}
-    text = [f"{run.machine}; {args.out_dir}", *(live_table(T, layers) for T, layers in found.items())]
-    if not any(layers[0]["gain"] for layers in found.values()):
-        text.append("no speed: the fused kernels, which skip dead tiles, do not run here")
-    save_numbers(args.out, numbers)
-    return numbers, "\n\n".join(text)
-
-
-def look_at_layers(run, T, repeats):
-    """The counts of live_tiles and the gain of skipping for every layer: [{"tiles", ..., "gain"}]."""
-    return [live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, run.machine, repeats, *inputs)}
+    if not args.out_dir:
+        raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
+    run = OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
+    numbers = {"machine": str(machine), "out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": {}}
+    text = [f"{machine}; {args.out_dir}"]
+    for T in whole_numbers(args.lengths or str(run.model.config.block_size), "lengths"):
+        layers = numbers["lengths"][T] = [
+            live_tiles(module, *inputs) | {"gain": gain_of_skipping(module, machine, args.repeats, *inputs)}
             for module, inputs in inputs_of_layers(run, T)]
+        lines = dict(enumerate(layers))
+        lines["all"] = {name: sum(counts[name] for counts in layers) for name in COUNTS} | {"gain": None}
+        text.append(f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
+            [[str(name), line["live_tiles"] / line["tiles"], line["live_pairs"] / line["pairs"], line["gain"]]
+             for name, line in lines.items()], ["layer", "live tiles", "live pairs", "speed"]))
+        save_numbers(args.out, numbers)
+    if not any(layers[0]["gain"] for layers in numbers["lengths"].values()):
+        text.append("no speed: the fused kernels, which skip dead tiles, do not run here")
+    return numbers, "\n\n".join(text)
 
 
 def inputs_of_layers(run, T):
@@ -50,9 +55,9 @@ def inputs_of_layers(run, T):
 
 @torch.no_grad()
 def live_tiles(module, q, k, v, x, distance=None):
-    """The number of visible tiles and pairs of one layer, and the number of those with nonzero weights: {"tiles",
-    "live_tiles", "pairs", "live_pairs"}, over all sequences and score heads."""
-    counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
+    """The number of visible tiles and pairs of one layer, and the number of those with nonzero weights: {COUNTS}, over
+    all sequences and score heads."""
+    counts = dict.fromkeys(COUNTS, 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
     blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles
     for (_, i), w in zip(kernels.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
@@ -80,14 +85,3 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
     # the same kernel with and without skipping; the output is the same
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)
     return seconds[False] / seconds[True]
-
-
-def live_table(T, layers):
-    """A row for each layer, and the sums over all of them."""
-    lines = {str(layer): counts for layer, counts in enumerate(layers)}
-    sums = {name: sum(counts[name] for counts in layers) for name in layers[0] if name != "gain"}
-    lines["all"] = sums | {"gain": None}        # timed for single layers only
-    return f"T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
-        [[name, line["live_tiles"] / line["tiles"], line["live_pairs"] / line["pairs"], line["gain"]]
-         for name, line in lines.items()],
-        ["layer", "live tiles", "live pairs", "speed"])

@@ -1,47 +1,75 @@
-"""Training steps of whole models, and their attention alone: what evals/speed.py times.
+"""speed: training steps of whole models, their attention alone, and its memory."""
+from functools import partial
 
-args: the flags of evals/speed.py, of which tokens, n_layer, n_head, n_embd and repeats are read.
-"""
 import torch
 
+from common.machine import load_average
+from evals.instrument import recipe_names, save_numbers, table, whole_numbers
 from model import GPT, GPTConfig
 
+# headings of the columns that have another name in JSON
+COLUMNS = {"both": "forward + backward", "step_gb": "memory of a step, GiB", "mfu": "share of peak FLOP/s"}
 
-def cases_of(names):
-    """{name: (recipe, kernel)}: first softmax in two ways, to which the others are compared."""
-    # torch's own fused kernel, and the block loop that computes recipes without a kernel
-    softmax = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
-    return softmax | {name: (name, "auto") for name in names if name != "softmax"}
+
+def command(args, machine):
+    """Time every recipe. Every length has the same number of tokens in a step."""
+    # first softmax in two ways, to which the others are compared: torch's own fused kernel, and the block loop, which
+    # computes recipes without a kernel
+    cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
+    cases |= {name: (name, "auto") for name in recipe_names(args.attn) if name != "softmax"}
+    numbers = {"machine": str(machine), "load_average": load_average(), "lengths": {}, "memory_mb": {}}
+    text = [f"{machine}; load average {numbers['load_average']}"]       # shows how busy the machine was
+    for T in whole_numbers(args.lengths, "lengths"):
+        batch = max(1, (args.tokens or 2048) // T)
+        numbers["lengths"][T] = rows = compare(cases, T, batch, args, machine)
+        columns = list(next(iter(rows.values())))[1:]
+        text.append(f"T={T}, {batch} sequences: training steps, "
+                    "and the speed of steps and of attention alone relative to the first row\n" + table(
+                        [[name, f"{row['tokens_per_s']:,.0f}", *(f"{row[column]:.2f}" for column in columns)]
+                         for name, row in rows.items()],
+                        ["recipe", "tokens/s", *(COLUMNS.get(column, column) for column in columns)]))
+        save_numbers(args.out, numbers)
+    lengths = whole_numbers(args.memory, "memory") if args.memory else []
+    numbers["memory_mb"] = memory = {name: {T: memory_of(case, T, args, machine) for T in lengths}
+                                     for name, case in cases.items()}
+    if lengths:
+        text.append("memory of one layer's attention without its inputs, forward and backward, one sequence (MiB)\n"
+                    + table([[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in memory.items()],
+                            ["recipe", *(f"T={T}" for T in lengths)]))
+    save_numbers(args.out, numbers)
+    return numbers, "\n\n".join(text)
 
 
 def make_model(case, T, args, machine):
-    """A model of one case for sequences of T bytes."""
+    """A model of one case for sequences of T tokens."""
     attn, kernel = case
-    config = GPTConfig(
-        attn=attn, kernel=kernel, block_size=T, vocab_size=257, n_layer=args.n_layer, n_head=args.n_head,
-        n_embd=args.n_embd or 128, bias_range=min(T, 512))
-    return GPT(config).to(machine.device)
+    return GPT(GPTConfig(
+        attn=attn, kernel=kernel, block_size=T, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
+        n_embd=args.n_embd or 128, bias_range=min(T, 512))).to(machine.device)
 
 
-def sequences(T, args):
-    """The number of sequences of T tokens in a step. Every length has the same number of tokens."""
-    return max(1, (args.tokens or 2048) // T)
-
-
-def compare(cases, T, args, machine):
+def compare(cases, T, batch, args, machine):
     """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens per second of
     training, then speeds relative to the first case: of a training step, and of attention alone, forward and both
-    ways."""
-    models, batch = {name: make_model(case, T, args, machine) for name, case in cases.items()}, sequences(T, args)
-
-    def race(start, *more):
-        return machine.race({name: start(model, machine, batch, *more) for name, model in models.items()}, args.repeats)
-
-    # all cases race together at one kind of work, then at the next
-    seconds = {"step": race(training_step), "forward": race(attention_call, False), "both": race(attention_call)}
-    first = next(iter(cases))
-    return {name: {"tokens_per_s": batch * T / seconds["step"][name]} | {
-        way: times[first] / times[name] for way, times in seconds.items()} for name in cases}
+    ways. On a GPU also "step_gb", the memory of a step besides weights and optimizer, and "mfu", the share of the
+    device's peak FLOP/s, if that is known."""
+    models = {name: make_model(case, T, args, machine) for name, case in cases.items()}
+    seconds = {}
+    for way, make in (("step", training_step), ("forward", partial(attention_call, backward=False)),
+                      ("both", attention_call)):                        # all cases race at one kind of work
+        calls = {name: make(model, machine, batch) for name, model in models.items()}
+        seconds[way] = machine.race(calls, args.repeats)
+        if way == "step" and machine.device.type == "cuda":
+            memory = {name: machine.peak_memory(call) for name, call in calls.items()}
+    first, rows = next(iter(cases)), {}
+    for name, model in models.items():
+        speed = batch * T / seconds["step"][name]
+        rows[name] = {"tokens_per_s": speed} | {way: times[first] / times[name] for way, times in seconds.items()}
+        if machine.device.type == "cuda":
+            rows[name]["step_gb"] = memory[name] / 2**30
+        if machine.peak_flops():
+            rows[name]["mfu"] = model.flops_per_token() * speed / machine.peak_flops()
+    return rows
 
 
 def training_step(model, machine, batch):
@@ -63,11 +91,9 @@ def attention_call(model, machine, batch, backward=True):
     """A function that runs the first layer's attention alone, between the projections, forward or both ways."""
     module, T = model.transformer.h[0].attn, model.config.block_size
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
-
-    def draw(heads, width):                     # (B, heads, T, width), with the memory layout of a projection
-        return torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
-
-    q, k, v = (draw(*shape) for shape in module.shapes.values())
+    # (B, heads, T, width), with the memory layout of a projection
+    q, k, v = (torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
+               for heads, width in module.shapes.values())
     x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # the input of gates
     with machine.autocast(), torch.no_grad():
         do = torch.randn_like(module.attend(q, k, v, x))        # the gradient of the output
@@ -81,13 +107,8 @@ def attention_call(model, machine, batch, backward=True):
     return attend
 
 
-def memory_of(cases, lengths, args, machine):
-    """The memory of one layer's attention, forward and backward, without its inputs, for one sequence, in MiB: {name:
-    {length: MiB}}."""
-    memory = {name: {} for name in cases}
-    for name, case in cases.items():
-        for T in lengths:
-            # the model is made before the count begins, so only the call itself counts
-            used = machine.peak_memory(attention_call(make_model(case, T, args, machine), machine, 1))
-            memory[name][T] = round(used / 2**20, 3)
-    return memory
+def memory_of(case, T, args, machine):
+    """The memory of one layer's attention, forward and backward, without its inputs, for one sequence, in MiB."""
+    # the model is made before the count begins, so only the call itself counts
+    call = attention_call(make_model(case, T, args, machine), machine, 1)
+    return round(machine.peak_memory(call) / 2**20, 3)

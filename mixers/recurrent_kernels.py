@@ -30,7 +30,6 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from common.tiles import chosen_tile, tile_name
 from kernels import INTERPRETED, Matrix, begin, count, jit, matrix, padded, times, tl
 
 
@@ -468,8 +467,8 @@ def launch(kernel, inputs, sizes, tensors, columns=None):
     wide = inputs.v.at.dtype == torch.float32   # float32 takes twice the registers and twice the shared memory
     warps, stages = 8 if walks or kernel is gradients or wide else 4, 1 if walks and wide else 3
     with torch.cuda.device_of(inputs.v.at):
-        kernel[grid](inputs, *tensors, Sizes(*map(tl.constexpr, sizes)), num_warps=warps, num_stages=stages,
-                     enable_fp_fusion=True)
+        kernels.launch_with(kernel, grid, (inputs, *tensors, Sizes(*map(tl.constexpr, sizes))), warps, stages,
+                            (sizes, inputs.v.at.dtype, inputs.c is None, inputs.erase is None))
 
 
 def setup_context(ctx, inputs, output):
@@ -501,16 +500,8 @@ SMALL = {False: (32, 16, 32, 16), True: (16, 16, 32, 16)}       # interpreter: e
 
 
 def tiles(q, channels):
-    """(C, BD, BE, BE of `gradients`) of a call: tokens of a chunk, columns of q and k, columns of v. Those chosen on
-    this GPU, otherwise those of the table."""
-    where = "states" + "+channels" * channels, padded(max(64, q.shape[3])), q.dtype
-    name = tile_name("state", *where)
-    return chosen_tile(q.device, name) or tiles_of_table(*where, q.device)
-
-
-def tiles_of_table(row, width, dtype, device):
-    """The tiles at a padded width. row: states, or states+channels if each channel decays at its own rate."""
-    channels = row == "states+channels"
+    """(C, BD, BE, BE of `gradients`) of a call: tokens of a chunk, columns of q and k, columns of v."""
     if INTERPRETED:
         return SMALL[channels]
-    return TILES[0 if dtype == torch.float32 else kernels.generation(device), width, channels]
+    generation = 0 if q.dtype == torch.float32 else kernels.generation(q.device)
+    return TILES[generation, padded(max(64, q.shape[3])), channels]

@@ -77,7 +77,7 @@ def test_every_command_passes_its_parser(command, monkeypatch, capsys):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_picture_leads_somewhere(page):
-    """README links every other page, except that of a machine with a GPU, which `eval.py speed --everything` writes."""
+    """README links every other page, except that of a machine with a GPU, which evals/everything.sh writes."""
     assert page in ("README.md", "docs/gpu.md") or f"({page})" in PAGES["README.md"]
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.S)
     for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
