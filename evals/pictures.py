@@ -1,5 +1,5 @@
-"""Drawing functions that the instruments share: a heat map, a panel of lines, colours, and saving a picture or a page.
-"""
+"""Drawing functions that the instruments share: a figure, a heat map, a panel of lines, colours, and saving a page."""
+import contextlib
 import json
 from pathlib import Path
 
@@ -22,6 +22,17 @@ def pyplot():
     matplotlib.use("Agg")                       # draws without a screen
     from matplotlib import pyplot as plt
     return plt
+
+
+@contextlib.contextmanager
+def figure_of(path, heights, widths, **how):
+    """Yield the panels of a new figure, an array (rows, columns), and save it as PNG afterwards. heights, widths: those
+    of its rows and columns, in inches."""
+    figure, axes = pyplot().subplots(
+        len(heights), len(widths), squeeze=False, figsize=(sum(widths), sum(heights)), height_ratios=heights,
+        width_ratios=widths, layout="constrained", **how)
+    yield axes
+    save_figure(figure, path)
 
 
 def save_figure(figure, path):
@@ -55,8 +66,7 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
                         color="white" if abs(cells[place]) > 0.6 * image.norm.vmax else "black")
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     return image
 
 
@@ -75,8 +85,7 @@ def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
 def frame(ax, title="", xlabel="", ylabel=""):
     """Set a panel's title and labels, and keep only its left and bottom axes."""
     ax.set_title(title, fontsize=10)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.spines[["top", "right"]].set_visible(False)
 
 
