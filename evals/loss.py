@@ -7,15 +7,13 @@ from torch.nn import functional as F
 
 from common.flags import at_least, knob
 from data import tokens
-from evals.instrument import LENGTH, first_line, table, window_batches
+from evals.instrument import Windows, first_line, table, window_batches
 
 
 @dataclass
-class Loss:
+class Loss(Windows):
     """Flags of loss"""
-    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(0, "fixed windows, spread evenly; 0: as many as fit")
-    length: int = knob(0, LENGTH)
     batch_size: int = knob(16, "windows per forward pass")
 
     def __post_init__(self):
