@@ -43,7 +43,8 @@ class Compare(Windows):
     anyway: bool = knob(False, "also compare runs with different data, budgets or sizes")
 
     def __post_init__(self):
-        at_least(self, windows=0, probe_windows=1, length=0, batch_size=1)
+        super().__post_init__()
+        at_least(self, probe_windows=1)
 
 
 def command(args, run):

@@ -38,7 +38,8 @@ class Groups(Windows):
     top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs")
 
     def __post_init__(self):
-        at_least(self, windows=1, length=0, batch_size=1, layer=-1, top=1)
+        super().__post_init__()
+        at_least(self, layer=-1, top=1)
 
 
 def command(args, run):

@@ -41,7 +41,8 @@ class Heads(Windows):
     seed: int = knob(1337, "with --cost: seed of these draws")
 
     def __post_init__(self):
-        at_least(self, windows=1, length=0, batch_size=1, local=1, early=-1, other=1, draws=1, seed=0)
+        super().__post_init__()
+        at_least(self, local=1, early=-1, other=1, draws=1, seed=0)
         if max(whole_numbers(self.prune, "prune")) > 100:
             raise ValueError(f"--prune={self.prune} has a percentage above 100: give percentages of the heads")
 

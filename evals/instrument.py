@@ -36,18 +36,11 @@ from common import files
 from common.flags import at_least, fields_of, knob, with_recipe
 from common.machine import Machine, gpu_name
 from common.runs import (
-    ROOT,
-    finished_run,
-    flags_to_finish,
-    load_weights,
-    process_of,
-    read_run,
-    read_weights,
-    what_is_new,
-)
+    ROOT, finished_run, flags_to_finish, load_weights, process_of, read_run, read_weights, what_is_new)
 from common.tiles import keep_tiles
 from data import tokens
 from model import GPT, GPTConfig
+
 
 @dataclass
 class Common:
@@ -73,14 +66,15 @@ LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help o
 
 @dataclass
 class Windows:
-    """The fixed windows that an instrument reads. Its own flags inherit these and may have other defaults"""
+    """The fixed windows that an instrument reads. Its own flags inherit these and may have another default, such as 0
+    windows for as many as fit"""
     split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly")
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass")
 
     def __post_init__(self):
-        at_least(self, windows=1, length=0, batch_size=1)
+        at_least(self, windows=min(1, type(self).windows), length=0, batch_size=1)
 
 
 # these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
@@ -136,14 +130,9 @@ class OpenedRun:
     def data(self):
         return self.data_of(self.dataset)
 
-    @property
-    def data_meta(self):
-        return self.data[1]
-
-    @property
-    def stride(self):
-        """The length of a stored sequence, or 1. Windows begin at multiples of it, where sequences begin."""
-        return self.data_meta.get("stride", 1)
+    data_meta = property(lambda self: self.data[1])
+    # the length of a stored sequence, or 1; windows begin at multiples of it, where sequences begin
+    stride = property(lambda self: self.data_meta.get("stride", 1))
 
     @cached_property
     def tokenizer(self):
@@ -162,8 +151,7 @@ class OpenedRun:
     @property
     def positions(self):
         """How many tokens the model can read: block_size if it has absolute positions, else infinitely many."""
-        config = self.model.config
-        return config.block_size if POSITIONS[config.pos].embeds else math.inf
+        return self.model.config.block_size if POSITIONS[self.model.config.pos].embeds else math.inf
 
     def check_positions(self, length, flag="length"):
         """Raise ValueError if the model cannot read the `length` tokens that this flag asks for."""
@@ -194,16 +182,12 @@ def first_line(reads):
     return f"{reads['windows']} windows of {reads['length']} tokens of {reads['dataset']} ({reads['split']})"
 
 
-MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight")
-
-
 def load_run(out_dir, device, overrides=None, dtype="float32"):
     """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add have their initial
-    values.
+    values. From then on the kernels use the run's tiles.
 
     Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The matrices that only multiply,
-    so not a tied embedding table, have the precision of products, dtype; otherwise autocast would convert them in every
-    forward pass. From then on the kernels use the run's tiles."""
+    so not a tied embedding table, are of type dtype; otherwise autocast would convert them in every forward pass."""
     meta, path = read_run(out_dir)
     keep_tiles(meta.get("tiles"), path.with_name("meta.json"))
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
@@ -213,8 +197,9 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     state = read_weights(path)
     if new:
         model = GPT(config)                     # for the initial values of the new parameters
-    multiply = (*MATRICES, *(["lm_head.weight"] if not config.tied else []))
-    state = {name: value.to(getattr(torch, dtype) if name.endswith(multiply) else torch.float32)
+    multiply = ["c_attn", "c_proj", "c_fc", "c_gate"] + ([] if config.tied else ["lm_head"])
+    large = tuple(f"{name}.weight" for name in multiply)
+    state = {name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
              for name, value in state.items()}
     load_weights(model, state, path, new, copy=False)
     if new:
@@ -317,7 +302,7 @@ def instead(model, look):
             del module.attend
 
 
-# --------------------------------------------------------------------------------------------- lists, tables and JSON
+# ----------------------------------------------------------------------------------------------------- lists and tables
 
 
 def whole_numbers(text, flag="", least=0):

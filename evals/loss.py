@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from common.flags import at_least, knob
+from common.flags import knob
 from data import tokens
 from evals.instrument import Windows, first_line, table, window_batches
 
@@ -15,9 +15,6 @@ class Loss(Windows):
     """Flags of loss"""
     windows: int = knob(0, "fixed windows, spread evenly; 0: as many as fit")
     batch_size: int = knob(16, "windows per forward pass")
-
-    def __post_init__(self):
-        at_least(self, windows=0, length=0, batch_size=1)
 
 
 def command(args, run):

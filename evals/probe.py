@@ -58,7 +58,8 @@ class ProbeFlags(Windows):
     layer: int = knob(-1, "also list norms and variances by position in this layer, counted from 0")
 
     def __post_init__(self):
-        at_least(self, windows=-1, length=0, batch_size=1, k=1, eps=0, layer=-1)
+        super().__post_init__()
+        at_least(self, k=1, eps=0, layer=-1)
         if self.lengths:
             whole_numbers(self.lengths, "lengths")          # raises ValueError
         if self.k > Probe.ROWS:
