@@ -15,7 +15,7 @@ from common.runs import read_run
 from evals.instrument import Windows, first_line, legend, markdown, marked, table
 from evals.loss import bits_per_byte, loss_and_error
 from evals.measures import MEASURES
-from evals.pictures import figure_of, frame
+from evals.pictures import draw_recipes
 from evals.probe import probe
 from model import GPTConfig
 
@@ -169,20 +169,7 @@ def mark(rows, columns, md):
 
 
 def draw(path, found):
-    """Draw the PANELS side by side, a line for each recipe: a dot for each run, and a bar at their mean. A grey bar in
-    the panel of the sink is the weight of an even spread."""
-    groups = groups_of(found)
-    with figure_of(path, [1.5 + 0.35 * len(groups)], [3.3] * len(PANELS), sharey=True) as axes:
-        for ax, (column, title) in zip(axes[0], PANELS.items(), strict=True):
-            for y, group in enumerate(groups.values()):
-                ax.plot([numbers[column] for numbers in group], [y] * len(group), "o", color="#6baed6")
-                ax.plot(mean_and_deviation(group, column)[0], y, "|", color="#08306b", markersize=18, mew=2.5)
-                if column == "sink":
-                    ax.plot(group[0]["uniform"], y, "|", color="0.6", markersize=24, mew=1.5, zorder=0)
-            ax.grid(axis="x", color="0.9")
-            ax.margins(x=0.12)
-            ax.locator_params(axis="x", nbins=4)
-            frame(ax, title)
-        ax.set_yticks(range(len(groups)), groups)
-        ax.set_ylim(len(groups) - 0.4, -0.6)    # the best on top
-        ax.figure.supxlabel("a dot is one run, the bar their mean; grey: an even spread over the keys", fontsize=9)
+    """Draw the PANELS side by side, a line for each recipe. The loss begins near that of the best run."""
+    least = min(numbers["loss"] for numbers in found.values())
+    panels = {column: (title, 0.95 * least if column == "loss" else None, None) for column, title in PANELS.items()}
+    draw_recipes(path, groups_of(found), panels, even={"sink": "uniform"})

@@ -22,19 +22,10 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
-    WITH_TRAIN_ARGS,
-    markdown,
-    marked,
-    recipe_names,
-    seeing,
-    table,
-    train_if_missing,
-    whole_numbers,
-    window_batches,
-)
+    WITH_TRAIN_ARGS, markdown, marked, recipe_names, seeing, table, train_if_missing, whole_numbers, window_batches)
 from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
 from evals.measures import Probe, mean_of
-from evals.pictures import figure_of, frame
+from evals.pictures import draw_recipes
 from evals.sweeps import SWEEPS, cases, side_by_side
 
 FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
@@ -88,7 +79,7 @@ def command(args, run):
     name = f"lab-{args.sweep}" if args.sweep else "lab"
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
     files.write_json(f"{place}.json", numbers)
-    draw(f"{place}.png", runs)
+    draw_recipes(f"{place}.png", runs, PANELS)
     rows, header = side_by_side(args.sweep, runs) if args.sweep else mean_rows(runs)
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
@@ -154,21 +145,3 @@ def mean_rows(runs):
         rows.append([shown, *(f"{mean[key]:.3f}" for key in COLUMNS.values()), f"{mean['parameters']:.0f}",
                      f"{mean['seconds']:.0f}"])
     return rows, ["recipe", *COLUMNS, "parameters", "s"]
-
-
-def draw(path, runs):
-    """Draw four figures of every recipe: a bar for the mean over seeds, a dot for each seed."""
-    with figure_of(path, [1.2 + 0.26 * len(runs)], [3.3] * len(PANELS), sharey=True) as axes:
-        for ax, (key, (title, low, high)) in zip(axes[0], PANELS.items(), strict=True):
-            values = [[figures[key] for figures in group] for group in runs.values()]       # of each recipe and seed
-            ax.barh(range(len(values)), [np.mean(v) for v in values], color="#9ecae1")
-            ax.set_xlim(low, high)
-            for y, v in enumerate(values):
-                ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
-                if high and np.mean(v) > high:  # rules without a normaliser have row sums of any size
-                    ax.text(high, y, f"{np.mean(v):.3g} ", ha="right", va="center", fontsize=8)
-            frame(ax, title)
-        ax.set_yticks(range(len(runs)), runs)
-        ax.set_ylim(len(runs) - 0.3, -0.7)      # the first on top
-        ax.figure.supxlabel(
-            "a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)

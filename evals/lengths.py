@@ -17,14 +17,7 @@ import torch
 
 from common.flags import at_least, knob, shown
 from evals.instrument import (
-    WITH_TRAIN_ARGS,
-    mean_and_error,
-    model_config,
-    table,
-    train_if_missing,
-    whole_numbers,
-    window_batches,
-)
+    WITH_TRAIN_ARGS, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
 from evals.pictures import figure_of, line_panel, powers_of_two
 

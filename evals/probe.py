@@ -11,7 +11,7 @@ import torch
 from common.flags import at_least, knob
 from evals.instrument import Windows, first_line, legend, table, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
-from evals.pictures import GREY, SHARES, figure_of, frame, heat_map, line_panel, powers_of_two
+from evals.pictures import GREY, SHARES, figure_of, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
 
 TOP = {"top": "the largest sink among the heads of the layer, and its head"}
@@ -256,9 +256,8 @@ def draw(path, found):
 def draw_stream(ax, places):
     """Draw the first token's norm over the others', layer by layer; if it is massive, also its largest channel."""
     ratios = [place["massive"] for place in places]
-    ax.plot(ratios, range(len(ratios)), "o-", color="#08519c", markersize=4)
-    ax.axvline(1, color=GREY, linewidth=0.8)
     top = ratios.index(max(ratios))
+    line_panel(ax, {"": (ratios, range(len(ratios)))}, "norm of its hidden state over the others'", "", [1], False)
     if ratios[top] > 3:
         channel, value, _ = places[top]["channels"][0]
         ax.annotate(f"channel {channel}: {number(value)}", (ratios[top], top), xytext=(-8, -12), ha="right",
@@ -270,7 +269,7 @@ def draw_stream(ax, places):
     ax.set_xlim(min(0.5, 0.8 * min(ratios)), max(3, 1.3 * ratios[top]))
     ax.set_ylim(len(ratios) - 0.5, -0.5)        # the embeddings are on top
     ax.set_yticks(range(len(ratios)), [*range(len(ratios) - 1), "end"], fontsize=7)
-    frame(ax, "norm of its hidden state over the others'", ylabel="enters layer")
+    ax.set_ylabel("enters layer")
 
 
 def draw_lengths(ax, lines):

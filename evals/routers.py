@@ -26,14 +26,7 @@ from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
 from evals.instrument import (
-    WITH_TRAIN_ARGS,
-    batches,
-    mean_and_error,
-    table,
-    train_if_missing,
-    whole_numbers,
-    window_batches,
-)
+    WITH_TRAIN_ARGS, batches, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
 from evals.pictures import figure_of, frame, line_panel
 from model import GPT
