@@ -63,12 +63,8 @@ TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
 RECIPES = {                                     # {name: flags of train.py}, besides attention.ATTENTIONS
     "blind": "--attn=window --window=1",        # softmax whose rows see themselves alone: the lab without attention
     # positions (when sinks emerge, table 3), and norms
-    "learned": "--attn=softmax --pos=learned",
-    "rope": "--attn=softmax --pos=rope",
-    "sinusoidal": "--attn=softmax --pos=sinusoidal",
-    "alibi": "--attn=softmax --pos=alibi",
+    **{pos: f"--attn=softmax --pos={pos}" for pos in ("learned", "rope", "sinusoidal", "alibi", "t5", "rope+bias")},
     "no-positions": "--attn=softmax --pos=none",
-    "t5": "--attn=softmax --pos=t5",
     "t5-index": "--attn=softmax --pos=t5_index",
     "alibi-learned": "--attn=softmax --pos=alibi --attn_args=learn_alibi=1",
     "sink-rope": "--attn=sink --pos=rope",
@@ -79,7 +75,6 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "outnorm-qknorm": "--attn=softmax --norm_place=out --qk_norm=all",          # as in OLMo 2
     # the lazy family, one part at a time
     "elastic-rope": "--attn=elastic --pos=rope",
-    "rope+bias": "--attn=softmax --pos=rope+bias",
     # a sink logit that learns 30 times as fast; a bias key whose value has a fixed norm, in all channels or in one
     "sink-x30": "--attn=sink --head_lr=30",
     **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},

@@ -184,7 +184,13 @@ def tell(args, found):
         bias, shown = numbers["distance_bias"], numbers["figures"]
         meant |= {name: MEANINGS[name] for name in shown if name in MEANINGS}
         texts += [place] if len(found) > 1 else []
-        texts += [figure_table(name, **figure) for name, figure in shown.items()]
+        for name, figure in shown.items():      # layers (down) by heads (across); one column if all heads share it
+            heads = len(figure["now"][0])
+            header = [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
+            rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if heads > 1 else []), fmean(first)]
+                    for layer, (values, first) in enumerate(zip(figure["now"], figure["start"], strict=True))]
+            texts.append(f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
+                         + table(rows, ["layer", *header, "at first"]))
         texts += [bias_table(**bias)] if bias else []
         if not shown and not bias:
             texts.append(f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at "
@@ -192,16 +198,6 @@ def tell(args, found):
     if any(numbers["distance_bias"] for numbers in found.values()):
         meant |= BIAS
     return "\n\n".join(texts + ([legend(meant)] if meant else []))
-
-
-def figure_table(name, now, start, learned=True):
-    """A table of layers (down) by heads (across), with the mean and the standard deviation over heads, and the initial
-    mean. One column if all heads share the figure."""
-    heads, several = len(now[0]), len(now[0]) > 1
-    header = ["layer", *(f"head {h}" for h in range(heads)), "mean", "deviation"] if several else ["layer", "value"]
-    rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if several else []), fmean(first)]
-            for layer, (values, first) in enumerate(zip(now, start, strict=True))]
-    return f"{name}{'' if learned else ' (kept as it was)'}\n{table(rows, [*header, 'at first'])}"
 
 
 def bias_table(now, start):
@@ -239,19 +235,14 @@ def draw(path, found):
                 ax.figure.colorbar(image, ax=ax, label="change")
                 ax.set_title(f"{name} ({fmean(map(fmean, figure['start'])):.3g} at first)", fontsize=10)
             if numbers["distance_bias"]:
-                draw_bias(row[len(numbers["figures"])], np.array(numbers["distance_bias"]["now"]))
+                ax, layers = row[len(numbers["figures"])], np.array(numbers["distance_bias"]["now"])
+                ax.set_axis_on()
+                for layer, curves in enumerate(layers):                 # (heads, W)
+                    colour = (0.1, 0.2 + 0.6 * layer / len(layers), 0.6)
+                    ax.plot(curves.T, color=colour, linewidth=0.5)
+                    ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
+                ax.set_xscale("symlog", linthresh=1)                    # includes distance 0
+                ax.legend(frameon=False, fontsize=6)
+                frame(ax, "bias on the score", "distance")
             if len(found) > 1:
                 row[0].set_title(f"{Path(place).name}: {row[0].get_title()}", fontsize=10)
-
-
-def draw_bias(ax, now):
-    """Draw the biases now (layers, heads, W)."""
-    ax.set_axis_on()
-    ax.axhline(0, color="0.7", linewidth=0.8)
-    for layer, curves in enumerate(now):
-        colour = (0.1, 0.2 + 0.6 * layer / len(now), 0.6)
-        ax.plot(curves.T, color=colour, linewidth=0.5)
-        ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
-    ax.set_xscale("symlog", linthresh=1)        # includes distance 0
-    ax.legend(frameon=False, fontsize=6)
-    frame(ax, "bias on the score", "distance")

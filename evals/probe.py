@@ -11,7 +11,7 @@ import torch
 from common.flags import at_least, knob
 from evals.instrument import Windows, first_line, legend, table, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
-from evals.pictures import GREY, SHARES, figure_of, heat_map, line_panel, powers_of_two
+from evals.pictures import SHARES, figure_of, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
 
 TOP = {"top": "the largest sink among the heads of the layer, and its head"}
@@ -181,9 +181,13 @@ def tables(found, heads, layer):
     names = [*map(str, range(len(layers))), "end"]          # the last line is the stream after the last layer
     rows = [[name, *stream_row(place)] for name, place in zip(names, found["stream"], strict=True)]
     yield "stream", table(rows, ["layer", *STREAM]), STREAM
-    if layer >= 0:
-        title = f"layer {layer} by position, means over sequences and heads"
-        yield "", f"{title}\n{position_table(found['stream'][layer])}", {}
+    if layer >= 0:                              # as Lazy Attention prints them (2601.00919, tables 4 to 7)
+        place = found["stream"][layer]
+        rows = [[str(i), *row] for i, row in enumerate(zip(*place["positions"].values(), strict=True))]
+        rows += [["rest", *(place[name][1] for name in place["positions"])]]
+        cells = [[name, *(None if value is None else f"{value:.4g}" for value in row)] for name, *row in rows]
+        yield "", (f"layer {layer} by position, means over sequences and heads\n"
+                   + table(cells, ["position", *place["positions"]])), {}
 
 
 def measures_table(first, lines, meanings):
@@ -222,20 +226,12 @@ def number(value):
     return "-" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def position_table(place):
-    """Norms and variances by position, as Lazy Attention prints them (2601.00919, tables 4 to 7)."""
-    rows = {str(i): row for i, row in enumerate(zip(*place["positions"].values(), strict=True))}
-    rows["rest"] = [place[name][1] for name in place["positions"]]
-    cells = [[name, *(None if value is None else f"{value:.4g}" for value in row)] for name, row in rows.items()]
-    return table(cells, ["position", *place["positions"]])
-
-
 # --------------------------------------------------------------------------------------------------------- the picture
 
 
 def draw(path, found):
     """Draw a row for each run: MAPS of layers (down) by heads (across) with a number in every cell, the first token in
-    the stream, and with --lengths share and dispersion by length."""
+    the stream, and with --lengths share, dispersion and the share of an even spread by length."""
     layers = max(len(numbers["layers"]) for numbers in found.values())
     heads = max(len(numbers["layers"][0]["sink"]) for numbers in found.values())
     curves = 1 + any("lengths" in numbers for numbers in found.values())
@@ -248,7 +244,13 @@ def draw(path, found):
                 ax.set_title(title, fontsize=10)
             draw_stream(row[len(MAPS)], numbers["stream"])
             if "lengths" in numbers:
-                draw_lengths(row[-1], numbers["lengths"])
+                lines = numbers["lengths"]
+                lengths = [line["length"] for line in lines]
+                line_panel(row[-1], {name: (lengths, [line[name] for line in lines])
+                                     for name in ("share", "dispersion", "uniform")},
+                           "by length, means over heads", "tokens of a window")
+                powers_of_two(row[-1].xaxis)
+                row[-1].set_ylim(0, 1.03)
             if len(found) > 1:
                 row[0].set_ylabel(f"{place}\nlayer")
 
@@ -270,13 +272,3 @@ def draw_stream(ax, places):
     ax.set_ylim(len(ratios) - 0.5, -0.5)        # the embeddings are on top
     ax.set_yticks(range(len(ratios)), [*range(len(ratios) - 1), "end"], fontsize=7)
     ax.set_ylabel("enters layer")
-
-
-def draw_lengths(ax, lines):
-    """Draw dispersion, the first token's share, and an even share, by length."""
-    lengths = [line["length"] for line in lines]
-    ax.plot(lengths, [line["uniform"] for line in lines], "--", color=GREY, label="even share", zorder=3)
-    line_panel(ax, {name: (lengths, [line[name] for line in lines]) for name in ("share", "dispersion")},
-               "by length, means over heads", "tokens of a window")
-    powers_of_two(ax.xaxis)
-    ax.set_ylim(0, 1.03)

@@ -26,7 +26,7 @@ from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
 from evals.instrument import (
-    WITH_TRAIN_ARGS, batches, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
+    WITH_TRAIN_ARGS, batches, legend, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
 from evals.pictures import figure_of, frame, line_panel
 from model import GPT
@@ -195,35 +195,33 @@ def router(args, run, name, value):
 
 
 def tell(args, found):
-    return "\n\n".join((f"{place}\n\n" if len(found) > 1 else "")
-                       + (sweep_text(numbers) if "sweep" in numbers else forms_text(numbers))
+    """A table for each run: a row for each length and form, or for each trained router."""
+    return "\n\n".join((f"{place}\n\n" if len(found) > 1 else "") + text_of(numbers)
                        for place, numbers in found.items())
 
 
-def forms_text(numbers):
+def text_of(numbers):
+    if "sweep" in numbers:
+        rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
+                for name, rows in numbers["sweep"].items() for row in rows]
+        header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
+        return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
+                f"perplexity on {numbers['split']}\n\n{table(rows, header)}")
     rows = [[str(part["length"]), form, *(figures[key] for key in (
         "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
         for part in numbers["lengths"] for form, figures in part["forms"].items()]
     windows = sorted({part["windows"] for part in numbers["lengths"]})
+    meanings = {
+        "full": "softmax attention of the same weights, all pairs",
+        "window": f"the same, only pairs less than {numbers['window']} apart",
+        "soft": "gates from 0 to 1, as in training",
+        "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
+        "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
+        "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
+        "speed": "of the whole model on one window, relative to full"}
     return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
             f"{numbers['training_length']} tokens\n\n"
-            + table(rows, ["length", "form", "loss", "+-", "more", "+-", "perplexity", "kept", "speed"]) +
-            "\n\n  full  softmax attention of the same weights, all pairs\n"
-            f"window  the same, only pairs less than {numbers['window']} apart\n"
-            "  soft  gates from 0 to 1, as in training\n"
-            f"   k=k  a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens\n"
-            "  more  loss than full attention, on the same windows; +- is a standard error over the windows\n"
-            f"  kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
-            " speed  of the whole model on one window, relative to full")
-
-
-def sweep_text(numbers):
-    rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
-            for name, rows in numbers["sweep"].items() for row in rows]
-    return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
-            f"perplexity on {numbers['split']}\n\n"
-            + table(rows, ["knob", "value", "parameters", "full", "soft", "k=2", "kept", "dominance", "evenness",
-                           "confidence"]))
+            + table(rows, "length form loss +- more +- perplexity kept speed".split()) + f"\n\n{legend(meanings)}")
 
 
 def draw(path, found):
