@@ -12,6 +12,7 @@ from evals.instrument import instead, progress, table
 from evals.loss import token_losses
 from evals.pictures import frame
 
+
 def unchanged(attend, layer, module, *inputs):
     """Attention without a change."""
     return attend(*inputs)

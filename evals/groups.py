@@ -195,11 +195,10 @@ def longest_pairs(texts, g, local, top):
 
 def tell(args, found):
     """For one run: a line for each layer, then the tokens of one layer's groups. For several runs: a line for each."""
-    several = len(found) > 1
+    several, (numbers, *_) = len(found) > 1, found.values()
     if several:
         lines = {Path(place).name: numbers["mean"] for place, numbers in found.items()}
     else:
-        numbers, = found.values()
         lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
     lines = {name: {measure: line[measure] for measure in MEASURES if measure in line and measure != "kept"}
              | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
@@ -228,38 +227,28 @@ def in_words(shown):
 def draw(path, found):
     """Draw three panels for each run: each group's share of tokens, by layer; the measures, by layer; and the pairs of
     the first window that may attend, by the groups of one layer."""
-    with figure_of(path, [4.1] * len(found), [4, 5, 4]) as axes:
-        for row, (place, numbers) in zip(axes, found.items(), strict=True):
-            draw_shares(row[0], numbers, Path(place).name)
-            draw_measures(row[1], numbers)
-            draw_passage(row[2], numbers)
-
-
-def draw_shares(ax, numbers, name):
-    """Draw a bar for each layer, divided into its groups, the largest first."""
-    shares = np.sort([layer["shares"] for layer in numbers["layers"]])[:, ::-1]
-    ends = shares.cumsum(1)
-    for group in range(numbers["groups"]):
-        ax.barh(range(len(shares)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
-                color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
-        ax.axvline(group / numbers["groups"], color="black", linestyle=":", linewidth=0.8)
-    ax.set_xlim(0, 1)
-    ax.invert_yaxis()
-    whole_ticks(ax.yaxis)
-    frame(ax, f"{name}: tokens by group (dotted: equal groups)", "share of tokens, the largest group first", "layer")
-
-
-def draw_measures(ax, numbers):
-    layers = numbers["layers"]
-    lines = {name: [layer[name] for layer in layers] for name in ("dominance", "confidence", "stability")
-             if name in layers[0]}
-    lines |= {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers]
-              for k, mean in numbers["mean"]["kept"].items() if mean is not None and int(k) < numbers["groups"]}
-    curves = {label: (range(len(layers)), values) for label, values in lines.items()}
-    line_panel(ax, curves, "shares, by layer", "layer")
-    ax.set_ylim(0, 1.03)
-    whole_ticks(ax.xaxis)
-    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    with figure_of(path, [4.1] * len(found), [4, 4, 4]) as axes:
+        for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):
+            layers, K = numbers["layers"], numbers["groups"]
+            shares = np.sort([layer["shares"] for layer in layers])[:, ::-1]        # (layers, K), the largest first
+            ends = shares.cumsum(1)
+            for group in range(K):
+                left.barh(range(len(layers)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
+                          color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
+                left.axvline(group / K, color="black", linestyle=":", linewidth=0.8)
+            left.invert_yaxis()
+            whole_ticks(left.yaxis)
+            frame(left, f"{Path(place).name}: tokens by group (dotted: equal groups)",
+                  "share of tokens, the largest group first", "layer")
+            lines = {name: [layer[name] for layer in layers] for name in ("dominance", "confidence", "stability")
+                     if name in layers[0]}
+            lines |= {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers]
+                      for k, mean in numbers["mean"]["kept"].items() if mean is not None and int(k) < K}
+            curves = {label: (range(len(layers)), values) for label, values in lines.items()}
+            line_panel(middle, curves, "shares, by layer", "layer")
+            middle.set_ylim(0, 1.03)
+            whole_ticks(middle.xaxis)
+            draw_passage(right, numbers)
 
 
 def draw_passage(ax, numbers):
