@@ -44,6 +44,15 @@ MEASURES = {                                    # name: its meaning, printed und
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
+# the sums of Probe behind each measure: over the rows, or one divided by another
+OVER_ROWS = ("sink", "uniform", "share", "row_mass", "extra", "empty_rows", "entropy", "alpha_sink", "sigma2",
+             "importance")
+RATIOS = {
+    "sparsity": ("zeros", "pairs"), "negative": ("negative", "pairs"), "dispersion": ("dispersion", "several"),
+    "sink_eps": ("sink_eps", "sequences"), "extra_eps": ("extra_eps", "sequences"),
+    "value_norm_ratio": ("first_norm", "other_norm"), "sparsity_a": ("zeros_a", "pairs_a"),
+    "sparsity_b": ("zeros_b", "pairs_b"), "alpha_local": ("alpha_local", "full"), "importance": ("gate", "rows")}
+
 
 class Probe:
     """Sums of one layer's measures, per head, over the queries of all sequences that it sees.
@@ -125,28 +134,14 @@ class Probe:
 
     def result(self):
         """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
-        s, rows = self.sums, self.sums["rows"]
-        mean = {name: s[name] / rows for name in ("sink", "uniform", "share", "row_mass", "extra", "empty_rows",
-                                                  "entropy", "alpha_sink", "sigma2", "importance") if name in s}
-        found = mean | self.peaks | {
-            # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
-            "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
-            "density": mean["row_mass"] - mean["sink"],
-            "sparsity": s["zeros"] / s["pairs"],
-            "negative": s["negative"] / s["pairs"],
-            "dispersion": s["dispersion"] / s["several"],
-            "dead_heads": (s["empty_rows"] == rows).double(),
-            "sink_eps": s["sink_eps"] / s["sequences"],
-            "value_norm_ratio": s["first_norm"] / s["other_norm"]}
-        if "extra_eps" in s:
-            found["extra_eps"] = s["extra_eps"] / s["sequences"]
-        if "zeros_a" in s:
-            found |= {f"sparsity_{view}": s[f"zeros_{view}"] / s[f"pairs_{view}"] for view in "ab"}
-        if self.local:
-            found["alpha_local"] = s["alpha_local"] / s["full"]
-        if "gate" in s:
-            found["importance"] = s["gate"] / rows
-        return dict.fromkeys(MEASURES, torch.full_like(rows, torch.nan)) | found
+        s = self.sums
+        found = {name: s[name] / s["rows"] for name in OVER_ROWS if name in s} | self.peaks
+        found |= {name: s[top] / s[bottom] for name, (top, bottom) in RATIOS.items() if top in s}
+        found |= {"density": found["row_mass"] - found["sink"],
+                  # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
+                  "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
+                  "dead_heads": (s["empty_rows"] == s["rows"]).double()}
+        return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found
 
 
 def rows_of(module, blocks):

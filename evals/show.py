@@ -53,7 +53,7 @@ class Show:
     json: bool = knob(False, "print JSON instead of a page")
 
 
-def command(args, run=None):
+def command(args, run):
     """A recipe as one page: axes, PyTorch, Triton, learned parameters, and where the code is."""
     meta = read_run(args.out_dir)[0] if args.out_dir else None
     page = page_of(args.recipe, meta)
@@ -104,18 +104,17 @@ class Page:
 
     def about(self):
         """The sizes of the model around this layer, and the origin of its weights."""
-        fields = {field.name: field for field in dataclasses.fields(self.config)}
+        meanings = {field.name: field.metadata["help"] for field in dataclasses.fields(self.config)}
         lines = []
         for name, value in self.sizes.items():
             value = f"{value:.10g}" if isinstance(value, float) else str(value) or "none"
-            lines.append(f"{name:12} {value:10} {re.split('[;:] ', fields[name].metadata['help'])[0]}")
-        given, knobs = self.meta.get("source"), self.meta["knobs"]
+            lines.append(f"{name:12} {value:10} {re.split('[;:] ', meanings[name])[0]}")
+        knobs, given = self.meta["knobs"], self.meta.get("source")
+        origin = f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
         if given:
-            taught = ", instruction-tuned" if given["instruction_tuned"] else ""
-            origin = (f"{given['name']}, from {given['from']}, in {given['precision']}{taught}; "
+            origin = (f"{given['name']}, from {given['from']}, in {given['precision']}"
+                      f"{', instruction-tuned' if given['instruction_tuned'] else ''}; "
                       f"licence: {given['licence'] or 'not stated'}")
-        else:
-            origin = f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
         return "\n".join([*lines, textwrap.fill(f"{'weights':12} {origin}", WIDTH, subsequent_indent=" " * 13)])
 
     def choices(self):
@@ -189,10 +188,10 @@ def called(function):
     return [deeper for other in others if other is not function for deeper in (other, *called(other))]
 
 
-def source(function, title=None):
+def source(function, title=""):
     """A function's place and source."""
-    head = f"# {place(function)}" + (f"    ({title})" if title else "")
-    return head + "\n" + textwrap.dedent(inspect.getsource(getattr(function, "fn", function))).rstrip()
+    code = textwrap.dedent(inspect.getsource(getattr(function, "fn", function))).rstrip()
+    return f"# {place(function)}{title and f'    ({title})'}\n{code}"
 
 
 def place(function):
