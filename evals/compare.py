@@ -153,10 +153,8 @@ def mean_and_deviation(group, column):
 
 def cell(column, group):
     mean, deviation = mean_and_deviation(group, column)
-    if mean is None:
-        return "-"
-    spread = "" if deviation is None or column in COSTS else f" ± {COLUMNS[column].format(deviation)}"
-    return COLUMNS[column].format(mean) + spread
+    shown = [mean] if deviation is None or column in COSTS else [mean, deviation]
+    return "-" if mean is None else " ± ".join(map(COLUMNS[column].format, shown))
 
 
 def mark(rows, columns, md):

@@ -54,8 +54,12 @@ def command(args, run):
     if max(args.local, args.other + 1) > T:
         raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "
                          "lower them, or raise --length")
-    rows, *elsewhere = (all_windows(args, run, dataset, T) for dataset in (run.dataset, args.against) if dataset)
-    maps, *there = (measure(run.model, some, run.machine, args.batch_size, args.local) for some in (rows, *elsewhere))
+    windows = []                                # of the run's data set, and of --against: (N, T + 1)
+    for folder, meta in [run.data, *([run.data_of(args.against)] if args.against else [])]:
+        windows += window_batches(run.model, tokens.Tokens(folder, args.split), run.machine, T, args.windows,
+                                  args.windows, meta.get("stride", 1))
+    rows, (maps, *there) = windows[0], [measure(run.model, some, run.machine, args.batch_size, args.local)
+                                        for some in windows]
     numbers = run.reads(args.split, len(rows), T) | {"local": args.local} | summary(maps, args)
     if args.against:
         numbers["against"] = compared(maps["alpha_sink"], there[0]["alpha_sink"], Path(args.against).name)
@@ -65,14 +69,6 @@ def command(args, run):
         numbers["cost"] = costs(things, run.model, rows, run.machine, args.batch_size) | {
             "threshold": args.threshold, "dormant": numbers["dormant"]}
     return numbers, tell(args, {"": numbers})
-
-
-def all_windows(args, run, dataset, T):
-    """The fixed windows of a data set, (N, T + 1)."""
-    folder, meta = run.data_of(dataset)
-    rows, = window_batches(run.model, tokens.Tokens(folder, args.split), run.machine, T, args.windows, args.windows,
-                           meta.get("stride", 1))
-    return rows
 
 
 def measure(model, rows, machine, batch_size, local):

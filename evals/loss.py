@@ -29,14 +29,12 @@ def command(args, run):
 
 
 @torch.no_grad()
-def mean_loss(model, split, machine, count, batch_size, stride=1, length=0, bar=False, share=True):
-    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. length: tokens of a window,
-    0 for block_size. bar: show the progress. share: the ranks share the windows. A sharded model needs all ranks for
-    each pass, so there every rank reads every window."""
-    training, T = model.training, length or model.config.block_size
+def mean_loss(model, split, machine, count, batch_size, stride=1, share=True):
+    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share: the ranks share the
+    windows. A sharded model needs all ranks for each pass, so there every rank reads every window."""
+    training, total, seen = model.training, 0.0, 0
     model.eval()                                # no dropout; train.py calls this between two steps
-    total, seen = 0.0, 0
-    for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar, share):
+    for rows in window_batches(model, split, machine, model.config.block_size, count, batch_size, stride, share=share):
         with machine.autocast():                # a mean over B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
         seen += len(rows)
