@@ -56,9 +56,6 @@ def output_zeroed(chosen):
     return change
 
 
-# ---------------------------------------------------------------------------------------------------- and their costs
-
-
 def ablations(alpha_sink, threshold, prune, other, draws, seed):
     """The rows of the table, [(what is removed, in which heads, their number, [changes])]. Several changes are random
     draws of heads; the row shows their mean. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.

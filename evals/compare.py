@@ -117,9 +117,6 @@ def groups_of(found):
     return named
 
 
-# ------------------------------------------------------------------------------------------ the table and the picture
-
-
 def tell(args, found):
     """One row for each recipe, the best first. The best and the second best loss are marked. Below: the meaning of the
     marks, and whether seeds separate the two."""

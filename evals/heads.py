@@ -113,9 +113,6 @@ def compared(here, there, dataset):
             "correlation": correlation(here, there), "mean_difference": (here - there).abs().mean().item()}
 
 
-# -------------------------------------------------------------------------------------------------- text and a picture
-
-
 def tell(args, found):
     """For one run, a row for each layer. Then a line for each figure over all heads, with a column for each run, and
     the costs of each run."""

@@ -173,12 +173,12 @@ class OpenedRun:
         return found
 
     def reads(self, split, windows, length):
-        """A description of the data that an instrument read, with the same names in all instruments' numbers."""
+        """What an instrument read, with the same names in all instruments' numbers."""
         return {"dataset": self.dataset, "split": split, "windows": windows, "length": length}
 
 
 def first_line(reads):
-    """`OpenedRun.reads` as the first line of a text."""
+    """The first line of a text: what an instrument read, from its numbers."""
     return f"{reads['windows']} windows of {reads['length']} tokens of {reads['dataset']} ({reads['split']})"
 
 

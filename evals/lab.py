@@ -71,9 +71,8 @@ def command(args, run):
             metas[what].append(train_if_missing(folder_of(name, seed, args.out_dir), flags, WITH_TRAIN_ARGS))
     runs = {what: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
             for what, group in metas.items()}
-    first = next(iter(metas.values()))[0]
-    numbers = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"],
-               "runs": runs}
+    about = {key: next(iter(metas.values()))[0][key] for key in ("machine", "versions")}
+    numbers = {"flags": dataclasses.asdict(args), **about, "runs": runs}
     # only a whole lab may replace the committed results
     whole = set(recipes) == set(recipe_names("all")) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"

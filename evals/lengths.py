@@ -116,9 +116,6 @@ def finetune_flags(run, length, steps):
     return [f"--{name}={shown(value)}" for name, value in flags.items()]
 
 
-# ------------------------------------------------------------------------------------------------- text and a picture
-
-
 def tell(args, found):
     """A table with a row for each run and length; then the losses by position in the longest windows, bin by bin, with
     a column for each run."""

@@ -36,11 +36,8 @@ STREAM = {                                      # columns of the second table
     "spread": "largest distance of a hidden state from the first, over their mean norm",
 }
 
-MAPS = {                                        # {measure: title} of the picture
-    "sink": "weight on the first token",
-    "value_norm_ratio": "norm of its value over the others'",
-    "dispersion": "entropy of the rows over log n",
-}
+MAPS = {"sink": "weight on the first token", "value_norm_ratio": "norm of its value over the others'",
+        "dispersion": "entropy of the rows over log n"}                 # {measure: title} of the picture
 
 
 @dataclass
@@ -142,7 +139,7 @@ def known(value):
     return None if math.isnan(value) else value
 
 
-# ---------------------------------------------------------------------------------------------------------- the tables
+# ------------------------------------------------------------------------------------------- the tables, the picture
 
 
 def tell(args, found):
@@ -224,9 +221,6 @@ def stream_row(place):
 def number(value):
     """A number with two decimals, or without decimals from 100 on; a dash for None."""
     return "-" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-# --------------------------------------------------------------------------------------------------------- the picture
 
 
 def draw(path, found):

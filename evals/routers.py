@@ -78,9 +78,6 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-# --------------------------------------------------------------------------------------- one run, in all of its forms
-
-
 def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its figures}}]}."""
     groups.check(run.model, run.out_dir)
@@ -139,9 +136,6 @@ def at_length(args, run, forms, T):
                        "perplexity": math.exp(min(loss, 700)), "kept": mean["kept"].get(str(k)),
                        "speed": seconds["full"] / seconds[form], "losses": losses[form]}
     return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
-
-
-# ------------------------------------------------------------------------------------ routers with other knobs, trained
 
 
 def swept(args, run):
