@@ -58,15 +58,15 @@ def command(args, run):
     for folder, meta in [run.data, *([run.data_of(args.against)] if args.against else [])]:
         windows += window_batches(run.model, tokens.Tokens(folder, args.split), run.machine, T, args.windows,
                                   args.windows, meta.get("stride", 1))
-    rows, (maps, *there) = windows[0], [measure(run.model, some, run.machine, args.batch_size, args.local)
-                                        for some in windows]
+    maps, *there = [measure(run.model, rows, run.machine, args.batch_size, args.local) for rows in windows]
+    rows = windows[0]
     numbers = run.reads(args.split, len(rows), T) | {"local": args.local} | summary(maps, args)
     if args.against:
         numbers["against"] = compared(maps["alpha_sink"], there[0]["alpha_sink"], Path(args.against).name)
     if args.cost:
-        things = ablations(maps["alpha_sink"], args.threshold, whole_numbers(args.prune), args.other, args.draws,
-                           args.seed)
-        numbers["cost"] = costs(things, run.model, rows, run.machine, args.batch_size) | {
+        removed = ablations(maps["alpha_sink"], args.threshold, whole_numbers(args.prune), args.other, args.draws,
+                            args.seed)
+        numbers["cost"] = costs(removed, run.model, rows, run.machine, args.batch_size) | {
             "threshold": args.threshold, "dormant": numbers["dormant"]}
     return numbers, tell(args, {"": numbers})
 
