@@ -12,6 +12,7 @@ import difflib
 import inspect
 import math
 from functools import partial
+from typing import get_type_hints
 
 # ------------------------------------------------------------------------------------------------ from knobs to flags
 
@@ -28,7 +29,7 @@ def add_flags(parser, *groups):
     for group in groups:
         title = (inspect.getdoc(group) or "").split(". ")[0]            # the first sentence
         section = parser.add_argument_group(title)
-        types = inspect.get_annotations(group, eval_str=True)
+        types = get_type_hints(group)
         for field in dataclasses.fields(group):
             kind = types[field.name]
             kind = {int | None: int, str | None: str}.get(kind, kind)   # an axis: None lets the recipe decide
@@ -117,7 +118,7 @@ def given_flags(args, *groups):
 def fields_of(group, values):
     """The entries of a dict that are fields of a dataclass. Raises ValueError if one has another type than its field,
     as in a damaged meta.json."""
-    types = inspect.get_annotations(group, eval_str=True)
+    types = get_type_hints(group)
     found = {name: value for name, value in values.items() if name in types}
     for name, value in found.items():
         if not isinstance(value, types[name] | int if types[name] is float else types[name]):

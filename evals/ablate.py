@@ -5,15 +5,12 @@ An ablation changes the inputs or the output of a layer's `attend`; `instead` pu
 The first token is the first of the sequence, even if the sink is an extra key.
 """
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from evals.instrument import instead, progress, table
 from evals.loss import token_losses
 from evals.pictures import frame
-
-# ------------------------------------------------------------------------------------------------------------ changes
 
 
 def unchanged(attend, layer, module, *inputs):
@@ -51,9 +48,6 @@ def value_zeroed(chosen, place=0, to_itself=True):
     return change
 
 
-as_later_rows_see_it = partial(value_zeroed, to_itself=False)
-
-
 def output_zeroed(chosen):
     """Attention in which the chosen heads output 0, after any norm and gate."""
     def change(attend, layer, module, *inputs):
@@ -62,19 +56,9 @@ def output_zeroed(chosen):
     return change
 
 
-# ---------------------------------------------------------------------------------------------------- and their costs
-
-
-class Ablation(NamedTuple):
-    """One row of the table. Several changes are random draws of heads, and the row shows their mean."""
-    what: str
-    where: str
-    heads: int                                  # the number of heads that it changes
-    changes: list
-
-
 def ablations(alpha_sink, threshold, prune, other, draws, seed):
-    """The rows of the table, [Ablation]. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.
+    """The rows of the table, [(what is removed, in which heads, their number, [changes])]. Several changes are random
+    draws of heads; the row shows their mean. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.
 
     threshold: a head with a larger alpha_sink is dormant. prune: percentages of heads. other: a token whose value is
     zeroed for comparison. draws, seed: number of random draws of heads, and their seed.
@@ -82,49 +66,39 @@ def ablations(alpha_sink, threshold, prune, other, draws, seed):
     Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its appendix A.5, after
     Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so only later rows read the zero. We added
     the random heads and the heads with the least weight on the sink."""
-    every = torch.ones_like(alpha_sink, dtype=torch.bool)
-    found = [Ablation("first key hidden", "all heads", every.numel(), [key_hidden]),
-             Ablation(f"value at {other} zero", "all heads", every.numel(), [as_later_rows_see_it(every, other)]),
-             Ablation("first value zero", "all heads", every.numel(), [as_later_rows_see_it(every)]),
-             Ablation("and also in its own row", "all heads", every.numel(), [value_zeroed(every)])]
+    every, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
+    in_cache = partial(value_zeroed, to_itself=False)
+    found = [("first key hidden", "all heads", total, [key_hidden]),
+             (f"value at {other} zero", "all heads", total, [in_cache(every, other)]),
+             ("first value zero", "all heads", total, [in_cache(every)]),
+             ("and also in its own row", "all heads", total, [value_zeroed(every)])]
     dormant = int((alpha_sink > threshold).sum())
-    counts = [("first value zero", as_later_rows_see_it, dormant)] if dormant else []
-    counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * every.numel())) for percent in prune]
+    counts = [("first value zero", in_cache, dormant)] if dormant else []
+    counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total)) for percent in prune]
     for what, change, count in counts:
-        choices = picked(alpha_sink, count, draws, seed)
-        if change is output_zeroed:
-            choices |= picked_in_layers(alpha_sink, count)
-        found += [Ablation(what, where, count, [change(chosen) for chosen in picks])
-                  for where, picks in choices.items()]
+        choices = picked(alpha_sink, count, draws, seed, in_layers=change is output_zeroed)
+        found += [(what, where, count, [change(chosen) for chosen in picks]) for where, picks in choices.items()]
     return found
 
 
-def picked(alpha_sink, count, draws, seed):
+def picked(alpha_sink, count, draws, seed, in_layers=False):
     """Choose `count` heads in three ways: those with the most weight on the sink, random heads (several draws), and
-    those with the least weight. Returns {where: [chosen, ...]}."""
-    order = alpha_sink.flatten().argsort(descending=True, stable=True).cpu()
-    dice = torch.Generator().manual_seed(seed)
+    those with the least weight. Returns {where: [mask `chosen`, ...]}.
+
+    in_layers: also choose them spread evenly over the layers, in each layer those with the most or the least weight. A
+    remainder goes to the layers whose next head has the most or the least. (Without the spread, the heads with the
+    least weight may fill whole layers. Then their depth matters more than their sink.)"""
+    alpha, dice = alpha_sink.cpu(), torch.Generator().manual_seed(seed)
+    order = alpha.flatten().argsort(descending=True, stable=True)
     orders = {"most sink": [order], "random": [torch.randperm(len(order), generator=dice) for _ in range(draws)],
               "least sink": [order.flip(0)]}
-    return {where: [the_first(count, ids, alpha_sink) for ids in several] for where, several in orders.items()}
-
-
-def picked_in_layers(alpha_sink, count):
-    """Choose `count` heads spread evenly over the layers: in each layer those with the most or the least weight on the
-    sink. A remainder goes to the layers whose next head has the most or the least. (Without the spread, the heads with
-    the least weight may fill whole layers. Then their depth matters more than their sink.)"""
-    found = {}
-    for where, values in (("most sink", alpha_sink.cpu()), ("least sink", -alpha_sink.cpu())):
+    for where, values in (("most sink", alpha), ("least sink", -alpha)) if in_layers else ():
         rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()     # 0: first in its layer
         order = values.flatten().argsort(descending=True, stable=True)
-        order = order[rank[order].argsort(stable=True)]                 # by rank, then by value
-        found[f"{where} of each layer"] = [the_first(count, order, alpha_sink)]
-    return found
-
-
-def the_first(count, order, alpha_sink):
-    """The mask `chosen` that selects the first `count` heads of an order."""
-    return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[:count], True).view_as(alpha_sink)
+        orders[f"{where} of each layer"] = [order[rank[order].argsort(stable=True)]]    # by rank, then by value
+    none = torch.zeros(alpha.numel(), dtype=torch.bool)
+    return {where: [none.index_fill(0, order[:count], True).view_as(alpha) for order in several]
+            for where, several in orders.items()}
 
 
 def costs(found, model, rows, machine, batch_size):
@@ -134,13 +108,13 @@ def costs(found, model, rows, machine, batch_size):
     standard_error: of the mean difference over the windows, None for one window. over_draws: standard deviation of the
     loss over the draws, None for one draw."""
     before = window_losses(unchanged, model, rows, machine, batch_size)
-    jobs = [(number, change) for number, ablation in enumerate(found) for change in ablation.changes]
+    jobs = [(number, change) for number, (*_, changes) in enumerate(found) for change in changes]
     added = [[] for _ in found]                 # for each ablation, the costs (N,) of each of its changes
     for number, change in progress(jobs, machine.main):
         added[number].append(window_losses(change, model, rows, machine, batch_size) - before)
     return {"loss": before.mean().item(), "changes": [
-        {"what": ablation.what, "where": ablation.where, "heads": ablation.heads, **mean_and_errors(torch.stack(more))}
-        for ablation, more in zip(found, added, strict=True)]}
+        {"what": what, "where": where, "heads": heads, **mean_and_errors(torch.stack(more))}
+        for (what, where, heads, _), more in zip(found, added, strict=True)]}
 
 
 def mean_and_errors(added):

@@ -12,10 +12,10 @@ import attention
 import mixers
 from common.flags import at_least, knob
 from common.runs import read_run
-from evals.instrument import LENGTH, first_line, legend, markdown, marked, table
+from evals.instrument import Windows, first_line, legend, markdown, marked, table
 from evals.loss import bits_per_byte, loss_and_error
 from evals.measures import MEASURES
-from evals.pictures import frame, pyplot, save_figure
+from evals.pictures import draw_recipes
 from evals.probe import probe
 from model import GPTConfig
 
@@ -29,61 +29,61 @@ PANELS = {                                      # of the picture, {column: title
     "value_norm_ratio": "norm of the first value over the others"}
 
 
+# these may differ between the seeds of one recipe: the seed, and knobs that do not change the numbers
+FREE = ("seed", "out_dir", "preset", "device", "dtype", "kernel", "compile", "eval_interval", "eval_iters",
+        "log_interval")
+
+
 @dataclass
-class Compare:
+class Compare(Windows):
     """Flags of compare"""
-    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(0, "fixed windows for the losses, spread evenly; 0: as many as fit")
     probe_windows: int = knob(16, "fixed windows for the measures of attention")
-    length: int = knob(0, LENGTH)
-    batch_size: int = knob(4, "windows per forward pass")
     md: bool = knob(False, "print the table as markdown")
     anyway: bool = knob(False, "also compare runs with different data, budgets or sizes")
 
     def __post_init__(self):
-        at_least(self, windows=0, probe_windows=1, length=0, batch_size=1)
+        super().__post_init__()
+        at_least(self, probe_windows=1)
 
 
 def command(args, run):
     """Losses, sinks, sizes and costs of several runs in one table; seeds of one recipe become a mean and a deviation.
     Runs with different data, budgets or sizes need --anyway."""
-    split, length = run.split(args.split), run.window(args.length)
+    split, length, config = run.split(args.split), run.window(args.length), run.model.config
     loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, run.stride,
                                           length)
     mean = probe(run.model, split, run.machine, args.probe_windows, args.batch_size, run.stride, length, True)["mean"]
+    knobs = run.meta["knobs"] | asdict(config) | {"init_from": begun_from(run.meta)}        # with --attn and other axes
     numbers = run.reads(args.split, windows, length) | {
-        "probe_windows": args.probe_windows,
-        "attn": run.model.config.attn, "knobs": knobs_of(run), "seed": run.meta["knobs"].get("seed"),
-        "loss": loss, "loss_error": error,
+        "probe_windows": args.probe_windows, "attn": config.attn,
+        "knobs": {name: value for name, value in knobs.items() if name not in FREE},
+        "seed": run.meta["knobs"].get("seed"), "loss": loss, "loss_error": error,
         "perplexity": math.exp(loss), "bits per byte": bits_per_byte(loss, run.data_meta, args.split),
         **{measure: mean[measure] for measure in PROBED}, "uniform": mean["uniform"], "has_weights": run.has_weights,
         "parameters": run.model.num_params(), "tokens": trained_on(run.meta), "seconds": run.meta.get("seconds")}
     return numbers, ""                          # `tell` writes one text for all runs
 
 
-# ------------------------------------------------------------------------------------------- what makes runs comparable
-
-
 def check(args, places):
-    """Raise a ValueError that names the first difference between a run and the first run."""
-    first, *others = [(place, terms_of(read_run(place)[0])) for place in places]
-    for place, terms in others:
-        for name, value in terms.items():
-            if value != first[1][name] and not args.anyway:
-                unknown = [which for which, of in ((first[0], first[1][name]), (place, value)) if of is None]
-                if unknown:
-                    raise ValueError(f"{unknown[0]} was not trained here, so its data and budget are unknown; give "
-                                     "--anyway to compare them all the same")
-                raise ValueError(f"{first[0]} and {place} differ in {name}: {first[1][name]} and {value}; "
-                                 "give --anyway to compare them all the same")
-
-
-def terms_of(meta):
-    """The properties that must be the same in all runs of a table, {name: value}."""
+    """Raise a ValueError that names the first difference between a run and the first run in the properties that must be
+    the same in all runs of a table."""
     sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp", "n_expert", "n_active")
-    return {"training data (hash)": meta.get("data_hash"), "tokenizer": meta.get("tokenizer"),
-            "tokens trained on": trained_on(meta), "--init_from": begun_from(meta),
-            **{name: meta["knobs"].get(name, getattr(GPTConfig, name)) for name in sizes}}
+    terms = {}
+    for place in [] if args.anyway else places:
+        meta = read_run(place)[0]
+        terms[place] = {"training data (hash)": meta.get("data_hash"), "tokenizer": meta.get("tokenizer"),
+                        "tokens trained on": trained_on(meta), "--init_from": begun_from(meta),
+                        **{name: meta["knobs"].get(name, getattr(GPTConfig, name)) for name in sizes}}
+        for name, value in terms[place].items():
+            first = terms[places[0]][name]
+            unknown = places[0] if first is None else place
+            if value != first and None in (value, first):
+                raise ValueError(f"{unknown} was not trained here, so its data and budget are unknown; give --anyway "
+                                 "to compare them all the same")
+            if value != first:
+                raise ValueError(f"{places[0]} and {place} differ in {name}: {first} and {value}; give --anyway to "
+                                 "compare them all the same")
 
 
 def trained_on(meta):
@@ -99,50 +99,44 @@ def begun_from(meta):
     return "scratch" if began == "resume" else began
 
 
-# these may differ between the seeds of one recipe: the seed, and knobs that do not change the numbers
-FREE = ("seed", "out_dir", "preset", "device", "dtype", "kernel", "compile", "eval_interval", "eval_iters",
-        "log_interval")
-
-
-def knobs_of(run):
-    """The knobs that tell one recipe from another, with the overrides of this evaluation: all but FREE."""
-    knobs = run.meta["knobs"] | asdict(run.model.config) | {"init_from": begun_from(run.meta)}
-    return {name: value for name, value in knobs.items() if name not in FREE}
-
-
 def groups_of(found):
-    """The runs of {place: numbers} grouped by recipe, {name of the recipe: [numbers]}."""
+    """The runs of {place: numbers} grouped by recipe: {name: [numbers]}, the best first. The name has the flags that
+    changed the recipe, and those that tell it from other runs with that --attn."""
     groups = {}
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
-    firsts = [group[0] for group in groups.values()]
-    return {marked(name_of(group[0], [other for other in firsts if other["attn"] == group[0]["attn"]]),
-                   group[0]["has_weights"]): group for group in groups.values()}
-
-
-def name_of(numbers, alike):
-    """A recipe's name with the flags that changed it, and the flags that tell it from other runs with that --attn."""
-    knobs, axes = numbers["knobs"], mixers.DEFAULTS | attention.recipe(numbers["attn"]) | {"attn_args": ""}
-    flags = [f"--{name}={value}" for name, value in knobs.items()
-             if any(other["knobs"].get(name) != value for other in alike)
-             or (name in axes and name != "pos" and value != axes[name])]
-    return " ".join([numbers["attn"], *flags])
-
-
-# ------------------------------------------------------------------------------------------------------------ the table
+    named = {}
+    for group in sorted(groups.values(), key=lambda group: mean_and_deviation(group, "loss")[0]):
+        attn, knobs = group[0]["attn"], group[0]["knobs"]
+        alike = [other[0]["knobs"] for other in groups.values() if other[0]["attn"] == attn]
+        axes = mixers.DEFAULTS | attention.recipe(attn) | {"attn_args": ""}
+        flags = [f"--{name}={value}" for name, value in knobs.items()
+                 if any(other.get(name) != value for other in alike)
+                 or (name in axes and name != "pos" and value != axes[name])]
+        named[marked(" ".join([attn, *flags]), group[0]["has_weights"])] = group
+    return named
 
 
 def tell(args, found):
-    """One row for each recipe, the best first. The best and the second best loss are marked."""
-    groups = dict(sorted(groups_of(found).items(), key=lambda item: mean_and_deviation(item[1], "loss")[0]))
-    columns = [column for column in COLUMNS if any(n[column] is not None for group in groups.values() for n in group)]
+    """One row for each recipe, the best first. The best and the second best loss are marked. Below: the meaning of the
+    marks, and whether seeds separate the two."""
+    groups = groups_of(found)
+    columns = [column for column in COLUMNS if any(n[column] is not None for n in found.values())]
     rows = [[name, str(len(group))] + [cell(column, group) for column in columns] for name, group in groups.items()]
     mark(rows, columns, args.md)
     header = ["recipe", "runs", *columns]
-    text = markdown(rows, header) if args.md else table(rows, header)
+    said = [*dict.fromkeys(map(first_line, found.values())), "± is the standard deviation over seeds"]
+    if len(groups) > 1:
+        said[-1] += "" if args.md else "; ** the best, * the second best"
+        first, second, *_ = groups
+        (a, da), (b, db) = (mean_and_deviation(groups[name], "loss") for name in (first, second))
+        if None in (da, db):
+            said.append("one seed says little about small differences: train more with --seed")
+        elif b - a <= 2 * max(da, db):
+            said.append(f"{first} and {second} are closer than two standard deviations: the seeds alone may explain it")
     meant = {name: MEASURES[name] for name in columns if name in PROBED} | {"tokens": "tokens read in training"}
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in meant.items()) if args.md else legend(meant)
-    return "\n".join([text, "", *remarks(groups, args), "", meanings])
+    return "\n".join([(markdown if args.md else table)(rows, header), "", *said, "", meanings])
 
 
 def mean_and_deviation(group, column):
@@ -156,10 +150,8 @@ def mean_and_deviation(group, column):
 
 def cell(column, group):
     mean, deviation = mean_and_deviation(group, column)
-    if mean is None:
-        return "-"
-    spread = "" if deviation is None or column in COSTS else f" ± {COLUMNS[column].format(deviation)}"
-    return COLUMNS[column].format(mean) + spread
+    shown = [mean] if deviation is None or column in COSTS else [mean, deviation]
+    return "-" if mean is None else " ± ".join(map(COLUMNS[column].format, shown))
 
 
 def mark(rows, columns, md):
@@ -171,42 +163,8 @@ def mark(rows, columns, md):
                 row[i] = (first, second, other)[min(place, 2)].format(row[i])
 
 
-def remarks(groups, args):
-    """The lines below the table: the meaning of the marks, and whether seeds separate the best from the second best."""
-    runs = [numbers for group in groups.values() for numbers in group]
-    said = [*dict.fromkeys(map(first_line, runs)), "± is the standard deviation over seeds"]
-    if len(groups) > 1:
-        said[-1] += "" if args.md else "; ** the best, * the second best"
-        (first, (a, da)), (second, (b, db)) = [(name, mean_and_deviation(group, "loss"))
-                                               for name, group in groups.items()][:2]
-        if da is not None and db is not None and b - a <= 2 * max(da, db):
-            said.append(f"{first} and {second} are closer than two standard deviations: the seeds alone may explain it")
-        if da is None or db is None:
-            said.append("one seed says little about small differences: train more with --seed")
-    return said
-
-
-# ---------------------------------------------------------------------------------------------------------- the picture
-
-
 def draw(path, found):
-    """Draw the PANELS side by side, a line for each recipe: a dot for each run, and a bar at their mean. A grey bar in
-    the panel of the sink is the weight of an even spread."""
-    groups = groups_of(found)
-    names = sorted(groups, key=lambda name: -mean_and_deviation(groups[name], "loss")[0])      # the best on top
-    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(13, 1.5 + 0.35 * len(names)), sharey=True)
-    for ax, (column, title) in zip(axes, PANELS.items(), strict=True):
-        for y, name in enumerate(names):
-            ax.plot([numbers[column] for numbers in groups[name]], [y] * len(groups[name]), "o", color="#6baed6")
-            ax.plot(mean_and_deviation(groups[name], column)[0], y, "|", color="#08306b", markersize=18, mew=2.5)
-            if column == "sink":
-                ax.plot(groups[name][0]["uniform"], y, "|", color="0.6", markersize=24, mew=1.5, zorder=0)
-        ax.grid(axis="x", color="0.9")
-        ax.margins(x=0.12)
-        ax.locator_params(axis="x", nbins=4)
-        frame(ax, title)
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].set_ylim(-0.6, len(names) - 0.4)
-    figure.supxlabel("a dot is one run, the bar their mean; grey: an even spread over the keys", fontsize=9)
-    figure.tight_layout(w_pad=2)
-    save_figure(figure, path)
+    """Draw the PANELS side by side, a line for each recipe. The loss begins near that of the best run."""
+    least = min(numbers["loss"] for numbers in found.values())
+    panels = {column: (title, 0.95 * least if column == "loss" else None, None) for column, title in PANELS.items()}
+    draw_recipes(path, groups_of(found), panels, even={"sink": "uniform"})

@@ -4,17 +4,17 @@ clearly tokens belong to them, which tokens they hold, and which and how many di
 A token has a share in every group, and belongs to the group with its largest share. All measures are taken on fixed
 windows, layer by layer. Every layer has its own groups: group 2 of one layer is unrelated to group 2 of another.
 """
+import functools
 import itertools
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from evals.instrument import LENGTH, first_line, legend, table, watch, window_batches
-from evals.pictures import frame, line_panel, pyplot, save_figure, whole_ticks
+from evals.instrument import Windows, batches, first_line, legend, table, watch
+from evals.pictures import figure_of, frame, line_panel, pyplot, whole_ticks
 from mixers.focus import Focus, entropy
 
 MEASURES = {                                    # name: its meaning, printed under the table
@@ -30,37 +30,39 @@ MOST = 4                                        # the largest k for the share of
 
 
 @dataclass
-class Groups:
+class Groups(Windows):
     """Flags of groups"""
-    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window")
-    length: int = knob(0, LENGTH)
-    batch_size: int = knob(4, "windows per forward pass")
     against: str = knob("", "compare groups with this run of the same model, such as an earlier checkpoint")
     layer: int = knob(-1, "layer whose groups are listed, counted from 0; -1: the one with the most even groups")
     top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs")
 
     def __post_init__(self):
-        at_least(self, windows=1, length=0, batch_size=1, layer=-1, top=1)
+        super().__post_init__()
+        at_least(self, layer=-1, top=1)
 
 
 def command(args, run):
     """Show the groups of tokens that Focus has learned, and which distant pairs of tokens they let attend."""
     check(run.model, run.out_dir)
-    T, layers = run.window(args.length), run.model.config.n_layer
-    if args.layer >= layers:
-        raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {layers - 1}")
+    T, config = run.window(args.length), run.model.config
+    if args.layer >= config.n_layer:
+        raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {config.n_layer - 1}")
     seen = look(args, run, run.model, T)
     found = [layer.result() for layer in seen]
     if args.against:
-        other = groups_in(args, run, T, [layer.groups for layer in seen])
-        for layer, one, another in zip(found, seen, other, strict=True):
+        other = run.beside(args.against, {"window": config.window, "topk": config.topk}).model
+        check(other, args.against)
+        theirs, ours = [block.attn.groups for block in other.transformer.h], [layer.groups for layer in seen]
+        if theirs != ours:
+            raise ValueError(f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
+                             f"{run.out_dir} has {ours[0]} in each of {len(ours)}: name another run of the same model")
+        for layer, one, another in zip(found, seen, look(args, run, other, T), strict=True):
             layer["stability"] = agreement(one.labels(), another.labels(), one.groups)
     shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in found]))
     numbers = run.reads(args.split, len(seen[0].labels()), T) | {
-        "groups": seen[0].groups, "window": seen[0].local, "topk": run.model.config.topk, "against": args.against,
-        "mean": mean_of(found), "layers": found,
-        "shown": spelled_out(seen[shown], shown, run, args.top)}
+        "groups": seen[0].groups, "window": seen[0].local, "topk": config.topk, "against": args.against,
+        "mean": mean_of(found), "layers": found, "shown": spelled_out(seen[shown], shown, run.tokenizer, args.top)}
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
@@ -69,9 +71,6 @@ def check(model, out_dir):
     if not isinstance(model.transformer.h[0].attn, Focus):
         raise ValueError(f"{out_dir} has --attn={model.config.attn}, which has no groups: name a run that was "
                          "trained with --attn=focus")
-
-
-# -------------------------------------------------------------------------------------------------- measuring a layer
 
 
 class Layer:
@@ -117,30 +116,14 @@ def distant(T, local, device="cpu"):
 def look(args, run, model, T):
     """Measure every layer of a model on the run's windows of T tokens: a list of Layer."""
     layers = [Layer(block.attn) for block in model.transformer.h]
-
-    def see(idx, layer, module, q, k, v, x, table):
-        layers[layer].see(module.assign(x), idx)
-
-    for rows in window_batches(model, run.split(args.split), run.machine, T, args.windows, args.batch_size, run.stride,
-                               bar=True):
+    for rows in batches(run, args, T):
         idx = rows[:, :-1]                      # (B, T)
-        watch(model, partial(see, idx), idx, run.machine)
+
+        def see(layer, module, q, k, v, x, table, idx=idx):
+            layers[layer].see(module.assign(x), idx)
+
+        watch(model, see, idx, run.machine)
     return layers
-
-
-# ------------------------------------------------------------------------------------------------ against another run
-
-
-def groups_in(args, run, T, groups):
-    """A Layer for each layer of the run --against. Raises ValueError if the numbers of layers or groups differ."""
-    config = run.model.config
-    other = run.beside(args.against, {name: getattr(config, name) for name in ("window", "topk")}).model
-    check(other, args.against)
-    theirs = [block.attn.groups for block in other.transformer.h]
-    if theirs != groups:
-        raise ValueError(f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
-                         f"{run.out_dir} has {groups[0]} in each of {len(groups)}: name another run of the same model")
-    return look(args, run, other, T)
 
 
 def agreement(one, other, K):
@@ -160,41 +143,28 @@ def agreement(one, other, K):
 
 def mean_of(layers):
     """The mean of each measure over layers."""
-    mean = {name: float(np.mean([layer[name] for layer in layers])) for name in MEASURES
-            if name in layers[0] and name != "kept"}
-    kept = {k: None if None in (values := [layer["kept"][k] for layer in layers]) else float(np.mean(values))
-            for k in layers[0]["kept"]}
-    return mean | {"kept": kept}
+    def mean(values):
+        return None if None in values else float(np.mean(values))
+
+    found = {name: mean([layer[name] for layer in layers]) for name in MEASURES
+             if name in layers[0] and name != "kept"}
+    return found | {"kept": {k: mean([layer["kept"][k] for layer in layers]) for k in layers[0]["kept"]}}
 
 
-# ------------------------------------------------------------------------------------------------ one layer's tokens
-
-
-def spelled_out(seen, layer, run, top):
+def spelled_out(seen, layer, tokenizer, top):
     """The texts of a layer's groups. "tokens": the most frequent tokens of each group, [[text, count, share of the
     token's occurrences that are in this group]]. "passage": the group of every token of the first window. "pairs": the
     longest pairs of that window."""
     own, ids = seen.labels().ravel(), np.concatenate(seen.ids).ravel()
-    everywhere, spelling = np.bincount(ids), Spelling(run.tokenizer)
-    common = []
+    everywhere, common = np.bincount(ids), []
+    spelling = functools.cache(lambda i: tokenizer.decode([int(i)]))
     for group in range(seen.groups):
         counts = np.bincount(ids[own == group], minlength=len(everywhere))
         best = [i for i in counts.argsort(kind="stable")[::-1][:top] if counts[i]]
-        common.append([[spelling[i], int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
-    texts = [spelling[i] for i in seen.ids[0][0]]
+        common.append([[spelling(i), int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
+    texts = [spelling(i) for i in seen.ids[0][0]]
     return {"layer": layer, "tokens": common, "passage": seen.own[0][0].tolist(),
             "pairs": longest_pairs(texts, seen.passage, seen.local, top)}
-
-
-class Spelling(dict):
-    """{id: its text}, decoded at the first use."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def __missing__(self, i):
-        self[i] = self.tokenizer.decode([int(i)])
-        return self[i]
 
 
 def longest_pairs(texts, g, local, top):
@@ -225,34 +195,20 @@ def longest_pairs(texts, g, local, top):
 
 def tell(args, found):
     """For one run: a line for each layer, then the tokens of one layer's groups. For several runs: a line for each."""
-    if len(found) > 1:                          # the run with the most columns gives the header
-        widest = max(found.values(), key=lambda numbers: len(columns(numbers)[0]))
-        header, _ = columns(widest)
-        rows = ([Path(place).name, *cells(numbers["mean"])] for place, numbers in found.items())
-        body = table([row + [None] * (1 + len(header) - len(row)) for row in rows], ["run", *header])
-        return f"{body}\n\n{meanings(widest)}"
-    numbers, = found.values()
-    header, rows = columns(numbers)
-    return "\n\n".join([first_line(numbers), table(rows, ["layer", *header]), meanings(numbers),
-                        in_words(numbers["shown"])])
-
-
-def columns(numbers):
-    """The names of the measures, and a row for each layer and for their mean."""
-    names = [name for name in MEASURES if name in numbers["mean"] and name != "kept"]
-    header = names + [f"kept, k={k}" for k in numbers["mean"]["kept"]]
-    rows = [[str(i), *cells(layer)] for i, layer in enumerate(numbers["layers"])]
-    return header, [*rows, ["all", *cells(numbers["mean"])]]
-
-
-def cells(measures):
-    return [measures[name] for name in MEASURES if name in measures and name != "kept"] + [*measures["kept"].values()]
-
-
-def meanings(numbers):
-    """The meanings of the columns."""
-    fill = {"even": 1 / numbers["groups"], "window": numbers["window"]}
-    return legend({name: text.format(**fill) for name, text in MEASURES.items() if name in numbers["mean"]})
+    several, (numbers, *_) = len(found) > 1, found.values()
+    if several:
+        lines = {Path(place).name: numbers["mean"] for place, numbers in found.items()}
+    else:
+        lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
+    lines = {name: {measure: line[measure] for measure in MEASURES if measure in line and measure != "kept"}
+             | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
+    header = max(lines.values(), key=len)       # runs may have different numbers of groups
+    rows = [[name, *(line.get(column) for column in header)] for name, line in lines.items()]
+    widest = max(found.values(), key=lambda numbers: numbers["groups"])
+    fill = {"even": 1 / widest["groups"], "window": widest["window"]}
+    meanings = {name: text.format(**fill) for name, text in MEASURES.items() if name in widest["mean"]}
+    parts = [table(rows, ["run" if several else "layer", *header]), legend(meanings)]
+    return "\n\n".join(parts if several else [first_line(numbers), *parts, in_words(numbers["shown"])])
 
 
 def in_words(shown):
@@ -271,43 +227,28 @@ def in_words(shown):
 def draw(path, found):
     """Draw three panels for each run: each group's share of tokens, by layer; the measures, by layer; and the pairs of
     the first window that may attend, by the groups of one layer."""
-    plt = pyplot()
-    figure, axes = plt.subplots(len(found), 3, figsize=(13, 4.1 * len(found)), squeeze=False,
-                                width_ratios=[1, 1.1, 1])
-    for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):
-        draw_shares(left, numbers, Path(place).name)
-        draw_measures(middle, numbers)
-        draw_passage(right, numbers)
-    figure.tight_layout(w_pad=3)
-    save_figure(figure, path)
-
-
-def draw_shares(ax, numbers, name):
-    """Draw a bar for each layer, divided into its groups, the largest first."""
-    shares = np.sort([layer["shares"] for layer in numbers["layers"]])[:, ::-1]
-    ends = shares.cumsum(1)
-    for group in range(numbers["groups"]):
-        ax.barh(range(len(shares)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
-                color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
-    for even in range(1, numbers["groups"]):
-        ax.axvline(even / numbers["groups"], color="black", linestyle=":", linewidth=0.8)
-    ax.set_xlim(0, 1)
-    ax.invert_yaxis()
-    whole_ticks(ax.yaxis)
-    frame(ax, f"{name}: tokens by group (dotted: equal groups)", "share of tokens, the largest group first", "layer")
-
-
-def draw_measures(ax, numbers):
-    layers = numbers["layers"]
-    lines = {name: [layer[name] for layer in layers] for name in ("dominance", "confidence", "stability")
-             if name in layers[0]}
-    kept = {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers] for k, mean in numbers["mean"]["kept"].items()
-            if mean is not None and int(k) < numbers["groups"]}
-    line_panel(ax, {label: (range(len(layers)), values) for label, values in (lines | kept).items()},
-               "shares, by layer", "layer")
-    ax.set_ylim(0, 1.03)
-    whole_ticks(ax.xaxis)
-    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    with figure_of(path, [4.1] * len(found), [4, 4, 4]) as axes:
+        for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):
+            layers, K = numbers["layers"], numbers["groups"]
+            shares = np.sort([layer["shares"] for layer in layers])[:, ::-1]        # (layers, K), the largest first
+            ends = shares.cumsum(1)
+            for group in range(K):
+                left.barh(range(len(layers)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
+                          color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
+                left.axvline(group / K, color="black", linestyle=":", linewidth=0.8)
+            left.invert_yaxis()
+            whole_ticks(left.yaxis)
+            frame(left, f"{Path(place).name}: tokens by group (dotted: equal groups)",
+                  "share of tokens, the largest group first", "layer")
+            lines = {name: [layer[name] for layer in layers] for name in ("dominance", "confidence", "stability")
+                     if name in layers[0]}
+            lines |= {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers]
+                      for k, mean in numbers["mean"]["kept"].items() if mean is not None and int(k) < K}
+            curves = {label: (range(len(layers)), values) for label, values in lines.items()}
+            line_panel(middle, curves, "shares, by layer", "layer")
+            middle.set_ylim(0, 1.03)
+            whole_ticks(middle.xaxis)
+            draw_passage(right, numbers)
 
 
 def draw_passage(ax, numbers):
@@ -318,5 +259,4 @@ def draw_passage(ax, numbers):
     colours = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
     ax.imshow(kind, cmap=colours, vmin=0, vmax=3, interpolation="none")
     ax.set_title(f"layer {numbers['shown']['layer']}: near, or of one group (dark)", fontsize=10)
-    ax.set_xlabel("key")
-    ax.set_ylabel("row")
+    ax.set(xlabel="key", ylabel="row")

@@ -2,10 +2,9 @@
 
 An instrument is one file in this folder, with
 
-    a dataclass of flags      its fields are the command's flags; see common/flags.py
+    a dataclass of flags      its fields are the command's flags; see common/flags.py and Windows
     command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
-                              result as a dict for JSON and as a table for people. Its docstring is the first
-                              paragraph of -h. `OpenedRun.reads` names the data in the numbers.
+                              result as a dict for JSON and as a table for people. Its docstring begins -h
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
@@ -14,8 +13,7 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
     tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 
-To add an instrument: write evals/NAME.py, add a row to one of the two tables in eval.py, and test it in
-tests/test_NAME.py. A copy of evals/loss.py is a good start.
+To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in tests/test_NAME.py.
 """
 import contextlib
 import dataclasses
@@ -35,22 +33,12 @@ import attention
 import mixers
 from axes.positions import POSITIONS
 from common import files
-from common.flags import fields_of, knob, with_recipe
+from common.flags import at_least, fields_of, knob, with_recipe
 from common.machine import Machine, gpu_name
 from common.runs import (
-    ROOT,
-    finished_run,
-    flags_to_finish,
-    load_weights,
-    process_of,
-    read_run,
-    read_weights,
-    what_is_new,
-)
+    ROOT, finished_run, flags_to_finish, load_weights, process_of, read_run, read_weights, what_is_new)
 from data import tokens
 from model import GPT, GPTConfig
-
-# ------------------------------------------------------------------------------------------------------ opening a run
 
 
 @dataclass
@@ -73,6 +61,20 @@ class Picture:
 
 LONG = 1024                                     # the longest window that a laptop reads quickly
 LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help of --length
+
+
+@dataclass
+class Windows:
+    """The fixed windows that an instrument reads. Its own flags inherit these and may have another default, such as 0
+    windows for as many as fit"""
+    split: str = knob("val", "split of the data set", ("train", "val"))
+    windows: int = knob(16, "fixed windows, spread evenly")
+    length: int = knob(0, LENGTH)
+    batch_size: int = knob(4, "windows per forward pass")
+
+    def __post_init__(self):
+        at_least(self, windows=min(1, type(self).windows), length=0, batch_size=1)
+
 
 # these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
 RECIPES = {"attn": {"help": "attention recipe in place of the run's own; several: softmax,elastic", "choices": None}}
@@ -117,21 +119,19 @@ class OpenedRun:
         """Does the recipe have attention weights? If not, derivatives of outputs by values replace them."""
         return self.model.transformer.h[0].attn.exact
 
-    @cached_property
-    def data(self):
-        """The folder of the data set, in the run's tokenizer, and its meta.json."""
-        folder, meta = tokens.data_for(self.out_dir, self.dataset, self.machine)
+    def data_of(self, dataset):
+        """The folder of a data set in the run's tokenizer, and its meta.json."""
+        folder, meta = tokens.data_for(self.out_dir, dataset, self.machine)
         tokens.check_vocabulary(self.model.config, meta, folder)
         return folder, meta
 
-    @property
-    def data_meta(self):
-        return self.data[1]
+    @cached_property
+    def data(self):
+        return self.data_of(self.dataset)
 
-    @property
-    def stride(self):
-        """The length of a stored sequence, or 1. Windows begin at multiples of it, where sequences begin."""
-        return self.data_meta.get("stride", 1)
+    data_meta = property(lambda self: self.data[1])
+    # the length of a stored sequence, or 1; windows begin at multiples of it, where sequences begin
+    stride = property(lambda self: self.data_meta.get("stride", 1))
 
     @cached_property
     def tokenizer(self):
@@ -150,8 +150,7 @@ class OpenedRun:
     @property
     def positions(self):
         """How many tokens the model can read: block_size if it has absolute positions, else infinitely many."""
-        config = self.model.config
-        return config.block_size if POSITIONS[config.pos].embeds else math.inf
+        return self.model.config.block_size if POSITIONS[self.model.config.pos].embeds else math.inf
 
     def check_positions(self, length, flag="length"):
         """Raise ValueError if the model cannot read the `length` tokens that this flag asks for."""
@@ -173,12 +172,12 @@ class OpenedRun:
         return found
 
     def reads(self, split, windows, length):
-        """A description of the data that an instrument read, with the same names in all instruments' numbers."""
+        """What an instrument read, with the same names in all instruments' numbers."""
         return {"dataset": self.dataset, "split": split, "windows": windows, "length": length}
 
 
 def first_line(reads):
-    """`OpenedRun.reads` as the first line of a text."""
+    """The first line of a text: what an instrument read, from its numbers."""
     return f"{reads['windows']} windows of {reads['length']} tokens of {reads['dataset']} ({reads['split']})"
 
 
@@ -186,8 +185,8 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add have their initial
     values.
 
-    Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The large matrices have the
-    precision of matrix products, dtype; otherwise autocast would convert them in every forward pass."""
+    Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The matrices that only multiply,
+    so not a tied embedding table, are of type dtype; otherwise autocast would convert them in every forward pass."""
     meta, path = read_run(out_dir)
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
@@ -196,7 +195,10 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     state = read_weights(path)
     if new:
         model = GPT(config)                     # for the initial values of the new parameters
-    state = {name: value.to(precision_of(name, config, dtype)) for name, value in state.items()}
+    multiply = ["c_attn", "c_proj", "c_fc", "c_gate"] + ([] if config.tied else ["lm_head"])
+    large = tuple(f"{name}.weight" for name in multiply)
+    state = {name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
+             for name, value in state.items()}
     load_weights(model, state, path, new, copy=False)
     if new:
         print(what_is_new(new, path), file=sys.stderr)
@@ -211,22 +213,9 @@ def check_overrides(out_dir, overrides):
     load_weights(model, own.state_dict(), path, model.additions_to(own.config), copy=False)
 
 
-MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight", "lm_head.weight")
-
-
-def precision_of(name, config, dtype):
-    """The dtype of a parameter in memory: matrices that only multiply have the precision dtype; all others,
-    a tied embedding table among them, are float32."""
-    multiplies = name.endswith(MATRICES) and not (config.tied and name == "lm_head.weight")
-    return getattr(torch, dtype) if multiplies else torch.float32
-
-
 def model_config(stored, given):
     """The GPTConfig of a run's stored knobs; the given flags, and the recipe of a given --attn, override them."""
     return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
-
-
-# ----------------------------------------------------------------------------------------------------- training a run
 
 
 WITH_TRAIN_ARGS = ", and change its flags with --train_args"
@@ -248,7 +237,13 @@ def train_if_missing(folder, flags, advice=""):
     return files.read_json(folder / "meta.json")
 
 
-# ----------------------------------------------------------------------------------------------------- looking inside
+# ------------------------------------------------------------------------------------------ windows, watching attention
+
+
+def batches(run, args, length):
+    """Yield the windows of `length` tokens that the flags of Windows name, in batches (B, length + 1)."""
+    return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size,
+                          run.stride, bar=True)
 
 
 def window_batches(model, split, machine, length, count, batch_size, stride=1, bar=False, share=False):
@@ -305,7 +300,7 @@ def instead(model, look):
             del module.attend
 
 
-# --------------------------------------------------------------------------------------------- lists, tables and JSON
+# ----------------------------------------------------------------------------------------------------- lists and tables
 
 
 def whole_numbers(text, flag="", least=0):

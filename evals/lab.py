@@ -22,19 +22,10 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
-    WITH_TRAIN_ARGS,
-    markdown,
-    marked,
-    recipe_names,
-    seeing,
-    table,
-    train_if_missing,
-    whole_numbers,
-    window_batches,
-)
+    WITH_TRAIN_ARGS, markdown, marked, recipe_names, seeing, table, train_if_missing, whole_numbers, window_batches)
 from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
 from evals.measures import Probe, mean_of
-from evals.pictures import frame, pyplot, save_figure
+from evals.pictures import draw_recipes
 from evals.sweeps import SWEEPS, cases, side_by_side
 
 FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
@@ -71,40 +62,27 @@ class Lab:
 def command(args, run):
     """Train every recipe in the sink lab, on the same data with the same seeds, and compare them."""
     recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds, "seeds")
-    metas = train_all(cases(args.sweep) if args.sweep else {name: name for name in [*recipes, "blind"]}, seeds, args)
-    runs = {name: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
-            for name, group in metas.items()}
-    first = next(iter(metas.values()))[0]
-    about = {"flags": dataclasses.asdict(args), "machine": first["machine"], "versions": first["versions"]}
-    numbers = about | {"runs": runs}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")       # so small a model is faster on one thread
+    models = cases(args.sweep) if args.sweep else {name: name for name in [*recipes, "blind"]}
+    metas = {what: [] for what in models}       # of each seed
+    for seed in seeds:                          # an interrupted lab has all models of its first seeds
+        for what, name in models.items():
+            flags = train_flags(name, seed, args.out_dir, args.train_args)
+            metas[what].append(train_if_missing(folder_of(name, seed, args.out_dir), flags, WITH_TRAIN_ARGS))
+    runs = {what: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
+            for what, group in metas.items()}
+    about = {key: next(iter(metas.values()))[0][key] for key in ("machine", "versions")}
+    numbers = {"flags": dataclasses.asdict(args), **about, "runs": runs}
     # only a whole lab may replace the committed results
     whole = set(recipes) == set(recipe_names("all")) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
     files.write_json(f"{place}.json", numbers)
-    draw(f"{place}.png", runs)
+    draw_recipes(f"{place}.png", runs, PANELS)
     rows, header = side_by_side(args.sweep, runs) if args.sweep else mean_rows(runs)
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
     return numbers, f"{table(rows, header)}\n\nmeans over seeds {args.seeds}; saved as {place}.md, .json and .png"
-
-
-# --------------------------------------------------------------------------------------- training, a process for each
-
-
-def train_all(models, seeds, args):
-    """Train every model with every seed. models: {what: the name of its run}. Returns {what: [meta.json of each
-    seed]}."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")       # so small a model is faster on one thread
-    metas = {what: [] for what in models}
-    for seed in seeds:                          # an interrupted lab has all models of its first seeds
-        for what, run in models.items():
-            flags = train_flags(run, seed, args.out_dir, args.train_args)
-            metas[what].append(train_if_missing(folder_of(run, seed, args.out_dir), flags, WITH_TRAIN_ARGS))
-    return metas
-
-
-# --------------------------------------------------------------------------------------------- the figures of one run
 
 
 @torch.no_grad()
@@ -139,9 +117,7 @@ def lab_figures(model, split, data_meta, machine, count=256):
         "share_copy": copy["share"],
         "times_uniform_idle": idle["times_uniform"], "times_uniform_copy": copy["times_uniform"],
         "row_mass_copy": copy["row_mass"], "extra_idle": idle["extra"], "extra_copy": copy["extra"],
-        "sparsity": everything["sparsity"], "empty_rows": everything["empty_rows"],
-        "sink_eps": everything["sink_eps"], "extra_eps": everything["extra_eps"],
-    }
+        **{name: everything[name] for name in ("sparsity", "empty_rows", "sink_eps", "extra_eps")}}
     return {name: value for name, value in figures.items() if not math.isnan(value)}    # nan: undefined for this recipe
 
 
@@ -159,40 +135,12 @@ def true_process(rows, data_meta):
     return -p.log(), trigger
 
 
-# --------------------------------------------------------------------------------------------- the table, the picture
-
-
 def mean_rows(runs):
     """A row of means over seeds for each recipe, and the names of the columns."""
     rows = []
     for name, group in runs.items():
         mean = {key: np.mean([figures[key] for figures in group]) for key in group[0]}
-        cells = [f"{mean[key]:.3f}" for key in COLUMNS.values()]
         shown = marked(name, name not in attention.ATTENTIONS or mixers.has_weights(name))
-        rows.append([shown, *cells, f"{mean['parameters']:.0f}", f"{mean['seconds']:.0f}"])
+        rows.append([shown, *(f"{mean[key]:.3f}" for key in COLUMNS.values()), f"{mean['parameters']:.0f}",
+                     f"{mean['seconds']:.0f}"])
     return rows, ["recipe", *COLUMNS, "parameters", "s"]
-
-
-def draw(path, runs):
-    """Draw four figures of every recipe: a bar for the mean over seeds, a dot for each seed."""
-    names = list(runs)[::-1]                    # bars start at the bottom
-    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(13, 1.2 + 0.26 * len(names)), sharey=True)
-    for ax, (key, (title, low, high)) in zip(axes, PANELS.items(), strict=True):
-        draw_panel(ax, [[figures[key] for figures in runs[name]] for name in names], low, high)
-        ax.set_ylim(-0.7, len(names) - 0.3)
-        frame(ax, title)
-    axes[0].set_yticks(range(len(names)), names)
-    figure.supxlabel(
-        "a bar is the mean over seeds, a dot one seed; a bar that is cut off has its value beside it", fontsize=9)
-    figure.tight_layout(w_pad=2)
-    save_figure(figure, path)
-
-
-def draw_panel(ax, values, low, high):
-    """Draw one panel. values: for each recipe, the figure of every seed. low, high: ends of the axis, or None."""
-    ax.barh(range(len(values)), [np.mean(v) for v in values], color="#9ecae1")
-    ax.set_xlim(low, high)
-    for y, v in enumerate(values):
-        ax.plot(v, [y] * len(v), "o", color="#08519c", markersize=3.5)
-        if high and np.mean(v) > high:          # rules without a normaliser have row sums of any size
-            ax.text(high, y, f"{np.mean(v):.3g} ", ha="right", va="center", fontsize=8)

@@ -1,20 +1,12 @@
 """The runs that the lab, its sweeps and the ledger share: their names, and the flags of train.py that make them.
 
 A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED. So it is
-trained only once, even if several commands use it.
+trained only once, even if several commands use it. One run takes
 
-    lab     Bigram-Backcopy, one layer, one head: evals/lab.py. 15 to 25 s on one core
-    nobos   lab without BOS: sequences begin with a symbol drawn at random
-    fixed4, fixed32         nobos with a fixed symbol at place 4 or 32
-    nobias, tied, lr3e-3    lab without biases, with a tied head, with a third of the learning rate
-    table2  lab with another bigram table
-    heads8  lab with eight heads
-    long    lab in sequences of 256 symbols, as many tokens a step
-    text    4 layers, width 128, T = 256, the sources of Python's library in bytes, 600 steps: 3 minutes on one core
-    text6   text with six layers
-    smollm2 routers beside the public weights of out/smollm2, T = 512, books in tokens, 300 steps: at most an hour
-    gpu     8 layers, width 512, T = 512, books in bytes, Moby-Dick held out: some two minutes on one H200
-    gpu-fixed4, .., gpu-fixed64     gpu with a fixed token at that place
+    lab, ..     15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
+    text, ..    3 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
+    smollm2     at most an hour: a router beside the public weights of out/smollm2, T = 512, books in tokens
+    gpu, ..     some two minutes on one H200: 8 layers, width 512, T = 512, books in bytes, Moby-Dick held out
 """
 import re
 from pathlib import Path
@@ -25,8 +17,6 @@ import attention
 SEEDS = "2,3,4"                                 # of the lab, its sweeps and the ledger, so that they share runs
 OUT_DIR = "out/lab"
 PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-
-# ---------------------------------------------------------------------------------------------------------- the tables
 
 
 class Setup(NamedTuple):
@@ -44,7 +34,7 @@ GPU = ("--n_layer=8 --n_head=8 --n_embd=512 --block_size=512 --pos=rope --batch_
 
 SETUPS = {
     "lab": Setup("--preset=lab"),
-    "nobos": Setup("--preset=lab --dataset={data}/nobos", f"{BACKCOPY} --no_bos"),
+    "nobos": Setup("--preset=lab --dataset={data}/nobos", f"{BACKCOPY} --no_bos"),      # begins with a random symbol
     "nobias": Setup("--preset=lab --bias=0"),
     "tied": Setup("--preset=lab --tied=1"),
     "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
@@ -73,12 +63,8 @@ TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
 RECIPES = {                                     # {name: flags of train.py}, besides attention.ATTENTIONS
     "blind": "--attn=window --window=1",        # softmax whose rows see themselves alone: the lab without attention
     # positions (when sinks emerge, table 3), and norms
-    "learned": "--attn=softmax --pos=learned",
-    "rope": "--attn=softmax --pos=rope",
-    "sinusoidal": "--attn=softmax --pos=sinusoidal",
-    "alibi": "--attn=softmax --pos=alibi",
+    **{pos: f"--attn=softmax --pos={pos}" for pos in ("learned", "rope", "sinusoidal", "alibi", "t5", "rope+bias")},
     "no-positions": "--attn=softmax --pos=none",
-    "t5": "--attn=softmax --pos=t5",
     "t5-index": "--attn=softmax --pos=t5_index",
     "alibi-learned": "--attn=softmax --pos=alibi --attn_args=learn_alibi=1",
     "sink-rope": "--attn=sink --pos=rope",
@@ -89,7 +75,6 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "outnorm-qknorm": "--attn=softmax --norm_place=out --qk_norm=all",          # as in OLMo 2
     # the lazy family, one part at a time
     "elastic-rope": "--attn=elastic --pos=rope",
-    "rope+bias": "--attn=softmax --pos=rope+bias",
     # a sink logit that learns 30 times as fast; a bias key whose value has a fixed norm, in all channels or in one
     "sink-x30": "--attn=sink --head_lr=30",
     **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},
@@ -131,8 +116,6 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "heads-eq8": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_form=all",
     "heads-eq9": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_skip=1",
 }
-
-# ------------------------------------------------------------------------------------------------------------ one run
 
 
 def folder_of(run, seed, out_dir):

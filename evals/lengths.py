@@ -17,16 +17,9 @@ import torch
 
 from common.flags import at_least, knob, shown
 from evals.instrument import (
-    WITH_TRAIN_ARGS,
-    mean_and_error,
-    model_config,
-    table,
-    train_if_missing,
-    whole_numbers,
-    window_batches,
-)
+    WITH_TRAIN_ARGS, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
-from evals.pictures import line_panel, powers_of_two, pyplot, save_figure
+from evals.pictures import figure_of, line_panel, powers_of_two
 
 
 @dataclass
@@ -49,8 +42,12 @@ class Lengths:
 def command(args, run):
     """Loss and perplexity at several lengths on the same tokens, and by the position in the window."""
     trained = run.meta["knobs"]["block_size"]
-    lengths = lengths_of(args.lengths, trained, run)
+    lengths = sorted(set(whole_numbers(args.lengths or f"{trained},{2 * trained},{4 * trained}", "lengths")))
     longest = lengths[-1]
+    if lengths[0] == 0 or any(longest % length for length in lengths):
+        raise ValueError(f"--lengths={args.lengths}: each must divide the longest, {longest}, so that all read the "
+                         "same tokens")
+    run.window(longest, "lengths")              # raises ValueError
     split, count = run.split(args.split), max(2, 65_536 // longest) if args.windows < 0 else args.windows
     losses = {}                                 # {length: the loss of every token, (spans, longest)}
     for length in lengths:
@@ -62,19 +59,6 @@ def command(args, run):
                "base": base, "rope_scaling": run.model.config.rope_scaling, "finetune": args.finetune,
                "lengths": [summary(losses[length], length, losses[base]) for length in lengths]}
     return numbers, tell(args, {str(run.out_dir): numbers})
-
-
-def lengths_of(text, trained, run):
-    """The lengths, in order. Raises ValueError on lengths that the model's positions or the data do not allow."""
-    lengths = sorted(set(whole_numbers(text, "lengths"))) if text else [trained, 2 * trained, 4 * trained]
-    longest = lengths[-1]
-    if lengths[0] == 0 or any(longest % length for length in lengths):
-        raise ValueError(f"--lengths={text}: each must divide the longest, {longest}, so that all read the same tokens")
-    run.window(longest, "lengths")
-    return lengths
-
-
-# ------------------------------------------------------------------------------------------------------------ measured
 
 
 @torch.no_grad()
@@ -90,31 +74,22 @@ def span_losses(model, spans, machine, length):
 
 def summary(losses, length, base):
     """The numbers of one length. losses (spans, longest): those of all tokens, read in windows of `length`; base: the
-    losses of the same tokens at the base length."""
+    losses of the same tokens at the base length. by_position: means in bins of positions in the window."""
     (loss, error), (more, more_error) = (mean_and_error(part.mean(1)) for part in (losses, losses - base))
     perplexity = math.exp(min(loss, 700))       # exp of more overflows
+    spans, longest = losses.shape
+    by_position, mean = [], losses.reshape(spans, -1, length).mean(1)   # (spans, length)
+    for start, end in itertools.pairwise([0, *(end for end in bin_ends(longest) if end < length), length]):
+        here, its_error = mean_and_error(mean[:, start:end].mean(1))
+        by_position.append({"first": start + 1, "last": end, "loss": here, "error": its_error})
     return {"length": length, "loss": loss, "loss_error": error, "perplexity": perplexity,
             "perplexity_error": None if error is None else perplexity * error,              # d exp(x) = exp(x) dx
-            "more": more, "more_error": more_error, "by_position": by_position(losses, length)}
-
-
-def by_position(losses, length):
-    """Mean losses in bins of positions in the window: [{"first", "last", "loss", "error"}]."""
-    spans, longest = losses.shape
-    mean = losses.reshape(spans, -1, length).mean(1)                    # (spans, length)
-    found = []
-    for start, end in itertools.pairwise([0, *(end for end in bin_ends(longest) if end < length), length]):
-        loss, error = mean_and_error(mean[:, start:end].mean(1))
-        found.append({"first": start + 1, "last": end, "loss": loss, "error": error})
-    return found
+            "more": more, "more_error": more_error, "by_position": by_position}
 
 
 def bin_ends(longest):
     """The ends of the bins of positions: the longest length divided by powers of sqrt(2)."""
     return sorted({round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())} - {0})
-
-
-# ------------------------------------------------------------------------------------------------------- fine-tuning
 
 
 def finetuned(run, length, args):
@@ -141,21 +116,23 @@ def finetune_flags(run, length, steps):
     return [f"--{name}={shown(value)}" for name, value in flags.items()]
 
 
-# ------------------------------------------------------------------------------------------------- tables, the picture
-
-
 def tell(args, found):
-    """A table with a row for each run and length; then the losses by position, a column for each run."""
-    several, rows = len(found) > 1, []
+    """A table with a row for each run and length; then the losses by position in the longest windows, bin by bin, with
+    a column for each run."""
+    several, rows, curves = len(found) > 1, [], {}
     for place, numbers in found.items():
         for row in numbers["lengths"]:
             cells = [row[key] for key in ("loss", "loss_error", "perplexity", "perplexity_error", "more", "more_error")]
             rows.append([place] * several + [str(row["length"]), *cells])
+        curves[place] = {(b["first"], b["last"]): b["loss"] for b in numbers["lengths"][-1]["by_position"]}
     header = ["run"] * several + ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]
     spans = sorted({f"{numbers['spans']} spans of {numbers['lengths'][-1]['length']}" for numbers in found.values()})
+    bins = [[str(first) if first == last else f"{first}-{last}", *(c.get((first, last)) for c in curves.values())]
+            for first, last in sorted({edges for curve in curves.values() for edges in curve})]
     return (f"{table(rows, header)}\n\n"
             f"+-    standard errors over {' and '.join(spans)} tokens, the same tokens at every length\n"
-            f"more  nats per token more than at length {bases(found)}\n\n{position_table(found)}")
+            f"more  nats per token more than at length {bases(found)}\n\n"
+            + table(bins, ["tokens seen", *(curves if several else ["loss"])]))
 
 
 def bases(found):
@@ -163,36 +140,23 @@ def bases(found):
     return " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
 
 
-def position_table(found):
-    """The losses by position in the longest windows of each run, bin by bin."""
-    curves = {place: {(b["first"], b["last"]): b["loss"] for b in numbers["lengths"][-1]["by_position"]}
-              for place, numbers in found.items()}
-    bins = sorted({edges for curve in curves.values() for edges in curve})
-    names = list(curves) if len(curves) > 1 else ["loss"]
-    rows = [[str(first) if first == last else f"{first}-{last}", *(c.get((first, last)) for c in curves.values())]
-            for first, last in bins]
-    return table(rows, ["tokens seen", *names])
-
-
 def draw(path, found):
     """Draw perplexity by length, the loss minus that at the base length, and the loss by the position in the longest
     window. A line for each run; dotted lines at the training lengths."""
-    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
-    titles = {"perplexity": "perplexity of the same tokens", "more": f"nats a token more than at length {bases(found)}"}
-    for ax, (name, title) in zip(axes, titles.items(), strict=False):
-        curves = {Path(place).name: [[row[key] for row in numbers["lengths"]]
-                                     for key in ("length", name, f"{name}_error")] for place, numbers in found.items()}
-        line_panel(ax, curves, title, "tokens in a window", trained, legend=name == "perplexity")
-    curves = {}
+    curves = {"perplexity": {}, "more": {}, "place": {}}
     for place, numbers in found.items():
+        for name in ("perplexity", "more"):
+            curves[name][Path(place).name] = [[row[key] for row in numbers["lengths"]]
+                                              for key in ("length", name, f"{name}_error")]
         bins = numbers["lengths"][-1]["by_position"]
         middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
-        curves[Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
-    line_panel(axes[2], curves, "nats a token, by the position in the longest window", "tokens seen in the window",
-               trained, legend=False)
-    for ax in axes:
-        powers_of_two(ax.xaxis)
-    figure.tight_layout(w_pad=3)
-    save_figure(figure, path)
+        curves["place"][Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
+    with figure_of(path, [3.9], [4.3] * 3) as axes:
+        for ax, name, title, xlabel in (
+                (axes[0, 0], "perplexity", "perplexity of the same tokens", "tokens in a window"),
+                (axes[0, 1], "more", f"nats a token more than at length {bases(found)}", "tokens in a window"),
+                (axes[0, 2], "place", "nats a token, in the longest window", "tokens seen in the window")):
+            line_panel(ax, curves[name], title, xlabel, trained, legend=name == "perplexity")
+            powers_of_two(ax.xaxis)

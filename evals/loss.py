@@ -5,21 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from common.flags import at_least, knob
+from common.flags import knob
 from data import tokens
-from evals.instrument import LENGTH, first_line, table, window_batches
+from evals.instrument import Windows, first_line, table, window_batches
 
 
 @dataclass
-class Loss:
+class Loss(Windows):
     """Flags of loss"""
-    split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(0, "fixed windows, spread evenly; 0: as many as fit")
-    length: int = knob(0, LENGTH)
     batch_size: int = knob(16, "windows per forward pass")
-
-    def __post_init__(self):
-        at_least(self, windows=0, length=0, batch_size=1)
 
 
 def command(args, run):
@@ -34,14 +29,12 @@ def command(args, run):
 
 
 @torch.no_grad()
-def mean_loss(model, split, machine, count, batch_size, stride=1, length=0, bar=False, share=True):
-    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. length: tokens of a window,
-    0 for block_size. bar: show the progress. share: the ranks share the windows. A sharded model needs all ranks for
-    each pass, so there every rank reads every window."""
-    training, T = model.training, length or model.config.block_size
+def mean_loss(model, split, machine, count, batch_size, stride=1, share=True):
+    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share: the ranks share the
+    windows. A sharded model needs all ranks for each pass, so there every rank reads every window."""
+    training, total, seen = model.training, 0.0, 0
     model.eval()                                # no dropout; train.py calls this between two steps
-    total, seen = 0.0, 0
-    for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar, share):
+    for rows in window_batches(model, split, machine, model.config.block_size, count, batch_size, stride, share=share):
         with machine.autocast():                # a mean over B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
         seen += len(rows)

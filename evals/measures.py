@@ -17,6 +17,7 @@ Sources:
 """
 import torch
 
+from axes.outputs import sigmoid_gate
 from axes.sight import visible, visible_count
 
 MEASURES = {                                    # name: its meaning, printed under the table
@@ -43,15 +44,26 @@ MEASURES = {                                    # name: its meaning, printed und
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
+# the sums of Probe behind each measure: over the rows, or one divided by another
+OVER_ROWS = ("sink", "uniform", "share", "row_mass", "extra", "empty_rows", "entropy", "alpha_sink", "sigma2",
+             "importance")
+RATIOS = {
+    "sparsity": ("zeros", "pairs"), "negative": ("negative", "pairs"), "dispersion": ("dispersion", "several"),
+    "sink_eps": ("sink_eps", "sequences"), "extra_eps": ("extra_eps", "sequences"),
+    "value_norm_ratio": ("first_norm", "other_norm"), "sparsity_a": ("zeros_a", "pairs_a"),
+    "sparsity_b": ("zeros_b", "pairs_b"), "alpha_local": ("alpha_local", "full"), "importance": ("gate", "rows")}
+
 
 class Probe:
-    """Sums of one layer's measures, per head, over the queries of all sequences that it sees."""
+    """Sums of one layer's measures, per head, over the queries of all sequences that it sees.
+
+    k, eps: those of Sink_k^eps, the token (from 1) and the share that makes it a sink. local: if not 0, `result` also
+    has the measures of evals/heads.py, with alpha_local over this number of last keys."""
     ROWS = 64                                   # the number of first rows that Sink_k^eps counts
 
-    def __init__(self, k=1, eps=0.3):
-        self.k, self.eps = k, eps               # Sink_k^eps: the token (from 1), and the share that makes it a sink
-        self.sums = {}                          # {name: (H,)} in float64
-        self.peaks = {}                         # {name: (H,)}, the largest so far
+    def __init__(self, k=1, eps=0.3, local=0):
+        self.k, self.eps, self.local = k, eps, local
+        self.sums, self.peaks = {}, {}          # {name: (H,)} in float64: sums, and the largest so far
 
     def add(self, name, value):
         """Add value (B, H, ...), summed over all axes but the heads."""
@@ -62,18 +74,13 @@ class Probe:
         largest = value.flatten(2).amax((0, 2)).double().cpu()
         self.peaks[name] = torch.maximum(largest, self.peaks.get(name, largest))
 
-    # --------------------------------------------------------------------------------------------------- one batch
-
     def see(self, module, q, k, v, x, table=None, counted=None):
         """Add one batch of a layer's inputs, as `watch` passes them. counted (B, T): which queries count."""
         if counted is None:
             counted = torch.ones(len(q), q.shape[2] - module.ahead, device=q.device)
         early = 0                               # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
-            extra, w = split_extra(module, w)
-            here = counted[:, None, i].expand(w.shape[:3])
-            shares = self.see_rows(here, w, visible_count(i, module.sight), visible(i, 0, module.sight), extra)
-            early = early + shares[..., i < self.ROWS].sum(-1)
+            early = early + self.see_rows(module, i, w, counted[:, None, i])[..., i < self.ROWS].sum(-1)
         B, H = early.shape[1:]
         sinks = early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
         self.add("sequences", torch.ones(B, H, 1))
@@ -83,21 +90,34 @@ class Probe:
         norm = v[:, :, module.ahead:].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)        # (B, H, T)
         self.add("first_norm", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
+        if self.local and module.choices["gate"].gated is sigmoid_gate:         # a silu is not between 0 and 1
+            self.add("gate", gate_of(module, x, module.shapes["v"][1])[:, :, module.ahead:].mean(-1))
 
-    def see_rows(self, here, w, n, sees_first, extra):
-        """Add one block of rows. here (B, H, R): which rows count; w (B, H, R, T): weights; n (R,): how many keys each
-        row sees; sees_first (R,): which rows see the first token; extra (B, H, R): weight on a key outside the
-        sequence. Returns the shares of token k and of that key, (2, B, H, R)."""
+    def see_rows(self, module, i, w, counted):
+        """Add a block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T). counted (B, 1, R): which
+        rows count. Returns the shares of token k and of the key outside the sequence, (2, B, H, R)."""
+        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)       # n (R,): how many keys a row sees
+        extra, w = split_extra(module, w)
         a = w.abs()
         mass = a.sum(-1)
         total = mass + extra + 1e-8             # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
         entropy, several = torch.special.entr(p).sum(-1), (n > 1).float()
         row_values = {
-            "rows": torch.ones_like(mass), "pairs": n, "uniform": sees_first / n, "sink": w[..., 0],
+            "rows": torch.ones_like(mass), "pairs": n, "uniform": visible(i, 0, module.sight) / n, "sink": w[..., 0],
             "share": a[..., 0] / total, "row_mass": w.sum(-1), "extra": extra, "zeros": n - (w != 0).sum(-1),
             "empty_rows": (w == 0).all(-1), "negative": (w < 0).sum(-1), "entropy": entropy, "several": several,
             "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
+        if self.local:
+            j, outside = torch.arange(w.shape[3], device=w.device), has_outside(module)
+            seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)           # (R, T)
+            on_tokens = seen.sum(-1)
+            uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen     # distance from an even spread
+            full = (i >= self.local - 1).float()                        # rows that see so many last keys
+            row_values |= {
+                "alpha_sink": extra if outside else w[..., 0], "importance": mass if outside else a[..., 1:].sum(-1),
+                "sigma2": uneven.square().sum(-1) / on_tokens, "full": full,
+                "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1)}
         for name, value in row_values.items():
             self.add(name, here * value)
         self.keep_largest("peak", here * several * a.amax(-1))
@@ -112,32 +132,20 @@ class Probe:
                 self.add(f"zeros_{name}", n - (view != 0).sum(-1))
                 self.keep_largest(f"peak_{name}", (n > 1) * view.abs().amax(-1))
 
-    # -------------------------------------------------------------------------------------------------- the measures
-
     def result(self):
         """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
         s = self.sums
-        mean = {name: s[name] / s["rows"]
-                for name in ("sink", "uniform", "share", "row_mass", "extra", "empty_rows", "entropy")}
-        found = mean | self.peaks | {
-            # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
-            "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
-            "density": mean["row_mass"] - mean["sink"],
-            "sparsity": s["zeros"] / s["pairs"],
-            "negative": s["negative"] / s["pairs"],
-            "dispersion": s["dispersion"] / s["several"],
-            "dead_heads": (s["empty_rows"] == s["rows"]).double(),
-            "sink_eps": s["sink_eps"] / s["sequences"],
-            "value_norm_ratio": s["first_norm"] / s["other_norm"]}
-        if "extra_eps" in s:
-            found["extra_eps"] = s["extra_eps"] / s["sequences"]
-        if "zeros_a" in s:
-            found |= {f"sparsity_{view}": s[f"zeros_{view}"] / s[f"pairs_{view}"] for view in "ab"}
-        return {name: found.get(name, torch.full_like(mean["sink"], torch.nan)) for name in MEASURES}
+        found = {name: s[name] / s["rows"] for name in OVER_ROWS if name in s} | self.peaks
+        found |= {name: s[top] / s[bottom] for name, (top, bottom) in RATIOS.items() if top in s}
+        found |= {"density": found["row_mass"] - found["sink"],
+                  # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
+                  "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
+                  "dead_heads": (s["empty_rows"] == s["rows"]).double()}
+        return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found
 
 
 def rows_of(module, blocks):
-    """Yield blocks of rows w (B, H, R, .) with the positions i (R,) of their rows, without the row of a learned token
+    """Yield the positions i (R,) and the weights w (B, H, R, .) of blocks of rows, without the row of a learned token
     ahead of the sequence."""
     start = 0
     for block, w in enumerate(blocks):
@@ -152,9 +160,14 @@ def has_outside(module):
 
 
 def split_extra(module, w):
-    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the tokens (B, H, R, T).
-    """
+    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the tokens (B, H, R, T)."""
     return (w[..., 0], w[..., 1:]) if has_outside(module) else (torch.zeros_like(w[..., 0]), w)
+
+
+def gate_of(module, x, width=1):
+    """The gate on each head's output: what becomes of an output of ones of this width, (B, heads, T, width). With one
+    gate for each channel, the width is 1 or that of v."""
+    return module.choices["gate"].gated(module, x.new_ones(len(x), module.heads, x.shape[1], width), x)
 
 
 def mean_of(probes):

@@ -1,5 +1,5 @@
-"""Drawing functions that the instruments share: a heat map, a panel of lines, colours, and saving a picture or a page.
-"""
+"""Drawing functions that the instruments share: a figure, a heat map, a panel of lines, colours, and saving a page."""
+import contextlib
 import json
 from pathlib import Path
 
@@ -22,6 +22,17 @@ def pyplot():
     matplotlib.use("Agg")                       # draws without a screen
     from matplotlib import pyplot as plt
     return plt
+
+
+@contextlib.contextmanager
+def figure_of(path, heights, widths, **how):
+    """Yield the panels of a new figure, an array (rows, columns), and save it as PNG afterwards. heights, widths: those
+    of its rows and columns, in inches."""
+    figure, axes = pyplot().subplots(
+        len(heights), len(widths), squeeze=False, figsize=(sum(widths), sum(heights)), height_ratios=heights,
+        width_ratios=widths, layout="constrained", **how)
+    yield axes
+    save_figure(figure, path)
 
 
 def save_figure(figure, path):
@@ -55,8 +66,7 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
                         color="white" if abs(cells[place]) > 0.6 * image.norm.vmax else "black")
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     return image
 
 
@@ -72,11 +82,33 @@ def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
     frame(ax, title, xlabel)
 
 
+def draw_recipes(path, groups, panels, even=()):
+    """Draw panels {figure: (title, low, high)} side by side, a line for each recipe of groups {name: [{figure: value}
+    of each run]}: a dot for each run, and a bar for their mean. low, high: ends of the axis, or None. even {figure:
+    that of an even spread}: also draw the latter as a grey mark."""
+    with figure_of(path, [1.2 + 0.3 * len(groups)], [3.3] * len(panels), sharey=True) as axes:
+        for ax, (key, (title, low, high)) in zip(axes[0], panels.items(), strict=True):
+            for y, group in enumerate(groups.values()):
+                values = [figures[key] for figures in group]
+                mean = np.mean([value for value in values if value is not None] or [np.nan])
+                ax.barh(y, mean, color="#9ecae1")
+                ax.plot(values, [y] * len(values), "o", color="#08519c", markersize=3.5)
+                if high and mean > high:        # rules without a normaliser have row sums of any size
+                    ax.text(high, y, f"{mean:.3g} ", ha="right", va="center", fontsize=8)
+                if key in even:
+                    ax.plot(group[0][even[key]], y, "|", color="0.4", markersize=20, mew=1.5)
+            ax.set_xlim(low, high)
+            frame(ax, title)
+        ax.set_yticks(range(len(groups)), groups)
+        ax.set_ylim(len(groups) - 0.4, -0.6)    # the first on top
+        ax.figure.supxlabel("a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it"
+                            + "; a grey mark is an even spread over the keys" * bool(even), fontsize=9)
+
+
 def frame(ax, title="", xlabel="", ylabel=""):
     """Set a panel's title and labels, and keep only its left and bottom axes."""
     ax.set_title(title, fontsize=10)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.spines[["top", "right"]].set_visible(False)
 
 

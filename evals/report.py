@@ -32,14 +32,17 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)
         print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
-    else:
-        found = first_look(model, splits["val"], machine, stride)
-        coder = tokens.tokenizer(str(folder))
-        # the first 240 tokens of what `eval.py sample` prints by default, in float32
-        prompt = as_ids(first_token(coder, splits.get), machine)
-        ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
-        print(f"a sample:\n{coder.decode(ids[0].tolist())}")
-    return losses | shares | found
+        return losses | shares | found
+    mean = probe(model, splits["val"], machine, 16, 4, stride)["mean"]
+    print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
+          f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"
+          f"{'' if model.transformer.h[0].attn.exact else ', all of derivatives in place of weights'}\n")
+    coder = tokens.tokenizer(str(folder))
+    # the first 240 tokens of what `eval.py sample` prints by default, in float32
+    prompt = as_ids(first_token(coder, splits.get), machine)
+    ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
+    print(f"a sample:\n{coder.decode(ids[0].tolist())}")
+    return losses | shares | {name: value for name, value in mean.items() if value is not None}
 
 
 @torch.no_grad()
@@ -50,19 +53,8 @@ def load_of_experts(model, split, machine, stride):
     with machine.autocast():
         model(rows[:, :-1])
     shares = model.expert_load()[:, 0]                                  # (layers, E)
-    names = ("least_used_expert", "most_used_expert")
-    columns = dict(zip(names, (shares.amin(1), shares.amax(1)), strict=True))
-    lines = [[str(layer), *(column[layer].item() for column in columns.values())] for layer in range(len(shares))]
+    least, most = shares.amin(1), shares.amax(1)
+    lines = [[str(layer), *ends] for layer, ends in enumerate(zip(least.tolist(), most.tolist(), strict=True))]
     print(table(lines, ["layer", "least used expert", "most used"]))
     print(f"shares of all choices; an even load gives each expert {1 / shares.shape[1]:.4f}\n")
-    return {name: column.mean().item() for name, column in columns.items()}
-
-
-def first_look(model, split, machine, stride):
-    """Print where the attention goes on 16 windows. Returns {measure: mean over layers and heads}, without the measures
-    that are undefined for this recipe."""
-    mean = probe(model, split, machine, 16, 4, stride)["mean"]
-    print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
-          f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"
-          f"{'' if model.transformer.h[0].attn.exact else ', all of derivatives in place of weights'}\n")
-    return {name: value for name, value in mean.items() if value is not None}
+    return {"least_used_expert": least.mean().item(), "most_used_expert": most.mean().item()}

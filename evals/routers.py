@@ -15,6 +15,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,10 @@ import mixers
 from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import WITH_TRAIN_ARGS, mean_and_error, table, train_if_missing, whole_numbers, window_batches
+from evals.instrument import (
+    WITH_TRAIN_ARGS, batches, legend, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
-from evals.pictures import frame, line_panel, pyplot, save_figure
+from evals.pictures import figure_of, frame, line_panel
 from model import GPT
 
 SWEEPS = {                                      # {knob: the paper's values}, sizes as shares of ours
@@ -62,10 +64,9 @@ class Routers:
         for value in self.values.split(",") if self.values else ():
             if not re.fullmatch(r"\d+/[1-9]\d*|\d*\.?\d+", value):
                 raise ValueError(f"--values: {value!r} must be a number, or a share such as 1/8")
-        if self.k:
-            whole_numbers(self.k, "k")          # raises ValueError
-        if self.lengths:
-            whole_numbers(self.lengths, "lengths")
+        for flag, text in (("k", self.k), ("lengths", self.lengths)):
+            if text:
+                whole_numbers(text, flag)       # raises ValueError
         if self.values and self.sweep not in SWEEPS:
             raise ValueError(f"--values={self.values} are values of one knob: name it, --sweep={'|'.join(SWEEPS)}")
 
@@ -77,21 +78,17 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-# --------------------------------------------------------------------------------------- one run, in all of its forms
-
-
 def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its figures}}]}."""
     groups.check(run.model, run.out_dir)
-    K = run.model.transformer.h[0].attn.groups
+    K, window = run.model.transformer.h[0].attn.groups, run.model.config.window
     ks = whole_numbers(args.k, "k") if args.k else range(1, min(4, K) + 1)
     if min(ks) < 1 or max(ks) > K:
         raise ValueError(f"--k={args.k}, but a token of {run.out_dir} can have 1 to {K} groups: change --k")
     lengths = sorted({run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")})
-    near = plain_attention(run.model, run.model.config.window)
-    forms = {"full": (plain_attention(run.model, 0), 0), "window": (near, 0), "soft": (run.model, 0),
-             **{f"k={k}": (run.model, k) for k in ks}}
-    return {"dataset": run.dataset, "split": args.split, "groups": K, "window": run.model.config.window,
+    forms = {"full": (plain_attention(run.model, 0), 0), "window": (plain_attention(run.model, window), 0),
+             "soft": (run.model, 0), **{f"k={k}": (run.model, k) for k in ks}}
+    return {"dataset": run.dataset, "split": args.split, "groups": K, "window": window,
             "training_length": run.meta["knobs"]["block_size"],
             "lengths": [at_length(args, run, forms, T) for T in lengths]}
 
@@ -106,17 +103,28 @@ def plain_attention(model, window):
     return other.eval()
 
 
+def set_topk(model, k):
+    """Set --topk=k in the model and return it; 0 is the soft form."""
+    model.config.topk = k                       # its layers read it at every call
+    return model
+
+
 def at_length(args, run, forms, T):
-    """The figures of every form in windows of T tokens. The error of "more", the loss less that of full attention, is
-    of the differences window by window, so it is much smaller than that of a loss."""
-    split, machine, before = run.split(args.split), run.machine, run.model.config.topk
+    """The figures of every form, {name: (model, k)}, in windows of T tokens. The error of "more", the loss less that of
+    full attention, is of the differences window by window, so it is much smaller than that of a loss."""
+    machine, before = run.machine, run.model.config.topk
     seen = groups.look(args, run, set_topk(run.model, 0), T)
     mean = groups.mean_of([layer.result() for layer in seen])
-    rows, = window_batches(run.model, split, machine, T, 1, 1, run.stride)
-    seconds = machine.race({form: reading(*model_and_k, rows[:, :-1], machine) for form, model_and_k in forms.items()},
-                           args.repeats)
+    one, = window_batches(run.model, run.split(args.split), machine, T, 1, 1, run.stride)
+
+    @torch.no_grad()
+    def read(model, k):
+        with machine.autocast():
+            set_topk(model, k)(one[:, :-1])
+
+    seconds = machine.race({form: partial(read, *model_and_k) for form, model_and_k in forms.items()}, args.repeats)
     losses = {form: [] for form in forms}       # of each window
-    for rows in window_batches(run.model, split, machine, T, args.windows, args.batch_size, run.stride, bar=True):
+    for rows in batches(run, args, T):
         for form, (model, k) in forms.items():
             losses[form] += token_losses(set_topk(model, k), rows, machine).double().mean(1).tolist()
     set_topk(run.model, before)
@@ -128,24 +136,6 @@ def at_length(args, run, forms, T):
                        "perplexity": math.exp(min(loss, 700)), "kept": mean["kept"].get(str(k)),
                        "speed": seconds["full"] / seconds[form], "losses": losses[form]}
     return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
-
-
-def set_topk(model, k):
-    """Set --topk=k in the model and return it; 0 is the soft form."""
-    model.config.topk = k                       # its layers read it at every call
-    return model
-
-
-def reading(model, k, rows, machine):
-    """A function that runs the model on rows (1, T), for timing."""
-    @torch.no_grad()
-    def read():
-        with machine.autocast():
-            set_topk(model, k)(rows)
-    return read
-
-
-# ------------------------------------------------------------------------------------ routers with other knobs, trained
 
 
 def swept(args, run):
@@ -166,46 +156,32 @@ def swept(args, run):
 
 
 def router(args, run, name, value):
-    """Train one router if it is missing, and measure it."""
-    knobs = DEFAULTS | {name: value}
+    """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its perplexities in both
+    forms, its groups, and its size."""
+    knobs, config = DEFAULTS | {name: value}, run.model.config
     # all sweeps share the run with the default values
     ending = "default" if knobs == DEFAULTS else f"{name}-{value.replace('/', '-')}"
-    folder = Path(run.out_dir).resolve()
-    folder = folder.with_name(f"{folder.name}-focus-{ending}")
-    flags = router_flags(args, run, knobs, folder)
-    train_if_missing(folder, flags, WITH_TRAIN_ARGS)
-    return {"value": value} | figures(args, run.beside(folder))
-
-
-def router_flags(args, run, knobs, folder):
-    """Flags of train.py that train a router with these knobs on the run, whose own weights stay frozen."""
-    config = run.model.config
-    sizes = {"window": config.block_size, "route_dim": config.n_embd}
-    knobs = {name: str(part_of(value, sizes[name])) if name in sizes else value for name, value in knobs.items()}
+    folder = Path(f"{Path(run.out_dir).resolve()}-focus-{ending}")
+    for size, whole in (("window", config.block_size), ("route_dim", config.n_embd)):
+        top, slash, bottom = knobs[size].partition("/")     # a share such as "1/8", or the number itself
+        knobs[size] = max(1, whole * int(top) // int(bottom)) if slash else int(top)
     if args.balancing != "sinkhorn":
         del knobs["iterations"]
     constants = ",".join(f"{name}={value}" for name, value in knobs.items() if name != "window")
-    return [f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", f"--balance={args.balancing}",
-            f"--window={knobs['window']}", f"--attn_args={constants}", f"--dataset={run.dataset}",
-            f"--max_iters={args.steps}", f"--eval_interval={args.steps}", f"--device={run.machine.device}",
-            f"--out_dir={folder}", *args.train_args.split()]
-
-
-def part_of(value, size):
-    """"1/8" of a size, at least 1, or the number itself."""
-    top, slash, bottom = value.partition("/")
-    return max(1, size * int(top) // int(bottom)) if slash else int(value)
-
-
-def figures(args, run):
-    """A trained router's perplexities in both forms, its groups, and its size."""
-    k = min(2, run.model.transformer.h[0].attn.groups)
-    found, = compared(dataclasses.replace(args, k=str(k), lengths="", repeats=1), run)["lengths"]
-    hard, mean = found["forms"][f"k={k}"], found["mean"]
-    size = sum(p.numel() for block in run.model.transformer.h for name, p in block.attn.named_parameters()
+    train_if_missing(folder, [
+        f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", f"--balance={args.balancing}",
+        f"--window={knobs['window']}", f"--attn_args={constants}", f"--dataset={run.dataset}",
+        f"--max_iters={args.steps}", f"--eval_interval={args.steps}", f"--device={run.machine.device}",
+        f"--out_dir={folder}", *args.train_args.split()], WITH_TRAIN_ARGS)
+    trained = run.beside(folder)
+    layers = [block.attn for block in trained.model.transformer.h]
+    k = min(2, layers[0].groups)
+    found, = compared(dataclasses.replace(args, k=str(k), lengths="", repeats=1), trained)["lengths"]
+    forms, mean = found["forms"], found["mean"]
+    size = sum(p.numel() for layer in layers for name, p in layer.named_parameters()
                if name in ("router.weight", "centroids"))
-    return {"parameters": size, "full": found["forms"]["full"]["perplexity"],
-            "soft": found["forms"]["soft"]["perplexity"], "hard": hard["perplexity"], "kept": hard["kept"],
+    return {"value": value, "parameters": size, "full": forms["full"]["perplexity"],
+            "soft": forms["soft"]["perplexity"], "hard": forms[f"k={k}"]["perplexity"], "kept": forms[f"k={k}"]["kept"],
             **{name: mean[name] for name in ("dominance", "evenness", "confidence")}}
 
 
@@ -213,67 +189,51 @@ def figures(args, run):
 
 
 def tell(args, found):
-    return "\n\n".join((f"{place}\n\n" if len(found) > 1 else "")
-                       + (sweep_text(numbers) if "sweep" in numbers else forms_text(numbers))
+    """A table for each run: a row for each length and form, or for each trained router."""
+    return "\n\n".join((f"{place}\n\n" if len(found) > 1 else "") + text_of(numbers)
                        for place, numbers in found.items())
 
 
-def forms_text(numbers):
+def text_of(numbers):
+    if "sweep" in numbers:
+        rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
+                for name, rows in numbers["sweep"].items() for row in rows]
+        header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
+        return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
+                f"perplexity on {numbers['split']}\n\n{table(rows, header)}")
     rows = [[str(part["length"]), form, *(figures[key] for key in (
         "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
         for part in numbers["lengths"] for form, figures in part["forms"].items()]
     windows = sorted({part["windows"] for part in numbers["lengths"]})
+    meanings = {
+        "full": "softmax attention of the same weights, all pairs",
+        "window": f"the same, only pairs less than {numbers['window']} apart",
+        "soft": "gates from 0 to 1, as in training",
+        "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
+        "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
+        "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
+        "speed": "of the whole model on one window, relative to full"}
     return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
             f"{numbers['training_length']} tokens\n\n"
-            + table(rows, ["length", "form", "loss", "+-", "more", "+-", "perplexity", "kept", "speed"]) +
-            "\n\n  full  softmax attention of the same weights, all pairs\n"
-            f"window  the same, only pairs less than {numbers['window']} apart\n"
-            "  soft  gates from 0 to 1, as in training\n"
-            f"   k=k  a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens\n"
-            "  more  loss than full attention, on the same windows; +- is a standard error over the windows\n"
-            f"  kept  share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form\n"
-            " speed  of the whole model on one window, relative to full")
-
-
-def sweep_text(numbers):
-    rows = [[name, row["value"], f"{row['parameters']:,}", *(row[key] for key in (
-        "full", "soft", "hard", "kept", "dominance", "evenness", "confidence"))]
-        for name, rows in numbers["sweep"].items() for row in rows]
-    return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
-            f"perplexity on {numbers['split']}\n\n"
-            + table(rows, ["knob", "value", "parameters", "full", "soft", "k=2", "kept", "dominance", "evenness",
-                           "confidence"]))
+            + table(rows, "length form loss +- more +- perplexity kept speed".split()) + f"\n\n{legend(meanings)}")
 
 
 def draw(path, found):
     """Draw perplexity against speed, a dot for each form, a colour for each run and length; or against swept knobs."""
-    sweeps = [numbers["sweep"] for numbers in found.values() if "sweep" in numbers]
-    panels = list(sweeps[0]) if sweeps else ["perplexity"]
-    figure, axes = pyplot().subplots(1, len(panels), figsize=(max(5.5, 3.4 * len(panels)), 3.8), squeeze=False)
-    for place, numbers in found.items():
-        for ax, panel in zip(axes[0], panels, strict=True):
-            if sweeps:
-                draw_sweep(ax, panel, numbers["sweep"][panel])
-            else:
-                draw_forms(ax, Path(place).name, numbers)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    save_figure(figure, path)
-
-
-def draw_forms(ax, name, numbers):
-    for part in numbers["lengths"]:
-        hard = {form: f for form, f in part["forms"].items() if form != "soft"}
-        ax.plot([f["speed"] for f in hard.values()], [f["perplexity"] for f in hard.values()], "o",
-                label=f"{name}, T={part['length']}")
-        for form, f in hard.items():
-            ax.annotate(form, (f["speed"], f["perplexity"]), (4, 4), textcoords="offset points", fontsize=8)
-    frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
-
-
-def draw_sweep(ax, knob, rows):
-    places = range(len(rows))
-    forms = {"full attention": "full", "soft gates": "soft", "k=2": "hard"}
-    line_panel(ax, {label: (places, [row[key] for row in rows]) for label, key in forms.items()},
-               "perplexity", f"{knob} (below: share of the largest group)", legend=False)
-    ax.set_xticks(places, [f"{row['value']}\n{row['dominance']:.0%}" for row in rows])
+    knobs = next((list(numbers["sweep"]) for numbers in found.values() if "sweep" in numbers), [])
+    with figure_of(path, [3.8], [max(3.4, 5.5 / len(knobs)) for _ in knobs] or [5.5]) as axes:
+        for place, numbers in found.items():
+            for ax, name in zip(axes[0], knobs, strict=False):
+                rows = numbers["sweep"][name]
+                forms = {"full attention": "full", "soft gates": "soft", "k=2": "hard"}
+                line_panel(ax, {label: (range(len(rows)), [row[key] for row in rows]) for label, key in forms.items()},
+                           "perplexity", f"{name} (below: share of the largest group)", legend=False)
+                ax.set_xticks(range(len(rows)), [f"{row['value']}\n{row['dominance']:.0%}" for row in rows])
+            for part in numbers.get("lengths", ()):
+                hard = {form: (f["speed"], f["perplexity"]) for form, f in part["forms"].items() if form != "soft"}
+                axes[0, 0].plot(*zip(*hard.values(), strict=True), "o",
+                                label=f"{Path(place).name}, T={part['length']}")
+                for form, point in hard.items():
+                    axes[0, 0].annotate(form, point, (4, 4), textcoords="offset points", fontsize=8)
+                frame(axes[0, 0], xlabel="speed relative to full attention", ylabel="perplexity")
+        axes[0, 0].legend(frameon=False, fontsize=8)

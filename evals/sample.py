@@ -54,8 +54,8 @@ def command(args, run):
 
 
 def first_token(coder, split):
-    """The default prompt (1,): the separator of a public model's tokenizer, otherwise the first held-out token.
-    split("val"): the held-out data, which public models do not need."""
+    """The default prompt (1,): the separator of a public model's tokenizer, otherwise the first token of split("val").
+    """
     return np.array([coder.separator]) if coder.content else split("val").window(0, 1)
 
 
@@ -64,10 +64,8 @@ def as_ids(array, machine):
     return torch.from_numpy(array.astype(np.int64))[None].to(machine.device)
 
 
-# ------------------------------------------------------------------------------------------------------- conversations
 # ChatML, the format in which many public models learned to answer. Each turn is enclosed in two special tokens, and its
 # first line names the speaker. The prompt ends with the beginning of the assistant's turn, which the model continues.
-
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}    # of its own template
 
@@ -75,9 +73,9 @@ SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hu
 def conversation(coder, system, prompt):
     """The ids (T,) of a conversation up to the beginning of the answer. system: the system message, or None."""
     begin, end = mark(coder, BEGIN), mark(coder, END)
-    turns = [("system", system)] if system else []
-    parts = [part for role, text in [*turns, ("user", prompt)]
-             for part in ([begin], coder.encode(f"{role}\n{text}"), [end], coder.encode("\n"))]
+    parts = []
+    for role, text in ([("system", system)] if system else []) + [("user", prompt)]:
+        parts += [[begin], coder.encode(f"{role}\n{text}"), [end], coder.encode("\n")]
     return np.concatenate([*parts, [begin], coder.encode("assistant\n")])
 
 

@@ -53,7 +53,7 @@ class Show:
     json: bool = knob(False, "print JSON instead of a page")
 
 
-def command(args, run=None):
+def command(args, run):
     """A recipe as one page: axes, PyTorch, Triton, learned parameters, and where the code is."""
     meta = read_run(args.out_dir)[0] if args.out_dir else None
     page = page_of(args.recipe, meta)
@@ -81,51 +81,56 @@ class Page:
         self.chosen = {axis: value for axis, value in self.axes.items()
                        if axis in ("rule", "pos", *attention.ATTENTIONS.get(self.name, ()))
                        or value != mixers.DEFAULTS[axis]}
+        self.sizes = {name: getattr(self.config, name) for name in SHOWN} | {"head_dim": self.config.head_width}
 
     def __str__(self):
-        return "\n".join([
-            f"{self.name}    {recipe_place(self.name)}",
-            *(section("the run", self.about()) if self.meta else []),
-            *section("its choices", self.choices()),
-            *section("in PyTorch", *(source(f) for f in self.pytorch())),
-            *section("in Triton", *self.triton()),
-            *section("what a layer learns", self.learned())])
+        sections = {"the run": [self.about()]} if self.meta else {}
+        sections |= {"its choices": [self.choices()], "in PyTorch": [source(f) for f in self.pytorch()],
+                     "in Triton": [source(function, role) for role, function in self.triton()]
+                     or ["this rule has no kernel: PyTorch computes it everywhere"],
+                     "what a layer learns": [self.learned()]}
+        lines = [f"{self.name}    {recipe_place(self.name)}"]
+        for title, parts in sections.items():
+            lines += ["", f"---- {title} " + "-" * (WIDTH - 6 - len(title)), *"\n\n".join(parts).splitlines()]
+        return "\n".join(lines)
 
     def numbers(self):
-        run = {"sizes": self.sizes(), "source": self.meta.get("source")} if self.meta else {}
+        run = {"sizes": self.sizes, "source": self.meta.get("source")} if self.meta else {}
         return {"recipe": self.name, **run, "where": recipe_place(self.name), "axes": self.axes,
                 "args": self.layer.args,
                 "learns": {name: list(p.shape) for name, p in self.layer.named_parameters()},
                 "pytorch": {f.__name__: place(f) for f in self.pytorch()},
-                "triton": {f.__name__: place(f) for _, f in self.triton_functions()}}
+                "triton": {f.__name__: place(f) for _, f in self.triton()}}
 
     def about(self):
         """The sizes of the model around this layer, and the origin of its weights."""
-        fields = {field.name: field for field in dataclasses.fields(self.config)}
-        lines = [f"{name:12} {size(value):10} {re.split('[;:] ', fields[name].metadata['help'])[0]}"
-                 for name, value in self.sizes().items()]
-        lines.append(textwrap.fill(f"{'weights':12} {origin(self.meta)}", WIDTH, subsequent_indent=" " * 13))
-        return "\n".join(lines)
-
-    def sizes(self):
-        """{field of GPTConfig: value} around this layer."""
-        return {name: getattr(self.config, name) for name in SHOWN} | {"head_dim": self.config.head_width}
+        meanings = {field.name: field.metadata["help"] for field in dataclasses.fields(self.config)}
+        lines = []
+        for name, value in self.sizes.items():
+            value = f"{value:.10g}" if isinstance(value, float) else str(value) or "none"
+            lines.append(f"{name:12} {value:10} {re.split('[;:] ', meanings[name])[0]}")
+        knobs, given = self.meta["knobs"], self.meta.get("source")
+        origin = f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
+        if given:
+            origin = (f"{given['name']}, from {given['from']}, in {given['precision']}"
+                      f"{', instruction-tuned' if given['instruction_tuned'] else ''}; "
+                      f"licence: {given['licence'] or 'not stated'}")
+        return "\n".join([*lines, textwrap.fill(f"{'weights':12} {origin}", WIDTH, subsequent_indent=" " * 13)])
 
     def choices(self):
-        """A line for each axis that differs from its default: the value and its effect."""
-        lines = [textwrap.fill(f"{axis:12} {value!s:10} {self.meaning(axis)}", WIDTH, subsequent_indent=" " * 24)
-                 for axis, value in self.chosen.items()]
+        """A line for each axis that differs from its default: the value and its effect, which is the first sentence of
+        the docstring of the choice's function."""
+        lines = []
+        for axis, value in self.chosen.items():
+            parts = (part for of, part in PASS if of == axis and part not in ("inputs", "row_input", "start"))
+            function = next(filter(None, (self.function(axis, part) for part in parts)), None)
+            text = inspect.getdoc(getattr(function, "func", function)) or "" if function else ""
+            meaning = re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
+            lines.append(textwrap.fill(f"{axis:12} {value!s:10} {meaning}", WIDTH, subsequent_indent=" " * 24))
         if self.layer.args:
             lines.append(f"{'attn_args':12} " + ",".join(f"{key}={value}" for key, value in self.layer.args.items()))
         rest = ", ".join(f"{axis} {value}" for axis, value in self.axes.items() if axis not in self.chosen)
         return "\n".join([*lines, textwrap.fill(f"{'as usual':12} {rest}", WIDTH, subsequent_indent=" " * 13)])
-
-    def meaning(self, axis):
-        """The first sentence of the docstring of a choice's function."""
-        parts = (part for of, part in PASS if of == axis and part not in ("inputs", "row_input", "start"))
-        function = next(filter(None, (self.function(axis, part) for part in parts)), None)
-        text = inspect.getdoc(getattr(function, "func", function)) or "" if function else ""
-        return re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
 
     def function(self, axis, part):
         """The function in this field of the chosen row, or None."""
@@ -144,23 +149,15 @@ class Page:
             found += [visible, attention.Attention.rotated]
         return list(dict.fromkeys(filter(None, found)))
 
-    def triton_functions(self):
-        """(role, function) of the kernel's rule; first those of a kernel whose result it needs."""
-        for function in self.layer.fused_by:
-            yield "a state", getattr(function, "fn", function)
-        names = [name for name in (getattr(self.layer.rule, "threshold_of", None), self.config.rule) if name]
-        for name in names:
+    def triton(self):
+        """[(role, function)] of the kernel's rule; first those of a kernel whose result it needs."""
+        found = [("a state", getattr(function, "fn", function)) for function in self.layer.fused_by]
+        for name in filter(None, (getattr(self.layer.rule, "threshold_of", None), self.config.rule)):
             rule = kernels.KERNELS.get(name)
             for role, part in zip(getattr(rule, "_fields", ()), rule or (), strict=True):
                 function = getattr(part, "fn", part)                    # below triton.jit
-                if inspect.isfunction(function):
-                    yield f"{name}, {role}", function
-
-    def triton(self):
-        pairs = list(self.triton_functions())
-        if not pairs:
-            return ["this rule has no kernel: PyTorch computes it everywhere"]
-        return [source(function, role) for role, function in pairs]
+                found += [(f"{name}, {role}", function)] if inspect.isfunction(function) else []
+        return found
 
     def learned(self):
         """Names, shapes and initial values of a layer's parameters outside its projections."""
@@ -168,38 +165,18 @@ class Page:
         for name, p in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
             if name.startswith(("c_attn", "c_proj")):
                 continue
+            std, (inside, _, last) = self.layer.init_std.get(name), name.rpartition(".")
+            if std is None and isinstance(self.layer.get_submodule(inside), nn.Linear):
+                std = 0.02 if last == "weight" else 0                   # every linear layer's, see GPT.init_weights
+            low, high = p.min().item(), p.max().item()
+            if std is not None:
+                start = f"N(0, {std:.3g})" if std else "0"
+            else:
+                start = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
             kept = "" if isinstance(p, nn.Parameter) else ", kept and not learned"
-            lines.append(f"{name:18} {str(tuple(p.shape)):14} {self.start(name, p)}{kept}")
+            lines.append(f"{name:18} {str(tuple(p.shape)):14} {start} at first{kept}")
         sizes = f"(with {self.config.n_head} heads of width {self.layer.width} and block_size {self.config.block_size})"
         return "\n".join([*(lines or ["nothing besides its projections"]), sizes])
-
-    def start(self, name, p):
-        std, (inside, _, last) = self.layer.init_std.get(name), name.rpartition(".")
-        if std is None and isinstance(self.layer.get_submodule(inside), nn.Linear):
-            std = 0.02 if last == "weight" else 0                       # every linear layer's, see GPT.init_weights
-        if std is not None:
-            return f"N(0, {std:.3g}) at first" if std else "0 at first"
-        low, high = p.min().item(), p.max().item()
-        return f"{low:.4g} at first" if low == high else f"{low:.4g} to {high:.4g} at first"
-
-
-def size(value):
-    """A value as text: 100000 for 100000.0, and "none" for an empty string."""
-    return f"{value:.10g}" if isinstance(value, float) else str(value) or "none"
-
-
-def origin(meta):
-    """The origin of a run's weights, as text."""
-    source, knobs = meta.get("source"), meta["knobs"]
-    if not source:
-        return f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
-    taught = ", instruction-tuned" if source["instruction_tuned"] else ""
-    return (f"{source['name']}, from {source['from']}, in {source['precision']}{taught}; "
-            f"licence: {source['licence'] or 'not stated'}")
-
-
-def section(title, *parts):
-    return ["", f"---- {title} " + "-" * (WIDTH - 6 - len(title)), *"\n\n".join(parts).splitlines()]
 
 
 def called(function):
@@ -211,10 +188,10 @@ def called(function):
     return [deeper for other in others if other is not function for deeper in (other, *called(other))]
 
 
-def source(function, title=None):
+def source(function, title=""):
     """A function's place and source."""
-    head = f"# {place(function)}" + (f"    ({title})" if title else "")
-    return head + "\n" + textwrap.dedent(inspect.getsource(getattr(function, "fn", function))).rstrip()
+    code = textwrap.dedent(inspect.getsource(getattr(function, "fn", function))).rstrip()
+    return f"# {place(function)}{title and f'    ({title})'}\n{code}"
 
 
 def place(function):

@@ -42,10 +42,9 @@ class Stream:
         h = h.float()
         norm, real = h.norm(dim=-1), h[:, ahead:]
         size, place = norm.max(1)                                       # (B,)
-        others = (norm.sum(1) - size) / (norm.shape[1] - 1)
         self.add("sequences", torch.ones(len(h)))
         self.add("massive", norm[:, ahead] / norm[:, ahead + 1:].mean(1))
-        self.add("largest", size / others)
+        self.add("largest", size / ((norm.sum(1) - size) / (norm.shape[1] - 1)))
         self.add("carrier", h[torch.arange(len(h), device=h.device), place])            # (B, C)
         self.add("median", h.abs().flatten(1).median(1)[0])
         self.add("spread", (real - real[:, :1]).norm(dim=-1).amax(1) / norm[:, ahead:].mean(1))
@@ -77,20 +76,17 @@ class Stream:
         """
         mean = {name: total / self.sums["sequences"] for name, total in self.sums.items()}
         at = max(sorted(set(self.places)), key=self.places.count)
+        carrier, median = mean["carrier"], mean["median"]
+        top = carrier.abs().topk(min(3, len(carrier)))[1]
         found = {name: plain(mean[name]) for name in ("massive", "largest", "spread", "cos_qk", "cos_kk")
                  if name in mean}
-        found |= {"at": at, "at_share": self.places.count(at) / len(self.places), "median": plain(mean["median"]),
-                  "channels": self.channels(mean["carrier"], mean["median"]), "positions": {}}
+        found |= {"at": at, "at_share": self.places.count(at) / len(self.places), "median": plain(median),
+                  "channels": [[int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top],
+                  "positions": {}}
         for name in [f"{part}_{kind}" for part in PARTS for kind in ("norm", "var") if f"{part}_norm" in mean]:
             found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
             found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
         return found
-
-    @staticmethod
-    def channels(carrier, median):
-        """The 3 largest channels of carrier (C,): [[channel, value, value over the median magnitude], ...]."""
-        top = carrier.abs().topk(min(3, len(carrier)))[1]
-        return [[int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top]
 
 
 def plain(value):

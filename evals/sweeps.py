@@ -80,8 +80,8 @@ def side_by_side(name, runs):
     cells = []
     for what, row in SWEEPS[name].items():
         ours = [[figures.get(key) for figures in runs[what]] for key in OURS.values()]
-        mean = ["-" if None in values else f"{np.mean(values):.3f}" for values in ours]
         sinks = [figures["sink_idle"] for figures in runs[what]]
-        theirs = ["-" if x is None else f"{x:.2f}" for x in row[1:]]
-        cells.append([what, *theirs, *mean, f"{max(sinks) - min(sinks):.3f}"])
+        cells.append([what, *("-" if x is None else f"{x:.2f}" for x in row[1:]),
+                      *("-" if None in values else f"{np.mean(values):.3f}" for values in ours),
+                      f"{max(sinks) - min(sinks):.3f}"])
     return cells, ["", "their Sink*", "their Sink_1", "their loss", *OURS, "apart"]

@@ -138,7 +138,7 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
     """Those of docs/add-your-own.md, in a copy of the repository, as the page says where they belong."""
     *_, position, instrument, row, mixer, entry, recipe = OWN_PAGE
     with_additions(
-        tmp_path, ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"), ("eval.py", "    curve,\n", "    ends,\n"),
+        tmp_path, ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"), ("eval.py", " curve, ", " ends,"),
         ("eval.py", "(?<=\nOF_A_RUN = {)", f"\n{row}"), ("attention.py", "    # fewer keys", recipe),
         ("mixers/__init__.py", "from mixers.focus", "from mixers.average import Average\n"),
         ("mixers/__init__.py", "(?<=Selection)}", f",\n{entry}"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from axes.sight import Sight, visible
 from evals import heads
-from evals.heads import Heads, HeadSums, compared, correlation, summary, variation
+from evals.heads import Heads, compared, correlation, summary, variation
 from evals.measures import Probe
 from layers import in_every_layer, token_ids
 from model import GPT
@@ -100,7 +100,7 @@ def close_measures(found, expected):
 def test_measures_of_drawn_weights_equal_their_definitions(case):
     w, seen, extra, counted, sight, knobs, block = case
     ahead = int(extra is not None and sight.first == 0 and block % 2 == 0)
-    probe, sums, values = Probe(**knobs), HeadSums(local=4), torch.rand(len(w), 1, ahead + w.shape[1], 4)
+    probe, sums, values = Probe(**knobs), Probe(local=4), torch.rand(len(w), 1, ahead + w.shape[1], 4)
     for i, v in enumerate(values.split(1)):
         one = watched(w[i, None, None], None if extra is None else extra[i, None], sight, block, ahead)
         probe.see(one, v, v, v, None, counted=None if counted is None else counted[i, None])
@@ -127,7 +127,7 @@ def test_views_are_measured_before_their_subtraction(one, other):
 
 
 def test_the_importance_of_a_gated_head_is_its_mean_gate():
-    sums = HeadSums(local=4)
+    sums = Probe(local=4)
 
     def look(module, q, k, v, x, table):
         sums.see(module, q, k, v, x, table)
