@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common import files
-from common.flags import Parser, add_flags, given_flags
+from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
     bench, claims, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe, routers,
     sample, scrolls, show, speed)
@@ -65,7 +65,7 @@ def main(argv):
         listed = "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 10) for line in lines)
         parser = Parser(prog="eval.py", description=f"{__doc__}\n{listed}")
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
-        found = f", not {argv[0]!r}" if argv else ""
+        found = f", not {argv[0]!r}{nearest(argv[0], COMMANDS)}" if argv else ""
         parser.error(f"the first word must be a command: {', '.join(COMMANDS)}{found}")
     name, of_a_run = argv[0], argv[0] in OF_A_RUN
     command = COMMANDS[name]
