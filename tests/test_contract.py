@@ -43,16 +43,18 @@ called = pytest.mark.parametrize("choices", [
 
 @every
 def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
-    module, T, place = layer(**choices), 21, 4
+    module, T = layer(**choices), 21
     q, k, v, x = inputs(module, T)
-    hidden, here, later = module.sight._replace(hidden=place), torch.arange(T)[:, None] == place, slice(place + 1, None)
-    assert module.weights_of(q, k, x, sight=hidden)[:, :, later, place - T].abs().max() == 0
-    if choices["attn"] == "routing":            # a cluster takes another token in its place
-        return
-    o = module.attend(q, k, v, x, sight=hidden)
-    other = module.attend(q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden)
-    close(other[:, :, later], o[:, :, later], terms=T)
-    close(o[:, :, :place + 1], module.attend(q, k, v, x)[:, :, :place + 1], terms=T)
+    for place in (0, 4):
+        hidden, later = module.sight._replace(hidden=place), slice(place + 1, None)
+        here = torch.arange(T)[:, None] == place
+        assert module.weights_of(q, k, x, sight=hidden)[:, :, later, place - T].abs().max() == 0
+        if choices["attn"] == "routing":        # a cluster takes another token in its place
+            continue
+        o = module.attend(q, k, v, x, sight=hidden)
+        other = module.attend(q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden)
+        close(other[:, :, later], o[:, :, later], terms=T)
+        close(o[:, :, :place + 1], module.attend(q, k, v, x)[:, :, :place + 1], terms=T)
 
 
 @every

@@ -274,6 +274,7 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
 def test_defaults_are_those_of_nanogpt_and_of_the_papers():
     sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "n_expert": 8, "n_active": 2}
     assert sizes.items() <= vars(GPTConfig()).items() and train_script.Train().balance_shared == 0.2
+    assert GPTConfig(attn="focus", window=4).topk == 0                    # soft gates
     for preset in ({}, train_script.PRESETS["gpt2"]):
         knobs = vars(train_script.Train(**fields_of(train_script.Train, preset)))
         expected = {"learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
