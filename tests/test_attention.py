@@ -157,8 +157,8 @@ def test_lssar_stays_finite_in_long_rows_and_gives_zero_for_uniform_ones():
 
 def test_buckets_of_t5_and_slopes_of_alibi_equal_their_formulas():
     assert positions.t5_buckets().tolist() == [reference.t5_bucket(apart) for apart in range(128)]
-    t5 = layer(pos="t5")                        # beyond its table, all distances share the last bucket
-    same(t5.distance().bias(1, 200)[:, 0].flip(-1), reference.positions(t5, 200))
+    for t5 in layer(pos="t5"), layer(pos="t5_index"):                   # beyond the table: the last bucket
+        same(t5.distance().bias(1, 200)[:, 0].flip(-1), reference.positions(t5, 200).to(t5.c_attn.weight))
     assert isinstance(layer(pos="alibi", attn_args="learn_alibi=1").alibi, torch.nn.Parameter)
 
     def slopes(heads, **more):
