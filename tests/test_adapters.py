@@ -59,7 +59,7 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
             p.data = 0.1 * normal(*p.shape, stream=n, dtype=torch.float32)
     plain.load_state_dict(merged(one.state_dict(), "here"))
     close(logits(one), logits(plain))
-    below(0.01, (logits(plain) - before).abs().max())
+    below(1e-4, (logits(plain) - before).abs().max())
 
     # only these matrices are trained, with weight decay
     decay, = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
