@@ -394,13 +394,19 @@ def main(argv):
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.attn)
-        training, began = Training(knobs, config, machine, folder, data, stored, argv), time.perf_counter()
-        if stopped := training.train():
-            printing.say_how_to_resume(knobs, machine, stopped)
-        else:
-            training.finish(time.perf_counter() - began, folder)
-        machine.close()
-    sys.exit(130 if stopped else 0)
+        finished = train(knobs, config, machine, folder, data, stored, argv)
+        machine.close()                         # by now nothing holds the group of ranks
+    sys.exit(0 if finished else 130)
+
+
+def train(knobs, config, machine, folder, data, stored, flags):
+    """Train one model, from its data to the report. Returns False if a signal stopped it before its last step."""
+    training, began = Training(knobs, config, machine, folder, data, stored, flags), time.perf_counter()
+    if stopped := training.train():
+        printing.say_how_to_resume(knobs, machine, stopped)
+    else:
+        training.finish(time.perf_counter() - began, folder)
+    return not stopped
 
 
 def run_before(knobs, stored):
