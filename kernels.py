@@ -1310,21 +1310,14 @@ def generation(device):
 def tile(kernel, rule, call):
     """(BM, BN, warps, stages) of a kernel in this call."""
     column = "forward with U" if kernel == "forward" and rule.save_u else kernel
-    kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
-    busy = call.table is not None or call.far is not None or call.has_window
-    where = column, kind + "+busy" * busy, padded(max(64, call.q.shape[-1], call.v.shape[-1])), call.q.dtype
-    return tile_of_tables(*where, call.q.device)
-
-
-def tile_of_tables(column, row, width, dtype, device):
-    """The tile of a kernel, a column of the tables, at a padded width. row: plain, heavy or mix, with +busy or not."""
     if INTERPRETED:
         return SMALL[COLUMNS.index(column)]
-    kind, _, busy = row.partition("+")
-    key = (0 if dtype == torch.float32 else generation(device), width, bool(busy))
+    busy = call.table is not None or call.far is not None or call.has_window
+    key = (0 if call.q.dtype == torch.float32 else generation(call.q.device),
+           padded(max(64, call.q.shape[-1], call.v.shape[-1])), bool(busy))
     key = key if key in TILES else (*key[:2], True)
-    instead = {} if kind == "plain" else HEAVY.get(key, {}) if kind == "heavy" else MIXED.get(key, {})
-    return instead.get(column) or TILES[key][COLUMNS.index(column)]
+    instead = MIXED if call.mix is not None else HEAVY if rule.heavy else {}
+    return instead.get(key, {}).get(column) or TILES[key][COLUMNS.index(column)]
 
 
 def padded(width):
