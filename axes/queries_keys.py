@@ -60,7 +60,7 @@ QK_NORMS = {
 
 def elu_features(layer, x):
     """elu(x) + 1, the positive features of linear attention. Source: Katharopoulos et al. 2020, eq. 7."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())              # adding 1 to F.elu(x) would round e^x away
+    return torch.where(x < 0, x.clamp(max=0).exp(), 1 + x)              # adding 1 to F.elu(x) would round e^x away
 
 
 def mlp_features(layer, x):

@@ -107,7 +107,7 @@ def exp_minus_one(s, seen, *_):
 
 
 def elu_plus_one(x):
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return torch.where(x < 0, x.clamp(max=0).exp(), x + 1)
 
 
 RULES = {
