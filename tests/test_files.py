@@ -154,7 +154,7 @@ DAMAGED = [                                     # (file, what is done to it, com
     ("toy_run/meta.json", entries(separator=300), SAMPLE, "separator 300 is no id below 300"),
     *(("data/fox/meta.json", entries(**wrong), FOX_LOSS, "lacks vocab_size")
       for wrong in ({"separator": -1}, {"shards": {"../../run/ckpt.pt": {"tokens": 1, "sha256": ""}}})),
-    *(("run/ckpt.pt", tensors(kind), LOSS, "other than dense tensors|is .. in the checkpoint")
+    *(("run/ckpt.pt", tensors(kind), LOSS, "other than dense tensors|is .. in the checkpoint|no readable")
       for kind in KINDS.values()),
     *(("run/ckpt.pt", tensors(KINDS[kind], optimizer=True), RESUME, "optimizer state does not fit")
       for kind in ("sparse", "meta", "expanded", "scalar")),
