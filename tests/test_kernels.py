@@ -160,6 +160,10 @@ def compare(rule, x, options):
     if "r" in exact and not options.get("row_sum"):
         lost_o = eps / 2 * exact["o"] if rule == "lssar" else eager["o"] - exact["o"]
         up[1] = up[1] + (up[0].double() * lost_o).sum(-1)
+    if rule == "entmax" and "t" in x:
+        # dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1): the weights sum to 1, and log x_ij = log w_ij / t_i
+        off = (up[0].double() * (eager["o"] - exact["o"])).sum(-1) * (math.log(T) / x["t"].min() + 1)
+        lost["dt"] += off.square().sum_to_size(x["t"].shape).mean().sqrt().item()
     if rule == "lssar":
         # the backward pass computes x again and takes r from the forward pass: a weight is off by the error of r, and
         # so are delta and g, which cancel if one weight dominates
