@@ -141,7 +141,7 @@ def written(config, state, folder):
 @torch.no_grad()
 def assert_same_logits(ours, theirs):
     """Compare logits in one call, and with a cache: three tokens, one token, the rest."""
-    moved = 1e-10 * (ours.config.pos == "alibi")                        # transformers rounds a constant of BLOOM's GELU
+    moved = 1e-9 * (ours.config.pos == "alibi")    # transformers keeps 8 digits of a constant of BLOOM's GELU, 1e-9 off
     with in_float64() if next(ours.parameters()).dtype == torch.float64 else contextlib.nullcontext():
         expected, cache = theirs(IDX).logits, ours.new_cache()
         below(0.02, expected.std())             # there is something to compare
