@@ -22,7 +22,7 @@ import sys
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,64 +42,49 @@ class Row(NamedTuple):
     gold: int
 
 
-def hellaswag(row):
-    """From a row of a file to (context or a list of contexts, choices, index of the right choice), as all functions
-    below. Zellers et al. 2019. Some copies have joined and cleaned fields: query, choices, gold."""
-    if "query" in row:
-        return row["query"], row["choices"], row["gold"]
-    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"])
-
-
-def cleaned(text):
-    """A text without the marks of WikiHow's pages: [header], [title], [step], ..."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
-
-
-def openbookqa(row):
-    """Mihaylov et al. 2018: only the question, without the facts of the book. A row has AI2's nested form, or the flat
-    form of some copies."""
-    if "gold" in row:
-        return row.get("question") or row["question_stem"], row["choices"], row["gold"]
-    choices = row["question"]["choices"]
-    letters = [choice["label"] for choice in choices]                   # A B C D, in some exams 1 2 3 4
-    return row["question"]["stem"], [choice["text"] for choice in choices], letters.index(row["answerKey"].strip())
-
-
-def arc(row):
-    """AI2's science exams, Clark et al. 2018, in the same forms."""
-    stem, choices, gold = openbookqa(row)
-    return f"Question: {stem}\nAnswer:", choices, gold
-
-
-def piqa(row):
-    """Physical interactions, Bisk et al. 2020."""
-    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"])
-
-
-def siqa(row):
-    """Social interactions, Sap et al. 2019."""
-    choices = [row["answerA"], row["answerB"], row["answerC"]]
-    return f"Q: {row['context']} {row['question']}\nA:", choices, int(row["label"]) - 1
-
-
-def winogrande(row):
-    """Sakaguchi et al. 2021. Each option fills the gap; the score is that of the rest of the sentence."""
-    before, after = row["sentence"].split("_", 1)
-    return [before + row["option1"], before + row["option2"]], [after.strip()] * 2, int(row["answer"]) - 1
-
-
-def boolq(row):
-    """Clark et al. 2019, as in SuperGLUE."""
-    return f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], int(row["label"])
-
-
-def lambada(row):
-    """Paperno et al. 2016, in OpenAI's version: what is the last word? There is one choice; it scores if it is the most
-    likely continuation."""
-    context, _, word = row["text"].rpartition(" ")
-    return context, [word], 0
+def question(name, row):
+    """The Row of a task that a row of its file becomes. Raises ValueError if it cannot be scored."""
+    match name:
+        case "hellaswag" if "query" in row:     # some copies have joined and cleaned fields
+            contexts, choices, gold = row["query"], row["choices"], row["gold"]
+        case "hellaswag":                       # Zellers et al. 2019. WikiHow's pages have marks: [header], [step], ...
+            contexts, *choices = (
+                re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ") for text in (
+                    f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}", *row["endings"]))
+            gold = int(row["label"])
+        case "arc_easy" | "arc_challenge":      # AI2's science exams, Clark et al. 2018, in the forms of openbookqa
+            (stem, *_), choices, gold = question("openbookqa", row)
+            contexts = f"Question: {stem}\nAnswer:"
+        case "openbookqa" if "gold" in row:     # the flat form of some copies
+            contexts, choices, gold = row.get("question") or row["question_stem"], row["choices"], row["gold"]
+        case "openbookqa":                      # Mihaylov et al. 2018: only the question, without the facts of the book
+            contexts, choices = row["question"]["stem"], [choice["text"] for choice in row["question"]["choices"]]
+            letters = [choice["label"] for choice in row["question"]["choices"]]        # A B C D, in some exams 1 2 3 4
+            gold = letters.index(row["answerKey"].strip())
+        case "piqa":                            # physical interactions, Bisk et al. 2020
+            contexts, choices = f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]]
+            gold = int(row["label"])
+        case "siqa":                            # social interactions, Sap et al. 2019
+            contexts, choices = f"Q: {row['context']} {row['question']}\nA:", [row[f"answer{x}"] for x in "ABC"]
+            gold = int(row["label"]) - 1
+        case "winogrande":                      # Sakaguchi et al. 2021. Each option fills the gap; the rest is scored
+            before, after = row["sentence"].split("_", 1)
+            contexts, choices = [before + row["option1"], before + row["option2"]], [after.strip()] * 2
+            gold = int(row["answer"]) - 1
+        case "boolq":                           # Clark et al. 2019, as in SuperGLUE
+            contexts, choices = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"]
+            gold = int(row["label"])
+        case "lambada":                         # Paperno et al. 2016, in OpenAI's version: what is the last word?
+            contexts, _, word = row["text"].rpartition(" ")
+            choices, gold = [word], 0           # right if it is the likeliest continuation
+    contexts = [contexts] * len(choices) if isinstance(contexts, str) else contexts
+    if len(choices) < 2 and name != "lambada":
+        raise ValueError("there is nothing to choose from")
+    if not all(text and isinstance(text, str) for text in choices) or not all(isinstance(c, str) for c in contexts):
+        raise ValueError("a context or a choice is no text, or empty")
+    if not 0 <= gold < len(choices):
+        raise ValueError(f"the right answer is number {gold + 1} of {len(choices)}")
+    return Row(contexts, choices, gold)
 
 
 class Page(NamedTuple):
@@ -137,45 +122,47 @@ def readable(text):
 class Task(NamedTuple):
     file: str                                   # its name here
     rows: int                                   # number of rows of the public split
-    read: Callable | None                       # one of the functions above; None: WikiText
     url: str                                    # where it is published
     members: tuple = ()                         # of a zip: names of the file and, if separate, of its labels
     sha256: str | None = None                   # of the file, where it is published
 
 
-GOOGLE, AMAZON = "https://storage.googleapis.com/ai2-mosaic/public/", "https://s3-us-west-2.amazonaws.com/ai2-website/data/"
+GOOGLE = "https://storage.googleapis.com/ai2-mosaic/public/"
+AMAZON = "https://s3-us-west-2.amazonaws.com/ai2-website/data/"
 ARC, OPENBOOK = "ARC-V1-Feb2018", "OpenBookQA-V1-Sep2018"
-PHYSICAL, SOCIAL = "physicaliqa-train-dev/dev", "socialiqa-train-dev/dev"
+PHYSICAL, SOCIAL = "physicaliqa-train-dev", "socialiqa-train-dev"
 TASKS = {
-    "hellaswag": Task("hellaswag_val.jsonl", 10042, hellaswag,
+    "hellaswag": Task("hellaswag_val.jsonl", 10042,
                       "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"),
-    "arc_easy": Task("arc_easy_test.jsonl", 2376, arc, f"{AMAZON}{ARC}.zip",
-                     (f"{ARC}-2/ARC-Easy/ARC-Easy-Test.jsonl",)),
-    "arc_challenge": Task("arc_challenge_test.jsonl", 1172, arc, f"{AMAZON}{ARC}.zip",
+    "arc_easy": Task("arc_easy_test.jsonl", 2376, f"{AMAZON}{ARC}.zip", (f"{ARC}-2/ARC-Easy/ARC-Easy-Test.jsonl",)),
+    "arc_challenge": Task("arc_challenge_test.jsonl", 1172, f"{AMAZON}{ARC}.zip",
                           (f"{ARC}-2/ARC-Challenge/ARC-Challenge-Test.jsonl",)),
-    "piqa": Task("piqa_valid.jsonl", 1838, piqa, f"{GOOGLE}physicaliqa/physicaliqa-train-dev.zip",
-                 (f"{PHYSICAL}.jsonl", f"{PHYSICAL}-labels.lst")),
-    "winogrande": Task("winogrande_xl_valid.jsonl", 1267, winogrande, f"{GOOGLE}winogrande/winogrande_1.1.zip",
+    "piqa": Task("piqa_valid.jsonl", 1838, f"{GOOGLE}physicaliqa/{PHYSICAL}.zip",
+                 (f"{PHYSICAL}/dev.jsonl", f"{PHYSICAL}/dev-labels.lst")),
+    "winogrande": Task("winogrande_xl_valid.jsonl", 1267, f"{GOOGLE}winogrande/winogrande_1.1.zip",
                        ("winogrande_1.1/dev.jsonl",)),
-    "openbookqa": Task("openbookqa_test.jsonl", 500, openbookqa, f"{AMAZON}{OPENBOOK}.zip",
-                       (f"{OPENBOOK}/Data/Main/test.jsonl",)),
-    "siqa": Task("siqa_valid.jsonl", 1954, siqa, f"{GOOGLE}socialiqa/socialiqa-train-dev.zip",
-                 (f"{SOCIAL}.jsonl", f"{SOCIAL}-labels.lst")),
-    "boolq": Task("boolq_valid.jsonl", 3270, boolq, "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
+    "openbookqa": Task("openbookqa_test.jsonl", 500, f"{AMAZON}{OPENBOOK}.zip", (f"{OPENBOOK}/Data/Main/test.jsonl",)),
+    "siqa": Task("siqa_valid.jsonl", 1954, f"{GOOGLE}socialiqa/{SOCIAL}.zip",
+                 (f"{SOCIAL}/dev.jsonl", f"{SOCIAL}/dev-labels.lst")),
+    "boolq": Task("boolq_valid.jsonl", 3270, "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
                   ("BoolQ/val.jsonl",)),
-    "lambada": Task("lambada_openai_test.jsonl", 5153, lambada,
+    "lambada": Task("lambada_openai_test.jsonl", 5153,
                     "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl", (),
                     "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
-    "wikitext": Task("wiki.test.raw", 62, None,
+    "wikitext": Task("wiki.test.raw", 62,
                      "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
                      ("wikitext-2-raw/wiki.test.raw",),
                      "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"),
 }
 
 
-def task_names(text):
-    """The tasks in "hellaswag,piqa", or all tasks for "all". Raises ValueError on an unknown task."""
-    names = list(TASKS) if text == "all" else text.split(",")
+def task_names(text, folder):
+    """The tasks in "hellaswag,piqa", all tasks for "all", or for "" those with a file in a folder. Raises ValueError on
+    an unknown task, or if the folder has no file."""
+    names = list(TASKS) if text == "all" else text.split(",") if text else [n for n in TASKS if find(n, folder)]
+    if not names:
+        raise ValueError(f"no benchmark's file in {folder}: fetch them with python data/benchmarks.py, or name a "
+                         "folder that has them with --source")
     for name in names:
         if name not in TASKS:
             raise ValueError(f"{name!r} is no task: choose from {', '.join(TASKS)}, or all")
@@ -188,27 +175,18 @@ def find(name, folder):
     return next((place for place in places if place.exists()), None)
 
 
-def those_in(folder):
-    """The tasks whose files are in a folder. Raises ValueError if there are none."""
-    here = [name for name in TASKS if find(name, folder)]
-    if not here:
-        raise ValueError(f"no benchmark's file in {folder}: fetch them with python data/benchmarks.py, or name a "
-                         "folder that has them with --source")
-    return here
-
-
 def read(name, folder, path=None):
     """The rows of a task: [Row], for wikitext [Page]. Raises ValueError if its file is missing, damaged or not
     this task's. path: another name of the file."""
-    path, task = path or find(name, folder), TASKS[name]
+    path = path or find(name, folder)
     if path is None:
-        raise ValueError(f"{name}: no {task.file} in {folder}: fetch it with python data/benchmarks.py --tasks={name}, "
-                         "or name a folder that has it with --source")
+        raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
+                         f"--tasks={name}, or name a folder that has it with --source")
     try:
-        if task.read:
-            rows = list(rows_of(path, name, lambda row: checked(name, *task.read(row))))
-        else:
+        if name == "wikitext":
             rows = pages(tokens.read_text(path))
+        else:
+            rows = list(rows_of(path, name, partial(question, name)))
     except (EOFError, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
     if not rows:
@@ -229,20 +207,6 @@ def rows_of(path, name, read):
                 what = f"it lacks {e}" if isinstance(e, KeyError) else e
                 raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the public file again"
                                  ) from None
-
-
-def checked(name, contexts, choices, gold):
-    """The Row of a task. Raises ValueError if it cannot be scored."""
-    contexts = [contexts] * len(choices) if isinstance(contexts, str) else contexts
-    if len(choices) < 2 and name != "lambada":
-        raise ValueError("there is nothing to choose from")
-    if not all(isinstance(text, str) for text in contexts + choices):
-        raise ValueError("a context or a choice is no text")
-    if not all(choices):
-        raise ValueError("a choice is empty")
-    if not 0 <= gold < len(choices):
-        raise ValueError(f"the right answer is number {gold + 1} of {len(choices)}")
-    return Row(contexts, choices, gold)
 
 
 class Remote(io.RawIOBase):
@@ -277,8 +241,14 @@ def fetch(name, folder):
     part = path.with_name(path.name + ".new")
     try:
         if task.members:
+            with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
+                content, *labels = (archive.read(member) for member in task.members)
+            if labels:                          # they are in a file of their own: each row gets its label
+                pairs = zip(content.splitlines(), labels[0].split(), strict=True)
+                rows = (json.loads(row) | {"label": int(label)} for row, label in pairs)
+                content = "".join(json.dumps(row) + "\n" for row in rows).encode()
             with files.replacing(part) as f:
-                f.write(from_zip(task))
+                f.write(content)
         else:
             download(task.url, part, None, task.sha256, name, otherwise)
         count = len(read(name, folder, part))
@@ -293,16 +263,6 @@ def fetch(name, folder):
         part.unlink(missing_ok=True)
 
 
-def from_zip(task):
-    """The bytes of a task's file in a zip. If its labels are in another file, each JSON line gets its label."""
-    with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
-        rows, *labels = (archive.read(member) for member in task.members)
-    if not labels:
-        return rows
-    pairs = zip(rows.splitlines(), labels[0].split(), strict=True)
-    return "".join(json.dumps(json.loads(row) | {"label": int(label)}) + "\n" for row, label in pairs).encode()
-
-
 def main(argv):
     parser = Parser(prog="benchmarks.py", description=__doc__)
     parser.add_argument("--tasks", help="tasks, separated by commas (default: all, or with --source those found there)"
@@ -311,7 +271,7 @@ def main(argv):
     parser.add_argument("--out_dir", type=Path, default=HERE, help="folder for the files (data/benchmarks)")
     args = parser.parse_args(argv)
     with files.one_line_errors():
-        for name in task_names(args.tasks) if args.tasks else those_in(args.source) if args.source else TASKS:
+        for name in task_names(args.tasks or ("" if args.source else "all"), args.source):
             if args.source:
                 read(name, args.source)         # raises ValueError on a wrong file
                 with (tokens.unpacked(find(name, args.source)) as there,

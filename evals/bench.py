@@ -24,7 +24,7 @@ from common.flags import at_least, knob
 from data import benchmarks
 from evals.instrument import legend, mean_and_error, table
 from evals.likelihood import listen, page_requests, row_requests, text_tokenizer
-from evals.pictures import frame, pyplot, save_figure
+from evals.pictures import figure_of, frame
 
 MEASURES = {                                    # {task: its measures}; averages use the first
     "hellaswag": ("acc_norm", "acc"), "arc_easy": ("acc", "acc_norm"), "arc_challenge": ("acc_norm", "acc"),
@@ -53,8 +53,8 @@ def command(args, run):
     coder, length = text_tokenizer(run), args.length or run.model.config.block_size
     run.check_positions(length)
     folder, tasks = args.source or benchmarks.HERE, {}
-    names = benchmarks.task_names(args.tasks) if args.tasks else benchmarks.those_in(folder)
-    sets = {name: benchmarks.read(name, folder) for name in names}      # read all before the work begins
+    # read all before the work begins
+    sets = {name: benchmarks.read(name, folder) for name in benchmarks.task_names(args.tasks, folder)}
     for name, rows in sets.items():
         spread = np.linspace(0, len(rows) - 1, min(args.limit or len(rows), len(rows))).round().astype(int)
         some = [rows[i] for i in spread]        # the same at every call
@@ -96,26 +96,23 @@ def verdict(difference, error, near, above, below):
 def measured(name, rows, answers):
     """The numbers of all rows by measure, {measure: (n,)}. An accuracy or bits_per_byte is the mean of its numbers, a
     perplexity exp of the mean. The standard error of the mean gives that of the measure."""
-    if name == "wikitext":
-        loss = [-sum(answer.loglik for answer in page) for page in answers]
-        word, byte = per_row(loss, [page.words for page in rows]), per_row(loss, [page.bytes for page in rows])
-        return {"word_perplexity": word, "byte_perplexity": byte, "bits_per_byte": byte / math.log(2)}
     if name == "lambada":
         return {"acc": [word.greedy for [word] in answers], "perplexity": [-word.loglik for [word] in answers]}
     found = {"acc": [], "acc_norm": []}         # is the right choice's score the highest? The first wins a tie
-    for row, choices in zip(rows, answers, strict=True):
-        sums = np.array([answer.loglik for answer in choices])
-        found["acc"].append(sums.argmax() == row.gold)
-        found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
-    return found
-
-
-def per_row(sums, counts):
-    """Numbers (n,) whose mean is value = sums.sum() / counts.sum(). The number of a row is value plus (sum - value
-    count) / mean count. So the standard error of their mean is that of the ratio by the delta method."""
-    sums, counts = np.array(sums, float), np.array(counts, float)
-    value = sums.sum() / counts.sum()
-    return value + (sums - value * counts) / counts.mean()
+    if name != "wikitext":
+        for row, choices in zip(rows, answers, strict=True):
+            sums = np.array([answer.loglik for answer in choices])
+            found["acc"].append(sums.argmax() == row.gold)
+            found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
+        return found
+    # numbers (n,) whose mean is value = losses.sum() / counts.sum(). That of a row is value plus (its loss - value
+    # its count) / mean count. So the standard error of their mean is that of the ratio by the delta method
+    losses = np.array([-sum(answer.loglik for answer in page) for page in answers], float)
+    for unit in ("word", "byte"):
+        counts = np.array([getattr(page, f"{unit}s") for page in rows], float)
+        value = losses.sum() / counts.sum()
+        found[f"{unit}_perplexity"] = value + (losses - value * counts) / counts.mean()
+    return found | {"bits_per_byte": found["byte_perplexity"] / math.log(2)}
 
 
 def chance(name, rows):
@@ -191,25 +188,21 @@ def tell(args, found):
             rows.append(row)
     hidden = ("n", "chance", "adjusted") if several else ("run",)
     columns = [name for name in rows[-1] if name not in hidden]         # the last row is one of the last run
-    text = table([[row.get(name) for name in columns] for row in rows], columns)
-    meant = {name: MEANINGS[name] for name in columns if name in MEANINGS}
-    return "\n\n".join([text, "\n".join([legend(meant), *notes(found)])])
+    lines = [legend({name: MEANINGS[name] for name in columns if name in MEANINGS})]
+    if any(numbers["averages"] for numbers in found.values()):
+        lines.append("averages take the first measure of each task; average of eight: the tasks of Lazy Attention's "
+                     "table 1")
+    for place, numbers in found.items():
+        cut = [f"{task['cut']} of {name}" for name, task in numbers["tasks"].items() if task["cut"]]
+        if cut:
+            lines.append(f"longer than {numbers['length']:,} tokens{several * f' in {place}'}, and cut at the "
+                         f"beginning: rows {', '.join(cut)}")
+    return "\n\n".join([table([[row.get(name) for name in columns] for row in rows], columns), "\n".join(lines)])
 
 
 def short(value):
     """A number as a cell; a huge perplexity in scientific notation."""
     return value if value is None or abs(value) < 1e5 else f"{value:.3g}"
-
-
-def notes(found):
-    """The lines below the table."""
-    if any(numbers["averages"] for numbers in found.values()):
-        yield "averages take the first measure of each task; average of eight: the tasks of Lazy Attention's table 1"
-    for place, numbers in found.items():
-        cut = [f"{task['cut']} of {name}" for name, task in numbers["tasks"].items() if task["cut"]]
-        if cut:
-            where = f" in {place}" if len(found) > 1 else ""
-            yield f"longer than {numbers['length']:,} tokens{where}, and cut at the beginning: rows {', '.join(cut)}"
 
 
 def draw(path, runs):
@@ -219,20 +212,18 @@ def draw(path, runs):
     names = [name for name in MEASURES if chances.get(name) is not None]
     if not names:
         raise ValueError("there is no accuracy to draw: give --tasks other than wikitext")
-    figure, ax = pyplot().subplots(figsize=(1.8 + len(names) * max(0.75, 0.32 * len(runs)), 3.8))
-    width = 0.8 / len(runs)
-    for number, (label, found) in enumerate(runs.items()):
-        scores = {x: found["tasks"][name][MEASURES[name][0]] for x, name in enumerate(names) if name in found["tasks"]}
-        ax.bar([x + (number + 0.5) * width - 0.4 for x in scores], [score["value"] for score in scores.values()],
-               0.92 * width, yerr=[2 * (score["stderr"] or 0) for score in scores.values()], label=label,
-               error_kw={"elinewidth": 1, "ecolor": "0.25", "capsize": 2}, zorder=2)
-    places = np.arange(len(names))
-    ax.hlines([chances[name] for name in names], places - 0.46, places + 0.46, color="black", linestyle="--",
-              linewidth=1.2, zorder=3, label="guessing")
-    ax.set_xticks(places, [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
-    ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1))
-    ax.grid(axis="y", color="0.9", zorder=0)
-    frame(ax, ylabel="share of right answers, with two standard errors")
-    ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    figure.tight_layout()
-    save_figure(figure, path)
+    width, places = 0.8 / len(runs), np.arange(len(names))
+    with figure_of(path, [3.8], [1.8 + len(names) * max(0.75, 0.32 * len(runs))]) as [[ax]]:
+        for number, (label, found) in enumerate(runs.items()):
+            scores = {x: found["tasks"][name][MEASURES[name][0]] for x, name in enumerate(names)
+                      if name in found["tasks"]}
+            ax.bar([x + (number + 0.5) * width - 0.4 for x in scores], [score["value"] for score in scores.values()],
+                   0.92 * width, yerr=[2 * (score["stderr"] or 0) for score in scores.values()], label=label,
+                   error_kw={"elinewidth": 1, "ecolor": "0.25", "capsize": 2}, zorder=2)
+        ax.hlines([chances[name] for name in names], places - 0.46, places + 0.46, color="black", linestyle="--",
+                  linewidth=1.2, zorder=3, label="guessing")
+        ax.set_xticks(places, [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
+        ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1))
+        ax.grid(axis="y", color="0.9", zorder=0)
+        frame(ax, ylabel="share of right answers, with two standard errors")
+        ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

@@ -6,6 +6,7 @@
 Triton compiles for any GPU on any machine. The host code runs unchanged on CPU tensors. A substitute driver claims to
 be the GPU in question, and launches only compile. So the compiled kernels are exactly those that the GPU would run.
 """
+import collections
 import hashlib
 import itertools
 import multiprocessing
@@ -16,7 +17,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -40,20 +40,14 @@ ATTENTION = [*EXPONENTIALS, *(f"{rule}+busy" for rule in EXPONENTIALS), "softmax
 # `forget` rates a head has, whether the state erases)}
 STATES = {"linear_state": (0, False), "retnet": (1, False), "deltanet": (0, True), "gated_deltanet": (1, True),
           "gla": ("D", False), "delta+channels": ("D", True)}
-
-
-def group_of(call):
-    """The group of a call. Calls of one group take their tiles from the same row of the tile tables."""
-    if call in STATES:
-        return "states+channels" if STATES[call][0] == "D" else "states"
-    rule, *options = call.split("+")
-    kind = "mix" if "mix" in options else "heavy" if kernels.named(rule).heavy else "plain"
-    return kind + "+busy" * ("busy" in options or "sets" in options)
-
-
-CALLS = {}                                      # {group: its calls}
-for _call in (*ATTENTION, *STATES):
-    CALLS.setdefault(group_of(_call), []).append(_call)
+# {group: its calls}, which take their tiles from the same row of the tile tables
+CALLS = collections.defaultdict(list)
+for _call in ATTENTION:
+    _rule, *_options = _call.split("+")
+    _kind = "mix" if "mix" in _options else "heavy" if kernels.named(_rule).heavy else "plain"
+    CALLS[_kind + "+busy" * (_options not in ([], ["mix"]))].append(_call)
+for _call, (_rates, _) in STATES.items():
+    CALLS["states" + "+channels" * (_rates == "D")].append(_call)
 
 
 @dataclass
@@ -69,14 +63,13 @@ class Compile:
 
     def __post_init__(self):
         at_least(self, processes=1)
+        for flag, valid in (("calls", (*CALLS, *ATTENTION, *STATES)), ("dtype", DTYPES)):
+            for name in getattr(self, flag).split(","):
+                if name not in valid:
+                    raise ValueError(f"--{flag}={name} is unknown: choose from {', '.join(valid)}")
 
 
-class Case(NamedTuple):
-    """One call, whose kernels are compiled."""
-    sm: int
-    dtype: str
-    width: int
-    call: str                   # a name in ATTENTION or STATES
+Case = collections.namedtuple("Case", "sm dtype width call")            # one call, whose kernels are compiled
 
 
 def command(args, run):
@@ -85,27 +78,15 @@ def command(args, run):
     if kernels.INTERPRETED or not hasattr(kernels.triton, "runtime"):
         raise ValueError("compile needs triton without TRITON_INTERPRET=1: install triton, or unset the variable")
     warnings.filterwarnings("ignore")
-    names = chosen(args.calls, "calls", (*CALLS, *ATTENTION, *STATES))
-    calls = [call for name in names for call in CALLS.get(name, [name])]
-    dtypes, widths = chosen(args.dtype, "dtype", DTYPES), whole_numbers(args.width, "width", least=1)
-    cases = [Case(*case) for case in itertools.product(whole_numbers(args.sm, "sm"), dtypes, widths, calls)]
+    calls = [call for name in args.calls.split(",") for call in CALLS.get(name, [name])]
+    cases = [Case(*case) for case in itertools.product(
+        whole_numbers(args.sm, "sm"), args.dtype.split(","), whole_numbers(args.width, "width", least=1), calls)]
     with multiprocessing.Pool(args.processes) as pool:
         each = zip(pool.imap(rows_of, cases), progress(cases, True), strict=True)
         found = [row for rows, _ in each for row in rows]
     cells = [[", ".join(row[name]) if name == "problems" else str(row[name]) for name in COLUMNS] for row in found]
     bad = sum(bool(row["problems"]) for row in found)
     return {"kernels": found}, f"{table(cells, COLUMNS)}\n\n{len(found)} kernels, {bad} of them with problems"
-
-
-def chosen(text, flag, valid):
-    """The list in "softmax,gla"."""
-    unknown = [name for name in text.split(",") if name not in valid]
-    if unknown:
-        raise ValueError(f"--{flag}={unknown[0]} is unknown: choose from {', '.join(valid)}")
-    return text.split(",")
-
-
-# ---------------------------------------------------------------------------------------------------------- compiling
 
 
 def rows_of(case):
@@ -160,50 +141,39 @@ def call_state(case):
     recurrent_kernels.run_backward(q, k, v, c, erase, X, o)
 
 
-# ------------------------------------------------------------------------------------------------- the results
-
-
 def row_of(case, name, sizes, warps, compiled):
     """The row of one kernel. "problems" names what would make it slow, or unable to run on this GPU."""
-    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
-    registers, stack = registers_and_stack(compiled.asm["cubin"])
+    # registers and bytes of stack of a thread, from the disassembler in Triton's package. Spills use the stack
+    tool = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(name + r":(\d+)", listing)[1]) for name in ("REG", "STACK"))
+    # a multiprocessor holds as many programs as its 65,536 registers, its shared memory and its warps allow. Source:
+    # CUDA C++ Programming Guide, technical specifications per compute capability
+    data_centre, shared = case.sm // 10 in (9, 10), compiled.metadata.shared
+    kilobytes, most_warps = (228, 64) if data_centre else (164, 64) if case.sm == 80 else (100, 48)
+    of_a_warp = 32 * 8 * -(-registers // 8)     # a thread gets its registers in steps of 8
+    programs = min(65536 // (of_a_warp * warps), 1024 * kilobytes // (shared + 1024), most_warps // warps)
+
+    ptx, attention = compiled.asm["ptx"], case.call in ATTENTION
     hopper, blackwell, older, exps = map(ptx.count, ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "ex2.approx"))
-    data_centre, attention = case.sm // 10 in (9, 10), case.call in ATTENTION
     # the matrix instructions of sm_90 and sm_100 need tiles of 64 rows, too large for some calls
     may_be_older = not data_centre or case.width > 128 or not attention or "+mix" in case.call
-    # sm_86, sm_89 and sm_120 use the tiles of sm_80, so these must fit into their shared memory
-    most_shared, tensor_memory = 1024 * (227 if data_centre else 99), getattr(compiled.metadata, "tmem_size", 0) or 0
     problems = {
         "spills": stack > 0,
-        "too much shared memory": shared > most_shared,
-        "too much tensor memory": tensor_memory > 512,                  # columns, of sm_100
+        # sm_86, sm_89 and sm_120 use the tiles of sm_80, so these must fit into their shared memory
+        "too much shared memory": shared > 1024 * (227 if data_centre else 99),
+        "too much tensor memory": (getattr(compiled.metadata, "tmem_size", 0) or 0) > 512,          # columns, of sm_100
         "no tensor cores": case.dtype != "float32" and not (hopper + blackwell or older and may_be_older),
         "wrong number of exponentials": attention and not is_expected(exps, case.call, name, sizes, warps)}
     sides = (sizes.BM, sizes.BN) if attention else (sizes.C, sizes.BD, sizes.BE)
     return case._asdict() | {
         "kernel": name, "tile": "x".join(str(side.value) for side in sides), "warps": warps, "registers": registers,
-        "shared": shared, "stack": stack, "programs": programs_at_a_time(case.sm, registers, shared, warps),
-        "matmuls": hopper + blackwell or older, "exponentials": exps,
-        "problems": [problem for problem, found in problems.items() if found],
+        "shared": shared, "stack": stack, "programs": programs, "matmuls": hopper + blackwell or older,
+        "exponentials": exps, "problems": [problem for problem, found in problems.items() if found],
         "code": hashlib.sha256(ptx.encode()).hexdigest()}
-
-
-def registers_and_stack(cubin):
-    """Registers and bytes of stack of a thread, from the disassembler in Triton's package. Spills use the stack."""
-    tool = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return (int(re.search(name + r":(\d+)", listing)[1]) for name in ("REG", "STACK"))
-
-
-def programs_at_a_time(sm, registers, shared, warps):
-    """How many programs a multiprocessor holds: as many as its 65,536 registers, its shared memory and its warps allow.
-    Source: CUDA C++ Programming Guide, technical specifications per compute capability."""
-    kilobytes, most_warps = (228, 64) if sm // 10 in (9, 10) else (164, 64) if sm == 80 else (100, 48)
-    of_a_warp = 32 * 8 * -(-registers // 8)     # a thread gets its registers in steps of 8
-    return min(65536 // (of_a_warp * warps), 1024 * kilobytes // (shared + 1024), most_warps // warps)
 
 
 def is_expected(exps, call, name, sizes, warps):

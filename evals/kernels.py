@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from evals.instrument import save_numbers, table, whole_numbers
+from evals.instrument import table, whole_numbers
 from evals.plain_flash import PlainFlash
 
 COLUMNS = ("forward", "backward", "forward_ratio", "backward_ratio", "both_ratio")
@@ -26,33 +26,28 @@ PRODUCTS = {
 }
 
 
-def command(args, machine):
-    """Time our fused kernels and torch's, forward and backward separately. All take turns in one process."""
+def time_kernels(args, machine, lengths, numbers):
+    """Time the forward and the backward pass separately at every size."""
     gpu = machine.device.type == "cuda"         # on a CPU our kernels run in Triton's interpreter: a trial, no timing
     tokens, n_embd = args.tokens or (16384 if gpu else 128), args.n_embd or (2048 if gpu else 128)
-    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
-    numbers = {"machine": str(machine), "triton": triton, "tokens": tokens, "sizes": {}}
-    text = [f"{machine}, triton {triton}"]
-    for width, T in itertools.product(whole_numbers(args.widths, "widths"), whole_numbers(args.lengths, "lengths")):
+    numbers |= {"tokens": tokens, "sizes": {}}
+    for width, T in itertools.product(whole_numbers(args.widths, "widths"), lengths):
         batch, heads = max(1, tokens // T), max(1, n_embd // width)     # equal work at all sizes
-        rows = numbers["sizes"][f"width {width}, T {T}"] = time_kernels(batch, heads, T, width, args.repeats, machine)
+        rows = numbers["sizes"][f"width {width}, T {T}"] = time_size(batch, heads, T, width, args.repeats, machine)
         cells = [[name, *(f"{row[column]:.2f}" if column in row else "-" for column in COLUMNS)]
                  for name, row in rows.items()]
         missing = [f"\n{name} is missing: {row['missing']}" for name, row in rows.items() if "missing" in row]
-        text.append(f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax\n"
-                    + table(cells, ["", *COLUMNS]) + "".join(missing))
-        save_numbers(args.out, numbers)         # after every size: the next one may be too large for the memory
+        yield (f"width {width}, T={T}: TFLOP/s of the products it needs, and speed relative to our softmax\n"
+               + table(cells, ["", *COLUMNS]) + "".join(missing))
     if not kernels.AVAILABLE:
-        text.append("our kernels did not run: they need triton and a CUDA GPU "
-                    "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
-    return numbers, "\n\n".join(text)
+        yield ("our kernels did not run: they need triton and a CUDA GPU "
+               "(or TRITON_INTERPRET=1 and --dtype=float32, to see that they work)")
 
 
-# --------------------------------------------------------------------------------------------------- the cases
+def cases_of(q, k, v):
+    """What is timed at one size: {name: (a function that returns the output, products forward, products backward)}."""
+    (_, heads, T, width), n = q.shape, torch.arange(1, q.shape[2] + 1, device=q.device).float()
 
-
-def torch_cases(q, k, v):
-    """torch's fused softmaxes: {name: (a function that returns the output, products forward, products backward)}."""
     def sdpa(backend):
         with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -61,39 +56,33 @@ def torch_cases(q, k, v):
     if q.is_cuda:                               # on a CPU FlexAttention has no backward
         from torch.nn.attention import flex_attention as flex
         torch._dynamo.reset()                   # each size is compiled anew, and torch limits how often it does that
-        # For dynamic sizes torch compiles the backward pass in advance. That one refuses retain_graph, see time_kernels
+        # For dynamic sizes torch compiles the backward pass in advance. That one refuses retain_graph, see time_size
         attend, make_mask = (torch.compile(f, dynamic=False) for f in (flex.flex_attention, flex.create_block_mask))
-        T, device = q.shape[2], q.device
         # not compiled, it would hold T x T pairs. It is made in the first call, so it fails in this case alone
-        mask = cache(lambda: make_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device))
+        mask = cache(lambda: make_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device))
         cases["flex"] = (lambda: attend(q, k, v, block_mask=mask())), *PRODUCTS["softmax"]
-    return cases
-
-
-def our_cases(q, k, v):
-    """Our kernels and the tutorial's, in the same form. Row inputs have the values that a layer gives."""
-    (_, heads, T, width), n = q.shape, torch.arange(1, q.shape[2] + 1, device=q.device).float()
+    if not kernels.AVAILABLE:
+        return cases
+    # row inputs with the values that a layer gives
     inputs = {"elastic": 1 / n, "lssar": torch.ones_like(n), "tra": torch.sqrt(2 * n.log() / width),
               "sigmoid": torch.full_like(n, math.log(T))}
 
-    def attend(rule, v=v, **mix):               # [0]: the output without the row statistic
+    def ours(rule, v=v, **mix):                 # [0]: the output without the row statistic
         return kernels.attend(rule, q, k, v, inputs.get(rule), scale=width ** -0.5, **mix)[0]
 
-    cases = {"triton tutorial": (partial(PlainFlash.apply, q, k, v), *PRODUCTS["softmax"])}
-    cases |= {rule: (partial(attend, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
+    cases["triton tutorial"] = partial(PlainFlash.apply, q, k, v), *PRODUCTS["softmax"]
+    cases |= {rule: (partial(ours, rule), *PRODUCTS[rule]) for rule in PRODUCTS if rule in kernels.KERNELS}
     if heads % 2 == 0:                          # half of the heads are second views and share values
-        cases["tda"] = partial(attend, "tra", v[:, 0::2], mix=q.new_tensor(0.5)), *PRODUCTS["tda"]
+        cases["tda"] = partial(ours, "tra", v[:, 0::2], mix=q.new_tensor(0.5)), *PRODUCTS["tda"]
     return cases
 
 
-def time_kernels(batch, heads, T, width, repeats, machine):
-    """Time every case at one size, forward and backward separately. Returns {name: {"forward", "backward": TFLOP/s,
-    "forward_ratio", "backward_ratio", "both_ratio": speed relative to our softmax}}; for a case that cannot run here,
-    {name: {"missing": reason}}."""
+def time_size(batch, heads, T, width, repeats, machine):
+    """Time every case at one size. Returns {name: {"forward", "backward": TFLOP/s, "forward_ratio", "backward_ratio",
+    "both_ratio": speed relative to our softmax}}; for a case that cannot run here, {name: {"missing": reason}}."""
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype), "requires_grad": True}
     q, k, v, do = (torch.randn(batch, heads, T, width, **like) for _ in range(4))
-    cases = torch_cases(q, k, v) | (our_cases(q, k, v) if kernels.AVAILABLE else {})
-    backward, rows = {}, {}
+    cases, backward, rows = cases_of(q, k, v), {}, {}
     for name, (attend, *_) in cases.items():
         try:
             o = attend()                        # the graph is kept to time backward alone

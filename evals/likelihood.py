@@ -1,4 +1,4 @@
-"""What benchmarks share: requests, and the likelihoods that a model gives to them.
+"""What benchmarks share: requests, the likelihoods that a model gives to them, and the texts that it generates.
 
 A request is a context and a continuation. The model scores the tokens of the continuation. It reads the tokens that
 all requests of a group begin with only once. Requests that need padding only at the right form a batch.
@@ -32,7 +32,10 @@ def row_requests(row, coder, length, bos):
     longer context loses its beginning."""
     found = []
     for context, choice in zip(row.contexts, row.choices, strict=True):
-        before, after = pair(coder, context, f" {choice}")
+        # both are encoded as one text, because a token may span the boundary, and cut after as many ids as the context
+        # has alone. A space at the end of the context goes to the choice
+        before = coder.encode(context.rstrip()).tolist()
+        after = coder.encode(f"{context} {choice}").tolist()[len(before):]
         if not 0 < len(after) <= length:
             raise ValueError(f"a choice has {len(after)} tokens where the model can predict 1 to {length}: give a "
                              "larger --length if its positions are relative, or leave this task out of --tasks")
@@ -40,14 +43,6 @@ def row_requests(row, coder, length, bos):
         ids = front + before + after
         found.append(Request(ids[-length - 1:], len(after), len(ids) > length + 1))
     return found
-
-
-def pair(coder, context, continuation):
-    """The ids of a context and of its continuation, (list, list). Both are encoded as one text, because a token may
-    span the boundary, and cut after as many ids as the context has alone. A space at the end of the context goes to the
-    continuation."""
-    before = coder.encode(context.rstrip()).tolist()
-    return before, coder.encode(context + continuation).tolist()[len(before):]
 
 
 def page_requests(page, coder, length, bos):
@@ -62,6 +57,7 @@ def page_requests(page, coder, length, bos):
 class Answer(NamedTuple):
     loglik: float                               # of all scored tokens, in nats
     greedy: bool                                # was each of them the likeliest?
+    rank: float = 1.0                           # their mean rank, each given those before it; 1: the likeliest
 
 
 class Unit(NamedTuple):
@@ -80,7 +76,7 @@ def listen(model, groups, machine, batch_size, name):
     units = units_of(groups, all(block.cached for block in blocks))
     # without causality tokens would see the padding, so each batch is one unit
     todo = list(batches(units, batch_size if all(block.causal for block in blocks) else 0))
-    sums = np.zeros((2, sum(map(len, groups))))                         # loglik and greedy of each request
+    sums = np.zeros((3, sum(map(len, groups))))                         # loglik, greedy and rank of each request
     bar = progress(todo[machine.rank::machine.world], machine.main)
     bar.set_description(name, refresh=False)
     head, model.lm_head = model.lm_head, torch.nn.Identity()            # most tokens are context and need no logits
@@ -91,11 +87,11 @@ def listen(model, groups, machine, batch_size, name):
                 sums[:, numbers] = read_batch(model, head, batch)
     finally:
         model.lm_head = head
-    loglik, greedy = np.reshape(machine.sum(*sums.flatten().tolist()), sums.shape).tolist()
+    loglik, greedy, rank = np.reshape(machine.sum(*sums.flatten().tolist()), sums.shape).tolist()
     if not np.isfinite(loglik).all():
         raise ValueError(f"{name}: the model's log-likelihoods are not finite: try --dtype=float32, and look at "
                          "its loss with python eval.py loss")
-    answers = map(Answer, loglik, map(bool, greedy))
+    answers = map(Answer, loglik, map(bool, greedy), rank)
     return [[next(answers) for _ in group] for group in groups]
 
 
@@ -129,8 +125,8 @@ def batches(units, batch_size):
 
 
 def read_batch(model, head, batch):
-    """The values loglik and greedy of every request of a batch, two lists (N,). The model returns the input of its head
-    (B, T, C) instead of logits (B, T, V)."""
+    """The values loglik, greedy and rank of every request of a batch, three lists (N,). The model returns the input of
+    its head (B, T, C) instead of logits (B, T, V)."""
     device, P, cache = head.weight.device, batch[0].shared, None
     if P:                                       # read the shared tokens of each unit, and repeat them for its requests
         cache = model.new_cache()
@@ -150,6 +146,27 @@ def read_batch(model, head, batch):
     for rows, ids in zip(x[torch.tensor(at, device=device)].split(256), wanted.split(256), strict=True):
         logits = head(rows).float()             # in parts, because the logits of a page are large
         logprob = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-        found.append(torch.stack([logprob, logits.argmax(-1) == ids]).cpu().double())
-    loglik, greedy = (row.split(counts) for row in torch.cat(found, 1))
-    return [part.sum().item() for part in loglik], [part.min().item() for part in greedy]
+        rank = 1 + (logits > logits.gather(-1, ids[:, None])).sum(-1)
+        found.append(torch.stack([logprob, logits.argmax(-1) == ids, rank]).cpu().double())
+    loglik, greedy, rank = (row.split(counts) for row in torch.cat(found, 1))
+    return ([part.sum().item() for part in loglik], [part.min().item() for part in greedy],
+            [part.mean().item() for part in rank])
+
+
+def generated(model, machine, prompts, count, stop=(), batch_size=1):
+    """The likeliest continuation of each prompt, lists of at most `count` ids. A row that has drawn an id in `stop`
+    repeats it. A batch has at most batch_size prompts of the same length; the longest is first, so that a batch that
+    does not fit into memory fails at once."""
+    by_length, found = {}, {}
+    for number, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(number)
+    todo = [numbers[i:i + batch_size] for _, numbers in sorted(by_length.items(), reverse=True)
+            for i in range(0, len(numbers), batch_size)]
+    # only the last token's logits are needed, and those of a long text would fill the memory
+    last_only = model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -1:],))
+    with last_only, machine.autocast():
+        for batch in progress(todo, machine.main):
+            idx = torch.tensor([prompts[number] for number in batch], device=machine.device)
+            ids = model.generate(idx, count, temperature=0, stop=stop)
+            found |= zip(batch, ids[:, idx.shape[1]:].tolist(), strict=True)
+    return [found[number] for number in range(len(prompts))]

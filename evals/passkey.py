@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from common.flags import at_least, knob
 from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
-from evals.likelihood import text_tokenizer
-from evals.pictures import GREY, heat_map, line_panel, pyplot, save_figure, signed
+from evals.likelihood import Request, generated, listen, text_tokenizer
+from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
 INSTRUCTION = ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -32,6 +31,14 @@ QUESTION = "What is the pass key? The pass key is"
 LARGEST = 50_000                                # keys are drawn from 1 to here
 ANSWER = 10                                     # tokens of an answer, for which a prompt leaves room
 DEPTHS = 5                                      # bins of the key's place, from the beginning to the end
+DEPTH_NAMES = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS} %" for i in range(DEPTHS)]
+SCORES = {                                      # {score of a trial: (name in the table, meaning)}
+    "correct": ("accuracy", "share of the greedy answers that are the key"),
+    "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
+    "gain": ("gain", "that log-likelihood minus that of another key, not in the text; 0: the text did not help"),
+    "rank": ("rank", "mean rank of the key's tokens, each given those before it; 1: the likeliest"),
+    "likeliest": ("all first", "share of the keys whose tokens all have rank 1"),
+}
 
 
 @dataclass
@@ -51,15 +58,14 @@ class Passkey:
 def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
     coder, lengths = text_tokenizer(run), lengths_of(args.lengths, run)
-    prompts = [(length, number) for length in lengths for number in range(args.trials)]
-    trials = [make_trial(coder, *which, args.seed, args.bos) for which in progress(prompts, run.machine.main)]
-    scores = {}
-    for batch in progress(batches(trials, args.batch_size), run.machine.main):
-        scores |= zip(batch, answer(run.model, run.machine, coder, batch), strict=True)
+    trials = {length: [make_trial(coder, length, number, args.seed, args.bos)
+                       for number in progress(range(args.trials), run.machine.main)] for length in lengths}
+    found = {}
+    for length in reversed(lengths):            # the longest first: what does not fit into memory fails at once
+        scores = scores_of(run.model, run.machine, coder, trials[length], args.batch_size)
+        found[length] = summary(length, [(trial.depth, row) for trial, row in zip(trials[length], scores, strict=True)])
     numbers = {"trials": args.trials, "seed": args.seed, "rope_scaling": run.model.config.rope_scaling,
-               "training_length": run.meta["knobs"]["block_size"], "lengths": [
-                   summary(length, [(trial.depth, scores[trial]) for trial in trials if trial.length == length])
-                   for length in lengths]}
+               "training_length": run.meta["knobs"]["block_size"], "lengths": [found[length] for length in lengths]}
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
@@ -73,7 +79,6 @@ def lengths_of(text, run):
 
 class Trial(NamedTuple):
     """One prompt and its right answer, as token ids."""
-    length: int                                 # tokens that prompt and answer may take together
     depth: float                                # place of the key: 0 at the beginning, towards 1 at the end
     key: int
     prompt: tuple
@@ -103,7 +108,7 @@ def make_trial(coder, length, number, seed=0, bos=False):
     right, wrong = following(key), ()
     while len(wrong) != len(right):
         wrong = following(dice.integers(1, LARGEST + 1))
-    return Trial(length, depth, key, prompt, right, wrong)
+    return Trial(depth, key, prompt, right, wrong)
 
 
 def prompt_text(key, characters, depth):
@@ -114,56 +119,15 @@ def prompt_text(key, characters, depth):
     return "\n".join([INSTRUCTION, garbage[:before], NEEDLE.format(key=key), garbage[:characters - before], QUESTION])
 
 
-def batches(trials, batch_size):
-    """The trials in batches whose prompts and answers have equally many tokens. The longest is first, so that a batch
-    that does not fit into memory fails at once."""
-    groups = {}
-    for trial in trials:
-        groups.setdefault((len(trial.prompt), len(trial.right)), []).append(trial)
-    return [group[i:i + batch_size] for _, group in sorted(groups.items(), reverse=True)
-            for i in range(0, len(group), batch_size)]
-
-
-@torch.no_grad()
-def read(model, state, idx, last=1):
-    """A model that has read a part of a batch of texts reads the next tokens idx (B, R). Returns the logits after the
-    `last` of them, (B, last, V) in float32, and the new state. No others are computed: they would fill the memory.
-
-    A state is a KV cache, or all tokens so far if the recipe cannot be decoded step by step; None at the beginning.
-    Several continuations can begin at one state."""
-    cache = None
-    if all(block.attn.cached for block in model.transformer.h):
-        state = cache = [dict(layer) for layer in state] if state else model.new_cache()
-    else:
-        state = idx = idx if state is None else torch.cat([state, idx], 1)
-    with model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -last:],)):
-        return model(idx, cache=cache)[0].float(), state
-
-
-def answer(model, machine, coder, batch):
-    """A dict of scores for each of these trials, which have equal sizes."""
-    prompt, right, wrong = (torch.tensor([getattr(trial, name) for trial in batch], device=machine.device)
-                            for name in ("prompt", "right", "wrong"))   # (B, P), (B, K), (B, K)
-    with machine.autocast():
-        first, state = read(model, None, prompt)                        # (B, 1, V)
-        (likely, rank), (other, _) = (forced(model, state, first, ids) for ids in (right, wrong))
-        said = first.argmax(-1)                                         # greedy, (B, 1) to (B, 10)
-        while said.shape[1] < ANSWER:
-            logits, state = read(model, state, said[:, -1:])
-            said = torch.cat([said, logits.argmax(-1)], 1)
-    columns = (said, likely, likely - other, rank)
-    return [{"correct": float(is_correct(coder.decode(ids), trial.key)), "log_likelihood": ll, "gain": gain,
-             "rank": float(np.mean(ranks)), "likeliest": float(max(ranks) == 1)}
-            for trial, ids, ll, gain, ranks in zip(batch, *(column.tolist() for column in columns), strict=True)]
-
-
-def forced(model, state, first, ids):
-    """The log-likelihood (B,) of a continuation ids (B, K) of the texts that a model has read, and the rank (B, K) of
-    each of its tokens given those before it, 1 for the likeliest. first (B, 1, V): the logits after the texts."""
-    more = [read(model, state, ids[:, :-1], ids.shape[1] - 1)[0]] if ids.shape[1] > 1 else []
-    logits = torch.cat([first, *more], 1)                               # (B, K, V)
-    own = logits.gather(2, ids[..., None])                              # (B, K, 1)
-    return (own[..., 0] - logits.logsumexp(-1)).sum(1), 1 + (logits > own).sum(-1)
+def scores_of(model, machine, coder, trials, batch_size):
+    """A dict of SCORES for each of these trials, which have about equally many tokens."""
+    groups = [[Request([*trial.prompt, *ids], len(ids)) for ids in (trial.right, trial.wrong)] for trial in trials]
+    size = max(len(trial.prompt) + 2 * len(trial.right) for trial in trials)    # a prompt is read once for both keys
+    heard = listen(model, groups, machine, batch_size * size, "passkey")
+    said = generated(model, machine, [trial.prompt for trial in trials], ANSWER, batch_size=batch_size)
+    return [{"correct": float(is_correct(coder.decode(ids), trial.key)), "log_likelihood": right.loglik,
+             "gain": right.loglik - wrong.loglik, "rank": right.rank, "likeliest": float(right.rank == 1)}
+            for trial, ids, (right, wrong) in zip(trials, said, heard, strict=True)]
 
 
 def is_correct(text, key):
@@ -172,28 +136,17 @@ def is_correct(text, key):
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 
 
-SCORES = {                                      # {score of a trial: (name in the table, meaning)}
-    "correct": ("accuracy", "share of the greedy answers that are the key"),
-    "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
-    "gain": ("gain", "that log-likelihood minus that of another key, not in the text; 0: the text did not help"),
-    "rank": ("rank", "mean rank of the key's tokens, each given those before it; 1: the likeliest"),
-    "likeliest": ("all first", "share of the keys whose tokens all have rank 1"),
-}
-DEPTH_NAMES = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS} %" for i in range(DEPTHS)]
-
-
 def summary(length, trials):
-    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth."""
+    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth: {"trials", score,
+    score_error, ...}. Values are None if there are no trials."""
+    def means(group):
+        found = {"trials": len(group)}
+        for name in SCORES:
+            found[name], found[f"{name}_error"] = mean_and_error([s[name] for s in group]) if group else (None, None)
+        return found
+
     depths = [[scores for depth, scores in trials if int(depth * DEPTHS) == i] for i in range(DEPTHS)]
     return {"length": length} | means([scores for _, scores in trials]) | {"by_depth": [means(part) for part in depths]}
-
-
-def means(group):
-    """{"trials", score, score_error, ...} of a list of trials' scores; values are None if it is empty."""
-    found = {"trials": len(group)}
-    for name in SCORES:
-        found[name], found[f"{name}_error"] = mean_and_error([s[name] for s in group]) if group else (None, None)
-    return found
 
 
 def tell(args, found):
@@ -215,32 +168,29 @@ def tell(args, found):
 def draw(path, found):
     """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors and dotted lines at
     the training lengths; below, for each run a map of the gain by length and depth, with the accuracy in its cells."""
-    columns = min(3, len(found))
-    lines = -(-len(found) // columns)           # rows of maps
-    figure = pyplot().figure(figsize=(12, 3.4 + 2.6 * lines), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * lines])
     runs = {place: numbers["lengths"] for place, numbers in found.items()}
     trained = {place: numbers["training_length"] for place, numbers in found.items()}
-    marks = {trained[place] for place, rows in runs.items() if trained[place] in range(
-        rows[0]["length"], rows[-1]["length"] + 1)}
-    panels, titles = above.subplots(1, 3), ("accuracy", "log-likelihood of the key (nats)", "gain of the key (nats)")
-    for ax, name, title in zip(panels, ("correct", "log_likelihood", "gain"), titles, strict=True):
-        curves = {Path(place).name: [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
-                  for place, rows in runs.items()}
-        line_panel(ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct")
-    panels[0].set_ylim(-0.03, 1.03)
-    panels[2].axhline(0, color=GREY, linestyle=":", linewidth=1)
-    axes = below.subplots(lines, columns, squeeze=False).flatten()
+    marks = {trained[place] for place, rows in runs.items()
+             if rows[0]["length"] <= trained[place] <= rows[-1]["length"]}
+    titles = {"correct": "accuracy", "log_likelihood": "log-likelihood of the key (nats)",
+              "gain": "gain of the key (nats)"}
     most = max(1.0, *(abs(part["gain"] or 0) for rows in runs.values() for row in rows for part in row["by_depth"]))
-    for ax, (place, rows) in zip(axes, runs.items(), strict=False):
-        gains, accuracies = ([[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
-                             for name in ("gain", "correct"))           # (depths, lengths)
-        image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
-        ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
-        ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-        title = f"{Path(place).name} (trained at {trained[place]}): gain in colour, accuracy in numbers"
-        ax.set_title(title, fontsize=10)
-    below.colorbar(image, ax=axes.tolist(), label="gain (nats)")
-    for ax in axes[len(found):]:
-        ax.set_axis_off()
-    save_figure(figure, path)
+    with figure_of(path, [3.4] + [2.6] * -(-len(found) // 3), [4] * 3) as axes:
+        for ax, (name, title) in zip(axes[0], titles.items(), strict=True):
+            curves = {Path(place).name: [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
+                      for place, rows in runs.items()}
+            line_panel(ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct")
+        axes[0, 0].set_ylim(-0.03, 1.03)
+        axes[0, 2].axhline(0, color=GREY, linestyle=":", linewidth=1)
+        maps = axes[1:].flatten()
+        for ax, (place, rows) in zip(maps, runs.items(), strict=False):
+            gains, accuracies = ([[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
+                                 for name in ("gain", "correct"))       # (depths, lengths)
+            image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
+            ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
+            ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
+            title = f"{Path(place).name} (trained at {trained[place]}): gain in colour, accuracy in numbers"
+            ax.set_title(title, fontsize=8)
+        ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")
+        for ax in maps[len(found):]:
+            ax.set_axis_off()

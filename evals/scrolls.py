@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from common import files
 from common.flags import at_least, knob
 from data.benchmarks import rows_of
-from evals.instrument import mean_and_error, progress, table
-from evals.likelihood import Request, listen, text_tokenizer
+from evals.instrument import mean_and_error, table
+from evals.likelihood import Request, generated, listen, text_tokenizer
 
 
 class Task(NamedTuple):
@@ -117,6 +116,12 @@ def find(source, names, split):
 def read_questions(path, name, limit=0):
     """The questions of a file in their order, or `limit` of them, spread evenly. Lines of one id are one question with
     several answers."""
+    def strings(row):
+        found = [row[name] for name in ("id", "input", "output")]
+        if not all(isinstance(value, str) for value in found):
+            raise ValueError("its id, input and output must be strings")
+        return found
+
     inputs, answers = {}, {}
     for number, text, output in rows_of(path, name, strings):
         inputs.setdefault(number, text)
@@ -125,13 +130,6 @@ def read_questions(path, name, limit=0):
         raise ValueError(f"{path} is empty: unpack the benchmark's zip file again")
     found = [make_question(text, answers[number], TASKS[name], path) for number, text in inputs.items()]
     return [found[i] for i in np.linspace(0, len(found) - 1, min(limit, len(found))).astype(int)] if limit else found
-
-
-def strings(row):
-    found = [row[name] for name in ("id", "input", "output")]
-    if not all(isinstance(value, str) for value in found):
-        raise ValueError("its id, input and output must be strings")
-    return found
 
 
 def make_question(text, answers, task, path):
@@ -150,42 +148,28 @@ def make_question(text, answers, task, path):
 
 
 def replies(run, coder, questions, args, length):
-    """The model's answers to the questions of a task, and whether each prompt was too long."""
-    groups = [requests_of(coder, question, args, length) for question in questions]
+    """The model's answers to the questions of a task, and whether each prompt was too long. Such a prompt keeps its
+    last tokens, so the question stays."""
+    groups, texts, first = [], [], [coder.separator] if args.bos else []
+    for question in questions:                  # one request for each choice, or the prompt alone for generation
+        choices = [coder.encode(f" {choice}").tolist() for choice in question.choices if args.rank] or [[]]
+        room = length - len(first) - (max(map(len, choices)) or args.tokens)
+        if room < 1:
+            raise ValueError(f"a choice is too long for --length={length}: give a larger --length")
+        prompt = coder.encode(question.prompt).tolist()
+        groups.append([Request(first + prompt[-room:] + ids, len(ids), len(prompt) > room) for ids in choices])
     if args.rank and questions[0].choices:
-        texts, heard = [], listen(run.model, groups, run.machine, 1, "scrolls")
+        heard = listen(run.model, groups, run.machine, 1, "scrolls")
         for question, answers in zip(questions, heard, strict=True):
             scores = [answer.loglik / len(choice) for answer, choice in zip(answers, question.choices, strict=True)]
             texts.append(question.choices[int(np.argmax(scores))])
-    else:
-        texts = generated(run, coder, [request.ids for [request] in groups], args.tokens)
-    return texts, [group[0].cut for group in groups]
-
-
-def requests_of(coder, question, args, length):
-    """The prompt of a question followed by each choice, or alone if the model has to generate the answer. A prompt that
-    is too long keeps its last tokens, so the question stays."""
-    first = [coder.separator] if args.bos else []
-    choices = [coder.encode(f" {choice}").tolist() for choice in question.choices if args.rank] or [[]]
-    room = length - len(first) - (max(map(len, choices)) or args.tokens)
-    if room < 1:
-        raise ValueError(f"a choice is too long for --length={length}: give a larger --length")
-    prompt = coder.encode(question.prompt).tolist()
-    return [Request(first + prompt[-room:] + choice, len(choice), len(prompt) > room) for choice in choices]
-
-
-def generated(run, coder, prompts, count):
-    """The likeliest continuation of each prompt up to the end of its line, at most `count` tokens."""
-    ends, texts = {coder.separator, *run.meta.get("ends", [])}, []
-    stop = sorted(ends | {i for i in range(coder.vocab_size) if "\n" in coder.decode([i])})
-    # only the last token's logits are needed, and those of a long text would fill the memory
-    last_only = run.model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -1:],))
-    with last_only, run.machine.autocast():
-        for prompt in progress(prompts, run.machine.main):
-            idx = torch.tensor([prompt], device=run.machine.device)
-            ids = run.model.generate(idx, count, temperature=0, stop=stop)[0, len(prompt):].tolist()
+    else:                                       # an answer ends with its text, or its line
+        ends = {coder.separator, *run.meta.get("ends", [])}
+        stop = sorted(ends | {i for i in range(coder.vocab_size) if "\n" in coder.decode([i])})
+        prompts = [request.ids for [request] in groups]
+        for ids in generated(run.model, run.machine, prompts, args.tokens, stop):
             texts.append(coder.decode([i for i in ids if i not in ends]).partition("\n")[0].strip())
-    return texts
+    return texts, [group[0].cut for group in groups]
 
 
 def score(measure, texts, questions):
@@ -217,17 +201,14 @@ def f1(text, answer):
     return {"f1": 2 * common / (len(said) + len(right)) if common else 0.0}
 
 
-def exact(text, answer):
-    return {"exact": float(normalized(text) == normalized(answer))}
-
-
 def normalized(text):
     """Lower case, no punctuation, no articles, single spaces (SQuAD)."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-MEASURES = {"rouge": rouge, "f1": f1, "exact": exact}
+MEASURES = {"rouge": rouge, "f1": f1,
+            "exact": lambda text, answer: {"exact": float(normalized(text) == normalized(answer))}}
 TITLES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "f1": "F1", "exact": "exact"}
 
 
@@ -235,19 +216,17 @@ def tell(args, found):
     """A table with a row for each run and task."""
     several, rows = len(found) > 1, []
     used = {name for numbers in found.values() for result in numbers["tasks"].values() for name in result}
-    shown = {name: title for name, title in TITLES.items() if name in used}
+    parts = [part for part in TITLES if part in used]
     for place, numbers in found.items():
-        for name, result in numbers["tasks"].items():
-            cells = [percent(result.get(part + end)) for part in shown for end in ("", "_error")]
-            rows.append([place] * several + [name, str(result["questions"]), f"{result['cut']:.0%}", *cells,
-                                             percent(result["score"])])
-        if "score" in numbers:
-            rows.append([place] * several + ["mean", "", ""] + [""] * 2 * len(shown) + [percent(numbers["score"])])
-    header = ["run"] * several + ["task", "questions", "cut"] + [c for title in shown.values() for c in (title, "+-")]
+        for name, result in (numbers["tasks"] | {"mean": numbers}).items():
+            if "score" in result:               # a run has a mean if it has all tasks
+                values = [result.get(key) for part in parts for key in (part, f"{part}_error")] + [result["score"]]
+                mean = name == "mean"
+                head = ["", ""] if mean else [str(result["questions"]), f"{result['cut']:.0%}"]
+                cells = [("" if mean else None) if value is None else f"{value:.2f}" for value in values]
+                rows.append([place] * several + [name, *head, *cells])
+    header = ["run"] * several + ["task", "questions", "cut"]
+    header += [title for part in parts for title in (TITLES[part], "+-")] + ["score"]
     lengths = sorted({str(numbers["length"]) for numbers in found.values()})
-    return (f"{table(rows, [*header, 'score'])}\n\ncut: share of prompts too long for {' or '.join(lengths)} tokens, "
+    return (f"{table(rows, header)}\n\ncut: share of prompts too long for {' or '.join(lengths)} tokens, "
             "which lost their beginning\nscore: that of the benchmark; for ROUGE the geometric mean of the three")
-
-
-def percent(value):
-    return None if value is None else f"{value:.2f}"

@@ -1,23 +1,30 @@
 """The speed of every recipe on this machine, and the memory of its attention; other flags time something else.
 
 All cases take turns in one process, for many rounds (Machine.race). Other programs on the machine slow all of them
-alike, so ratios are reliable even if seconds are not. Each kind of measurement is a module, see MODES.
-evals/everything.sh runs all that need a GPU.
+alike, so ratios are reliable even if seconds are not. evals/everything.sh runs all that need a GPU.
+
+Each kind of measurement is a function, see MODES at the end. It is called as measure(args, machine, lengths, numbers),
+adds its figures to the dict `numbers`, and yields a text after every part.
 """
-import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+import attention
+import kernels
+import mixers
+from axes.sight import visible
 from common.flags import at_least, knob
-from common.machine import Machine
-from evals import decode, kernels, live, sparse, steps
-from evals.instrument import file_of_gpu, whole_numbers
-
-MODES = {   # {flag: (module, lengths on a CPU, lengths on a GPU, name of the file in results/ on a GPU)}
-    "kernels": (kernels, "64,128", "1024,4096,16384", "speed"),         # on a CPU a trial in Triton's interpreter
-    "focus": (sparse, "1024,4096,16384", "1024,4096,16384,65536,262144,1048576", "speed-focus"),
-    "decode": (decode, "1024,4096,16384", "1024,4096,16384", ""),
-    "live": (live, "", "", ""),                                         # the run's block_size
-    "": (steps, "256,1024", "256,1024", "")}
+from common.machine import Machine, load_average
+from evals.instrument import (
+    Common, OpenedRun, file_of_gpu, recipe_names, save_numbers, table, watch, whole_numbers, window_batches)
+from evals.kernels import time_kernels
+from mixers.focus import Focus, sets_of, sparse
+from mixers.recurrent import Recurrent
+from model import GPT, GPTConfig
 
 
 @dataclass
@@ -60,8 +67,304 @@ class Speed:
 def command(args, run):
     """Time training steps of every recipe, and its attention alone, relative to softmax in torch's own fused kernel.
     All recipes take turns in one process."""
-    module, short, long, stem = next(row for flag, row in MODES.items() if not flag or getattr(args, flag))
+    measure, short, long, stem = next(row for flag, row in MODES.items() if not flag or getattr(args, flag))
     machine = Machine(args.device, args.dtype)
     gpu = machine.device.type == "cuda"
+    lengths = args.lengths or (long if gpu else short)
     out = args.out or (file_of_gpu(stem, machine.device) if gpu and stem else "")
-    return module.command(dataclasses.replace(args, lengths=args.lengths or (long if gpu else short), out=out), machine)
+    triton = kernels.triton.__version__ if kernels.AVAILABLE else None
+    # the load average shows how busy the machine was
+    numbers = {"machine": str(machine), "triton": triton, "load_average": load_average()}
+    text = [f"{machine}, triton {triton}; load average {numbers['load_average']}"]
+    for part in measure(args, machine, whole_numbers(lengths, "lengths") if lengths else [], numbers):
+        text.append(part)
+        save_numbers(out, numbers)              # after every part: the next one may be too large for the memory
+    return numbers, "\n\n".join(text)
+
+
+# ----------------------------------------------------------------------------- training steps, attention and its memory
+
+
+def time_training(args, machine, lengths, numbers):
+    """Training steps of whole models, their attention alone, and its memory. Every length has the same number of tokens
+    in a step."""
+    # first softmax in two ways, to which the others are compared: torch's own fused kernel, and the block loop, which
+    # computes recipes without a kernel
+    cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
+    cases |= {name: (name, "auto") for name in recipe_names(args.attn) if name != "softmax"}
+    numbers |= {"lengths": {}, "memory_mb": {name: {} for name in cases}}
+    titles = {"both": "forward + backward", "step_gb": "memory of a step, GiB", "mfu": "share of peak FLOP/s"}
+    for T in lengths:
+        batch = max(1, (args.tokens or 2048) // T)
+        numbers["lengths"][T] = rows = time_models(cases, T, batch, args, machine)
+        columns = list(rows["softmax (sdpa)"])[1:]
+        yield (f"T={T}, {batch} sequences: training steps, "
+               "and the speed of steps and of attention alone relative to the first row\n" + table(
+                   [[name, f"{row['tokens_per_s']:,.0f}", *(f"{row[column]:.2f}" for column in columns)]
+                    for name, row in rows.items()],
+                   ["recipe", "tokens/s", *(titles.get(column, column) for column in columns)]))
+    lengths = whole_numbers(args.memory, "memory") if args.memory else []
+    for name, case in cases.items():
+        for T in lengths:                       # the model is made before the count begins: only the call itself counts
+            call = attention_call(make_model(*case, T, args, machine), machine, 1)
+            numbers["memory_mb"][name][T] = round(machine.peak_memory(call) / 2**20, 3)
+    if lengths:
+        yield ("memory of one layer's attention without its inputs, forward and backward, one sequence (MiB)\n" + table(
+            [[name, *(f"{mb:.0f}" for mb in row.values())] for name, row in numbers["memory_mb"].items()],
+            ["recipe", *(f"T={T}" for T in lengths)]))
+
+
+def time_models(cases, T, batch, args, machine):
+    """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens per second of
+    training, then speeds relative to the first case: of a training step, and of attention alone, forward and both
+    ways. On a GPU also "step_gb", the memory of a step besides weights and optimizer, and "mfu", the share of the
+    device's peak FLOP/s, if that is known."""
+    models = {name: make_model(*case, T, args, machine) for name, case in cases.items()}
+    seconds = {}
+    for way, make in (("step", training_step), ("forward", partial(attention_call, backward=False)),
+                      ("both", attention_call)):                        # all cases race at one kind of work
+        calls = {name: make(model, machine, batch) for name, model in models.items()}
+        seconds[way] = machine.race(calls, args.repeats)
+        if way == "step" and machine.device.type == "cuda":
+            memory = {name: machine.peak_memory(call) for name, call in calls.items()}
+    first, rows = next(iter(cases)), {}
+    for name, model in models.items():
+        speed = batch * T / seconds["step"][name]
+        rows[name] = {"tokens_per_s": speed} | {way: times[first] / times[name] for way, times in seconds.items()}
+        if machine.device.type == "cuda":
+            rows[name]["step_gb"] = memory[name] / 2**30
+        if machine.peak_flops():
+            rows[name]["mfu"] = model.flops_per_token() * speed / machine.peak_flops()
+    return rows
+
+
+def make_model(attn, kernel, T, args, machine):
+    return GPT(GPTConfig(
+        attn=attn, kernel=kernel, block_size=T, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
+        n_embd=args.n_embd or 128, bias_range=min(T, 512))).to(machine.device)
+
+
+def training_step(model, machine, batch):
+    """A function that takes one training step on random sequences. The time does not depend on the tokens."""
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    rows = torch.randint(model.config.vocab_size, (batch, model.config.block_size + 1), device=machine.device)
+
+    def take_step():
+        with machine.autocast():
+            loss = model(rows[:, :-1], rows[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)   # as in train.py: gradients take no memory between steps
+
+    return take_step
+
+
+def attention_call(model, machine, batch, backward=True):
+    """A function that runs the first layer's attention alone, between the projections, forward or both ways."""
+    module, T = model.transformer.h[0].attn, model.config.block_size
+    like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
+    # (B, heads, T, width), with the memory layout of a projection
+    q, k, v = (torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
+               for heads, width in module.shapes.values())
+    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # the input of gates
+    with machine.autocast(), torch.no_grad():
+        do = torch.randn_like(module.attend(q, k, v, x))        # the gradient of the output
+
+    def attend():
+        with machine.autocast(), torch.set_grad_enabled(backward):
+            o = module.attend(q, k, v, x, module.distance())
+        if backward:
+            o.backward(do)
+
+    return attend
+
+
+# ------------------------------------------------------------------------------------------------------ decoding steps
+
+
+@torch.no_grad()
+def time_decoding(args, machine, lengths, numbers):
+    """One decoding step of every recipe that can be decoded, and the bytes of its cache that it reads.
+
+    A step computes the output of one layer for one new token, given a cache of T tokens. The layer has random weights
+    and reads random tokens, so scores are almost even: `magicpig` finds a few percent of all keys, whatever their
+    number. The whole step (`layer`) appends the new token to the cache and rotates keys, which copies the cache in this
+    code. The attention alone (`attend`) gets queries, keys, values and, for token selection, the index. Decoding on a
+    large machine waits for memory, so the bytes that a step must read tell how fast it could be. `traffic` is softmax's
+    bytes divided by the recipe's: the speed-up if only memory traffic counted."""
+    names = list(attention.ATTENTIONS) if args.attn == "all" else recipe_names(args.attn)
+    cases = {name: {"attn": name} for name in ("softmax", *names)}
+    if "focus" in names:
+        cases["focus (1 of 4 groups)"] = {"attn": "focus", "topk": 1}
+    numbers |= {"heads": args.n_head, "width": WIDTH, "lengths": {}}
+    for T in lengths:
+        with machine.autocast():
+            steps = {name: decoding_step(T, choices, args, machine) for name, choices in cases.items()}
+            layer, attend, size = ({name: step[i] for name, step in steps.items() if step} for i in range(3))
+            layer, attend = machine.race(layer, args.repeats), machine.race(attend, args.repeats)
+        rows = numbers["lengths"][T] = {
+            name: {"layer_ms": 1000 * layer[name], "attend_ms": 1000 * attend[name], "bytes": size[name],
+                   "layer": layer["softmax"] / layer[name], "attend": attend["softmax"] / attend[name],
+                   "traffic": size["softmax"] / size[name]} for name in layer}
+        yield f"one layer, {args.n_head} heads of {WIDTH}, {T} tokens in the cache\n" + table(
+            [[name, f"{row['layer_ms']:.3f}", f"{row['layer']:.2f}", f"{row['attend_ms']:.3f}", f"{row['attend']:.2f}",
+              f"{row['bytes'] / 2**10:,.0f}", f"{row['traffic']:.2f}"] for name, row in rows.items()],
+            ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KiB read", "traffic alone"])
+
+
+def decoding_step(T, choices, args, machine):
+    """A decoding step of one layer with a cache of T tokens: functions that compute it as a whole and its attention
+    alone, and the bytes that it reads. None if the recipe cannot be decoded."""
+    torch.manual_seed(0)
+    module = mixers.layer_of(GPTConfig(**choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=args.n_head,
+                                       n_embd=WIDTH * args.n_head), 0).to(machine.device).eval()
+    if not module.cached:
+        return None
+    x, past, calls = torch.randn(1, T, WIDTH * args.n_head, device=machine.device), {}, []
+    if isinstance(module, Recurrent):
+        module(x[:, -64:], past)                # the size of a state does not depend on the number of tokens
+    else:                                       # fill the cache, without attention
+        module.attend = lambda q, k, v, *_, **__: v.new_zeros(1, module.heads, T, v.shape[-1])
+        module(x, past)
+        del module.attend                       # now it is the method again
+
+    def whole():                                # on copies of the dicts, which a step changes; it changes no tensor
+        module(x[:, :1], dict(past))
+
+    def attend(inputs, cached):
+        return type(module).attend(module, *inputs, **{
+            name: dict(value) if isinstance(value, dict) else value for name, value in cached.items()})
+
+    def keep_inputs(*inputs, **cached):
+        calls.append((inputs, cached))
+        return attend(inputs, cached)
+
+    module.attend = keep_inputs
+    whole()
+    del module.attend
+    inputs, cached = calls[-1]
+    return whole, partial(attend, inputs, cached), int(module.bytes_read(*inputs, **cached))
+
+
+# ---------------------------------------------------------------------------------------------------------------- Focus
+
+
+WIDTH, WINDOW = 64, 128                         # head dimension; keys that a row sees in any group
+CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # number of groups, and how many of them a token is in
+# the paper's table 6, on an H100, one group a token: {T: {groups: speed relative to full attention}}
+PRINTED = {1024: {4: 0.2, 8: 0.2}, 4096: {4: 0.5, 8: 0.6}, 16384: {4: 1.5, 8: 1.8}, 32768: {4: 2.2, 8: 3.1},
+           65536: {4: 3.0, 8: 4.7}, 262144: {4: 4.0, 8: 7.6}, 1048576: {4: 4.1, 8: 8.6}}
+
+
+@torch.no_grad()
+def time_focus(args, machine, lengths, numbers):
+    """Attention over the pairs that share a group, and full attention (Focus 2604.03260, table 6).
+
+    Tokens are in random groups of about equal size, because only the sizes of groups change the time. The time includes
+    the choice of every token's largest groups and the sorting by group, but not the router's matrix products. "pairs":
+    the share of distant pairs, WINDOW or more apart, that have a group in common; None if there are no such pairs."""
+    numbers |= {"heads": args.n_head, "width": WIDTH, "window": WINDOW, "lengths": {}}
+    fused = machine.device.type == "cuda" and kernels.AVAILABLE
+
+    def focus(q, k, v, shares, topk):           # a Focus layer in evaluation, after its router
+        return sparse(q, k, v, Focus.memberships(shares, topk), WINDOW, WIDTH ** -0.5, fused)[0]
+
+    for T in lengths:
+        dice, dtype = torch.Generator().manual_seed(0), getattr(torch, machine.dtype)
+        q, k, v = (torch.randn(1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype) for _ in range(3))
+        # the shares of groups, (1, T, groups), from which each token gets its largest groups
+        shares = {groups: torch.rand(1, T, groups, generator=dice).to(machine.device) for groups, _ in CASES}
+        seconds = machine.race({"full": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)} | {
+            (groups, topk): partial(focus, q, k, v, shares[groups], topk) for groups, topk in CASES}, args.repeats)
+        rows, cells = [], []
+        for groups, topk in CASES:
+            _, own, _, meet = sets_of(Focus.memberships(shares[groups], topk)[0])
+            so_far = meet[:, own].cumsum(1)     # (S, T): tokens so far that share a group with a set
+            late = torch.arange(min(WINDOW, T), T, device=own.device)
+            pairs = (so_far[own[late], late - WINDOW].sum() / (late - WINDOW + 1).sum()).item() if len(late) else None
+            rows.append({"groups": groups, "topk": topk, "ratio": seconds["full"] / seconds[groups, topk],
+                         "pairs": pairs})
+            paper = PRINTED[T][groups] if T in PRINTED and topk == 1 else None
+            cells.append([f"{topk} of {groups}", *("-" if x is None else f"{x:.2f}" for x in (
+                rows[-1]["ratio"], paper, pairs))])
+        numbers["lengths"][T] = {"full": seconds["full"], "sparse": rows}
+        yield (f"T={T}, {args.n_head} heads of {WIDTH}, a window of {WINDOW}: speed relative to full attention, which "
+               f"takes {seconds['full'] * 1000:.1f} ms\n" + table(cells, ["groups", "speed", "paper", "pairs kept"]))
+
+
+# ----------------------------------------------------------------------------------------------------------- live tiles
+
+
+LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' tiles at widths up to 128
+
+
+def time_live_tiles(args, machine, lengths, numbers):
+    """How much time the zeros of a trained run save, on its held-out data.
+
+    A fused kernel works on tiles of rows and keys, and skips dead tiles, in which all weights are zero. Adjacent zeros
+    save time, scattered zeros save none. This counts the live tiles, and times the kernels with and without skipping.
+    It needs a trained run, because training decides where the zeros are."""
+    if not args.out_dir:
+        raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
+    run = OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
+    numbers |= {"out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": {}}
+    inputs = []                                 # of every layer's attention: [(module, (q, k, v, x, distance))]
+
+    def keep(layer, module, *parts):            # copies, because a layer may overwrite its inputs
+        inputs.append((module, tree_map_only(torch.Tensor, torch.clone, parts)))
+
+    for T in lengths or [run.model.config.block_size]:
+        inputs.clear()
+        idx, = window_batches(run.model, run.split("val"), run.machine, T, 4, 4, run.stride)        # (4, T + 1)
+        watch(run.model, keep, idx[:, :-1], run.machine)
+        layers = numbers["lengths"][T] = [
+            live_tiles(module, *parts) | {"gain": gain_of_skipping(module, machine, args.repeats, *parts)}
+            for module, parts in inputs]
+        every = {name: sum(counts[name] for counts in layers) for name in layers[0] if name != "gain"} | {"gain": None}
+        yield f"{args.out_dir}, T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
+            [[str(name), row["live_tiles"] / row["tiles"], row["live_pairs"] / row["pairs"], row["gain"]]
+             for name, row in [*enumerate(layers), ("all", every)]], ["layer", "live tiles", "live pairs", "speed"])
+    if not layers[0]["gain"]:
+        yield "no speed: the fused kernels, which skip dead tiles, do not run here"
+
+
+@torch.no_grad()
+def live_tiles(module, q, k, v, x, distance=None):
+    """The number of visible "tiles" and "pairs" of one layer, and of those with nonzero weights, "live_tiles" and
+    "live_pairs", over all sequences and score heads."""
+    counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
+    T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
+    blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles
+    for (_, i), w in zip(kernels.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
+        w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
+        seen = visible(i[:, None], keys, module.sight).expand_as(w)
+        for name, cells in (("", seen), ("live_", w != 0)):
+            # (B, H, rows, tiles, keys of a tile); the last tile is padded with invisible keys
+            tiles = F.pad(cells, (0, -T % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1]))
+            counts[f"{name}pairs"] += cells.sum().item()
+            counts[f"{name}tiles"] += tiles.any(-1).any(2).sum().item()
+    return counts
+
+
+def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
+    """The speed-up of a layer's forward and backward pass if its kernel skips dead tiles; None without a kernel."""
+    if mixers.choose_kernel(module.config, q.device.type) != "triton":
+        return None
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # backward stops here
+
+    def call(skip):
+        sight = module.sight._replace(skip_dead=skip)
+        with machine.autocast():
+            module.attend(*leaves, x, distance, sight).float().square().mean().backward()
+
+    # the same kernel with and without skipping; the output is the same
+    seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)
+    return seconds[False] / seconds[True]
+
+
+MODES = {   # {flag: (function, lengths on a CPU, lengths on a GPU, name of the file in results/ on a GPU)}
+    "kernels": (time_kernels, "64,128", "1024,4096,16384", "speed"),    # on a CPU a trial in Triton's interpreter
+    "focus": (time_focus, "1024,4096,16384", "1024,4096,16384,65536,262144,1048576", "speed-focus"),
+    "decode": (time_decoding, "1024,4096,16384", "1024,4096,16384", ""),
+    "live": (time_live_tiles, "", "", ""),                              # the run's block_size
+    "": (time_training, "256,1024", "256,1024", "")}

@@ -1,4 +1,4 @@
-"""eval.py passkey: prompts byte for byte, reading on from a KV cache, scores in float64."""
+"""eval.py passkey: prompts byte for byte, scores in float64."""
 import math
 import re
 import statistics
@@ -7,19 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bounds import SEED, below, close, same
-from conftest import CACHES, tiny_config
+from bounds import SEED, below, close
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import token_ids
 
 import eval as eval_script
 from common.machine import Machine
 from data import tokens
 from evals import passkey
 from evals.instrument import load_run
-from evals.passkey import batches, forced, is_correct, make_trial, prompt_text, read
-from model import GPT
+from evals.passkey import is_correct, make_trial, prompt_text
 
 BYTES = tokens.tokenizer("bytes")
 
@@ -59,9 +56,6 @@ def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
     keys, depths = [t.key for t in trials], [t.depth for t in trials]
     for values, most in ((keys, 50_000), (depths, 1)):                  # in each fifth, up to six standard errors
         below(torch.tensor(np.histogram(values, 5, (0, most))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
-    assert len(batches([*trials, first], 4)[0][0].prompt) == 390        # the longest is first
-    for batch in batches(trials, 4):            # trials of equal sizes, so that nothing is padded
-        assert len({(len(t.prompt), len(t.right)) for t in batch}) == 1 and len(batch) <= 4
 
 
 def test_an_answer_is_right_as_text_or_as_a_number():
@@ -70,36 +64,16 @@ def test_an_answer_is_right_as_text_or_as_a_number():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("name", CACHES)
-def test_reading_in_parts_equals_reading_at_once(name, cached, monkeypatch):
-    gpt = GPT(tiny_config(attn=name, block_size=64, **({"window": 8} if name == "streaming" else {}))).eval()
-    layer = gpt.transformer.h[0].attn
-    if not layer.causal:
-        pytest.skip("its outputs depend on later tokens")
-    monkeypatch.setattr(layer, "cached", cached and layer.cached)
-    idx = token_ids(2, 40)
-    whole = gpt(idx)[0]
-    first, state = read(gpt, None, idx[:, :25])
-    close(first, whole[:, 24:25], terms=8)
-    close(read(gpt, state, idx[:, 25:], 15)[0], whole[:, 25:], terms=8)
-    same(read(gpt, state, idx[:, 25:], 15)[0], read(gpt, state, idx[:, 25:], 15)[0])        # the state is as before
-    likely, rank = forced(gpt, state, first, first.argmax(-1))          # an answer of one token
-    close(likely, first.log_softmax(-1).amax((1, 2)), terms=4)
-    assert (rank == 1).all()
-
-
-@torch.no_grad()
 def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch):
-    gpt, heard, said, found = load_run(elastic_run, "cpu")[0].double(), [], [], []
+    gpt, heard, said = load_run(elastic_run, "cpu")[0].double(), [], []
     monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
-    for batch in batches([make_trial(BYTES, 330, number) for number in range(6)], 4):
-        found += zip(batch, passkey.answer(gpt, Machine("cpu", "float32"), BYTES, batch), strict=True)
-        prompts = torch.tensor([trial.prompt for trial in batch])       # the answer is greedy, ten tokens
-        ids = gpt.generate(prompts, 10, temperature=0)[:, prompts.shape[1]:]
-        said += [(trial.key, BYTES.decode(row)) for trial, row in zip(batch, ids.tolist(), strict=True)]
+    trials = [make_trial(BYTES, 330, number) for number in range(6)]
+    found = passkey.scores_of(gpt, Machine("cpu", "float32"), BYTES, trials, 4)
+    for trial in trials:                        # the answer is greedy, ten tokens
+        ids = gpt.generate(torch.tensor([trial.prompt]), 10, temperature=0)[0, len(trial.prompt):]
+        said.append((trial.key, BYTES.decode(ids.tolist())))
     assert heard == said
-    for trial, scores in found:
+    for trial, scores in zip(trials, found, strict=True):
         right, wrong = (gpt(torch.tensor([trial.prompt + ids]))[0].log_softmax(-1)[0, len(trial.prompt) - 1:-1]
                         for ids in (trial.right, trial.wrong))          # (K, V)
         own, other = (logs.gather(1, torch.tensor([*ids])[:, None])

@@ -9,7 +9,7 @@ from conftest import tiny_config
 import eval as eval_script
 from attention import ATTENTIONS, Attention
 from evals import kernels as kernel_speed
-from evals.live import live_tiles
+from evals.speed import live_tiles
 from mixers import trained_recipes
 
 SOFTMAXES = {"softmax (sdpa)", "softmax (torch)"}

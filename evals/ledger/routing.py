@@ -187,7 +187,7 @@ def within_window(place, window=128):
     folder = benchmarks.HERE
     lengths = {name: [len(request.ids) - 1 for row in benchmarks.read(name, folder)
                       for request in row_requests(row, run.tokenizer, 10_000, False)]
-               for name in benchmarks.those_in(folder) if name not in PAGES}
+               for name in benchmarks.task_names("", folder) if name not in PAGES}
     routed = OpenedRun(Common(out_dir=place, dtype="float32"), {"attn": "focus", "window": window})
     idx = read_windows(run.split("val"), [0, window], window, run.model, run.machine)
     difference = (run.model(idx)[0].float() - routed.model(idx)[0].float()).abs().max().item()
