@@ -76,7 +76,7 @@ def listen(model, groups, machine, batch_size, name):
     units = units_of(groups, all(block.cached for block in blocks))
     # without causality tokens would see the padding, so each batch is one unit
     todo = list(batches(units, batch_size if all(block.causal for block in blocks) else 0))
-    sums = np.zeros((3, sum(map(len, groups))))                         # loglik, greedy and rank of each request
+    found = np.zeros((sum(map(len, groups)), len(Answer._fields)))      # zero where another rank reads
     bar = progress(todo[machine.rank::machine.world], machine.main)
     bar.set_description(name, refresh=False)
     head, model.lm_head = model.lm_head, torch.nn.Identity()            # most tokens are context and need no logits
@@ -84,14 +84,14 @@ def listen(model, groups, machine, batch_size, name):
         with machine.autocast():                # one autocast: each converts the weights anew
             for batch in bar:
                 numbers = [unit.number + i for unit in batch for i in range(len(unit.requests))]
-                sums[:, numbers] = read_batch(model, head, batch)
+                found[numbers] = read_batch(model, head, batch)
     finally:
         model.lm_head = head
-    loglik, greedy, rank = np.reshape(machine.sum(*sums.flatten().tolist()), sums.shape).tolist()
-    if not np.isfinite(loglik).all():
+    found = np.reshape(machine.sum(*found.flatten().tolist()), found.shape)
+    if not np.isfinite(found).all():
         raise ValueError(f"{name}: the model's log-likelihoods are not finite: try --dtype=float32, and look at "
                          "its loss with python eval.py loss")
-    answers = map(Answer, loglik, map(bool, greedy), rank)
+    answers = (Answer(loglik, bool(greedy), rank) for loglik, greedy, rank in found.tolist())
     return [[next(answers) for _ in group] for group in groups]
 
 
@@ -125,8 +125,8 @@ def batches(units, batch_size):
 
 
 def read_batch(model, head, batch):
-    """The values loglik, greedy and rank of every request of a batch, three lists (N,). The model returns the input of
-    its head (B, T, C) instead of logits (B, T, V)."""
+    """The fields of the Answers to the requests of a batch, (N, 3). The model returns the input of its head (B, T, C)
+    instead of logits (B, T, V)."""
     device, P, cache = head.weight.device, batch[0].shared, None
     if P:                                       # read the shared tokens of each unit, and repeat them for its requests
         cache = model.new_cache()
@@ -148,9 +148,8 @@ def read_batch(model, head, batch):
         logprob = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
         rank = 1 + (logits > logits.gather(-1, ids[:, None])).sum(-1)
         found.append(torch.stack([logprob, logits.argmax(-1) == ids, rank]).cpu().double())
-    loglik, greedy, rank = (row.split(counts) for row in torch.cat(found, 1))
-    return ([part.sum().item() for part in loglik], [part.min().item() for part in greedy],
-            [part.mean().item() for part in rank])
+    return [[loglik.sum().item(), greedy.min().item(), rank.mean().item()]
+            for loglik, greedy, rank in torch.cat(found, 1).split(counts, 1)]
 
 
 def generated(model, machine, prompts, count, stop=(), batch_size=1):

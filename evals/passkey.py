@@ -57,7 +57,9 @@ class Passkey:
 
 def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
-    coder, lengths = text_tokenizer(run), lengths_of(args.lengths, run)
+    coder, usual = text_tokenizer(run), [length for length in range(500, 4001, 500) if length <= run.positions]
+    lengths = sorted({*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])})
+    run.check_positions(lengths[-1], "lengths")
     trials = {length: [make_trial(coder, length, number, args.seed, args.bos)
                        for number in progress(range(args.trials), run.machine.main)] for length in lengths}
     found = {}
@@ -67,14 +69,6 @@ def command(args, run):
     numbers = {"trials": args.trials, "seed": args.seed, "rope_scaling": run.model.config.rope_scaling,
                "training_length": run.meta["knobs"]["block_size"], "lengths": [found[length] for length in lengths]}
     return numbers, tell(args, {str(run.out_dir): numbers})
-
-
-def lengths_of(text, run):
-    """The lengths, in order. Raises ValueError on a length beyond the model's positions."""
-    usual = [length for length in range(500, 4001, 500) if length <= run.positions] or [500]
-    lengths = whole_numbers(text, "lengths") if text else usual
-    run.check_positions(max(lengths), "lengths")
-    return sorted(set(lengths))
 
 
 class Trial(NamedTuple):

@@ -35,7 +35,7 @@ from evals.likelihood import Request, generated, listen, text_tokenizer
 class Task(NamedTuple):
     measure: str                                # rouge, f1 or exact
     prompt: str = "Question: {}\nAnswer:"       # follows the document
-    choices: tuple | None = None                # the possible answers; (): each question has its own
+    choices: tuple = ()                         # the possible answers, of quality those of each question
 
 
 SUMMARY = "Question: What is a summary of the preceding text?\nAnswer:"
@@ -45,7 +45,7 @@ TASKS = {
     "qmsum": Task("rouge"),
     "narrative_qa": Task("f1"),
     "qasper": Task("f1"),
-    "quality": Task("exact", choices=()),
+    "quality": Task("exact"),
     "contract_nli": Task("exact", "Hypothesis: {}\nConclusion:", ("Not mentioned", "Entailment", "Contradiction")),
 }
 
@@ -95,12 +95,6 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-class Question(NamedTuple):
-    prompt: str
-    answers: list
-    choices: list                               # empty: any generated text
-
-
 def find(source, names, split):
     """{task: its file} in a folder. Raises ValueError if a task in names has no file, or if no task has one."""
     every = "all" in names.split(",")
@@ -113,38 +107,41 @@ def find(source, names, split):
     return {name: paths[0] for name, paths in places.items() if paths}
 
 
+class Question(NamedTuple):
+    prompt: str
+    answers: list
+    choices: list                               # empty: any generated text
+
+
 def read_questions(path, name, limit=0):
     """The questions of a file in their order, or `limit` of them, spread evenly. Lines of one id are one question with
-    several answers."""
+    several answers. A prompt is the document and then the question. In the file the question comes first, then (for
+    quality) the four choices, then the document, with empty lines between them."""
     def strings(row):
         found = [row[name] for name in ("id", "input", "output")]
         if not all(isinstance(value, str) for value in found):
             raise ValueError("its id, input and output must be strings")
         return found
 
-    inputs, answers = {}, {}
+    inputs, answers, found = {}, {}, []
     for number, text, output in rows_of(path, name, strings):
         inputs.setdefault(number, text)
         answers.setdefault(number, []).append(output)
     if not inputs:
         raise ValueError(f"{path} is empty: unpack the benchmark's zip file again")
-    found = [make_question(text, answers[number], TASKS[name], path) for number, text in inputs.items()]
+    _, prompt, choices = TASKS[name]
+    for number, text in inputs.items():
+        question = ""
+        if prompt != SUMMARY:
+            question, _, text = text.partition("\n\n")
+        if name == "quality":
+            parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
+            if not parts:
+                raise ValueError(f"{path} has a question without choices (A) to (D): unpack the benchmark's file again")
+            choices, text = [" ".join(choice.split()) for choice in parts.groups()[:4]], parts[5].strip()
+            question += "".join(f"\n({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+        found.append(Question(f"{text}\n\n{prompt.format(question)}", answers[number], [*choices]))
     return [found[i] for i in np.linspace(0, len(found) - 1, min(limit, len(found))).astype(int)] if limit else found
-
-
-def make_question(text, answers, task, path):
-    """A Question, whose prompt is the document and then the question. In the file the question comes first, then (for
-    quality) the four choices, then the document, with empty lines between them."""
-    question, choices = "", list(task.choices or ())
-    if task.prompt != SUMMARY:
-        question, _, text = text.partition("\n\n")
-    if task.choices == ():
-        parts = re.match(r"\s*\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*?)\n\n(.*)", text, re.DOTALL)
-        if not parts:
-            raise ValueError(f"{path} has a question without choices (A) to (D): unpack the benchmark's file again")
-        choices, text = [" ".join(choice.split()) for choice in parts.groups()[:4]], parts[5].strip()
-        question += "".join(f"\n({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-    return Question(f"{text}\n\n{task.prompt.format(question)}", answers, choices)
 
 
 def replies(run, coder, questions, args, length):

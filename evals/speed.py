@@ -221,29 +221,28 @@ def decoding_step(T, choices, args, machine):
     if not module.cached:
         return None
     x, past, calls = torch.randn(1, T, WIDTH * args.n_head, device=machine.device), {}, []
+
+    def keep_inputs(q, k, v, *rest, **cached):  # in place of attention
+        calls.append(((q, k, v, *rest), cached))
+        return v.new_zeros(1, module.heads, q.shape[2], v.shape[-1])
+
     if isinstance(module, Recurrent):
         module(x[:, -64:], past)                # the size of a state does not depend on the number of tokens
-    else:                                       # fill the cache, without attention
-        module.attend = lambda q, k, v, *_, **__: v.new_zeros(1, module.heads, T, v.shape[-1])
-        module(x, past)
-        del module.attend                       # now it is the method again
+    module.attend = keep_inputs
+    if not past:
+        module(x, past)                         # fills the cache, without attention
+    module(x[:, :1], dict(past))
+    del module.attend                           # now it is the method again
+    inputs, cached = calls[-1]
 
     def whole():                                # on copies of the dicts, which a step changes; it changes no tensor
         module(x[:, :1], dict(past))
 
-    def attend(inputs, cached):
-        return type(module).attend(module, *inputs, **{
+    def attend():
+        module.attend(*inputs, **{
             name: dict(value) if isinstance(value, dict) else value for name, value in cached.items()})
 
-    def keep_inputs(*inputs, **cached):
-        calls.append((inputs, cached))
-        return attend(inputs, cached)
-
-    module.attend = keep_inputs
-    whole()
-    del module.attend
-    inputs, cached = calls[-1]
-    return whole, partial(attend, inputs, cached), int(module.bytes_read(*inputs, **cached))
+    return whole, attend, int(module.bytes_read(*inputs, **cached))
 
 
 # ---------------------------------------------------------------------------------------------------------------- Focus

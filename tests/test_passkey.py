@@ -2,7 +2,6 @@
 import math
 import re
 import statistics
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,5 +101,3 @@ def test_the_command_prints_numbers_tables_and_a_picture(elastic_run, toy_run, t
     close(*([row["log_likelihood"] for row in rows] for rows in (alone, found)), terms=16, dtype=torch.float32)
     eval_script.main(["passkey", f"--out_dir={elastic_run},{toy_run}", *flags, f"--png={picture}"])
     assert capsys.readouterr().out.count(str(toy_run)) == 4 and picture.read_bytes().startswith(b"\x89PNG")
-    # the lengths end where learned positions do
-    assert passkey.lengths_of("", SimpleNamespace(positions=1100, check_positions=lambda *args: None)) == [500, 1000]

@@ -10,7 +10,7 @@ from bounds import close
 import eval as eval_script
 from evals import scrolls
 from evals.instrument import Common, OpenedRun, load_run
-from evals.scrolls import TASKS, Question, Scrolls, best, make_question, read_questions, score
+from evals.scrolls import TASKS, Question, Scrolls, best, read_questions, score
 from model import GPT
 
 DOCUMENT = "The fox jumps over the dog.\n\nThen it packs a box with five dozen jugs. " * 3
@@ -55,7 +55,7 @@ def test_unpacked_files_are_found_and_lines_of_one_id_are_one_question(source):
                                  "(D) To the quick\nAnswer:"),
             ("contract_nli", [*TASKS["contract_nli"].choices], "Hypothesis: The fox may jump.\nConclusion:")):
         text = DOCUMENT.strip() if name == "quality" else DOCUMENT
-        assert make_question(ROWS[name][0][1], ["x"], TASKS[name], "") == (f"{text}\n\n{asked}", ["x"], choices)
+        assert read_questions(found[name], name) == [(f"{text}\n\n{asked}", [ROWS[name][0][2]], choices)]
 
 
 def halves(text, answer):
