@@ -27,21 +27,9 @@ import kernels
 from axes import options, rows
 from axes.base import Choice, Constant, split_heads, wide
 from axes.layer import Layer
-from axes.positions import Distance, as_distance, no_bias, rope_frequencies, rotate
-from axes.rows import SINKS
+from axes.positions import Distance, as_distance
 from axes.sight import visible, visible_count
-from kernels import (
-    BINARY,
-    LN2,
-    LOG2E,
-    Kernel,
-    const_power,
-    jit,
-    log_one_plus,
-    logistic,
-    real_power,
-    tl,
-)
+from kernels import BINARY, LN2, LOG2E, Kernel, const_power, jit, log_one_plus, logistic, real_power, tl
 
 # ------------------------------------------------------------------------------------------------------- what a rule is
 # In PyTorch a rule takes a block of scores s (B, H, R, T) in float32 or float64, the mask `seen` of visible keys
@@ -59,7 +47,7 @@ from kernels import (
 #   lift    s, t, power -> another score, which replaces s in weigh. Few rules have it
 # For softmax w, z and u are the same, and U is the output. For elastic z is p, and u is p above the threshold.
 # s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware computes 2^x.
-# A comment above each line of Triton gives the same in PyTorch.
+# A comment above a line of Triton gives the same in PyTorch, unless both read alike.
 
 MASKED = -1e30                                  # additive mask. Finite, so a fully masked row gives no NaN
 
@@ -461,14 +449,12 @@ def relu(s, seen, t=None):
 
 @jit
 def relu_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.relu(s)
     w = tl.maximum(s, 0.)
     return w, w, w
 
 
 @jit
 def relu_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = (s > 0) * (g - delta)
     ds = tl.where(s > 0, g - delta, 0.)
     return ds, ds
 
@@ -578,14 +564,12 @@ def elu(s, seen, t=None):
 
 @jit
 def elu_weigh(s, r, t, power: tl.constexpr):
-    # w = torch.nn.functional.elu(s) + 1
     w = tl.maximum(s, 0.) + tl.exp2(tl.minimum(s, 0.) * LOG2E)
     return w, w, w
 
 
 @jit
 def elu_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.exp(s.clamp(max=0)) * (g - delta)
     ds = tl.exp2(tl.minimum(s, 0.) * LOG2E) * (g - delta)
     return ds, ds
 
@@ -608,13 +592,11 @@ def identity(s, seen, t=None):
 
 @jit
 def identity_weigh(s, r, t, power: tl.constexpr):
-    # w = s
     return s, s, s
 
 
 @jit
 def identity_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = g - delta
     return g - delta, g - delta
 
 
@@ -721,14 +703,11 @@ kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel}
 # ------------------------------------------------------------------------------------------------------------ the layer
 
 AXES = {"rule": RULES} | options.AXES
-NUMBERS = options.NUMBERS
-DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()}
-DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
 
 
 class Attention(Layer):
     """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C)."""
-    axes, numbers = AXES, NUMBERS
+    axes, numbers = AXES, options.NUMBERS
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -736,79 +715,50 @@ class Attention(Layer):
         if self.rule.power:                     # a constant of the rule, such as entmax's 1 / (alpha - 1)
             self.power = self.rule.power(self.args)
             self.rule = dataclasses.replace(self.rule, weights=partial(self.rule.weights, power=self.power))
+        # does anything after the rule need its statistic?
+        self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
 
-    def forward(self, x, past=None, importances=None):
-        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. importances: model.Importances, to which the layer
-        appends."""
+    def forward(self, x, past=None):
+        """x (B, R, C) to (B, R, C). past: a dict, the KV cache."""
         q, k, v = self.heads_of(self.c_attn(x))                         # (B, H, R, D), (B, Hk, R, D), (B, Hv, R, E)
-        gone = 0                                # number of tokens that the cache has dropped
+        dropped = 0                             # number of tokens that the cache no longer holds
         if past is not None:
-            k, v, gone = self.recall(past, k, v)                        # (B, Hk, T, D), (B, Hv, T, E)
+            k, v, dropped = self.recall(past, k, v)                     # (B, Hk, T, D), (B, Hv, T, E)
         if self.choices["pos"].rotates:
-            q, k = self.rotated(q, k, gone)
-        # instruments replace attend by functions without `importances`, so it is passed only if asked for
-        asked = {} if importances is None else {"importances": importances}
-        o = self.attend(q, k, v, x, self.distance(), **asked)           # (B, heads, R, E)
+            q, k = self.rotated(q, k, dropped)
+        o = self.attend(q, k, v, x, self.distance())                    # (B, heads, R, E)
         return self.output(o)                                           # (B, R, C)
 
-    def attend(self, q, k, v, x, table=None, sight=None, importances=None):
+    def attend(self, q, k, v, x, table=None, sight=None):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
 
         table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own.
-        importances: model.Importances, to which `importance` (heads,) is appended.
         """
-        choices, sight, distance, dtype = self.choices, sight or self.sight, as_distance(table), v.dtype
-
-        # queries and keys as the score takes them, the rule's row input t, and the number n of keys that each row sees
-        q, k, t, n = self.prepare(q, k)                                 # (B, H, R, D), (B, Hk, T, D), .., (R,)
-        mix = choices["diff"].mix(self, x) if choices["diff"].mix else None             # lambda of the second view
+        sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
+        q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (R,)
+        mix = self.mix_of(x)                    # lambda of a second view, or None
 
         # the rule: by Triton if every position is a row (not while decoding), by torch's softmax, or by the block loop
         kernel = choose_kernel(self.config, q.device.type)
         dropout = self.config.dropout if self.training else 0.0
-        need_r = self.need_r or (importances is not None and choices["gate"].learns is None)
+        need_r = self.need_r or (self.measures_importance and self.config.gate == "none")
         if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0:
             o, r = self.fused(q, k, v, t, distance, sight, mix, need_r)
         elif kernel == "sdpa" and distance is None and sight.hidden < 0 and not need_r:
             o, r = kernels.plain_softmax(q, k, v, sight.scale, dropout), None
         else:
             o, r = kernels.block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
-        if importances is not None:
-            importances.append(self.importance(q, k, x, r, n, distance, sight))
+        if self.measures_importance:
+            self.importance = self.importance_of_heads(q, k, x, r, n, distance, sight)
 
-        # the row normaliser or the extra key. Then subtract the second view, unless the kernel has done so
-        o = rows.spent(self, o, q, r, n)                                # (B, H, R, E)
+        # around the rule: the row normaliser or the extra key, the second view unless the kernel has subtracted it, and
+        # what changes the output. Plain softmax has none of them
+        o = rows.normalised_output(self, o, q, r, n)                    # (B, H, R, E)
         if o.shape[1] > self.heads:
             o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])               # (B, heads, R, E)
+        return self.finished(o, x).to(dtype)
 
-        # the output: value bias, Dex, norm, what follows the norm of a difference, gate
-        o = choices["value_bias"].shifted(self, o)
-        o = choices["dex"].corrected(self, o)
-        o = choices["out_norm"].normed(self, o)
-        o = choices["diff"].after(self, o)
-        return choices["gate"].gated(self, o, x).to(dtype)
-
-    # ------------------------------------------------------------------ before the rule
-
-    def rotated(self, q, k, gone=0):
-        """RoPE for the last R of T rows, and for all keys. `gone` tokens between the first keys and the recent ones are
-        no longer cached.
-
-        StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been dropped, each query
-        scores the first keys as if it were at position `end`, and the recent keys as usual. So q and k become twice as
-        wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys.
-        """
-        frequency = rope_frequencies(self.config, self.width, k.device)
-        first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
-        j = j + gone * (j >= first)
-        i, end = j[k.shape[2] - q.shape[2]:], first + self.sight.window - 1
-        turned, k = rotate(q, frequency, i), rotate(k, frequency, j)
-        if not first or gone + k.shape[2] <= end + 1:
-            return turned, k
-        early = (j < first)[:, None]
-        return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
-
-    def prepare(self, q, k):
+    def rule_inputs(self, q, k):
         """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row
         input t (.., R, 1), or None; and n (R,), the number of keys that each row sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
@@ -816,8 +766,8 @@ class Attention(Layer):
         q, k = self.featured(q), self.featured(k)
         if self.choices["diff"].own_keys:
             k = self.for_score_heads(k, 1)
-        if self.choices["scale"].factor:
-            q = (q * self.choices["scale"].factor(self, n)).to(q.dtype)
+        if factor := self.choices["scale"].factor:
+            q = (q * factor(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None:
             t = t.expand(*t.shape[:-2], len(n), 1)                      # (.., R, 1)
@@ -825,16 +775,15 @@ class Attention(Layer):
                 t = t.repeat_interleave(2, 0)   # both views share their head's t
         return q, k, t, n
 
-    def featured(self, x):
-        """Queries or keys (.., D) through norm and feature map. For StreamingLLM they are two in one: `rotated`."""
-        return super().featured(x.unflatten(-1, (-1, self.width))).flatten(-2)
-
-    # ------------------------------------------------------------------ the rule in Triton
+    def mix_of(self, x):
+        """The lambda of a second view, from the layer's input x, or None."""
+        mix = self.choices["diff"].mix
+        return mix and mix(self, x)
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
-        """Run the rule's kernel: output (B, score heads, R, E), and the statistic or None. One call computes both views
-        and subtracts them, if the rule does not normalise, nothing needs the row sum, and a tile can hold both. Then
-        the output is (B, heads, R, E)."""
+        """Run the rule's Triton kernel: output (B, score heads, R, E), and the statistic or None. One call computes
+        both views and subtracts them, if the rule does not normalise, nothing needs the row sum, and a tile can hold
+        both. Then the output is (B, heads, R, E)."""
         call = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
                        window=sight.window, first=sight.first, skip=sight.skip_dead)
         t = None if t is None else t.squeeze(-1)                        # (B, H, R)
@@ -845,24 +794,19 @@ class Attention(Layer):
         o, r = call(self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes)
         return o, None if r is None else r[..., None]
 
-    @property
-    def need_r(self):
-        """Does anything after the rule need its statistic?"""
-        return self.has_extra_key or self.choices["normalize"].needs_sum
-
     # ------------------------------------------------------------------ weights to look at
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
         """weights_of one block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 + T)."""
-        R, T = q.shape[2], k.shape[2]
-        for (block, _), w in zip(kernels.row_blocks(R, T, q.device), self.view_blocks(q, k, table, sight), strict=True):
-            if mix := self.choices["diff"].mix:
-                w = w[:, 0::2] - mix(self, x[:, block]) * w[:, 1::2]
-            yield w
+        start = 0
+        for w in self.view_blocks(q, k, table, sight):
+            mix = self.mix_of(x[:, start:start + w.shape[2]])
+            start += w.shape[2]
+            yield w if mix is None else w[:, 0::2] - mix * w[:, 1::2]
 
     def view_blocks(self, q, k, table=None, sight=None):
         """The weights of every score head, a block of rows at a time, by the code of the block loop."""
-        q, k, t, n = self.prepare(q, k)
+        q, k, t, n = self.rule_inputs(q, k)
         R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table)
         for block, i in kernels.row_blocks(R, T, q.device):
             keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
@@ -872,7 +816,7 @@ class Attention(Layer):
             w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
-    def importance(self, q, k, x, r, n, distance, sight):
+    def importance_of_heads(self, q, k, x, r, n, distance, sight):
         """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus the weight of the
         extra key, or of the first key. The last is 0 in row 0, which sees only the first key.
         Source: The Attention Sink as Native MoE, eq. 8.
@@ -904,7 +848,7 @@ class Attention(Layer):
         yield "triton", widest > 256, "its heads are wider than 256"
         yield from triton_obstacles(config, device)
         plain = (config.rule == "softmax" and config.diff == "none" and not config.window
-                 and choices["sink"].score is None and choices["pos"].bias is no_bias)
+                 and choices["sink"].score is None and not choices["pos"].bias)
         yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
 
 
@@ -913,18 +857,6 @@ def triton_obstacles(config, device):
     here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
     yield "triton", not here, "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
-
-
-def check_importance(config):
-    """Raise ValueError on a recipe whose heads have no importance: see Attention.importance."""
-    if config.mixer == "attention" and config.gate != "none":
-        return
-    if config.mixer != "attention" or config.rule != "softmax" or config.diff != "none":
-        raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={config.attn} "
-                         "has neither: choose such a recipe, or add --gate=head or --gate=element")
-    if config.window and not config.first and SINKS[config.sink].score is None:
-        raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond --window: "
-                         "add --first=1, a --sink or a --gate")
 
 
 def choose_kernel(config, device, obstacles=None):

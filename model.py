@@ -144,35 +144,22 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.mlp == "moe" else MLP(config)
         self.norm_place = config.norm_place
 
-    def forward(self, x, cache=None, importances=None):
+    def forward(self, x, cache=None):
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays bounded, but every
         # gradient passes through all norms, so training needs a warm-up: 100 steps are enough with --preset=lab
         if self.norm_place == "post":
-            x = self.ln_1(x + self.attn(x, cache, importances))         # (B, T, C)
+            x = self.ln_1(x + self.attn(x, cache))         # (B, T, C)
             return self.ln_2(x + self.mlp(x))                           # (B, T, C)
         # out: a norm on what each branch adds (OLMo 2). No norm changes the stream itself
         if self.norm_place == "out":
-            x = x + self.ln_1(self.attn(x, cache, importances))         # (B, T, C)
+            x = x + self.ln_1(self.attn(x, cache))         # (B, T, C)
             return x + self.ln_2(self.mlp(x))                           # (B, T, C)
         # parallel: as pre, but both branches read the same x (GPT-J, GPT-NeoX)
         if self.norm_place == "parallel":
-            return x + self.attn(self.ln_1(x), cache, importances) + self.mlp(self.ln_2(x))
+            return x + self.attn(self.ln_1(x), cache) + self.mlp(self.ln_2(x))
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
-        x = x + self.attn(self.ln_1(x), cache, importances)             # (B, T, C)
+        x = x + self.attn(self.ln_1(x), cache)             # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
-
-
-class Importances:
-    """The importance (heads,) of each layer's heads, which the layers append.
-
-    This is not a list, because FSDP (--shard) copies lists among a block's arguments, and what a block appends to a
-    copy is lost."""
-
-    def __init__(self):
-        self.of_layers = []
-
-    def append(self, importance):
-        self.of_layers.append(importance)
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -378,10 +365,10 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
-        importances = Importances() if importance else None
         for layer, block in enumerate(self.transformer.h):
-            x = block(x, None if cache is None else cache[layer], importances)
-        more = (torch.stack(importances.of_layers),) if importance else ()
+            block.attn.measures_importance = importance
+            x = block(x, None if cache is None else cache[layer])
+        more = (torch.stack([block.attn.importance for block in self.transformer.h]),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
         logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)

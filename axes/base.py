@@ -26,7 +26,7 @@ class Constant(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """One value of an axis. Each axis adds fields of its own for the functions of its values."""
-    learns: Callable | None = None              # layer -> {name: what Layer.add accepts}
+    learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
 
@@ -45,19 +45,37 @@ def only(values, *names):
 
 
 class Normal(NamedTuple):
-    """A learned tensor whose initial values are drawn from N(0, std)."""
+    """Initial values drawn from N(0, std): of a learned tensor of this shape or, without a shape, of a weight of a
+    module that the choice has added before. Other weights of modules are drawn from N(0, 0.02)."""
     std: float
-    shape: tuple
-
-
-class Redrawn(NamedTuple):
-    """A weight of a learned module whose initial values are drawn from N(0, std) instead of the usual N(0, 0.02)."""
-    std: float
+    shape: tuple | None = None
 
 
 class Fixed(NamedTuple):
     """A tensor that a layer keeps and does not learn."""
     value: torch.Tensor
+
+
+BIAS_SIZES = {                                  # shapes of learned key and value biases; When Attention Sink Emerges
+    "bias_shared": Constant(False),             # one for all heads (table 12)
+    "bias_dims": Constant("all", 1, word="all")}        # only the first channels learn, the others stay 0 (table 13)
+
+
+def drawn_bias(layer, heads, width):
+    """A key or value bias (heads, width), or smaller as BIAS_SIZES says, that starts as N(0, 0.02)."""
+    dims = layer.args["bias_dims"]
+    return Normal(0.02, (1 if layer.args["bias_shared"] else heads, width if dims == "all" else int(dims)))
+
+
+def whole_bias(bias, heads, width):
+    """Expand such a bias to (heads, width): repeat a shared one, fill missing channels with 0."""
+    return F.pad(bias, (0, width - bias.shape[-1])).repeat_interleave(heads // len(bias), 0)
+
+
+def wrong_bias_dims(config, args, choices):
+    dims = args["bias_dims"]
+    if dims != "all" and (dims != int(dims) or dims > config.head_width):
+        return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors
@@ -71,24 +89,3 @@ def wide(x):
 def split_heads(x, heads, width):
     """(B, R, heads * width) to (B, heads, R, width)."""
     return x.unflatten(-1, (heads, width)).transpose(1, 2)
-
-
-def whole_bias(bias, heads, width):
-    """Expand a learned key or value bias to (heads, width): repeat a shared one, fill missing channels with 0."""
-    return F.pad(bias, (0, width - bias.shape[-1])).repeat_interleave(heads // len(bias), 0)
-
-
-BIAS_SIZES = {                                  # shapes of learned key and value biases; When Attention Sink Emerges
-    "bias_shared": Constant(False),             # one for all heads (table 12)
-    "bias_dims": Constant("all", 1, word="all")}        # only the first channels learn, the others stay 0 (table 13)
-
-
-def bias_shape(layer, heads, width):
-    dims = layer.args["bias_dims"]
-    return 1 if layer.args["bias_shared"] else heads, width if dims == "all" else int(dims)
-
-
-def wrong_bias_dims(config, args, choices):
-    dims = args["bias_dims"]
-    if dims != "all" and (dims != int(dims) or dims > config.head_width):
-        return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"

@@ -3,8 +3,8 @@ import torch
 import torch.nn as nn
 
 from axes import options
-from axes.base import Fixed, Normal, Redrawn, split_heads
-from axes.positions import no_bias, rope_frequencies, rope_score_factor, rotate
+from axes.base import Fixed, Normal, split_heads
+from axes.positions import rope_frequencies, rope_score_factor, rotate
 from axes.sight import Sight
 
 
@@ -24,6 +24,7 @@ class Layer(nn.Module):
     cached = True                               # can be decoded step by step
     trains = True                               # False: for the evaluation of a model that was trained with softmax
     penalized, penalty = False, 0.0             # does the layer add a penalty to the loss, and its value
+    measures_importance, importance = False, None                       # GPT.forward sets the first, attend the second
     fused_by = ()                               # a mixer's own Triton functions, in the order of their calls
 
     def __init__(self, config, layer):
@@ -32,6 +33,10 @@ class Layer(nn.Module):
         self.args = options.constants(config, self.axes)                # {name: value}
         self.choices = options.chosen(config, self.axes)                # {axis: Choice}
         self.rule = self.choices["rule"]
+        # is attend's output, before norms and gates, weights_of times the values? If not, weights_of has derivatives
+        self.exact = self.rule.linear
+        self.has_extra_key = self.choices["sink"].score is not None
+        self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
         # the projections
         self.width = config.head_width                                  # of queries and keys
         heads = self.choices[self.heads_by].heads(config.n_head, config.n_kv_head, self.width)
@@ -46,31 +51,28 @@ class Layer(nn.Module):
         windowed = layer % config.window_every == 0
         scale = rope_score_factor(config) * (1.0 if self.choices["scale"].bare else self.width ** -0.5)
         self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
-        self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
         # what the choices learn
         self.init_std = {}                      # {parameter that GPT.init_weights draws: std}
         for choice in self.choices.values():
-            for name, start in (choice.learns(self) if choice.learns else {}).items():
+            for name, start in choice.learns(self).items():
                 self.add(name, start)
 
     def add(self, name, start):
-        """Add a module, parameter or buffer of a choice. start: a module, a tensor of initial values
-        (learn_<name>=0 among --attn_args keeps it fixed), a Normal, a Redrawn weight of the module before it, or a
-        Fixed. A layer used alone is initialised here; GPT.init_weights redraws it from the model's seed."""
-        if isinstance(start, (Normal, Redrawn)):
-            self.init_std[name] = start.std
-        if isinstance(start, Redrawn):
-            return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
+        """Add what a choice learns or keeps. start: a module; a tensor of initial values, which --attn_args
+        learn_<name>=0 keeps fixed; a Fixed; or a Normal. A layer used alone is initialised here; GPT.init_weights
+        redraws it from the model's seed."""
         if isinstance(start, Normal):
+            self.init_std[name] = start.std
+            if start.shape is None:
+                nn.init.normal_(self.get_parameter(name), 0.0, start.std)
+                return
             start = torch.randn(start.shape) * start.std
         if isinstance(start, nn.Module):
             self.add_module(name, start)
-        elif isinstance(start, Fixed):
-            self.register_buffer(name, start.value)
-        elif self.args.get(f"learn_{name}", True):
+        elif isinstance(start, torch.Tensor) and self.args.get(f"learn_{name}", True):
             self.register_parameter(name, nn.Parameter(start))
         else:
-            self.register_buffer(name, start)
+            self.register_buffer(name, start.value if isinstance(start, Fixed) else start)
 
     # ------------------------------------------------------------------ from x to q, k, v, and from y back to x
 
@@ -80,11 +82,6 @@ class Layer(nn.Module):
         q, k, v = (split_heads(part, *shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
         projected = self.choices["qk_norm"].projected
         return (projected(self, self.q_norm, q), projected(self, self.k_norm, k), v) if projected else (q, k, v)
-
-    def featured(self, x):
-        """Apply the norm without weights, then the feature map, to queries or keys (.., D)."""
-        x = self.choices["qk_norm"].normed(self, x)
-        return self.choices["feature"].mapped(self, x)
 
     def for_score_heads(self, x, axis):
         """Repeat each entry of x along `axis`, one per key head, for the score heads that share this key head. If the
@@ -96,54 +93,69 @@ class Layer(nn.Module):
             return x.repeat_interleave(shared, axis)
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
-    def refuse_table(self, table):
-        """Raise ValueError if there are relative positions, in a mixer whose scores take none."""
-        if table is not None:
-            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
+    def finished(self, o, x):
+        """The output of each head o (B, heads, R, E) after value bias, Dex, norm, the factor that follows the norm of a
+        difference, and gate. x: the layer's input (B, R, C). Without these axes o stays as it is."""
+        o = self.choices["value_bias"].corrected(self, o)
+        o = self.choices["dex"].corrected(self, o)
+        o = self.choices["out_norm"].normed(self, o)
+        o = self.choices["diff"].after(self, o)
+        return self.choices["gate"].gated(self, o, x)
 
     def output(self, y):
         """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
-    # ------------------------------------------------------------------ cache and rotation
+    # ------------------------------------------------------------------ cache and rotation, for StreamingLLM as well
 
     def recall(self, past, k, v):
-        """Append new keys and values to the cache `past`. Returns those of all cached tokens, and how many tokens have
-        left the cache. Keys are cached before rotation: when some are dropped, the positions of the others change."""
-        tokens = past.get("tokens", 0) + k.shape[2]                     # including those that have left
+        """Append new keys and values to the cache `past`, and drop those that the next token does not see. Returns
+        those of all tokens that were cached, and how many tokens had been dropped between the first keys and the recent
+        ones. Keys are cached before rotation: when some are dropped, the positions of the others change."""
+        tokens = past.get("tokens", 0) + k.shape[2]                     # including those that were dropped
         k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
-        past.update(k=self.still_seen(k), v=self.still_seen(v), tokens=tokens)
-        return k, v, tokens - k.shape[2]
+        first, recent, T = self.sight.first, self.sight.window - 1, k.shape[2]
+        past.update(k=k, v=v, tokens=tokens)
+        needs_distances = first and self.choices["pos"].bias            # the true ones, so all keys are kept
+        if self.sight.window and T > first + recent and not needs_distances:
+            for name in ("k", "v"):
+                past[name] = torch.cat([past[name][:, :, :first], past[name][:, :, T - recent:]], 2)
+        return k, v, tokens - T
 
-    def still_seen(self, x):
-        """The cached keys or values (B, H, T, .) that the next token sees: first keys and the latest ones."""
-        first, recent = self.sight.first, self.sight.window - 1
-        if not self.sight.window or x.shape[2] <= first + recent:
-            return x
-        if first and self.choices["pos"].bias is not no_bias:           # a bias needs the true distances
-            return x
-        return torch.cat([x[:, :, :first], x[:, :, x.shape[2] - recent:]], 2)
+    def rotated(self, q, k, dropped=0):
+        """RoPE for the queries of the last R of T rows, and for all keys. dropped: see `recall`.
 
-    def rotated(self, q, k):
-        """Apply RoPE to the queries of the last R of T rows and to all keys."""
-        frequency, j = rope_frequencies(self.config, self.width, k.device), torch.arange(k.shape[2], device=k.device)
-        return rotate(q, frequency, j[k.shape[2] - q.shape[2]:]), rotate(k, frequency, j)
+        StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been dropped, each query
+        scores the first keys as if it were at position `end`, and the recent keys as usual. So q and k become twice as
+        wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys.
+        """
+        frequency = rope_frequencies(self.config, self.width, k.device)
+        first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
+        j = j + dropped * (j >= first)
+        i, end = j[k.shape[2] - q.shape[2]:], first + self.sight.window - 1
+        turned, k = rotate(q, frequency, i), rotate(k, frequency, j)
+        if not first or dropped + k.shape[2] <= end + 1:
+            return turned, k
+        early = (j < first)[:, None]
+        return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
+
+    def featured(self, x):
+        """Apply the norm without weights, then the feature map, to queries or keys (.., D). Where `rotated` has doubled
+        the width, to each half."""
+        x = self.choices["qk_norm"].normed(self, x.unflatten(-1, (-1, self.width)))
+        return self.choices["feature"].mapped(self, x).flatten(-2)
 
     # ------------------------------------------------------------------ for model, training and instruments
 
-    @property
-    def exact(self):
-        """Is attend's output, before norms and gates, weights_of times the values? If not, weights_of has
-        derivatives."""
-        return self.rule.linear
-
-    @property
-    def has_extra_key(self):
-        return self.choices["sink"].score is not None
-
     def distance(self):
         """The layer's relative positions, a Distance, or None."""
-        return self.choices["pos"].bias(self)
+        bias = self.choices["pos"].bias
+        return bias and bias(self)
+
+    def refuse_table(self, table):
+        """Raise ValueError if there are relative positions, in a mixer whose scores take none."""
+        if table is not None:
+            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
 
     def weights_of(self, q, k, x, table=None, sight=None):
         """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first. For a differential

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from axes.base import only
 from axes.outputs import DEXES, GATES, OUT_NORMS, VALUE_BIASES
-from axes.positions import POSITIONS, parse_rope_scaling
+from axes.positions import POSITIONS
 from axes.queries_keys import FEATURES, QK_NORMS, SCALES
 from axes.rows import DIFFERENCES, NORMALIZERS, SINKS
 
@@ -21,15 +21,12 @@ def defaults_but(rules, **known):
     return {"rule": rules} | {axis: only(values, next(iter(values))) for axis, values in AXES.items()} | known
 
 
-def needs_window(config, args, choices):
-    if not config.window:
+def wrong_window(config, args, choices):
+    if not config.window and config.window_every > 1:
         return f"--window_every={config.window_every} says which layers have a window: add --window=N"
-
-
-def wrong_first(config, args, choices):
     if not config.window:
         return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
-    if choices["pos"].rotates and config.feature == "elu":
+    if config.first and choices["pos"].rotates and config.feature == "elu":
         return (f"--first with --pos={config.pos} gives first and recent keys channels of their own, and --feature=elu "
                 "makes the unused ones 1 instead of 0: use another --feature or --pos")
 
@@ -40,11 +37,8 @@ class Number(NamedTuple):
     refuse: Callable | None = None              # config, args, choices -> why another value is refused, or None
 
 
-NUMBERS = {                                     # axes/sight.py says what they do
-    "window": Number(0),
-    "window_every": Number(1, needs_window),
-    "first": Number(0, wrong_first),
-}
+# axes/sight.py says what they do
+NUMBERS = {"window": Number(0), "window_every": Number(1, wrong_window), "first": Number(0, wrong_window)}
 
 
 def chosen(config, axes):
@@ -89,11 +83,9 @@ def parse_value(name, text, constant):
 
 
 def check_axes(config, axes, numbers):
-    """Raise ValueError, with the reason, on axes that cannot be combined."""
+    """Raise ValueError, with the reason, on axes that cannot be combined: any choice may refuse, and any number that
+    differs from its default."""
     args, choices = constants(config, axes), chosen(config, axes)
-    if parse_rope_scaling(config.rope_scaling)[0] and not choices["pos"].rotates:
-        raise ValueError(f"--rope_scaling={config.rope_scaling} needs rotary positions, which --pos={config.pos} "
-                         "does not have: leave it empty, or use --pos=rope")
     changed = [number for name, number in numbers.items() if getattr(config, name) != number.default]
     for choice in [*choices.values(), *changed]:
         if choice.refuse and (reason := choice.refuse(config, args, choices)):

@@ -9,45 +9,16 @@ import torch
 import torch.nn as nn
 
 from axes.base import (
-    BIAS_SIZES,
-    Choice,
-    Constant,
-    Fixed,
-    Normal,
-    Redrawn,
-    bias_shape,
-    split_heads,
-    unchanged,
-    whole_bias,
-    wrong_bias_dims,
-)
+    BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, split_heads, unchanged, whole_bias, wrong_bias_dims)
 from axes.rows import lambda_at_depth
 
-# --------------------------------------------------------------------------------------------------------- value biases
+# ------------------------------------------------------------------------------------- corrections: a value bias, Dex
 
 
 def plus_value(layer, o):
     """o + v*, a learned vector for each head that starts as N(0, 0.02).
     Source: V biases of When Attention Sink Emerges, table 4."""
     return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
-
-
-def value_vectors(layer):
-    heads, width = layer.heads, layer.shapes["v"][1]
-    return {"value_bias": Normal(0.02, bias_shape(layer, heads, width))}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueBias(Choice):
-    shifted: Callable = unchanged               # layer, o -> o
-
-
-VALUE_BIASES = {
-    "off": ValueBias(),
-    "on": ValueBias(learns=value_vectors, args=BIAS_SIZES, refuse=wrong_bias_dims, shifted=plus_value),
-}
-
-# ------------------------------------------------------------------------------------------------------------------ Dex
 
 
 def dex_corrected(layer, o):
@@ -64,20 +35,25 @@ def dex_corrected(layer, o):
     return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
 
 
-def dex_correction(layer):
+def dex_parameters(layer):
     E = layer.shapes["v"][1]
-    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Redrawn(0.0), "dex_lambda": torch.zeros(1),
+    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Normal(0.0), "dex_lambda": torch.zeros(1),
             "progress": Fixed(torch.zeros(()))}                         # GPT.set_progress sets it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dex(Choice):
+class Correction(Choice):
     corrected: Callable = unchanged             # layer, o -> o
 
 
+VALUE_BIASES = {
+    "off": Correction(),
+    "on": Correction(args=BIAS_SIZES, refuse=wrong_bias_dims, corrected=plus_value, learns=lambda layer: {
+        "value_bias": drawn_bias(layer, layer.heads, layer.shapes["v"][1])}),
+}
 DEXES = {
-    "off": Dex(),
-    "on": Dex(learns=dex_correction, args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
+    "off": Correction(),
+    "on": Correction(learns=dex_parameters, args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
 }
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -102,16 +78,8 @@ def gated_norm(layer, o):
     return split_heads(layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2])
 
 
-def rms_norm(layer, width):
-    return nn.RMSNorm(width, eps=layer.args["out_norm_eps"])
-
-
-def norm_of_all(layer):
-    return {"out_norm": rms_norm(layer, layer.heads * layer.shapes["v"][1])}
-
-
-def norm_and_gate(layer):
-    return norm_of_all(layer) | {"norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}
+def norm_of_output(layer, heads):
+    return {"out_norm": nn.RMSNorm(heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,10 +90,10 @@ class OutNorm(Choice):
 EPS = {"out_norm_eps": Constant(1e-6, 1e-12, 1.0)}
 OUT_NORMS = {
     "none": OutNorm(),
-    "head": OutNorm(learns=lambda layer: {"out_norm": rms_norm(layer, layer.shapes["v"][1])}, args=EPS,
-                    normed=head_norm),
-    "all": OutNorm(learns=norm_of_all, args=EPS, normed=joint_norm),
-    "gated": OutNorm(learns=norm_and_gate, args=EPS, normed=gated_norm),
+    "head": OutNorm(learns=lambda layer: norm_of_output(layer, 1), args=EPS, normed=head_norm),
+    "all": OutNorm(learns=lambda layer: norm_of_output(layer, layer.heads), args=EPS, normed=joint_norm),
+    "gated": OutNorm(args=EPS, normed=gated_norm, learns=lambda layer: norm_of_output(layer, layer.heads) | {
+        "norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}),
 }
 
 # ---------------------------------------------------------------------------------------------------------------- gates

@@ -51,18 +51,10 @@ def as_distance(table):
     return Distance(table) if isinstance(table, torch.Tensor) else table
 
 
-def no_bias(layer):
-    return None
-
-
 def learned_bias(layer):
     """score + table[h, i - j], where the table starts at 0; no bias beyond `bias_range`.
     Source: Lazy Attention, section 4.1. The paper subtracts the bias; here the sign is part of the table."""
     return Distance(layer.table)
-
-
-def learned_table(layer):
-    return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
 
 
 def alibi(layer):
@@ -101,10 +93,6 @@ def t5_bias(layer):
     return Distance(layer.t5[:, t5_buckets(layer.t5.device)], layer.t5[:, -1])
 
 
-def t5_table(layer):
-    return {"t5": Normal(layer.config.n_embd ** -0.5, (layer.score_heads, T5_BUCKETS))}
-
-
 def t5_index(layer):
     """score + the number of the bucket, 0 to 31, which favours far keys. Nothing is learned. It is a negative control.
     Source: the released code of When Attention Sink Emerges computes this as relative positions (table 3, where its
@@ -112,51 +100,66 @@ def t5_index(layer):
     return Distance(layer.t5_index, layer.t5_index[:, -1])
 
 
-def t5_index_table(layer):
-    return {"t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))}
-
-
 # ----------------------------------------------------------------------------------------------------- rotary positions
+
+
+ROPE_SCALINGS = {                               # {its name: its numbers}
+    "linear": "FACTOR", "ntk": "RATIO", "llama3": "FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH",
+    "yarn": "FACTOR,FAST,SLOW,ORIGINAL with FAST > SLOW"}
+
+
+def parse_rope_scaling(text):
+    """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError that names the valid forms."""
+    if not text:
+        return "", []
+    how, _, numbers = text.partition(":")
+    try:
+        numbers = [float(number) for number in numbers.split(",")]
+    except ValueError:
+        numbers = []
+    valid = how in ROPE_SCALINGS and len(numbers) == 1 + ROPE_SCALINGS[how].count(",")
+    if not (valid and all(0 < n < math.inf for n in numbers) and (how != "llama3" or numbers[1] < numbers[2])
+            and (how != "yarn" or numbers[1] > numbers[2])):
+        forms = " or ".join(f"{name}:{form}" for name, form in ROPE_SCALINGS.items())
+        raise ValueError(f"--rope_scaling={text}: write {forms}")
+    return how, numbers
 
 
 def rope_frequencies(config, width, device):
     """Radians per position of each pair of channels, (R // 2,): base^(-2c / R), scaled as rope_scaling says. R: how
-    many of a head's `width` channels rotate, all by default.
+    many of a head's `width` channels rotate, all by default. An odd R leaves its last channel without a partner; the
+    exponent is then -2c / (R - 1).
 
-    An odd R leaves its last channel without a partner; the exponent is then -2c / (R - 1).
+    Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023; yarn, Peng et al. 2309.00071, section
+    3.2 (and 3.1 on ntk), and GPT-OSS.
+    Differs from the paper: YaRN's change between kept and longer waves is there linear in how often a wave fits, as in
+    LLaMA 3.1. The released code of YaRN and of GPT-OSS is as here, except that YaRN's rounds the ends of the change to
+    whole pairs of channels.
     """
-    half = int(width * config.rope_share) // 2
-    frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    pairs, base = int(width * config.rope_share) // 2, config.rope_base
+    pair = torch.arange(pairs, device=device, dtype=torch.float32)
+    frequency = base ** (-pair / pairs)
     how, numbers = parse_rope_scaling(config.rope_scaling)
-    return ROPE_SCALINGS[how](frequency, config.rope_base, *numbers)
-
-
-def ntk_frequencies(frequency, base, ratio):
-    """NTK-aware scaling: the base grows to base * ratio^(D / (D - 2)). The fastest pair keeps its frequency, and the
-    slowest turns `ratio` times slower, so it covers a context `ratio` times longer.
-    Source: bloc97 2023; YaRN, Peng et al. 2309.00071, section 3.1."""
-    return frequency * ratio ** -torch.linspace(0, 1, len(frequency), device=frequency.device)
-
-
-def llama3_frequencies(frequency, base, factor, low, high, original):
-    """LLaMA 3.1: waves that fit into the original context at least `high` times keep their length. Waves that fit
-    less than `low` times become `factor` times longer. The change in between is smooth."""
-    fits = original * frequency / (2 * math.pi)                         # how often a wave fits into the context
-    kept = ((fits - low) / (high - low)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
-
-
-def yarn_frequencies(frequency, base, factor, fast, slow, original):
-    """YaRN: waves that fit into the original context at least `fast` times keep their length. Waves that fit less than
-    `slow` times become `factor` times longer. The change in between is linear in the index of the pair, which is the
-    logarithm of the wavelength. It starts at pair 0 at the earliest and ends at the last channel at the latest.
-    Source: Peng et al. 2309.00071, section 3.2; GPT-OSS.
-    Differs from the paper: there the change is linear in how often a wave fits, as in LLaMA 3.1. The released code of
-    YaRN and of GPT-OSS is as here, except that YaRN's rounds the ends of the change to whole pairs of channels."""
-    pairs = len(frequency)
+    if not how:
+        return frequency
+    factor, *limits = numbers
+    if how == "linear":
+        return frequency / factor
+    # the base grows to base * ratio^(D / (D - 2)): the fastest pair keeps its frequency, and the slowest turns `ratio`
+    # times slower, so it covers a context `ratio` times longer
+    if how == "ntk":
+        return frequency * factor ** -torch.linspace(0, 1, pairs, device=device)
+    # llama3 and yarn: waves that fit into the original context often keep their length, waves that fit rarely become
+    # `factor` times longer. In between the change is smooth in how often they fit (llama3), or linear in the index of
+    # the pair, which is the logarithm of the wavelength, from pair 0 at the earliest to the last channel at the latest
+    if how == "llama3":
+        low, high, original = limits
+        kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / factor)
+    fast, slow, original = limits
     start, end = (pairs * math.log(original / (2 * math.pi * fits)) / math.log(base) for fits in (fast, slow))
     start, end = max(start, 0), min(end, 2 * pairs - 1)
-    longer = ((torch.arange(pairs, device=frequency.device) - start) / (end - start or 0.001)).clamp(0, 1)
+    longer = ((torch.arange(pairs, device=device) - start) / (end - start or 0.001)).clamp(0, 1)
     return frequency * (1 - longer + longer / factor)
 
 
@@ -166,31 +169,6 @@ def rope_score_factor(config):
     Source: Peng et al. 2309.00071, section 3.4. Released code multiplies queries and keys by the root of the factor."""
     how, numbers = parse_rope_scaling(config.rope_scaling)
     return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0
-
-
-ROPE_SCALINGS = {                               # frequencies, base, numbers -> frequencies
-    "": lambda frequency, base: frequency,
-    "linear": lambda frequency, base, factor: frequency / factor,             # position interpolation, Chen et al. 2023
-    "ntk": ntk_frequencies,
-    "llama3": llama3_frequencies,
-    "yarn": yarn_frequencies,
-}
-
-
-def parse_rope_scaling(text):
-    """"llama3:8,1,4,8192" to ("llama3", [8.0, 1.0, 4.0, 8192.0]). Raises ValueError that names the valid forms."""
-    how, _, numbers = text.partition(":")
-    forms = {"linear": "linear:FACTOR", "ntk": "ntk:RATIO", "llama3": "llama3:FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH",
-             "yarn": "yarn:FACTOR,FAST,SLOW,ORIGINAL with FAST > SLOW"}
-    try:
-        numbers = [float(number) for number in numbers.split(",")] if text else []
-    except ValueError:
-        numbers = [math.nan]
-    counts = {"": 0, "linear": 1, "ntk": 1, "llama3": 4, "yarn": 4}
-    if (how not in ROPE_SCALINGS or len(numbers) != counts[how] or not all(0 < n < math.inf for n in numbers)
-            or how == "llama3" and numbers[1] >= numbers[2] or how == "yarn" and numbers[1] <= numbers[2]):
-        raise ValueError(f"--rope_scaling={text}: write {' or '.join(forms.values())}")
-    return how, numbers
 
 
 def rotate(x, frequency, positions):
@@ -230,9 +208,20 @@ class Sinusoids(nn.Module):
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
+def needs_rotation(config, args, choices):
+    if parse_rope_scaling(config.rope_scaling)[0] and not choices["pos"].rotates:
+        return (f"--rope_scaling={config.rope_scaling} needs rotary positions, which --pos={config.pos} does not have: "
+                "leave it empty, or use --pos=rope")
+
+
+def learned_table(layer):
+    return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(Choice):
-    bias: Callable = no_bias                    # layer -> Distance, which is added to the score, or None
+    refuse: Callable = needs_rotation
+    bias: Callable | None = None                # layer -> Distance, which is added to the score; None: nothing
     rotates: bool = False                       # RoPE rotates q and k
     embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
     shared: tuple = ()                          # names of learned tensors that all layers share
@@ -244,9 +233,11 @@ POSITIONS = {
     "sinusoidal": Position(embeds=Sinusoids),
     "learned": Position(embeds=nn.Embedding),
     "alibi": Position(learns=alibi_slopes, args={"learn_alibi": Constant(False)}, bias=alibi),
-    "t5": Position(learns=t5_table, bias=t5_bias, shared=("t5",)),
-    "t5_index": Position(learns=t5_index_table, bias=t5_index),
+    "t5": Position(bias=t5_bias, shared=("t5",), learns=lambda layer: {
+        "t5": Normal(layer.config.n_embd ** -0.5, (layer.score_heads, T5_BUCKETS))}),
+    "t5_index": Position(bias=t5_index, learns=lambda layer: {
+        "t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))}),
     "bias": Position(learns=learned_table, bias=learned_bias),
     "rope+bias": Position(learns=learned_table, bias=learned_bias, rotates=True),
 }
-WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if row.bias is no_bias}
+WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if not row.bias}

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from axes.base import Choice, Constant, Redrawn, split_heads, unchanged, wide
+from axes.base import Choice, Constant, Normal, split_heads, unchanged, wide
 
 # -------------------------------------------------------------------------------------------- norms of queries and keys
 
@@ -35,9 +35,9 @@ def norm_of_layer(layer, norm, x):
     return split_heads(norm(wide(x).transpose(1, 2).flatten(2)), *x.shape[1::2]).to(x.dtype)
 
 
-def norms_of_qk(layer, q_width, k_width):
-    return {"q_norm": nn.RMSNorm(q_width, eps=layer.config.norm_eps),
-            "k_norm": nn.RMSNorm(k_width, eps=layer.config.norm_eps)}
+def norms_of_qk(layer, q_heads, k_heads):
+    return {name: nn.RMSNorm(heads * layer.width, eps=layer.config.norm_eps)
+            for name, heads in (("q_norm", q_heads), ("k_norm", k_heads))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ QK_NORMS = {
     "none": QKNorm(),
     "l2": QKNorm(normed=unit_length),
     "rms": QKNorm(normed=unit_square),
-    "head": QKNorm(learns=lambda layer: norms_of_qk(layer, layer.width, layer.width), projected=norm_of_heads),
-    "all": QKNorm(learns=lambda layer: norms_of_qk(layer, layer.shapes["q"][0] * layer.width,
-                                            layer.shapes["k"][0] * layer.width), projected=norm_of_layer),
+    "head": QKNorm(learns=lambda layer: norms_of_qk(layer, 1, 1), projected=norm_of_heads),
+    "all": QKNorm(learns=lambda layer: norms_of_qk(layer, layer.shapes["q"][0], layer.shapes["k"][0]),
+                  projected=norm_of_layer),
 }
 
 # ------------------------------------------------------------------------------------------------------------- features
@@ -73,7 +73,7 @@ def mlp_features(layer, x):
 def mlp_feature_map(layer):
     width = layer.width
     first, second = (nn.Linear(width, width, bias=False) for _ in range(2))
-    drawn = Redrawn(math.sqrt(2 / (5 * width)))
+    drawn = Normal(math.sqrt(2 / (5 * width)))
     return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
 
 

@@ -10,17 +10,7 @@ import torch
 import torch.nn as nn
 
 from axes.base import (
-    BIAS_SIZES,
-    Choice,
-    Constant,
-    Fixed,
-    Normal,
-    bias_shape,
-    unchanged,
-    whole_bias,
-    wide,
-    wrong_bias_dims,
-)
+    BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, unchanged, whole_bias, wide, wrong_bias_dims)
 
 # ------------------------------------------------------------------------------------------------------ row normalisers
 
@@ -40,17 +30,13 @@ def over_max1(r, n):
     return torch.where(r.abs() > 1, r.abs(), 1.0)
 
 
-def already_normalized(config, args, choices):
+def wrong_normalizer(config, args, choices):
+    if config.normalize == "sum" and config.rule == "identity" and config.feature != "elu":
+        return ("--normalize=sum divides by row sums, which can be 0, because --rule=identity with "
+                f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use --normalize=max1")
     if choices["rule"].normalizes:
         return (f"--normalize={config.normalize} is for rules without a normaliser of their own, such as relu or "
                 f"sigmoid: leave it out with --rule={config.rule}")
-
-
-def sum_may_be_zero(config, args, choices):
-    if config.rule == "identity" and config.feature != "elu":
-        return ("--normalize=sum divides by row sums, which can be 0, because --rule=identity with "
-                f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use --normalize=max1")
-    return already_normalized(config, args, choices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +47,9 @@ class Normalizer(Choice):
 
 NORMALIZERS = {
     "none": Normalizer(),
-    "sum": Normalizer(divisor=over_sum, refuse=sum_may_be_zero, needs_sum=True),
-    "length": Normalizer(divisor=over_length, refuse=already_normalized),
-    "max1": Normalizer(divisor=over_max1, refuse=already_normalized, needs_sum=True),
+    "sum": Normalizer(divisor=over_sum, refuse=wrong_normalizer, needs_sum=True),
+    "length": Normalizer(divisor=over_length, refuse=wrong_normalizer),
+    "max1": Normalizer(divisor=over_max1, refuse=wrong_normalizer, needs_sum=True),
 }
 
 # --------------------------------------------------------------------------------------------------------- an extra key
@@ -87,18 +73,17 @@ def key_score(layer, q):
     return layer.sight.scale * (wide(q[..., :layer.width]) * key[:, None]).sum(-1, keepdim=True)
 
 
-def sink_key(layer):
-    return {"sink_key": Normal(0.02, bias_shape(layer, *layer.shapes["k"]))}
-
-
-def sink_key_and_value(layer):
-    """v* starts as N(0, 0.02). With value_norm=NUMBER it is fixed at that norm, along the first channel or
-    (value_even) along all. Source: When Attention Sink Emerges, table 5."""
-    heads, width = layer.shapes["v"]
-    if layer.args["value_norm"] == "learned":
-        return sink_key(layer) | {"sink_value": Normal(0.02, bias_shape(layer, heads, width))}
-    value = torch.full((width,), width ** -0.5) if layer.args["value_even"] else torch.eye(width)[0]
-    return sink_key(layer) | {"sink_value": Fixed((layer.args["value_norm"] * value).repeat(heads, 1))}
+def extra_key(layer):
+    """k*, and for key_value also v*: it starts as N(0, 0.02). With value_norm=NUMBER it is fixed at that norm, along
+    the first channel or (value_even) along all. Source: When Attention Sink Emerges, table 5."""
+    (heads, width), norm = layer.shapes["v"], layer.args.get("value_norm")
+    learned = {"sink_key": drawn_bias(layer, *layer.shapes["k"])}
+    if norm == "learned":
+        learned["sink_value"] = drawn_bias(layer, heads, width)
+    elif norm is not None:
+        value = torch.full((width,), width ** -0.5) if layer.args["value_even"] else torch.eye(width)[0]
+        learned["sink_value"] = Fixed((norm * value).repeat(heads, 1))
+    return learned
 
 
 def sink_value(layer, heads):
@@ -134,8 +119,8 @@ SINKS = {
     "one": Sink(score=zero_score, refuse=wrong_extra_key),
     "logit": Sink(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
                   refuse=wrong_extra_key),
-    "key": Sink(learns=sink_key, args=BIAS_SIZES, score=key_score, refuse=wrong_extra_key),
-    "key_value": Sink(learns=sink_key_and_value, args=BIAS_SIZES | {
+    "key": Sink(learns=extra_key, args=BIAS_SIZES, score=key_score, refuse=wrong_extra_key),
+    "key_value": Sink(learns=extra_key, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
         score=key_score, value=sink_value, refuse=wrong_extra_key),
     "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
@@ -151,16 +136,15 @@ def share_of_keys(layer, q, r, n):
         return torch.sigmoid(r - layer.choices["sink"].score(layer, q))
 
 
-def spent(layer, o, q, r, n):
+def normalised_output(layer, o, q, r, n):
     """Apply the row normaliser or the extra key to the output o (B, H, R, E). The extra key's value gets the weight
     that the real keys lose."""
     share = share_of_keys(layer, q, r, n)
     if share is None:
         return o
-    o = wide(o)
     if layer.choices["sink"].value:
-        return o * share + (1 - share) * layer.choices["sink"].value(layer, o.shape[1])
-    return o * share
+        return wide(o) * share + (1 - share) * layer.choices["sink"].value(layer, o.shape[1])
+    return wide(o) * share
 
 
 # ----------------------------------------------------------------------------------- a second view, which is subtracted
@@ -169,11 +153,6 @@ def spent(layer, o, q, r, n):
 def lambda_at_depth(depth):
     """Differential Transformer's lambda_init, for layers counted from 0."""
     return 0.8 - 0.6 * math.exp(-0.3 * depth)
-
-
-def lambda_logit(layer):
-    start = layer.args["lambda_init"]
-    return {"lambda_logit": torch.full((layer.heads,), math.log(start / (1 - start)))}
 
 
 def lambda_of_head(layer, x):
@@ -224,7 +203,9 @@ class Difference(Choice):
 DIFFERENCES = {
     "none": Difference(),
     "subtract": Difference(                     # two views of the same values
-        learns=lambda_logit, args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
+        learns=lambda layer: {"lambda_logit": torch.full((layer.heads,), math.log(
+            layer.args["lambda_init"] / (1 - layer.args["lambda_init"])))},
+        args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
         heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
     "v1": Difference(                           # half the heads, each twice as wide: as many parameters as softmax
         learns=lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},

@@ -23,7 +23,7 @@ import mixers
 import kernels
 from axes import rows
 from axes.base import unchanged
-from axes.positions import Distance, no_bias
+from axes.positions import Distance
 from axes.sight import visible
 from common.flags import knob
 from common.runs import ROOT, read_run
@@ -34,10 +34,11 @@ WIDTH = 110
 PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("scale", "factor"), ("pos", "bias"),
         ("forget", "log_kept"), ("write", "amount"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
         ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"), ("sink", "score"),
-        ("sink", "value"), ("diff", "mix"), ("value_bias", "shifted"), ("dex", "corrected"), ("out_norm", "normed"),
+        ("sink", "value"), ("diff", "mix"), ("value_bias", "corrected"), ("dex", "corrected"), ("out_norm", "normed"),
         ("diff", "after"), ("gate", "gated")]
 AROUND = {("normalize", "divisor"): rows.share_of_keys, ("sink", "score"): rows.share_of_keys,
-          ("sink", "value"): rows.spent, ("diff", "mix"): attention.Attention.attend, ("pos", "bias"): Distance}
+          ("sink", "value"): rows.normalised_output, ("diff", "mix"): attention.Attention.attend,
+          ("pos", "bias"): Distance}
 SHOWN = ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "block_size", "vocab_size", "rope_base",
          "rope_scaling")
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
@@ -135,7 +136,7 @@ class Page:
     def function(self, axis, part):
         """The function in this field of the chosen row, or None."""
         function = getattr(self.layer.choices.get(axis), part, None)
-        return None if function in (unchanged, no_bias) else function
+        return None if function is unchanged else function
 
     def pytorch(self):
         """The functions of every choice, in the order of a pass through the layer."""

@@ -19,7 +19,7 @@ AXES = {"mixer": MIXERS}
 for _mixer in MIXERS.values():
     AXES |= {axis: AXES.get(axis, {}) | values for axis, values in _mixer.axes.items()}
 NUMBERS = {name: number for mixer in MIXERS.values() for name, number in mixer.numbers.items()}
-DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()} | attention.DEFAULTS
+DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()}
 DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
 ADDED = {name for mixer in MIXERS.values() for name in mixer.added}     # to plain attention
 RETROFITS = tuple(name for name, mixer in MIXERS.items() if mixer.retrofit)             # for --train_only

@@ -31,12 +31,12 @@ from torch.nn import functional as F
 import kernels
 from attention import MASKED, RULES, LogSumExp, choose_kernel, softmax, triton_obstacles
 from axes import options
-from axes.base import Choice, Constant, Fixed, Normal, Redrawn, only, wide
+from axes.base import Choice, Constant, Fixed, Normal, only, wide
 from axes.layer import Layer
 from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import WITHOUT_BIAS
 from axes.queries_keys import QK_NORMS
-from axes.rows import SINKS, share_of_keys, spent
+from axes.rows import SINKS, normalised_output, share_of_keys
 from axes.sight import Sight, visible
 from kernels import for_products, grouped, scaled_scores, weighted_sum
 
@@ -151,7 +151,7 @@ def router(layer):
     """W and the centroids. The paper gives no initial values. These give scores of unit variance for an input of unit
     variance."""
     C, d_g = layer.config.n_embd, layer.args["route_dim"]
-    return {"router": nn.Linear(C, d_g, bias=False), "router.weight": Redrawn(C ** -0.5),
+    return {"router": nn.Linear(C, d_g, bias=False), "router.weight": Normal(C ** -0.5),
             "centroids": Normal(d_g ** -0.5, (layer.groups, d_g))}
 
 
@@ -467,7 +467,7 @@ class Focus(Layer):
 
     # ------------------------------------------------------------------ the layer's interface
 
-    def forward(self, x, past=None, importances=None):
+    def forward(self, x, past=None):
         """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and shares."""
         q, k, v = self.heads_of(self.c_attn(x))
         shares = {}                             # of all tokens; without a cache attend computes them from x
@@ -486,8 +486,8 @@ class Focus(Layer):
         `hidden`. g: shares of all T tokens; None: computed from x, which then has T rows."""
         dtype, q, k = v.dtype, self.featured(q), self.featured(k)
         o, r = self.mixed(q, k, v, self.check(k, x, table, g), sight or self.sight)
-        o = spent(self, o, q, r, None)          # an extra key takes its share of the weights
-        o = self.choices["value_bias"].shifted(self, o)
+        o = normalised_output(self, o, q, r, None)                      # an extra key takes its share of the weights
+        o = self.choices["value_bias"].corrected(self, o)
         o = self.choices["out_norm"].normed(self, o)
         return self.choices["gate"].gated(self, o, x[:, -q.shape[2]:]).to(dtype)
 

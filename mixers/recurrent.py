@@ -582,7 +582,7 @@ class Recurrent(Layer):
         solving = (recurrent_kernels.invert,) if self.config.rule == "delta" else ()
         return (*solving, recurrent_kernels.scan, recurrent_kernels.read) if self.rule.linear else ()
 
-    def forward(self, x, past=None, importances=None):
+    def forward(self, x, past=None):
         """x (B, T, C), the layer's normed input. past: a dict, the cache, which the call updates."""
         q, k, v = self.projected(x, past)
         attend = self.attend if past is None else partial(self.attend, past=past)       # instruments replace attend
@@ -620,7 +620,7 @@ class Recurrent(Layer):
             without = self.read(q, k, v, x, hidden=sight.hidden)        # the hidden token writes nothing
             here = torch.arange(k.shape[2], device=k.device) == sight.hidden
             o = torch.where(here[:, None], o, without)
-        o, x = self.choices["value_bias"].shifted(self, o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
+        o, x = self.choices["value_bias"].corrected(self, o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
         if not self.choices["gate"].before_norm:
             o = self.choices["out_norm"].normed(self, o)
         o = self.choices["gate"].gated(self, o, x)

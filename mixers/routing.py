@@ -67,7 +67,7 @@ class Routing(Layer):
         super().__init__(config, layer)
         self.sums = 0                           # (H, K, D): sums of unit queries and keys nearest to each centroid
 
-    def forward(self, x, past=None, importances=None):
+    def forward(self, x, past=None):
         """x (B, R, C), the layer's normed input."""
         q, k, v = self.heads_of(self.c_attn(x))
         if past is not None:
@@ -89,7 +89,7 @@ class Routing(Layer):
         o = w @ gathered(wide(v), keys)         # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
-        o = self.choices["value_bias"].shifted(self, o)
+        o = self.choices["value_bias"].corrected(self, o)
         o = self.choices["out_norm"].normed(self, o)
         return self.choices["gate"].gated(self, o, x).to(v.dtype)
 

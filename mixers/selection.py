@@ -39,7 +39,7 @@ from axes.layer import Layer
 from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import WITHOUT_BIAS
 from axes.queries_keys import QK_NORMS, SCALES
-from axes.rows import SINKS, share_of_keys, spent
+from axes.rows import SINKS, normalised_output, share_of_keys
 from axes.sight import visible, visible_count
 from kernels import grouped, scaled_scores, weighted_sum
 
@@ -246,7 +246,7 @@ class Selection(Layer):
         "pos": "its indexes know nothing of a bias by distance: use rope, none, sinusoidal or learned",
         "rule": "it selects keys for softmax"}
 
-    def forward(self, x, past=None, importances=None):
+    def forward(self, x, past=None):
         """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and their index."""
         q, k, v = self.heads_of(self.c_attn(x))
         if past is not None:
@@ -270,8 +270,8 @@ class Selection(Layer):
             o, *r = self.step(q, k, v, index)
         else:
             o, *r = kernels.run_blocks(partial(self.block, index, sight), sight, ("rows", "keys", "keys"), q, k, v)
-        o = spent(self, o, q, r[0] if r else None, None)                # an extra key takes its share of the weights
-        o = self.choices["value_bias"].shifted(self, o)
+        o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
+        o = self.choices["value_bias"].corrected(self, o)
         o = self.choices["out_norm"].normed(self, o)
         return self.choices["gate"].gated(self, o, x).to(dtype)
 

@@ -179,7 +179,7 @@ def fixed(place):
 
 def extra_key_deleted(attend, layer, module, q, k, v, x, table):
     """Attention without its extra key: softmax over the tokens alone."""
-    q, k, t, _ = module.prepare(q, k)
+    q, k, t, _ = module.rule_inputs(q, k)
     return kernels.block_loop(module.rule, q, k, v, t, module.sight, attention.as_distance(table))[0]
 
 
