@@ -243,70 +243,51 @@ def sparsemax(s, seen, t=None, power=1.0):
     return entmax(s, seen, None, power)
 
 
+# Where each row has a learned power, t holds it, and the kernel's power is 0. Its gradient is
+# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). This includes the change of x = s / t - r through s / t, which is
+# -(x + r) / t. The part of r vanishes, because ds sums to 0 over the row.
+
 @jit
 def entmax_lift(s, t, power: tl.constexpr):
-    return s / power
+    return s / (t if power == 0 else power)
 
 
 @jit
 def entmax_weigh(s, r, t, power: tl.constexpr):
     # x = torch.relu(s - r); w = x**power           (lift has divided s by the power)
-    u = const_power(s - r, power - 1)
+    if power == 0:
+        u = real_power(s - r, t - 1)
+    else:
+        u = const_power(s - r, power - 1)
     return u * tl.maximum(s - r, 0.), u, u
 
 
 @jit
 def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
-    # ds = torch.relu(s / power - r)**(power - 1) * (g - delta)
-    ds = const_power(s / power - r, power - 1) * (g - delta)
-    return ds, ds
+    # x = torch.relu(s / power - r); ds = x**(power - 1) * (g - delta)
+    if power == 0:
+        x = s / t - r
+        ds = real_power(x, t - 1) * (g - delta)
+        # dt = (ds * x * (torch.log(x) - 1)).sum(-1)
+        return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.)
+    else:
+        ds = const_power(s / power - r, power - 1) * (g - delta)
+        return ds, ds
 
 
 @jit
-def entmax_settle(r, t, power, sum_w, sum_z, FIRST: tl.constexpr):
+def entmax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
     # r so that (relu(s / power - r)**power).sum(-1) == 1
     if FIRST:
         # the argument r is the maximum m. At r = m - 1 the largest key alone has weight 1, so the solution is not below
         return r - 1.
     else:
         # one step of Newton's method, as in entmax_threshold: from the left, never beyond the solution
-        step = sum_w - real_power(sum_w, 1 - 1 / power)
+        step = sum_w - real_power(sum_w, 1 - 1 / (t if power == 0 else power))
         return r + step / tl.maximum(sum_z, 1e-30)
 
 
-# alphamax is entmax's kernel if the power t_i of each row is learned:
-# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). This includes the change of x = s / t - r through s / t, which is
-# -(x + r) / t. The part of r vanishes, because ds sums to 0 over the row.
-
-@jit
-def alphamax_lift(s, t, power: tl.constexpr):
-    return s / t
-
-
-@jit
-def alphamax_weigh(s, r, t, power: tl.constexpr):
-    # x = torch.relu(s - r); w = x**t               (lift has divided s by t)
-    u = real_power(s - r, t - 1)
-    return u * tl.maximum(s - r, 0.), u, u
-
-
-@jit
-def alphamax_slope(s, r, t, power: tl.constexpr, g, delta):
-    # x = torch.relu(s / t - r); ds = x**(t - 1) * (g - delta)
-    x = s / t - r
-    ds = real_power(x, t - 1) * (g - delta)
-    # dt = (ds * x * (torch.log(x) - 1)).sum(-1)
-    return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.)
-
-
-@jit
-def alphamax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r so that (relu(s / t - r)**t).sum(-1) == 1
-    return entmax_settle(r, t, t, sum_w, sum_z, FIRST)
-
-
 ENTMAX = Kernel(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, save_u=True, skip=True, heavy=True)
-ALPHAMAX = ENTMAX._replace(weigh=alphamax_weigh, slope=alphamax_slope, settle=alphamax_settle, lift=alphamax_lift)
 RULES["entmax"] = Rule(
     learns=lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
     args={"alpha": Constant(1.5, 1.01, 2.0, "learned")}, weights=entmax, row_input=entmax_row_input,
@@ -698,7 +679,7 @@ def recipe(name):
 
 
 kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
-    "softplus": SOFTPLUS, "alphamax": ALPHAMAX._replace(takes_t=True)})
+    "softplus": SOFTPLUS, "alphamax": ENTMAX._replace(takes_t=True)})
 
 # ------------------------------------------------------------------------------------------------------------ the layer
 
@@ -861,15 +842,10 @@ def triton_obstacles(config, device):
 
 def choose_kernel(config, device, obstacles=None):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or
-    "torch" (the block loop).
-
-    auto is the first of triton, sdpa and torch that has no obstacle. Raises ValueError if an explicit --kernel cannot
-    compute the recipe. obstacles: replaces Attention.obstacles for another mixer.
-    """
-    cannot = {}
-    for kernel, holds, reason in (obstacles or Attention.obstacles)(config, device):
-        if holds:
-            cannot.setdefault(kernel, reason)
+    "torch" (the block loop). auto is the first of these that has no obstacle. obstacles: replaces Attention's for
+    another mixer. Raises ValueError if an explicit --kernel cannot compute the recipe."""
+    found = reversed(list((obstacles or Attention.obstacles)(config, device)))
+    cannot = {kernel: reason for kernel, holds, reason in found if holds}       # the first reason of each
     if config.kernel == "auto":
         return next(kernel for kernel in ("triton", "sdpa", "torch") if kernel not in cannot)
     if config.kernel in cannot:

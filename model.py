@@ -527,33 +527,26 @@ def shapes_of(config):
 
 # --------------------------------------------------------------------------------------------------------- validation
 
-POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_expert", "n_active",
-            "bias_range")
+LEAST = dict.fromkeys(("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_expert", "n_active",
+                       "bias_range"), 1) | {name: number.default for name, number in mixers.NUMBERS.items()}
 
 
 def check(config):
     """Raise ValueError if no model can be built from a config. The message names the field."""
     for field in dataclasses.fields(config):
-        value, choices = getattr(config, field.name), field.metadata["choices"]
+        name, value, kind, choices = field.name, getattr(config, field.name), field.type, field.metadata["choices"]
         if choices and value not in choices:
-            raise ValueError(f"{field.name}={value} is not among {', '.join(choices)}")
-        is_number = isinstance(value, field.type | int) and not isinstance(value, bool)
-        if field.type in (int, float, int | None) and not is_number:
-            raise ValueError(f"{field.name}={value!r} must be a {'whole ' * (field.type is not float)}number")
-        if isinstance(value, int) and value >= 1 << 31:
-            raise ValueError(f"{field.name}={value} must be below 2**31")
-    least_of = dict.fromkeys(POSITIVE, 1) | {name: number.default for name, number in mixers.NUMBERS.items()}
-    for name, least in least_of.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
+            raise ValueError(f"{name}={value} is not among {', '.join(choices)}")
+        if kind in (int, float, int | None) and (isinstance(value, bool) or not isinstance(value, kind | int)):
+            raise ValueError(f"{name}={value!r} must be a {'whole ' * (kind is not float)}number")
+        if isinstance(value, int) and not LEAST.get(name, 0) <= value < 1 << 31:
+            raise ValueError(f"{name}={value} must be at least {LEAST.get(name, 0)} and below 2**31")
     divisible = config.n_embd % config.n_head == 0
     for name, valid, message in (
             ("n_embd", divisible or config.head_dim, f"is not divisible by n_head={config.n_head}"),
             ("n_head", config.n_head % config.n_kv_head == 0, f"is not divisible by n_kv_head={config.n_kv_head}"),
-            ("n_inner", config.n_inner >= 0, "must not be negative"),
             ("n_active", config.n_active <= config.n_expert, f"is more than n_expert={config.n_expert}"),
             ("dropout", 0 <= config.dropout < 1, "must lie in [0, 1)"),
-            ("head_dim", config.head_dim >= 0, "must not be negative"),
             ("norm_eps", 0 < config.norm_eps < 1, "must lie between 0 and 1"),
             ("rope_base", 0 < config.rope_base < math.inf, "must be a positive number"),
             ("rope_base", config.rope_base > 1 or "yarn" not in config.rope_scaling, "must be above 1 with YaRN"),

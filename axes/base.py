@@ -73,7 +73,7 @@ def whole_bias(bias, heads, width):
 
 
 def wrong_bias_dims(config, args, choices):
-    dims = args["bias_dims"]
+    dims = args.get("bias_dims", "all")
     if dims != "all" and (dims != int(dims) or dims > config.head_width):
         return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"
 

@@ -90,18 +90,15 @@ def sink_value(layer, heads):
     return whole_bias(layer.sink_value, heads, layer.shapes["v"][1])[:, None]
 
 
-def wrong_extra_key(config, args, choices):
-    if config.rule != "softmax":
+def wrong_sink(config, args, choices):
+    if config.sink == "token" and config.window and not config.first:
+        return "--sink=token cannot be seen beyond --window: add --first=1"
+    if choices["sink"].score and config.rule != "softmax":
         return (f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, and rule "
                 f"{config.rule} has none")
     if args.get("value_even") and args["value_norm"] == "learned":
         return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
-    return wrong_bias_dims(config, args, choices) if "bias_dims" in args else None
-
-
-def needs_first(config, args, choices):
-    if config.window and not config.first:
-        return "--sink=token cannot be seen beyond --window: add --first=1"
+    return wrong_bias_dims(config, args, choices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +106,7 @@ class Sink(Choice):
     """An extra key of score c. It leaves the real keys the share e^r / (e^r + e^c) of their weights, where r is the
     log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
     Source: The Attention Sink as Native MoE, eq. 2 to 4."""
+    refuse: Callable = wrong_sink
     score: Callable | None = None               # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
     value: Callable | None = None               # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
     ahead: int = 0                              # learned tokens that model.py puts before the sequence
@@ -116,14 +114,13 @@ class Sink(Choice):
 
 SINKS = {
     "none": Sink(),
-    "one": Sink(score=zero_score, refuse=wrong_extra_key),
-    "logit": Sink(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
-                  refuse=wrong_extra_key),
-    "key": Sink(learns=extra_key, args=BIAS_SIZES, score=key_score, refuse=wrong_extra_key),
+    "one": Sink(score=zero_score),
+    "logit": Sink(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score),
+    "key": Sink(learns=extra_key, args=BIAS_SIZES, score=key_score),
     "key_value": Sink(learns=extra_key, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
-        score=key_score, value=sink_value, refuse=wrong_extra_key),
-    "token": Sink(refuse=needs_first, ahead=1),                         # an ordinary key
+        score=key_score, value=sink_value),
+    "token": Sink(ahead=1),                     # an ordinary key
 }
 
 
