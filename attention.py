@@ -86,8 +86,7 @@ def softmax(s, seen, t=None):
     """w_ij = exp(s_ij) / sum_k exp(s_ik): every row sums to 1. A row without a relevant key must still put its weight
     somewhere, usually on the first token: the attention sink.
 
-    No learned scalars. The statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1.
-    """
+    No learned scalars. The statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1."""
     return torch.softmax(s + ~seen * MASKED, -1)
 
 
@@ -141,8 +140,7 @@ def elastic(s, seen, t):
     Learned: tau (H,), 1 at the start, at which a uniform row outputs zero. n_i is the number of visible keys.
     Source: Lazy Attention, eq. 5 and table 2.
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
-    with 100 times the learning rate (here --head_lr=100).
-    """
+    with 100 times the learning rate (here --head_lr=100)."""
     # without the mask, tau < 0 would give masked keys a weight
     return (softmax(s, seen) - t).add_(~seen * MASKED).relu_()
 
@@ -195,8 +193,7 @@ def entmax(s, seen, t=None, power=2.0):
     still sum to 1, so a sink may form, but only a few keys get weight.
     Learned, with --attn_args=alpha=learned: theta (H,), 0 at the start, alpha_h = 1 + sigmoid(theta_h). Then the power
     is passed as the row input t.
-    Source: Peters et al. 2019, eq. 7 and 9; alpha per head as 1 + sigmoid: Correia et al. 2019.
-    """
+    Source: Peters et al. 2019, eq. 7 and 9; alpha per head as 1 + sigmoid: Correia et al. 2019."""
     power = t if power is None else power
     z = s / power + ~seen * MASKED
     z = z - z.detach().amax(-1, keepdim=True)                           # now r lies in [-1, 0]
@@ -214,8 +211,7 @@ def entmax_threshold(z, power):
     """The r (.., 1) at which sum_j relu(z_j - r)^power = 1, for rows z whose maximum is 0.
 
     Newton's method on (sum_j relu(z_j - r)^power)^(1/power), which is convex in r. It starts at r = -1, where the
-    largest key alone has weight 1. r rises and never passes the solution.
-    """
+    largest key alone has weight 1. r rises and never passes the solution."""
     r = torch.full_like(z[..., :1], -1.0)
     for _ in range(60):                         # usually stops after 5 to 10
         x = F.relu(z - r)
@@ -238,8 +234,7 @@ def sparsemax(s, seen, t=None, power=1.0):
     """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha 2, its sparsest
     form. The row still spends 1, so a sink may form.
 
-    No learned scalars. Source: Martins & Astudillo 2016, eq. 1.
-    """
+    No learned scalars. Source: Martins & Astudillo 2016, eq. 1."""
     return entmax(s, seen, None, power)
 
 
@@ -312,8 +307,7 @@ def lssar(s, seen, t, power=15.0):
     Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says that LSSAR has no
     exact zeros: with this threshold it has. x^15 leaves the range of float32, so x is divided by its row's maximum. x
     within rounding of 0 is 0. A reimplementation adds 1e-8 to the last sum. That would empty nearly uniform rows, so
-    it is left out.
-    """
+    it is left out."""
     phi = F.softplus(s, threshold=40).masked_fill(~seen, 0.0)
     a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)        # where all scores are far below 0, phi itself is 0
     x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))             # else the power would amplify rounding
@@ -381,8 +375,7 @@ def softpick(s, seen, t=None):
     Source: Zuhri et al. 2504.20966.
     Differs from the authors' code: its m is max_j s_ij, so it overflows if all scores are below -88. Its Triton kernel
     has eps 1e-6. At a score of exactly 0 that kernel uses the slope of negative scores. Here the slope is 0, as in
-    autograd.
-    """
+    autograd."""
     s = s + ~seen * MASKED                      # masked scores must not overflow
     m = s.detach().amax(-1, keepdim=True).clamp(min=0)
     e = (torch.exp(s - m) - torch.exp(-m)).masked_fill(~seen, 0.0)
@@ -423,8 +416,7 @@ def relu(s, seen, t=None):
 
     No learned scalars.
     Source: with division by the row's length Wortsman et al. 2309.08586, whose attention is bidirectional, with one
-    length for all rows. With an RMSNorm on the output ReLA, Zhang et al. 2021.
-    """
+    length for all rows. With an RMSNorm on the output ReLA, Zhang et al. 2021."""
     return (s + ~seen * MASKED).relu_()
 
 
@@ -457,8 +449,7 @@ def tra(s, seen, t, power=2.0):
     Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether beta belongs to a
     head or to a layer, nor whether its RMSNorm sees one head or all: here each head has a beta, and the norm sees one.
     Differs from the released kernel: it has kappa = 1, takes beta as a constant, and lacks the norm on the output,
-    which rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n.
-    """
+    which rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n."""
     return (s - t).add_(~seen * MASKED).relu_() ** power
 
 
@@ -501,8 +492,7 @@ def sigmoid(s, seen, t):
     Source: Ramapuram et al. 2409.04431 (b = -log n of the training length). Without a bias: When Attention Sink
     Emerges, table 6.
     Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The closest choice here is
-    --qk_norm=head.
-    """
+    --qk_norm=head."""
     return (s - t).add_(~seen * MASKED).sigmoid_()
 
 
@@ -538,8 +528,7 @@ RULES["sigmoid"] = Rule(args={"length_bias": Constant(True)}, weights=sigmoid, s
 def elu(s, seen, t=None):
     """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, not normalised, no sink needed.
 
-    No learned scalars. Source: When Attention Sink Emerges, table 6.
-    """
+    No learned scalars. Source: When Attention Sink Emerges, table 6."""
     return torch.where(s < 0, s.clamp(max=0).exp(), 1 + s).masked_fill(~seen, 0.0)
 
 
@@ -566,8 +555,7 @@ def identity(s, seen, t=None):
     """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear attention.
 
     No learned scalars.
-    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k, Katharopoulos et al. 2020.
-    """
+    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k, Katharopoulos et al. 2020."""
     return s.masked_fill(~seen, 0.0)
 
 
@@ -713,8 +701,7 @@ class Attention(Layer):
     def attend(self, q, k, v, x, table=None, sight=None):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
 
-        table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own.
-        """
+        table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own."""
         sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
         q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (R,)
         mix = self.mix_of(x)                    # lambda of a second view, or None
@@ -737,7 +724,7 @@ class Attention(Layer):
         o = rows.normalised_output(self, o, q, r, n)                    # (B, H, R, E)
         if o.shape[1] > self.heads:
             o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])               # (B, heads, R, E)
-        return self.finished(o, x).to(dtype)
+        return self.finished(o, x, dtype)
 
     def rule_inputs(self, q, k):
         """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row
@@ -802,8 +789,7 @@ class Attention(Layer):
         extra key, or of the first key. The last is 0 in row 0, which sees only the first key.
         Source: The Attention Sink as Native MoE, eq. 8.
 
-        It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is differentiable.
-        """
+        It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is differentiable."""
         if self.config.gate != "none":
             return torch.sigmoid(wide(split_heads(self.gate(x), self.heads, -1))).mean((0, 2, 3))
         if self.has_extra_key:
@@ -821,9 +807,8 @@ class Attention(Layer):
     def obstacles(config, device):
         """Triples: a kernel, whether it cannot run here, and the reason."""
         choices, width = options.chosen(config, AXES), config.head_width
-        widest = max(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
-        if config.first and choices["pos"].rotates:                     # q and k become twice as wide, see `rotated`
-            widest = max(widest, 2 * width)
+        doubled = 2 * width if config.first and choices["pos"].rotates else 0           # see `rotated`
+        widest = max(doubled, *(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width)))
         yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
         yield "triton", widest > 256, "its heads are wider than 256"

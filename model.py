@@ -89,8 +89,7 @@ class MoE(nn.Module):
     A router scores the experts for each token. The n_active experts with the highest scores read the token, and their
     outputs are added, weighted by a softmax over these scores. Every expert is a SwiGLU that differs in three ways: its
     inputs are clamped, the sigmoid's argument is multiplied by 1.702 (as in an approximation of GELU), and 1 is added
-    to the linear half. Source: gpt_oss/torch/model.py of OpenAI's release; router, Shazeer et al. 2017.
-    """
+    to the linear half. Source: gpt_oss/torch/model.py of OpenAI's release; router, Shazeer et al. 2017."""
 
     def __init__(self, config):
         super().__init__()
@@ -133,8 +132,7 @@ class Block(nn.Module):
 
     Differs from the paper (Vaswani et al. 2017) with norm_place="post": the model's ln_f follows the ln_2 of the last
     block. The paper has no norm there; torch.nn.Transformer has one. The additional norm changes nothing until training
-    has moved the weights of ln_2.
-    """
+    has moved the weights of ln_2."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -310,8 +308,7 @@ class GPT(nn.Module):
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
         lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
-        recipes share the initial values of the tensors that they share. Each rank of a sharded model keeps its part.
-        """
+        recipes share the initial values of the tensors that they share. Each rank of a sharded model keeps its part."""
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding, ExpertLinear)):
@@ -343,8 +340,7 @@ class GPT(nn.Module):
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
         importance: return the importance of every head, (layers, heads), as a third value. Raises ValueError if idx is
-        longer than absolute positions allow, or if another model filled the cache.
-        """
+        longer than absolute positions allow, or if another model filled the cache."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
@@ -458,8 +454,7 @@ class GPT(nn.Module):
         probabilities sum to p. A row that has drawn an id in `stop` repeats that id, and generation ends early when all
         rows have stopped. With relative positions the context grows without limit. With absolute ones, a context longer
         than block_size is cropped to its last block_size tokens and read without a cache. Raises ValueError on an
-        empty prompt or an unknown id.
-        """
+        empty prompt or an unknown id."""
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
         training = self.training

@@ -13,8 +13,7 @@ class Layer(nn.Module):
 
     module.attend(q, k, v, x) computes everything between the projections. module.shapes holds the sizes of q, k and v
     as {"q": (heads, width), ...}. module.weight_blocks(q, k, x) yields the attention weights, a block of rows at a
-    time. Each mixer defines both methods.
-    """
+    time. Each mixer defines both methods."""
     axes, numbers = {}, {}                      # the tables of its axes: axes/options.py
     heads_by = "diff"                           # the axis that decides how many heads q, k and v have
     refused = {}                                # {axis: why the mixer does not accept its other values}
@@ -93,14 +92,16 @@ class Layer(nn.Module):
             return x.repeat_interleave(shared, axis)
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
-    def finished(self, o, x):
+    def finished(self, o, x, dtype):
         """The output of each head o (B, heads, R, E) after value bias, Dex, norm, the factor that follows the norm of a
-        difference, and gate. x: the layer's input (B, R, C). Without these axes o stays as it is."""
+        difference, and gate. x: the layer's input (B, R, C). Without these axes o only gets its dtype."""
         o = self.choices["value_bias"].corrected(self, o)
         o = self.choices["dex"].corrected(self, o)
-        o = self.choices["out_norm"].normed(self, o)
-        o = self.choices["diff"].after(self, o)
-        return self.choices["gate"].gated(self, o, x)
+        norm, gate = self.choices["out_norm"].normed, self.choices["gate"]
+        if gate.before_norm:
+            return norm(self, gate.gated(self, o, x)).to(dtype)
+        o = self.choices["diff"].after(self, norm(self, o))
+        return gate.gated(self, o, x).to(dtype)
 
     def output(self, y):
         """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""
@@ -127,8 +128,7 @@ class Layer(nn.Module):
 
         StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been dropped, each query
         scores the first keys as if it were at position `end`, and the recent keys as usual. So q and k become twice as
-        wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys.
-        """
+        wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys."""
         frequency = rope_frequencies(self.config, self.width, k.device)
         first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
         j = j + dropped * (j >= first)

@@ -28,8 +28,7 @@ def dex_corrected(layer, o):
     over the training. W and lambda_learned start at 0, where their gradients are 0. The first term, which fades in
     and out again, gives W a gradient. Once W is not 0, lambda_learned has one as well.
     Source: Kong et al. 2505.16333, which has no official code.
-    Differs from the paper: it corrects some heads of a trained model. Here all heads are corrected.
-    """
+    Differs from the paper: it corrects some heads of a trained model. Here all heads are corrected."""
     a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
     factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
     return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
@@ -103,8 +102,7 @@ def sigmoid_gate(layer, o, x):
     """o sigmoid(W x), with x the layer's input: one gate per head, or one per element of its output.
 
     Gates start near 1/2. A closed gate makes the output 0, so the head needs no sink.
-    Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3.
-    """
+    Source: Qiu et al. 2505.06708; The Attention Sink as Native MoE, eq. 3."""
     return o * torch.sigmoid(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
 
 

@@ -27,12 +27,10 @@ class Distance(NamedTuple):
 
     def by_distance(self, T):
         """b at distances 0 .. T - 1, (H, T)."""
-        H, part = next((len(part), part) for part in self if part is not None)
-        table = part.new_zeros(H, 0) if self.table is None else self.table[:, :T]
-        beyond = T - table.shape[1]
-        by_distance = F.pad(table, (0, beyond))                         # (H, T)
-        if self.tail is not None:
-            by_distance = torch.cat([table, self.tail[:, None].expand(-1, beyond)], -1)
+        part = next(part for part in self if part is not None)
+        table = part.new_zeros(len(part), 0) if self.table is None else self.table[:, :T]
+        tail = table.new_zeros(len(part)) if self.tail is None else self.tail
+        by_distance = torch.cat([table, tail[:, None].expand(-1, T - table.shape[1])], -1)              # (H, T)
         if self.slope is not None:
             by_distance = by_distance + self.slope[:, None] * torch.arange(T, device=part.device)
         return by_distance
@@ -40,9 +38,8 @@ class Distance(NamedTuple):
     def bias(self, R, T):
         """b for the last R of T rows and all T keys, (H, R, T). Entries of later keys are meaningless: they are masked.
 
-        One vector per head holds b at every distance from T - 1 down to -(R - 1). Each row is a slice of T entries of
-        this vector. It starts one place before the slice of the row above.
-        """
+        One vector per head holds b at every distance from T - 1 down to -(R - 1). A row is a slice of T entries of it,
+        which starts one place before the slice of the row above."""
         return F.pad(self.by_distance(T).flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
 
 
@@ -66,8 +63,7 @@ def alibi(layer):
 def alibi_slopes(layer):
     """m_h = 2^(-8 (h + 1) / H) where H is a power of 2. Otherwise the slopes of the next lower power P come first, then
     every second slope of 2 P, as in the released code. The two views of a head share one slope."""
-    heads = layer.heads
-    lower = 2 ** int(math.log2(heads))
+    heads, lower = layer.heads, 2 ** int(math.log2(layer.heads))
     slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
     slopes += [2 ** (-4 * (h + 1) / lower) for h in range(0, 2 * (heads - lower), 2)]
     return {"alibi": torch.tensor(slopes).repeat_interleave(layer.score_heads // heads)}
@@ -80,8 +76,7 @@ T5_FAR = 128                                    # from this distance on, all dis
 def t5_buckets(device=None):
     """The bucket of each distance, (T5_FAR,): one for each of the nearest 16, then 16 of equal width in the logarithm.
     Source: T5, Raffel et al. 1910.10683, section 2.1, and its code for causal attention."""
-    near = T5_BUCKETS // 2
-    distance = torch.arange(T5_FAR, device=device)
+    near, distance = T5_BUCKETS // 2, torch.arange(T5_FAR, device=device)
     logs = (distance / near).clamp(min=1).log() / math.log(T5_FAR / near)               # 0 at 16, 1 at 128
     return torch.where(distance < near, distance, near + (logs * near).long())
 
@@ -134,8 +129,7 @@ def rope_frequencies(config, width, device):
     3.2 (and 3.1 on ntk), and GPT-OSS.
     Differs from the paper: YaRN's change between kept and longer waves is there linear in how often a wave fits, as in
     LLaMA 3.1. The released code of YaRN and of GPT-OSS is as here, except that YaRN's rounds the ends of the change to
-    whole pairs of channels.
-    """
+    whole pairs of channels."""
     pairs, base = int(width * config.rope_share) // 2, config.rope_base
     pair = torch.arange(pairs, device=device, dtype=torch.float32)
     frequency = base ** (-pair / pairs)
@@ -175,10 +169,8 @@ def rotate(x, frequency, positions):
     """RoPE: rotate the channels (x_c, x_{c + R/2}) of x (B, H, T, D) by the angle position * frequency_c.
 
     positions (T,), frequency (R // 2,): the first R channels rotate, usually all D. They are paired half by half, as in
-    GPT-NeoX and LLaMA. An odd last channel stays as it is. Source: Su et al. 2021.
-    """
-    half = len(frequency)
-    angle = positions[:, None].float() * frequency                      # (T, R // 2)
+    GPT-NeoX and LLaMA. An odd last channel stays as it is. Source: Su et al. 2021."""
+    half, angle = len(frequency), positions[:, None].float() * frequency                # (T, R // 2)
     cos, sin = angle.cos(), angle.sin()
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)
@@ -191,8 +183,7 @@ class Sinusoids(nn.Module):
     """Fixed embeddings: [sin | cos] of each position, over the width C, with wavelengths from 2 pi to 20,000 pi.
 
     Source: Vaswani et al. 2017, section 3.5. Differs from the paper: sin and cos fill two halves and do not alternate,
-    and token embeddings are not multiplied by sqrt(C). Both are as in the code of When Attention Sink Emerges.
-    """
+    and token embeddings are not multiplied by sqrt(C). Both are as in the code of When Attention Sink Emerges."""
 
     def __init__(self, places, width):
         super().__init__()
@@ -200,8 +191,7 @@ class Sinusoids(nn.Module):
 
     def forward(self, positions):               # (T,) to (T, C)
         half = -(-self.width // 2)
-        frequency = 10000.0 ** (-torch.arange(half, device=positions.device) / half)
-        angle = positions[:, None] * frequency
+        angle = positions[:, None] * 10000.0 ** (-torch.arange(half, device=positions.device) / half)
         return torch.cat([angle.sin(), angle.cos()], -1)[:, :self.width]
 
 

@@ -165,8 +165,7 @@ def lambda_of_layer(layer, x):
     Source: Ye et al. 2410.05258, eq. 3. Its code has two versions: multihead_diffattn.py shares one key head between
     both views. multihead_flashdiff_1.py, which it recommends, gives each view its own, as here.
     Differs from the paper: it has a GroupNorm. Its code has an RMSNorm with one weight for all heads, as here.
-    transformers pairs heads h and h + H/2, and its norm has no weight.
-    """
+    transformers pairs heads h and h + H/2, and its norm has no weight."""
     ups, downs = (layer.lambda_q1 * layer.lambda_k1).sum(), (layer.lambda_q2 * layer.lambda_k2).sum()
     return ups.exp() - downs.exp() + lambda_at_depth(layer.depth)
 

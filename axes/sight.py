@@ -16,8 +16,7 @@ def visible(i, j, sight):
 
     A window (Beltagy et al. 2020) hides the sink. A model that was trained without a window needs its sink and breaks,
     unless the first keys stay visible (StreamingLLM, Xiao et al. 2309.17453). GPT-OSS has a window of 128 in every
-    second layer, starting with layer 0.
-    """
+    second layer, starting with layer 0."""
     seen = j <= i
     if sight.window:
         seen = seen & ((i - j < sight.window) | (j < sight.first))
