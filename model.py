@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import attention
 import mixers
-from axes.positions import POSITIONS
+from axes.positions import POSITIONS, parse_rope_scaling
 from axes.rows import SINKS
 from common.flags import knob
 from common.machine import check_memory
@@ -545,7 +545,9 @@ def check(config):
             ("norm_eps", 0 < config.norm_eps < 1, "must lie between 0 and 1"),
             ("rope_base", 0 < config.rope_base < math.inf, "must be a positive number"),
             ("rope_base", config.rope_base > 1 or "yarn" not in config.rope_scaling, "must be above 1 with YaRN"),
-            ("rope_share", 0 < config.rope_share <= 1, "must lie in (0, 1]")):
+            ("rope_share", 0 < config.rope_share <= 1, "must lie in (0, 1]"),
+            ("rope_scaling", not parse_rope_scaling(config.rope_scaling)[0] or POSITIONS[config.pos].rotates,
+             f"needs rotary positions, which --pos={config.pos} does not have: leave it empty, or use --pos=rope")):
         if not valid:
             raise ValueError(f"{name}={getattr(config, name)} {message}")
     mixers.check_axes(config)

@@ -23,17 +23,46 @@ class Constant(NamedTuple):
     word: str | None = None                     # one word that is allowed in place of a number
 
 
+def unchanged(layer, x, *_):
+    """The function of a value that does nothing."""
+    return x
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of an axis. Each axis adds fields of its own for the functions of its values."""
+    """One value of an axis. Of the functions below it has those of its own axis. A rule, and an axis of another mixer
+    than attention, adds fields of its own."""
     learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
-
-
-def unchanged(layer, x, *_):
-    """The function of the value `none` of an axis."""
-    return x
+    # pos
+    embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
+    rotates: bool = False                       # RoPE rotates q and k
+    bias: Callable | None = None                # layer -> Distance, which is added to the score
+    shared: tuple = ()                          # names of learned tensors that all layers share
+    # qk_norm, feature
+    projected: Callable | None = None           # layer, a learned norm, x -> x: queries or keys, before rotation
+    normed: Callable = unchanged                # layer, x -> x: after rotation. Of out_norm: layer, o -> o
+    mapped: Callable = unchanged                # layer, x -> x: queries or keys, after their norm
+    # scale
+    factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1
+    bare: bool = False                          # the score is not divided by sqrt(d)
+    # normalize
+    divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> the row's divisor; None: 1
+    needs_sum: bool = False                     # the divisor depends on r
+    # sink
+    score: Callable | None = None               # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
+    value: Callable | None = None               # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
+    ahead: int = 0                              # learned tokens that model.py puts before the sequence
+    # diff
+    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # -> (heads, width) of q, k, v
+    own_keys: bool = False                      # each view has a key head of its own
+    mix: Callable | None = None                 # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
+    after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
+    # value_bias, dex, gate
+    corrected: Callable = unchanged             # layer, o -> o
+    gated: Callable = unchanged                 # layer, o, x -> o
+    before_norm: bool = False                   # the gate comes before the norm of the output
 
 
 def only(values, *names):

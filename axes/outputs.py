@@ -2,14 +2,11 @@
 
 Shapes: B batch, R query rows, E width of v. The output o is (B, heads, R, E), the layer's input x is (B, R, C).
 """
-import dataclasses
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
-from axes.base import (
-    BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, split_heads, unchanged, whole_bias, wrong_bias_dims)
+from axes.base import BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, split_heads, whole_bias, wrong_bias_dims
 from axes.rows import lambda_at_depth
 
 # ------------------------------------------------------------------------------------- corrections: a value bias, Dex
@@ -40,19 +37,14 @@ def dex_parameters(layer):
             "progress": Fixed(torch.zeros(()))}                         # GPT.set_progress sets it
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Correction(Choice):
-    corrected: Callable = unchanged             # layer, o -> o
-
-
 VALUE_BIASES = {
-    "off": Correction(),
-    "on": Correction(args=BIAS_SIZES, refuse=wrong_bias_dims, corrected=plus_value, learns=lambda layer: {
+    "off": Choice(),
+    "on": Choice(args=BIAS_SIZES, refuse=wrong_bias_dims, corrected=plus_value, learns=lambda layer: {
         "value_bias": drawn_bias(layer, layer.heads, layer.shapes["v"][1])}),
 }
 DEXES = {
-    "off": Correction(),
-    "on": Correction(learns=dex_parameters, args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
+    "off": Choice(),
+    "on": Choice(learns=dex_parameters, args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
 }
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -81,17 +73,12 @@ def norm_of_output(layer, heads):
     return {"out_norm": nn.RMSNorm(heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OutNorm(Choice):
-    normed: Callable = unchanged                # layer, o -> o
-
-
 EPS = {"out_norm_eps": Constant(1e-6, 1e-12, 1.0)}
 OUT_NORMS = {
-    "none": OutNorm(),
-    "head": OutNorm(learns=lambda layer: norm_of_output(layer, 1), args=EPS, normed=head_norm),
-    "all": OutNorm(learns=lambda layer: norm_of_output(layer, layer.heads), args=EPS, normed=joint_norm),
-    "gated": OutNorm(args=EPS, normed=gated_norm, learns=lambda layer: norm_of_output(layer, layer.heads) | {
+    "none": Choice(),
+    "head": Choice(learns=lambda layer: norm_of_output(layer, 1), args=EPS, normed=head_norm),
+    "all": Choice(learns=lambda layer: norm_of_output(layer, layer.heads), args=EPS, normed=joint_norm),
+    "gated": Choice(args=EPS, normed=gated_norm, learns=lambda layer: norm_of_output(layer, layer.heads) | {
         "norm_gate": Normal(0.02, (layer.heads * layer.shapes["v"][1],))}),
 }
 
@@ -110,14 +97,8 @@ def gate_of(layer, gates):
     return {"gate": nn.Linear(layer.config.n_embd, layer.heads * gates, bias=layer.config.bias)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gate(Choice):
-    gated: Callable = unchanged                 # layer, o, x -> o
-    before_norm: bool = False                   # the gate comes before the norm of the output
-
-
 GATES = {
-    "none": Gate(),
-    "head": Gate(learns=lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
-    "element": Gate(learns=lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate),
+    "none": Choice(),
+    "head": Choice(learns=lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
+    "element": Choice(learns=lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate),
 }

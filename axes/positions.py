@@ -5,9 +5,7 @@ i - j. Absolute positions are embeddings, which model.py adds to the tokens.
 
 Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, W width of a table.
 """
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -198,36 +196,21 @@ class Sinusoids(nn.Module):
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
-def needs_rotation(config, args, choices):
-    if parse_rope_scaling(config.rope_scaling)[0] and not choices["pos"].rotates:
-        return (f"--rope_scaling={config.rope_scaling} needs rotary positions, which --pos={config.pos} does not have: "
-                "leave it empty, or use --pos=rope")
-
-
 def learned_table(layer):
     return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Position(Choice):
-    refuse: Callable = needs_rotation
-    bias: Callable | None = None                # layer -> Distance, which is added to the score; None: nothing
-    rotates: bool = False                       # RoPE rotates q and k
-    embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
-    shared: tuple = ()                          # names of learned tensors that all layers share
-
-
 POSITIONS = {
-    "rope": Position(rotates=True),
-    "none": Position(),
-    "sinusoidal": Position(embeds=Sinusoids),
-    "learned": Position(embeds=nn.Embedding),
-    "alibi": Position(learns=alibi_slopes, args={"learn_alibi": Constant(False)}, bias=alibi),
-    "t5": Position(bias=t5_bias, shared=("t5",), learns=lambda layer: {
+    "rope": Choice(rotates=True),
+    "none": Choice(),
+    "sinusoidal": Choice(embeds=Sinusoids),
+    "learned": Choice(embeds=nn.Embedding),
+    "alibi": Choice(learns=alibi_slopes, args={"learn_alibi": Constant(False)}, bias=alibi),
+    "t5": Choice(bias=t5_bias, shared=("t5",), learns=lambda layer: {
         "t5": Normal(layer.config.n_embd ** -0.5, (layer.score_heads, T5_BUCKETS))}),
-    "t5_index": Position(bias=t5_index, learns=lambda layer: {
+    "t5_index": Choice(bias=t5_index, learns=lambda layer: {
         "t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))}),
-    "bias": Position(learns=learned_table, bias=learned_bias),
-    "rope+bias": Position(learns=learned_table, bias=learned_bias, rotates=True),
+    "bias": Choice(learns=learned_table, bias=learned_bias),
+    "rope+bias": Choice(learns=learned_table, bias=learned_bias, rotates=True),
 }
 WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if not row.bias}

@@ -2,15 +2,13 @@
 
 Shapes: B batch, H score heads, Hk key heads, R query rows, T keys, D width of q and k.
 """
-import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from axes.base import Choice, Constant, Normal, split_heads, unchanged, wide
+from axes.base import Choice, Constant, Normal, split_heads, wide
 
 # -------------------------------------------------------------------------------------------- norms of queries and keys
 
@@ -40,18 +38,12 @@ def norms_of_qk(layer, q_heads, k_heads):
             for name, heads in (("q_norm", q_heads), ("k_norm", k_heads))}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QKNorm(Choice):
-    normed: Callable = unchanged                # layer, x -> x: queries or keys, after rotation
-    projected: Callable | None = None           # layer, a learned norm, x -> x: before rotation
-
-
 QK_NORMS = {
-    "none": QKNorm(),
-    "l2": QKNorm(normed=unit_length),
-    "rms": QKNorm(normed=unit_square),
-    "head": QKNorm(learns=lambda layer: norms_of_qk(layer, 1, 1), projected=norm_of_heads),
-    "all": QKNorm(learns=lambda layer: norms_of_qk(layer, layer.shapes["q"][0], layer.shapes["k"][0]),
+    "none": Choice(),
+    "l2": Choice(normed=unit_length),
+    "rms": Choice(normed=unit_square),
+    "head": Choice(learns=lambda layer: norms_of_qk(layer, 1, 1), projected=norm_of_heads),
+    "all": Choice(learns=lambda layer: norms_of_qk(layer, layer.shapes["q"][0], layer.shapes["k"][0]),
                   projected=norm_of_layer),
 }
 
@@ -77,15 +69,10 @@ def mlp_feature_map(layer):
     return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Feature(Choice):
-    mapped: Callable = unchanged                # layer, x -> x: queries or keys
-
-
 FEATURES = {
-    "none": Feature(),
-    "elu": Feature(mapped=elu_features),
-    "mlp": Feature(learns=mlp_feature_map, mapped=mlp_features),
+    "none": Choice(),
+    "elu": Choice(mapped=elu_features),
+    "mlp": Choice(learns=mlp_feature_map, mapped=mlp_features),
 }
 
 # ---------------------------------------------------------------------------------------------- the factor on the score
@@ -126,17 +113,11 @@ def asentmax_scalars(layer):
     return {"scale_beta": beta, "scale_gamma": torch.zeros(heads)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scale(Choice):
-    factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1
-    bare: bool = False                          # the score is not divided by sqrt(d)
-
-
 SCALES = {
-    "sqrt_d": Scale(),
-    "one": Scale(bare=True),
-    "log_n": Scale(
+    "sqrt_d": Choice(),
+    "one": Choice(bare=True),
+    "log_n": Choice(
         learns=ssmax_scalars, args={"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)},
         factor=ssmax_scale),
-    "asentmax": Scale(learns=asentmax_scalars, factor=asentmax_scale),
+    "asentmax": Choice(learns=asentmax_scalars, factor=asentmax_scale),
 }

@@ -2,15 +2,12 @@
 
 Shapes: B batch, H score heads, R query rows, D width of q and k, E width of v. Row vectors are (B, H, R, 1).
 """
-import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
-from axes.base import (
-    BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, unchanged, whole_bias, wide, wrong_bias_dims)
+from axes.base import BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, whole_bias, wide, wrong_bias_dims
 
 # ------------------------------------------------------------------------------------------------------ row normalisers
 
@@ -39,17 +36,11 @@ def wrong_normalizer(config, args, choices):
                 f"sigmoid: leave it out with --rule={config.rule}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Normalizer(Choice):
-    divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> the row's divisor; None: 1
-    needs_sum: bool = False                     # the divisor depends on r
-
-
 NORMALIZERS = {
-    "none": Normalizer(),
-    "sum": Normalizer(divisor=over_sum, refuse=wrong_normalizer, needs_sum=True),
-    "length": Normalizer(divisor=over_length, refuse=wrong_normalizer),
-    "max1": Normalizer(divisor=over_max1, refuse=wrong_normalizer, needs_sum=True),
+    "none": Choice(),
+    "sum": Choice(divisor=over_sum, refuse=wrong_normalizer, needs_sum=True),
+    "length": Choice(divisor=over_length, refuse=wrong_normalizer),
+    "max1": Choice(divisor=over_max1, refuse=wrong_normalizer, needs_sum=True),
 }
 
 # --------------------------------------------------------------------------------------------------------- an extra key
@@ -101,32 +92,26 @@ def wrong_sink(config, args, choices):
     return wrong_bias_dims(config, args, choices)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sink(Choice):
-    """An extra key of score c. It leaves the real keys the share e^r / (e^r + e^c) of their weights, where r is the
-    log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
-    Source: The Attention Sink as Native MoE, eq. 2 to 4."""
-    refuse: Callable = wrong_sink
-    score: Callable | None = None               # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
-    value: Callable | None = None               # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
-    ahead: int = 0                              # learned tokens that model.py puts before the sequence
-
-
 SINKS = {
-    "none": Sink(),
-    "one": Sink(score=zero_score),
-    "logit": Sink(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score),
-    "key": Sink(learns=extra_key, args=BIAS_SIZES, score=key_score),
-    "key_value": Sink(learns=extra_key, args=BIAS_SIZES | {
+    "none": Choice(),
+    "one": Choice(score=zero_score, refuse=wrong_sink),
+    "logit": Choice(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
+                    refuse=wrong_sink),
+    "key": Choice(learns=extra_key, args=BIAS_SIZES, score=key_score, refuse=wrong_sink),
+    "key_value": Choice(learns=extra_key, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
-        score=key_score, value=sink_value),
-    "token": Sink(ahead=1),                     # an ordinary key
+        score=key_score, value=sink_value, refuse=wrong_sink),
+    "token": Choice(ahead=1, refuse=wrong_sink),                        # an ordinary key
 }
 
 
 def share_of_keys(layer, q, r, n):
     """The factor on the weights of a row's real keys, (B, H, R, 1): 1 / the row normaliser, or 1 minus the weight of
-    the extra key. None: no factor."""
+    the extra key. None: no factor.
+
+    An extra key of score c leaves them the share e^r / (e^r + e^c), where r is the log-sum-exp of their scores. That is
+    a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
+    Source: The Attention Sink as Native MoE, eq. 2 to 4."""
     if layer.choices["normalize"].divisor:
         return 1 / layer.choices["normalize"].divisor(r, n[:, None])
     if layer.has_extra_key:
@@ -144,7 +129,7 @@ def normalised_output(layer, o, q, r, n):
     return wide(o) * share
 
 
-# ----------------------------------------------------------------------------------- a second view, which is subtracted
+# ------------------------------------------------- a second view: o = o_a - mix o_b, so the weight on a sink cancels
 
 
 def lambda_at_depth(depth):
@@ -187,27 +172,18 @@ def needs_pairs(config, args, choices):
                 f"n_kv_head={config.n_kv_head} must both be even")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference(Choice):
-    """o = o_a - mix o_b. The weight that both views put on a sink cancels."""
-    mix: Callable | None = None                 # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
-    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # -> (heads, width) of q, k, v
-    own_keys: bool = False                      # each view has a key head of its own
-    after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
-
-
 DIFFERENCES = {
-    "none": Difference(),
-    "subtract": Difference(                     # two views of the same values
+    "none": Choice(),
+    "subtract": Choice(                         # two views of the same values
         learns=lambda layer: {"lambda_logit": torch.full((layer.heads,), math.log(
             layer.args["lambda_init"] / (1 - layer.args["lambda_init"])))},
         args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
         heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
-    "v1": Difference(                           # half the heads, each twice as wide: as many parameters as softmax
+    "v1": Choice(                               # half the heads, each twice as wide: as many parameters as softmax
         learns=lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},
         mix=lambda_of_layer, refuse=needs_pairs, own_keys=True, after=shrunk,
         heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D))),
-    "v2": Difference(                           # two queries look at the same keys
+    "v2": Choice(                               # two queries look at the same keys
         learns=lambda layer: {"lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)},
         mix=lambda_of_token, heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D))),
 }

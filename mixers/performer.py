@@ -23,9 +23,8 @@ import math
 
 import torch
 
-from axes.base import Constant, Fixed, only
+from axes.base import Choice, Constant, Fixed, only
 from axes.layer import Layer
-from axes.rows import Normalizer
 from mixers.recurrent import AXES as STATES
 from mixers.recurrent import FORGETS, WRITES, Recurrent, StateRule
 
@@ -84,7 +83,7 @@ def sum_of_weights(r, n):
 FAVOR = StateRule(learns=directions, args={"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)},
                   chunk=one_chunk, inputs=log_features)
 AXES = STATES | {
-    "rule": {"favor": FAVOR}, "normalize": {"sum": Normalizer(divisor=sum_of_weights)},
+    "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(divisor=sum_of_weights)},
     "forget": only(FORGETS, "none"), "write": only(WRITES, "one"),
     "feature": only(STATES["feature"], "none"),
 }

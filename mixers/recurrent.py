@@ -53,7 +53,7 @@ from attention import choose_kernel, triton_obstacles
 from axes import options
 from axes.base import Choice, Constant, Normal, only, split_heads, wide
 from axes.layer import Layer
-from axes.outputs import EPS, GATES, OUT_NORMS, VALUE_BIASES, Gate, OutNorm, gate_of
+from axes.outputs import EPS, GATES, OUT_NORMS, VALUE_BIASES, gate_of
 from axes.positions import WITHOUT_BIAS, rope_frequencies, rotate
 from axes.queries_keys import FEATURES, QK_NORMS, SCALES, unit_square
 from axes.rows import NORMALIZERS
@@ -524,8 +524,8 @@ def gate_of_elements(layer):
 
 
 GATES = GATES | {
-    "silu": Gate(learns=gate_of_elements, gated=silu_gate),
-    "silu_first": Gate(learns=gate_of_elements, gated=silu_gate, before_norm=True),            # Mamba2
+    "silu": Choice(learns=gate_of_elements, gated=silu_gate),
+    "silu_first": Choice(learns=gate_of_elements, gated=silu_gate, before_norm=True),            # Mamba2
 }
 
 
@@ -538,7 +538,7 @@ def norm_of_layer(layer):
     return {"out_norm": nn.LayerNorm(layer.heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
 
 
-OUT_NORMS = OUT_NORMS | {"layer": OutNorm(learns=norm_of_layer, args=EPS, normed=layer_norm)}
+OUT_NORMS = OUT_NORMS | {"layer": Choice(learns=norm_of_layer, args=EPS, normed=layer_norm)}
 
 
 def sum_may_be_zero(config, args, choices):
