@@ -163,9 +163,9 @@ class Block(nn.Module):
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
-def axis(name):
+def axis(name, meaning):
     """A field of GPTConfig for one axis. None: the recipe's value or, if it has none, the axis' default."""
-    return knob(None, mixers.MEANINGS[name], mixers.AXES.get(name))
+    return knob(None, meaning, mixers.AXES.get(name))
 
 
 @dataclass
@@ -215,29 +215,46 @@ class GPTConfig:
         "while decoding), sdpa (torch's fused softmax); auto: the fastest that can compute the recipe here",
         ("auto", "torch", "triton", "sdpa"))
     # the axes
-    mixer: str | None = axis("mixer")
-    rule: str | None = axis("rule")
-    forget: str | None = axis("forget")
-    write: str | None = axis("write")
-    conv: str | None = axis("conv")
-    balance: str | None = axis("balance")
-    affinity: str | None = axis("affinity")
-    select: str | None = axis("select")
-    topk: int | None = axis("topk")
-    pos: str | None = axis("pos")
-    qk_norm: str | None = axis("qk_norm")
-    feature: str | None = axis("feature")
-    scale: str | None = axis("scale")
-    normalize: str | None = axis("normalize")
-    sink: str | None = axis("sink")
-    diff: str | None = axis("diff")
-    value_bias: str | None = axis("value_bias")
-    dex: str | None = axis("dex")
-    out_norm: str | None = axis("out_norm")
-    gate: str | None = axis("gate")
-    window: int | None = axis("window")
-    window_every: int | None = axis("window_every")
-    first: int | None = axis("first")
+    mixer: str | None = axis("mixer", "layer that mixes tokens: attention; focus: distant pairs need a common group; "
+        "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: such "
+        "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax")
+    rule: str | None = axis("rule", "how scores become attention weights; for a state: how a token changes it")
+    forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed share, or a share "
+        "computed from the token")
+    write: str | None = axis("write", "how much of its value a token writes into the state")
+    conv: str | None = axis("conv", "a convolution over 4 tokens, then silu, on the queries, keys and values of a "
+        "state")
+    balance: str | None = axis("balance", "how a token's scores become its shares of Focus' groups")
+    affinity: str | None = axis("affinity", "how Focus' gate acts on the score of a distant pair: its logarithm is "
+        "added (log), or it multiplies the score (score)")
+    select: str | None = axis("select", "how a query selects keys: the highest scores (topk), the highest scores in "
+        "its largest components (sparq), pages by a bound (quest), or colliding hashes (magicpig)")
+    topk: int | None = axis("topk", "how many keys a query selects, 0: all; with Focus how many groups a token "
+        "belongs to when the model is evaluated, 0: soft gates")
+    pos: str | None = axis("pos", "positions: rotary; none; an embedding of each position, fixed or learned; or a "
+        "bias on the score: a slope (alibi), T5's learned buckets, the bucket numbers themselves (a negative "
+        "control), or a learned bias per head and distance, also with rotary")
+    qk_norm: str | None = axis("qk_norm", "norm of queries and keys: unit length (l2); unit mean square (rms); or "
+        "RMSNorm with learned weights of each head or of all heads together")
+    feature: str | None = axis("feature", "feature map applied to queries and keys: elu + 1, or a small MLP")
+    scale: str | None = axis("scale", "factor on q.k: 1/sqrt(d); 1; or 1/sqrt(d) times a factor that grows with log n "
+        "(SSMax, ASEntmax)")
+    normalize: str | None = axis("normalize", "divisor of a row whose rule has no normaliser: 1, the row's sum, its "
+        "length, or max(|sum|, 1)")
+    sink: str | None = axis("sink", "an extra key with score 0 (one), a learned score (logit), a learned key, or a "
+        "learned key and value; or a learned token before the sequence (token)")
+    diff: str | None = axis("diff", "a second view, which is subtracted from the first: with shared values, or as in "
+        "Differential Transformer's versions 1 and 2")
+    value_bias: str | None = axis("value_bias", "a learned vector added to each head's output")
+    dex: str | None = axis("dex", "Dex's learned correction of each head's output")
+    out_norm: str | None = axis("out_norm", "RMSNorm on the output of each head, or of all heads together; gated: the "
+        "latter with ReLA's gate; layer: LayerNorm, for a state")
+    gate: str | None = axis("gate", "sigmoid gate on the output, computed from the layer's input: one per head, or "
+        "one per element; for a state also silu, after or before the norm")
+    window: int | None = axis("window", "number of keys that a row sees, its own included; 0: all earlier keys. "
+        "Focus: keys that it sees whatever their group")
+    window_every: int | None = axis("window_every", "N: only layers 0, N, 2N, ... have the window")
+    first: int | None = axis("first", "number of first keys that stay visible beyond the window, as in StreamingLLM")
 
     def __post_init__(self):
         unknown = self.recipe.keys() - {*mixers.DEFAULTS, "args"}

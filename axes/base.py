@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-# ------------------------------------------------------------------------------------------------------- rows of tables
-
 
 class Constant(NamedTuple):
     """A constant that --attn_args may set. The type of its default decides: a switch, a whole number or any number."""
@@ -70,9 +68,6 @@ def only(values, *names):
     return {name: values[name] for name in names}
 
 
-# ---------------------------------------------------------------------------------------- what a choice adds to a layer
-
-
 class Normal(NamedTuple):
     """Initial values drawn from N(0, std): of a learned tensor of this shape or, without a shape, of a weight of a
     module that the choice has added before. Other weights of modules are drawn from N(0, 0.02)."""
@@ -105,9 +100,6 @@ def wrong_bias_dims(config, args, choices):
     dims = args.get("bias_dims", "all")
     if dims != "all" and (dims != int(dims) or dims > config.head_width):
         return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"
-
-
-# -------------------------------------------------------------------------------------------------------------- tensors
 
 
 def wide(x):

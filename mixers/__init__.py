@@ -1,7 +1,7 @@
 """The mixers: attention, and layers that replace it with the same interface (attend, weights_of, causal, cached).
 
 A mixer is a class with a table of its axes. A recipe of attention.ATTENTIONS names its mixer. All mixers are listed
-here: a new mixer is a row of MIXERS. A new axis also needs a row of MEANINGS and a field of model.GPTConfig.
+here: a new mixer is a row of MIXERS. A new axis also needs a field of model.GPTConfig.
 """
 import attention
 from axes.options import check_axes as check_axes_of
@@ -23,45 +23,6 @@ DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()}
 DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
 ADDED = {name for mixer in MIXERS.values() for name in mixer.added}     # to plain attention
 RETROFITS = tuple(name for name, mixer in MIXERS.items() if mixer.retrofit)             # for --train_only
-
-MEANINGS = {                                    # {axis: its help text}
-    "mixer": "layer that mixes tokens: attention; focus: distant pairs need a common group; routing: all pairs need a "
-             "common cluster; recurrent: every token changes and reads a state; performer: such a state that "
-             "approximates softmax; selection: each query selects a few keys of a model trained with softmax",
-    "rule": "how scores become attention weights; for a state: how a token changes it",
-    "forget": "what a state loses at each token: nothing, a fixed share, or a share computed from the token",
-    "write": "how much of its value a token writes into the state",
-    "conv": "a convolution over 4 tokens, then silu, on the queries, keys and values of a state",
-    "balance": "how a token's scores become its shares of Focus' groups",
-    "affinity": "how Focus' gate acts on the score of a distant pair: its logarithm is added (log), or it multiplies "
-                "the score (score)",
-    "select": "how a query selects keys: the highest scores (topk), the highest scores in its largest components "
-              "(sparq), pages by a bound (quest), or colliding hashes (magicpig)",
-    "topk": "how many keys a query selects, 0: all; with Focus how many groups a token belongs to when the model is "
-            "evaluated, 0: soft gates",
-    "pos": "positions: rotary; none; an embedding of each position, fixed or learned; or a bias on the score: a slope "
-           "(alibi), T5's learned buckets, the bucket numbers themselves (a negative control), or a learned bias per "
-           "head and distance, also with rotary",
-    "qk_norm": "norm of queries and keys: unit length (l2); unit mean square (rms); or RMSNorm with learned weights "
-               "of each head or of all heads together",
-    "feature": "feature map applied to queries and keys: elu + 1, or a small MLP",
-    "scale": "factor on q.k: 1/sqrt(d); 1; or 1/sqrt(d) times a factor that grows with log n (SSMax, ASEntmax)",
-    "normalize": "divisor of a row whose rule has no normaliser: 1, the row's sum, its length, or max(|sum|, 1)",
-    "sink": "an extra key with score 0 (one), a learned score (logit), a learned key, or a learned key and value; or a "
-            "learned token before the sequence (token)",
-    "diff": "a second view, which is subtracted from the first: with shared values, or as in Differential "
-            "Transformer's versions 1 and 2",
-    "value_bias": "a learned vector added to each head's output",
-    "dex": "Dex's learned correction of each head's output",
-    "out_norm": "RMSNorm on the output of each head, or of all heads together; gated: the latter with ReLA's gate; "
-                "layer: LayerNorm, for a state",
-    "gate": "sigmoid gate on the output, computed from the layer's input: one per head, or one per element; for a "
-            "state also silu, after or before the norm",
-    "window": "number of keys that a row sees, its own included; 0: all earlier keys. Focus: keys that it sees "
-              "whatever their group",
-    "window_every": "N: only layers 0, N, 2N, ... have the window",
-    "first": "number of first keys that stay visible beyond the window, as in StreamingLLM",
-}
 
 
 def layer_of(config, layer):
