@@ -80,13 +80,3 @@ def parse_value(name, text, constant):
         between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
         raise ValueError(f"--attn_args: write {name}={'WHOLE ' * whole}NUMBER{between}{instead}, not {text!r}")
     return int(value) if whole else value
-
-
-def check_axes(config, axes, numbers):
-    """Raise ValueError, with the reason, on axes that cannot be combined: any choice may refuse, and any number that
-    differs from its default."""
-    args, choices = constants(config, axes), chosen(config, axes)
-    changed = [number for name, number in numbers.items() if getattr(config, name) != number.default]
-    for choice in [*choices.values(), *changed]:
-        if choice.refuse and (reason := choice.refuse(config, args, choices)):
-            raise ValueError(reason)

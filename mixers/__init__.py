@@ -4,7 +4,7 @@ A mixer is a class with a table of its axes. A recipe of attention.ATTENTIONS na
 here: a new mixer is a row of MIXERS. A new axis also needs a field of model.GPTConfig.
 """
 import attention
-from axes.options import check_axes as check_axes_of
+from axes import options
 from mixers.focus import Focus
 from mixers.performer import Performer
 from mixers.recurrent import Recurrent
@@ -51,7 +51,11 @@ def check_axes(config):
         why = mixer.refused.get(axis) or (f"it accepts {', '.join(map(str, known))}" if axis in mixer.axes else
                                           f"only mixer {' or '.join(others)} has it")
         raise ValueError(f"--{axis}={value} cannot be used with --attn={config.attn} (mixer {config.mixer}): {why}")
-    check_axes_of(config, mixer.axes, mixer.numbers)
+    args, choices = options.constants(config, mixer.axes), options.chosen(config, mixer.axes)
+    changed = [number for name, number in mixer.numbers.items() if getattr(config, name) != number.default]
+    for choice in [*choices.values(), *changed]:
+        if choice.refuse and (reason := choice.refuse(config, args, choices)):
+            raise ValueError(reason)
 
 
 def choose_kernel(config, device):
