@@ -54,18 +54,6 @@ def expert_loss(model, knobs, machine):
     return knobs.expert_balance * share.shape[1] * (share * probability).sum()
 
 
-def check_importance(config):
-    """Raise ValueError on a recipe whose heads have no importance: see Attention.importance_of_heads."""
-    if config.mixer == "attention" and config.gate != "none":
-        return
-    if config.mixer != "attention" or config.rule != "softmax" or config.diff != "none":
-        raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={config.attn} "
-                         "has neither: choose such a recipe, or add --gate=head or --gate=element")
-    if config.window and not config.first and SINKS[config.sink].score is None:
-        raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond --window: "
-                         "add --first=1, a --sink or a --gate")
-
-
 def check_balance(knobs, config):
     """Raise ValueError if --expert_balance is given without experts, or --head_balance without two heads to balance."""
     if knobs.expert_balance and config.mlp != "moe":
@@ -73,7 +61,14 @@ def check_balance(knobs, config):
                          "have: add --mlp=moe, or leave it out")
     if not knobs.head_balance:
         return
-    check_importance(config)
+    # which heads have an importance: see Attention.importance_of_heads
+    gated = config.mixer == "attention" and config.gate != "none"
+    if not gated and (config.mixer != "attention" or config.rule != "softmax" or config.diff != "none"):
+        raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={config.attn} "
+                         "has neither: choose such a recipe, or add --gate=head or --gate=element")
+    if not gated and config.window and not config.first and SINKS[config.sink].score is None:
+        raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond --window: "
+                         "add --first=1, a --sink or a --gate")
     heads = torch.zeros(config.n_layer, config.n_head)
     if knobs.balance_form == "routed":
         heads = routed(heads, knobs.balance_skip, knobs.balance_shared)
