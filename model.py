@@ -311,7 +311,7 @@ class GPT(nn.Module):
 
     def tie(self):
         """Share parameters: lm_head has the token embedding's weights if config.tied, and all layers share those in
-        Position.shared."""
+        Choice.shared."""
         if self.config.tied:
             self.lm_head.weight = self.transformer.wte.weight
         for name in POSITIONS[self.config.pos].shared:
