@@ -18,7 +18,7 @@ from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
     bench, claims, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe, routers,
     sample, scrolls, show, speed)
-from evals.instrument import Common, OpenedRun, Overrides, Picture, check_overrides, recipe_names, runs_named
+from evals.instrument import Common, OpenedRun, Overrides, Picture, check_overrides, recipe_names, runs_named, table
 
 
 class Command(NamedTuple):
@@ -36,9 +36,9 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw, lengths.tell),
     "compare": Command(compare.Compare, compare.command, compare.draw, compare.tell, compare.check),
     "sample": Command(sample.Sample, sample.command),
-    "probe": Command(probe.ProbeFlags, probe.command, probe.draw, probe.tell),
-    "heads": Command(heads.Heads, heads.command, heads.draw, heads.tell),
-    "params": Command(params.Params, params.command, params.draw, params.tell),
+    "probe": Command(probe.ProbeFlags, probe.command, probe.draw),
+    "heads": Command(heads.Heads, heads.command, heads.draw),
+    "params": Command(params.Params, params.command, params.draw),
     "maps": Command(maps.Maps, maps.command, maps.draw, page=maps.page),
     "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
     "routers": Command(routers.Routers, routers.command, routers.draw, routers.tell),
@@ -67,8 +67,7 @@ def main(argv):
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
         found = f", not {argv[0]!r}{nearest(argv[0], COMMANDS)}" if argv else ""
         parser.error(f"the first word must be a command: {', '.join(COMMANDS)}{found}")
-    name, of_a_run = argv[0], argv[0] in OF_A_RUN
-    command = COMMANDS[name]
+    name, of_a_run, command = argv[0], argv[0] in OF_A_RUN, COMMANDS[argv[0]]
     parser = Parser(prog=f"eval.py {name}", description=" ".join(command.run.__doc__.split()))     # as one line
     add_flags(parser, command.flags, *([Picture] if command.draw else []), *([Common, Overrides] if of_a_run else []))
     parsed = parser.parse_args(argv[1:])
@@ -82,33 +81,29 @@ def main(argv):
         parser.error(str(e))
     # the flags are valid; from here on an error is about a run, its data or the disk
     with files.one_line_errors():
-        if of_a_run:
-            found, numbers, text = look(command, args, parsed)
-        else:
-            numbers, text = command.run(args, None)
-            found = numbers
-        if found is None:                       # another rank draws and prints
+        numbers, text, found = look(command, args, parsed) if of_a_run else (*command.run(args, None), None)
+        if numbers is None:                     # another rank draws and prints
             return
         if command.draw and parsed.png:
-            command.draw(parsed.png, found)
+            command.draw(parsed.png, found or numbers)
         if command.page and parsed.html:
-            command.page(parsed.html, found)
+            command.page(parsed.html, found or numbers)
         print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
 
 
 def look(command, args, parsed):
-    """Run an instrument on each run in turn, so that memory holds only one model. Returns {run: numbers}, None on all
-    ranks but one; the numbers as JSON has them; and the text."""
+    """Run an instrument on each run in turn, so that memory holds only one model. Returns the numbers as JSON has them,
+    the text, and {run: numbers}; None on all ranks but one."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
-    recipes = overrides.get("attn", "").split(",")                      # one run may be looked at under several
-    cases = {place if len(recipes) == 1 else f"{place} --attn={attn}":
-             (place, overrides | ({"attn": attn} if attn else {})) for place in places for attn in recipes}
-    alone = len(cases) == 1
+    recipes, cases = overrides.get("attn", "").split(","), {}           # one run may be looked at under several
+    for place in places:
+        for attn in recipes:
+            name = place if len(recipes) == 1 else f"{place} --attn={attn}"
+            cases[name] = place, overrides | ({"attn": attn} if attn else {})
     if command.check:                           # before the work begins
         command.check(args, places)
-    for place, changed in cases.values():
-        if changed and not alone:
-            check_overrides(place, changed)
+    for place, changed in cases.values() if len(cases) > 1 else ():
+        check_overrides(place, changed)
     found, texts = {}, {}
     for name, (place, changed) in cases.items():
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)
@@ -116,8 +111,18 @@ def look(command, args, parsed):
         run.machine.close()
     if not run.machine.main:
         return None, None, None
-    joined = texts[name] if alone else "\n\n".join(f"{name}\n\n{text}" for name, text in texts.items())
-    return found, found[name] if alone else found, command.tell(args, found) if command.tell else joined
+    if command.tell:
+        text = command.tell(args, found)
+    elif len(cases) == 1:
+        text = texts[name]
+    else:
+        text = "\n\n".join(f"{name}\n\n{text}" for name, text in texts.items())
+        means = {name: numbers["mean"] for name, numbers in found.items() if "mean" in numbers}
+        columns = list(dict.fromkeys(column for mean in means.values() for column in mean
+                                     if isinstance(mean[column], float)))
+        rows = [[name, *map(mean.get, columns)] for name, mean in means.items()]
+        text += f"\n\nmeans over all layers and heads\n\n{table(rows, ['', *columns])}" if means else ""
+    return found[name] if len(cases) == 1 else found, text, found
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from evals.instrument import instead, progress, table
+from evals.instrument import instead, progress
 from evals.loss import token_losses
 from evals.pictures import frame
 
@@ -136,17 +136,6 @@ def losses_with(change, model, rows, machine):
     """Each target's loss, (N, T), with `change` in place of every layer's attention."""
     with instead(model, change):
         return token_losses(model, rows, machine)
-
-
-def cost_table(found):
-    """The result of `costs`, a row for each ablation."""
-    rows = [[line["what"], line["where"], str(line["heads"]),
-             *(line[name] for name in ("loss_change", "standard_error", "over_draws"))] for line in found["changes"]]
-    header = ["taken away", "in the heads", "heads", "loss change", "standard error", "over draws"]
-    text = f"loss as it is: {found['loss']:.4f} nats per token\n\n{table(rows, header)}"
-    if found["dormant"]:
-        return text
-    return f"{text}\nfirst value zero in dormant heads: no head is above {found['threshold']:g}"
 
 
 def draw_costs(ax, cost):

@@ -5,14 +5,13 @@ have the same data, the same number of training tokens, and models of the same s
 """
 import math
 from dataclasses import asdict, dataclass
-
-import numpy as np
+from statistics import fmean, stdev
 
 import attention
 import mixers
 from common.flags import at_least, knob
 from common.runs import read_run
-from evals.instrument import Windows, first_line, legend, markdown, marked, table
+from evals.instrument import Windows, first_line, legend, markdown, table
 from evals.loss import bits_per_byte, loss_and_error
 from evals.measures import MEASURES
 from evals.pictures import draw_recipes
@@ -27,7 +26,6 @@ COLUMNS = LOSSES | dict.fromkeys(PROBED, "{:.3f}") | COSTS
 PANELS = {                                      # of the picture, {column: title}
     "loss": "loss (nats per token)", "sink": "weight on the first token", "row_mass": "sum of a row's weights",
     "value_norm_ratio": "norm of the first value over the others"}
-
 
 # these may differ between the seeds of one recipe: the seed, and knobs that do not change the numbers
 FREE = ("seed", "out_dir", "preset", "device", "dtype", "kernel", "compile", "eval_interval", "eval_iters",
@@ -54,14 +52,15 @@ def command(args, run):
     loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, run.stride,
                                           length)
     mean = probe(run.model, split, run.machine, args.probe_windows, args.batch_size, run.stride, length, True)["mean"]
-    knobs = run.meta["knobs"] | asdict(config) | {"init_from": begun_from(run.meta)}        # with --attn and other axes
+    tokens, began = budget(run.meta)
+    knobs = run.meta["knobs"] | asdict(config) | {"init_from": began}                       # with --attn and other axes
     numbers = run.reads(args.split, windows, length) | {
         "probe_windows": args.probe_windows, "attn": config.attn,
         "knobs": {name: value for name, value in knobs.items() if name not in FREE},
         "seed": run.meta["knobs"].get("seed"), "loss": loss, "loss_error": error,
         "perplexity": math.exp(loss), "bits per byte": bits_per_byte(loss, run.data_meta, args.split),
         **{measure: mean[measure] for measure in PROBED}, "uniform": mean["uniform"], "has_weights": run.has_weights,
-        "parameters": run.model.num_params(), "tokens": trained_on(run.meta), "seconds": run.meta.get("seconds")}
+        "parameters": run.model.num_params(), "tokens": tokens, "seconds": run.meta.get("seconds")}
     return numbers, ""                          # `tell` writes one text for all runs
 
 
@@ -69,51 +68,47 @@ def check(args, places):
     """Raise a ValueError that names the first difference between a run and the first run in the properties that must be
     the same in all runs of a table."""
     sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp", "n_expert", "n_active")
-    terms = {}
+    first, advice = None, "give --anyway to compare them all the same"
     for place in [] if args.anyway else places:
         meta = read_run(place)[0]
-        terms[place] = {"training data (hash)": meta.get("data_hash"), "tokenizer": meta.get("tokenizer"),
-                        "tokens trained on": trained_on(meta), "--init_from": begun_from(meta),
-                        **{name: meta["knobs"].get(name, getattr(GPTConfig, name)) for name in sizes}}
-        for name, value in terms[place].items():
-            first = terms[places[0]][name]
-            unknown = places[0] if first is None else place
-            if value != first and None in (value, first):
-                raise ValueError(f"{unknown} was not trained here, so its data and budget are unknown; give --anyway "
-                                 "to compare them all the same")
-            if value != first:
-                raise ValueError(f"{places[0]} and {place} differ in {name}: {first} and {value}; give --anyway to "
-                                 "compare them all the same")
+        tokens, began = budget(meta)
+        terms = {"training data (hash)": meta.get("data_hash"), "tokenizer": meta.get("tokenizer"),
+                 "tokens trained on": tokens, "--init_from": began,
+                 **{name: meta["knobs"].get(name, getattr(GPTConfig, name)) for name in sizes}}
+        first = first or terms
+        for name, value in terms.items():
+            if value != first[name] and None in (value, first[name]):
+                raise ValueError(f"{places[0] if first[name] is None else place} was not trained here, so its data and "
+                                 f"budget are unknown; {advice}")
+            if value != first[name]:
+                raise ValueError(f"{places[0]} and {place} differ in {name}: {first[name]} and {value}; {advice}")
 
 
-def trained_on(meta):
-    """Tokens that a run was trained on up to its last evaluation; None for public weights."""
+def budget(meta):
+    """Tokens that a run was trained on up to its last evaluation, None for public weights; and the weights that it
+    began with. A resumed run has no record of these and counts as from scratch."""
     knobs, step = meta["knobs"], meta["losses"].get("step")
-    if step is not None:
-        return step * knobs["batch_size"] * knobs["gradient_accumulation_steps"] * knobs["block_size"]
-
-
-def begun_from(meta):
-    """The weights that a run began with. A resumed run has no record of them and counts as from scratch."""
-    began = meta["knobs"].get("init_from")
-    return "scratch" if began == "resume" else began
+    began = knobs.get("init_from")
+    tokens = None if step is None else (
+        step * knobs["batch_size"] * knobs["gradient_accumulation_steps"] * knobs["block_size"])
+    return tokens, "scratch" if began == "resume" else began
 
 
 def groups_of(found):
     """The runs of {place: numbers} grouped by recipe: {name: [numbers]}, the best first. The name has the flags that
     changed the recipe, and those that tell it from other runs with that --attn."""
-    groups = {}
+    groups, named = {}, {}
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
-    named = {}
-    for group in sorted(groups.values(), key=lambda group: mean_and_deviation(group, "loss")[0]):
+    for group in sorted(groups.values(), key=lambda group: fmean(numbers["loss"] for numbers in group)):
         attn, knobs = group[0]["attn"], group[0]["knobs"]
         alike = [other[0]["knobs"] for other in groups.values() if other[0]["attn"] == attn]
         axes = mixers.DEFAULTS | attention.recipe(attn) | {"attn_args": ""}
         flags = [f"--{name}={value}" for name, value in knobs.items()
                  if any(other.get(name) != value for other in alike)
                  or (name in axes and name != "pos" and value != axes[name])]
-        named[marked(" ".join([attn, *flags]), group[0]["has_weights"])] = group
+        flags += [] if group[0]["has_weights"] else ["(derivatives)"]
+        named[" ".join([attn, *flags])] = group
     return named
 
 
@@ -122,45 +117,32 @@ def tell(args, found):
     marks, and whether seeds separate the two."""
     groups = groups_of(found)
     columns = [column for column in COLUMNS if any(n[column] is not None for n in found.values())]
-    rows = [[name, str(len(group))] + [cell(column, group) for column in columns] for name, group in groups.items()]
-    mark(rows, columns, args.md)
-    header = ["recipe", "runs", *columns]
+    marks = ("**{}**", "<u>{}</u>", "{}") if args.md else ("{} **", "{} * ", "{}   ")
+    rows, losses = [], []                       # losses: mean and deviation of each recipe
+    for number, (name, group) in enumerate(groups.items()):
+        rows.append([name, str(len(group))])
+        for column in columns:
+            values = [numbers[column] for numbers in group if numbers[column] is not None]
+            shown = [fmean(values)] if values else []
+            if len(values) > 1 and column not in COSTS:
+                shown.append(stdev(values))
+            if column == "loss":
+                losses.append(shown)
+            cell = " ± ".join(map(COLUMNS[column].format, shown)) or "-"
+            if column in LOSSES and len(groups) > 1:
+                cell = marks[min(number, 2)].format(cell)
+            rows[-1].append(cell)
     said = [*dict.fromkeys(map(first_line, found.values())), "± is the standard deviation over seeds"]
     if len(groups) > 1:
         said[-1] += "" if args.md else "; ** the best, * the second best"
-        first, second, *_ = groups
-        (a, da), (b, db) = (mean_and_deviation(groups[name], "loss") for name in (first, second))
-        if None in (da, db):
+        (first, second, *_), ((a, *da), (b, *db)) = groups, losses[:2]
+        if not da or not db:
             said.append("one seed says little about small differences: train more with --seed")
-        elif b - a <= 2 * max(da, db):
+        elif b - a <= 2 * max(da + db):
             said.append(f"{first} and {second} are closer than two standard deviations: the seeds alone may explain it")
     meant = {name: MEASURES[name] for name in columns if name in PROBED} | {"tokens": "tokens read in training"}
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in meant.items()) if args.md else legend(meant)
-    return "\n".join([(markdown if args.md else table)(rows, header), "", *said, "", meanings])
-
-
-def mean_and_deviation(group, column):
-    """Mean and sample deviation of a column over the runs of a recipe. The deviation of one run is None. Both are None
-    if the column is undefined."""
-    values = [numbers[column] for numbers in group if numbers[column] is not None]
-    if not values:
-        return None, None
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def cell(column, group):
-    mean, deviation = mean_and_deviation(group, column)
-    shown = [mean] if deviation is None or column in COSTS else [mean, deviation]
-    return "-" if mean is None else " ± ".join(map(COLUMNS[column].format, shown))
-
-
-def mark(rows, columns, md):
-    """Mark the losses of the first two rows, which are sorted: bold and underlined, in plain text ** and *."""
-    first, second, other = ("**{}**", "<u>{}</u>", "{}") if md else ("{} **", "{} * ", "{}   ")
-    for place, row in enumerate(rows if len(rows) > 1 else []):
-        for i, column in enumerate(columns, 2):                         # name and runs come first
-            if column in LOSSES:
-                row[i] = (first, second, other)[min(place, 2)].format(row[i])
+    return "\n".join([(markdown if args.md else table)(rows, ["recipe", "runs", *columns]), "", *said, "", meanings])
 
 
 def draw(path, found):

@@ -8,12 +8,14 @@ linear in T. Maps are (layers, heads).
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import torch
 
 from common.flags import at_least, knob
 from data import tokens
-from evals.ablate import ablations, cost_table, costs, draw_costs
+from evals.ablate import ablations, costs, draw_costs
 from evals.instrument import Windows, first_line, legend, progress, table, watch, whole_numbers, window_batches
 from evals.measures import Probe
 from evals.pictures import SHARES, figure_of, heat_map, signed
@@ -50,34 +52,29 @@ class Heads(Windows):
 def command(args, run):
     """Measure how dormant, local, global and important every head is; with --cost, also how much the loss rises without
     its sink or without the head."""
-    T = run.window(args.length)
+    T, machine = run.window(args.length), run.machine
     if max(args.local, args.other + 1) > T:
         raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "
                          "lower them, or raise --length")
-    windows = []                                # of the run's data set, and of --against: (N, T + 1)
+    maps, windows = [], []                      # for the run's data set, and for --against
     for folder, meta in [run.data, *([run.data_of(args.against)] if args.against else [])]:
-        windows += window_batches(run.model, tokens.Tokens(folder, args.split), run.machine, T, args.windows,
-                                  args.windows, meta.get("stride", 1))
-    maps, *there = [measure(run.model, rows, run.machine, args.batch_size, args.local) for rows in windows]
-    rows = windows[0]
-    numbers = run.reads(args.split, len(rows), T) | {"local": args.local} | summary(maps, args)
+        rows, = window_batches(run.model, tokens.Tokens(folder, args.split), machine, T, args.windows, args.windows,
+                               meta.get("stride", 1))                   # (N, T + 1)
+        probes = [Probe(local=args.local) for _ in run.model.transformer.h]
+        for some in progress(rows.split(args.batch_size), machine.main):
+            watch(run.model, lambda layer, *inputs, probes=probes: probes[layer].see(*inputs), some[:, :-1], machine)
+        results = [probe.result() for probe in probes]
+        maps.append({name: torch.stack([result[name] for result in results]) for name in MEASURES})
+        windows.append(rows)
+    numbers = run.reads(args.split, len(windows[0]), T) | {"local": args.local} | summary(maps[0], args)
+    alpha = maps[0]["alpha_sink"]
     if args.against:
-        numbers["against"] = compared(maps["alpha_sink"], there[0]["alpha_sink"], Path(args.against).name)
+        numbers["against"] = compared(alpha, maps[1]["alpha_sink"], Path(args.against).name)
     if args.cost:
-        removed = ablations(maps["alpha_sink"], args.threshold, whole_numbers(args.prune), args.other, args.draws,
-                            args.seed)
-        numbers["cost"] = costs(removed, run.model, rows, run.machine, args.batch_size) | {
+        removed = ablations(alpha, args.threshold, whole_numbers(args.prune), args.other, args.draws, args.seed)
+        numbers["cost"] = costs(removed, run.model, windows[0], machine, args.batch_size) | {
             "threshold": args.threshold, "dormant": numbers["dormant"]}
-    return numbers, tell(args, {"": numbers})
-
-
-def measure(model, rows, machine, batch_size, local):
-    """The MEASURES of every head on windows rows (N, T + 1): {measure: (layers, heads) float64}."""
-    probes = [Probe(local=local) for _ in model.transformer.h]
-    for some in progress(rows.split(batch_size), machine.main):
-        watch(model, lambda layer, *inputs: probes[layer].see(*inputs), some[:, :-1], machine)
-    results = [probe.result() for probe in probes]
-    return {name: torch.stack([result[name] for result in results]) for name in MEASURES}
+    return numbers, in_words(numbers)
 
 
 def summary(maps, args):
@@ -113,62 +110,57 @@ def compared(here, there, dataset):
             "correlation": correlation(here, there), "mean_difference": (here - there).abs().mean().item()}
 
 
-def tell(args, found):
-    """For one run, a row for each layer. Then a line for each figure over all heads, with a column for each run, and
-    the costs of each run."""
-    texts = list(dict.fromkeys(map(first_line, found.values())))
-    if len(found) == 1:
-        numbers, = found.values()
-        maps = {name: torch.tensor(values) for name, values in numbers["maps"].items()}
-        alpha, meanings = maps["alpha_sink"], {**MEASURES, "dormant": "heads with alpha_sink > {threshold}"}
-        rows = [[str(layer), *(values[layer].mean().item() for values in maps.values()),
-                 f"{(heads > numbers['threshold']).sum()} of {len(heads)}"] for layer, heads in enumerate(alpha)]
-        rows += [["mean", *numbers["mean"].values(), f"{numbers['dormant']:.0%}"]]
-        texts += [table(rows, ["layer", *meanings]),
-                  legend({name: meaning.format(**numbers) for name, meaning in meanings.items()})]
-    columns = [figures(numbers) for numbers in found.values()]
-    width = max(map(len, columns[0]))           # labels are aligned to the left
-    texts.append(table([[label.ljust(width), *(column[label] for column in columns)] for label in columns[0]],
-                       ["over all heads".ljust(width), *(found if len(found) > 1 else [""])]))
-    costs = {place: cost_table(numbers["cost"]) for place, numbers in found.items() if "cost" in numbers}
-    return "\n\n".join(texts + [f"{place}: {text}" if len(found) > 1 else text for place, text in costs.items()])
-
-
-def figures(numbers):
-    """The figures of a run over all heads, {label: number}."""
-    found = {f"mean {name}": value for name, value in numbers["mean"].items()}
-    found |= {"share of dormant heads": numbers["dormant"],
-              "rank correlation of depth and alpha_sink": numbers["depth_rank_correlation"],
-              "importance, deviation over mean": numbers["importance_cv"],
-              "the same without the early layers": numbers["importance_cv_late"]}
+def in_words(numbers):
+    """A row for each layer, a line for each figure over all heads, and the costs."""
+    maps, threshold = numbers["maps"], numbers["threshold"]
+    rows = []
+    for layer, alpha in enumerate(maps["alpha_sink"]):
+        dormant = sum(sink > threshold for sink in alpha)
+        rows.append([str(layer), *(fmean(values[layer]) for values in maps.values()), f"{dormant} of {len(alpha)}"])
+    rows.append(["mean", *numbers["mean"].values(), f"{numbers['dormant']:.0%}"])
+    meanings = {name: meaning.format(**numbers) for name, meaning in MEASURES.items()}
+    meanings["dormant"] = f"heads with alpha_sink > {threshold}"
+    figures = {"rank correlation of depth and alpha_sink": numbers["depth_rank_correlation"],
+               "importance, deviation over mean": numbers["importance_cv"],
+               "the same without the early layers": numbers["importance_cv_late"]}
     if "against" in numbers:
-        found |= {f"alpha_sink on {numbers['against']['dataset']}: correlation": numbers["against"]["correlation"],
-                  "and mean absolute difference": numbers["against"]["mean_difference"]}
-    return found
+        against = numbers["against"]
+        figures |= {f"alpha_sink on {against['dataset']}: correlation": against["correlation"],
+                    "and mean absolute difference": against["mean_difference"]}
+    texts = [first_line(numbers), table(rows, ["layer", *meanings]), legend(meanings),
+             table([[name, value] for name, value in figures.items()], ["over all heads", ""])]
+    if "cost" in numbers:
+        cost = numbers["cost"]
+        rows = [[line["what"], line["where"], str(line["heads"]),
+                 *(line[name] for name in ("loss_change", "standard_error", "over_draws"))] for line in cost["changes"]]
+        header = ["taken away", "in the heads", "heads", "loss change", "standard error", "over draws"]
+        texts += [f"loss as it is: {cost['loss']:.4f} nats per token", table(rows, header)]
+        if not cost["dormant"]:
+            texts[-1] += f"\nfirst value zero in dormant heads: no head is above {threshold:g}"
+    return "\n\n".join(texts)
 
 
 def draw(path, found):
     """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11); with --against alpha_sink on both
     data sets and the difference (figure 6); with --cost the increases of the loss. Several runs: alpha_sink side by
     side (figure 12)."""
-    alphas = [numbers["maps"]["alpha_sink"] for numbers in found.values()]
-    first, *others = found.values()
-    cost, against = None if others else first.get("cost"), first.get("against")
-    panels = [("weight on the sink\n$\\alpha_{sink}$", first["maps"]["alpha_sink"], SHARES),
-              (f"on the last {first['local']} keys\n$\\alpha_{{local}}$", first["maps"]["alpha_local"], SHARES),
-              ("how uneven rows are\n$\\sigma^2$", first["maps"]["sigma2"], SHARES | {"vmax": None})]
-    if against:
-        panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES),
-                       ("difference\n(first minus second)", against["difference"], signed(0.5))]
-    if others:
-        panels = [(f"{Path(place).name}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}",
-                   numbers["maps"]["alpha_sink"], SHARES) for place, numbers in found.items()]
-    widths = [1.5 + 0.16 * max(len(alpha[0]) for alpha in alphas)] * len(panels) + [4.5] * bool(cost)
-    height = max(1.6 + 0.15 * max(map(len, alphas)), 4.2 * bool(cost))
-    with figure_of(path, [height], widths) as axes:
+    if len(found) > 1:
+        cost, panels = None, [
+            (f"{Path(place).name}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}",
+             numbers["maps"]["alpha_sink"], SHARES) for place, numbers in found.items()]
+    else:
+        first, = found.values()
+        cost, against, maps = first.get("cost"), first.get("against"), first["maps"]
+        panels = [("weight on the sink\n$\\alpha_{sink}$", maps["alpha_sink"], SHARES),
+                  (f"on the last {first['local']} keys\n$\\alpha_{{local}}$", maps["alpha_local"], SHARES),
+                  ("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None})]
+        if against:
+            panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES),
+                           ("difference\n(first minus second)", against["difference"], signed(0.5))]
+    layers, heads = np.max([np.shape(cells) for _, cells, _ in panels], 0)
+    height = max(1.6 + 0.15 * layers, 4.2 * bool(cost))
+    with figure_of(path, [height], [1.5 + 0.16 * heads] * len(panels) + [4.5] * bool(cost)) as axes:
         for ax, (title, cells, colours) in zip(axes[0], panels, strict=False):          # the last may be for costs
-            image = heat_map(ax, cells, colours, ylabel="layer" if ax is axes[0][0] else "")
-            ax.figure.colorbar(image, ax=ax, shrink=0.8)
-            ax.set_title(title, fontsize=10)
+            heat_map(ax, cells, colours, ylabel="layer" if ax is axes[0][0] else "", title=title, bar="")
         if cost:
             draw_costs(axes[0][-1], cost)

@@ -99,10 +99,8 @@ def runs_named(text):
 
 class OpenedRun:
     """A trained run: its model on this machine, its tokenizer, and a data set, which is opened at its first use.
-
     common: a Common. overrides: {config field: value}, which replace the run's own. Raises ValueError if the weights or
-    the data do not fit the model.
-    """
+    the data do not fit the model."""
 
     def __init__(self, common, overrides):
         meta, checkpoint = read_run(common.out_dir)
@@ -110,14 +108,11 @@ class OpenedRun:
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides, self.machine.dtype)
         self.out_dir = checkpoint.parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
+        # without attention weights, derivatives of outputs by values replace them
+        self.has_weights = self.model.transformer.h[0].attn.exact
         if not self.has_weights and self.machine.main:
             print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
                   "values: the weights shown are derivatives of outputs with respect to values", file=sys.stderr)
-
-    @property
-    def has_weights(self):
-        """Does the recipe have attention weights? If not, derivatives of outputs by values replace them."""
-        return self.model.transformer.h[0].attn.exact
 
     def data_of(self, dataset):
         """The folder of a data set in the run's tokenizer, and its meta.json."""
@@ -144,12 +139,11 @@ class OpenedRun:
                          overrides or {})
 
     def split(self, name):
-        """The tokens of "train" or "val"."""
         return tokens.Tokens(self.data[0], name)
 
     @property
     def positions(self):
-        """How many tokens the model can read: block_size if it has absolute positions, else infinitely many."""
+        """How many tokens the model can read."""
         return self.model.config.block_size if POSITIONS[self.model.config.pos].embeds else math.inf
 
     def check_positions(self, length, flag="length"):
@@ -218,13 +212,10 @@ def model_config(stored, given):
     return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
 
 
-WITH_TRAIN_ARGS = ", and change its flags with --train_args"
-
-
-def train_if_missing(folder, flags, advice=""):
+def train_if_missing(folder, flags):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a process of its own,
     unless the folder has a finished run with these flags that is newer than the run of --init_from. A stopped run goes
-    on from its last checkpoint. advice: the rest of the error message if training fails."""
+    on from its last checkpoint."""
     meta = finished_run(folder, flags)
     bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
     if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
@@ -233,7 +224,7 @@ def train_if_missing(folder, flags, advice=""):
     print(f"training {folder}: python train.py {' '.join(words)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
     if process_of("train.py", *words, stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"{folder} was not finished: read the error above{advice}")
+        raise ValueError(f"{folder} was not finished: read the error above, and change its flags with --train_args")
     return files.read_json(folder / "meta.json")
 
 
@@ -326,11 +317,6 @@ def table(rows, header):
     cells = [header] + [[c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
-
-
-def marked(name, has_weights):
-    """The name of a row, with a remark if derivatives replace attention weights."""
-    return name if has_weights else f"{name} (derivatives)"
 
 
 def markdown(rows, header):

@@ -22,7 +22,7 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
-    WITH_TRAIN_ARGS, markdown, marked, recipe_names, seeing, table, train_if_missing, whole_numbers, window_batches)
+    markdown, recipe_names, seeing, table, train_if_missing, whole_numbers, window_batches)
 from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
 from evals.measures import Probe, mean_of
 from evals.pictures import draw_recipes
@@ -68,7 +68,7 @@ def command(args, run):
     for seed in seeds:                          # an interrupted lab has all models of its first seeds
         for what, name in models.items():
             flags = train_flags(name, seed, args.out_dir, args.train_args)
-            metas[what].append(train_if_missing(folder_of(name, seed, args.out_dir), flags, WITH_TRAIN_ARGS))
+            metas[what].append(train_if_missing(folder_of(name, seed, args.out_dir), flags))
     runs = {what: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
             for what, group in metas.items()}
     about = {key: next(iter(metas.values()))[0][key] for key in ("machine", "versions")}
@@ -140,7 +140,8 @@ def mean_rows(runs):
     rows = []
     for name, group in runs.items():
         mean = {key: np.mean([figures[key] for figures in group]) for key in group[0]}
-        shown = marked(name, name not in attention.ATTENTIONS or mixers.has_weights(name))
+        exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
+        shown = name if exact else f"{name} (derivatives)"
         rows.append([shown, *(f"{mean[key]:.3f}" for key in COLUMNS.values()), f"{mean['parameters']:.0f}",
                      f"{mean['seconds']:.0f}"])
     return rows, ["recipe", *COLUMNS, "parameters", "s"]

@@ -17,7 +17,7 @@ import torch
 
 from common.flags import at_least, knob, shown
 from evals.instrument import (
-    WITH_TRAIN_ARGS, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
+    mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
 from evals.pictures import figure_of, line_panel, powers_of_two
 
@@ -96,7 +96,7 @@ def finetuned(run, length, args):
     """The model of a run after args.finetune more steps at this length."""
     folder = Path(f"{run.out_dir}-{length}")
     flags = finetune_flags(run, length, args.finetune) + [f"--out_dir={folder}", *args.train_args.split()]
-    train_if_missing(folder, flags, WITH_TRAIN_ARGS)
+    train_if_missing(folder, flags)
     return run.beside(folder).model
 
 

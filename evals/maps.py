@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from common.flags import knob
-from evals import probe
-from evals.ablate import output_zeroed, unchanged, window_losses
-from evals.instrument import legend, progress, table, watch, whole_numbers
+from evals.ablate import costs, output_zeroed
+from evals.instrument import legend, table, watch, whole_numbers
 from evals.measures import MEASURES, Probe
-from evals.pictures import SHARES, pyplot, save_figure, save_page, signed
+from evals.pictures import figure_of, pyplot, save_page
 from evals.sample import as_ids
 from evals.stream import watching
 
@@ -59,28 +58,33 @@ def command(args, run):
     if args.views and not modules[0].choices["diff"].mix:
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
-    all_layers, all_heads = range(len(modules)), range(modules[0].heads)
-    layers = all_layers if args.html else chosen("layers", args.layers, len(modules)) or sorted(
-        {round(i * (len(modules) - 1) / 3) for i in range(4)})          # four layers, or all if there are fewer
-    heads = all_heads if args.html else chosen("heads", args.heads, modules[0].heads)
+    chosen = {}                                 # by a flag; empty: not by it
+    for name, count in (("layers", len(modules)), ("heads", modules[0].heads)):
+        text = getattr(args, name)
+        chosen[name] = range(count) if args.html else whole_numbers(text, name) if text else []
+        if max(chosen[name], default=0) >= count:
+            raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
     queries = ["(sink token)"] * modules[0].ahead + labels
     keys = ["(extra key)"] * modules[0].has_extra_key + queries
     first = len(keys) - len(labels)             # the column of the first token
-    kinds, hidden, of_page = maps_of(run, ids, args)
-    maps = []
-    for layer in layers:
+    kinds, of_page = maps_of(run, ids, args)
+    maps = []                                   # by default of four layers, or of all if there are fewer
+    for layer in chosen["layers"] or sorted({round(i * (len(modules) - 1) / 3) for i in range(4)}):
+        hidden = kinds[layer].pop("hidden", None)
         *_, weights = kinds[layer].values()
         sink = weights[:, :, first].abs().mean(1)                       # (heads,)
         extremes = [sink.argmax().item(), sink.argmin().item()][:1 if args.views else 2]
-        for head in heads or dict.fromkeys(extremes):
-            more = {"hidden": rounded(hidden[layer][head])} if args.html else {}
-            maps += [{"layer": layer, "head": head, "kind": kind, "weights": rounded(w[head])} | more
+        for head in chosen["heads"] or dict.fromkeys(extremes):
+            more = {} if hidden is None else {"hidden": six_digits(hidden[head])}
+            maps += [{"layer": layer, "head": head, "kind": kind, "weights": six_digits(w[head])} | more
                      for kind, w in kinds[layer].items()]
     numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps} | of_page
     return numbers, page_in_words(args.html, numbers) if args.html else in_words(numbers)
 
 
-# ------------------------------------------------------------------------------------------ sentence, layers and heads
+def six_digits(w):
+    """Weights (T, keys) to six significant digits, so no nonzero weight becomes 0."""
+    return [[float(f"{weight:.6g}") for weight in row] for row in w.tolist()]
 
 
 def sentence(text, run):
@@ -88,8 +92,7 @@ def sentence(text, run):
     or if an id is not in the vocabulary."""
     coder, config = run.tokenizer, run.model.config
     if text is None:                            # the same for every model, up to its block_size
-        symbols = coder.name == "numbers"
-        ids = run.split("val").window(0, SHOWN) if symbols else coder.encode(SENTENCE)
+        ids = run.split("val").window(0, SHOWN) if coder.name == "numbers" else coder.encode(SENTENCE)
         labels, shown = labels_of(ids, SENTENCE, coder), min(SHOWN, config.block_size)
         return ids[:shown], labels[:shown]
     ids = coder.encode(text)
@@ -114,16 +117,6 @@ def labels_of(ids, text, coder):
     return [label if len(label) <= 14 else f"{label[:13]}…" for label in labels]
 
 
-def chosen(name, text, count):
-    """The layers or heads that a flag names, or None. Raises ValueError on one that does not exist."""
-    numbers = whole_numbers(text, name) if text else None
-    if numbers and max(numbers) >= count:
-        raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
-    return numbers
-
-
-# ---------------------------------------------------------------------------------------------------------- the numbers
-
 IN_GRID = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")      # measures that colour the page's heads
 COST = "how much the loss of this sentence rises without the head, in nats per token"
 
@@ -131,15 +124,16 @@ COST = "how much the loss of this sentence rises without the head, in nats per t
 def maps_of(run, ids, args):
     """One pass over a sentence ids (T,), for rows of T queries. Returns the maps of each layer, [{kind: (heads, T,
     keys)}], where keys is T, or 1 + T with an extra key's column first. The kinds are "weights", or with --views
-    "view a", "view b" and "difference" (a - lambda b). The other results are empty without --html: the weights if only
-    the first row sees the first key, [(heads, T, keys)], and what else the page shows:
+    "view a", "view b" and "difference" (a - lambda b), and with --html "hidden", the weights if only the first row sees
+    the first key. Also returns what else the page shows, which is empty without --html:
 
     about           the recipe
     measures        {name: (layers, heads)}, those of IN_GRID that exist for this recipe, and with --cost the costs
     value_norms     (layers, heads, T), the norm of each token's value
     stream          (layers + 1, T), the norm of each hidden state that enters a layer, and after the last
     """
-    kinds, hidden, measured, value_norms, stream = [], [], [], [], []
+    kinds, probes, value_norms, stream = [], [], [], []
+    model, rows = run.model, as_ids(ids, run.machine)
 
     def see(layer, module, q, k, v, x, table):
         found = {"weights": module.weights_of(q, k, x, table)}
@@ -147,46 +141,34 @@ def maps_of(run, ids, args):
             a, b = module.views_of(q, k, x, table)
             found = {"view a": a, "view b": b, "difference": found["weights"]}
         if args.html:
-            sight = module.sight._replace(hidden=module.ahead)
-            hidden.append(module.weights_of(q, k, x, table, sight)[0].float().cpu())
-            measures, norms = Probe(), v[0].float().norm(dim=-1)                # (Hv, T)
-            measures.see(module, q, k, v, x, table)
-            measured.append(probe.rounded(measures.result()))
+            found["hidden"] = module.weights_of(q, k, x, table, module.sight._replace(hidden=module.ahead))
+            probes.append(Probe())
+            probes[-1].see(module, q, k, v, x, table)
+            norms = v[0].float().norm(dim=-1)                           # (Hv, T)
             value_norms.append(norms.repeat_interleave(module.heads // len(norms), 0).tolist())
         kinds.append({kind: w[0].float().cpu() for kind, w in found.items()})
 
-    with watching(run.model, lambda layer, h: stream.append(h[0].float().norm(dim=-1).tolist())):
-        watch(run.model, see, as_ids(ids, run.machine), run.machine)
+    with watching(model, lambda layer, h: stream.append(h[0].float().norm(dim=-1).tolist())):
+        watch(model, see, rows, run.machine)
     if not args.html:
-        return kinds, hidden, {}
-    measures = {name: [result[name] for result in measured] for name in IN_GRID}
+        return kinds, {}
+    results = [probe.numbers() for probe in probes]
+    measures = {name: [result[name] for result in results] for name in IN_GRID}
     for name in ("extra", "negative"):          # 0 in most recipes
         if not any(map(any, measures[name])):
             del measures[name]
-    if args.cost:
-        measures["cost"] = costs(run, ids)
-    attn, trained = run.model.config.attn, run.meta["knobs"]["attn"]
+    if args.cost:                               # of each head
+        L, H = len(probes), model.transformer.h[0].attn.heads
+        alone = [("", "", 1, [output_zeroed(head.view(L, H))]) for head in torch.eye(L * H, dtype=torch.bool)]
+        found = [round(line["loss_change"], 6) for line in costs(alone, model, rows, run.machine, 1)["changes"]]
+        measures["cost"] = [found[i:i + H] for i in range(0, L * H, H)]
+    attn, trained = model.config.attn, run.meta["knobs"]["attn"]
     about = f"--attn={attn}"
     if not run.has_weights:
         about += ": derivatives of outputs with respect to values, since this recipe has no attention weights"
     if attn != trained:
         about += f"; the model was trained with {trained}"
-    return kinds, hidden, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
-
-
-def costs(run, ids):
-    """The loss that silencing each single head adds on a sentence, in nats per token: (layers, heads)."""
-    rows, heads = as_ids(ids, run.machine), run.model.transformer.h[0].attn.heads
-    every = torch.eye(len(run.model.transformer.h) * heads, dtype=torch.bool)
-    changes = [unchanged, *(output_zeroed(chosen.view(-1, heads)) for chosen in every)]
-    before, *losses = [window_losses(change, run.model, rows, run.machine, 1).item()
-                       for change in progress(changes, run.machine.main)]
-    return [[round(loss - before, 6) for loss in losses[i:i + heads]] for i in range(0, len(losses), heads)]
-
-
-def rounded(w):
-    """Weights (T, keys) to six significant digits, so no nonzero weight becomes 0."""
-    return [[float(f"{weight:.6g}") for weight in row] for row in w.tolist()]
+    return kinds, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
 
 
 def in_words(numbers):
@@ -206,14 +188,10 @@ def in_words(numbers):
 
 def page_in_words(path, numbers):
     """Where the page is, and the mean over heads of each measure, by layer."""
-    meanings = meanings_of(numbers)
+    meanings = {name: MEASURES.get(name, COST) for name in numbers["measures"]}
     rows = [[str(layer), *(float(np.mean(heads)) for heads in measures)]
             for layer, measures in enumerate(zip(*numbers["measures"].values(), strict=True))]
     return f"open {path} in a browser\n\n{table(rows, ['layer', *meanings])}\n\n{legend(meanings)}"
-
-
-def meanings_of(numbers):
-    return {name: MEASURES.get(name, COST) for name in numbers["measures"]}
 
 
 # ------------------------------------------------------------------------------------------------------------- the page
@@ -224,25 +202,24 @@ LEVELS = {"weights": 1023, "sums": 32767, "entropies": 32767, "value_norms": 327
 
 
 def page(path, found):
-    """Write the page. Several runs are tabs."""
-    save_page(path, {"levels": LEVELS, "runs": [tab(place, numbers) for place, numbers in found.items()]})
-
-
-def tab(place, numbers):
-    """The data of one run, as evals/page.html reads it."""
-    w = torch.tensor([[found[kind] for found in numbers["maps"]] for kind in ("weights", "hidden")],
-                     dtype=torch.float64)       # (2, maps, T, keys)
-    tokens = w[..., numbers["first"]:]
-    share = tokens.abs() / tokens.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-    parts = {"weights": w, "sums": tokens.sum(-1), "entropies": torch.special.entr(share).sum(-1),      # as in measures
-             "value_norms": torch.tensor(numbers["value_norms"])}
-    most = {name: max(values.abs().max().item(), 1e-30) for name, values in parts.items()}
-    parts = {name: values / most[name] for name, values in parts.items()}
-    parts["weights"] = parts["weights"].abs().sqrt() * w.sign()         # small weights are as exact as their colours
-    return {"name": place.removeprefix("out/"), "most": most, "meanings": meanings_of(numbers),
-            "packed": {name: packed(values, LEVELS[name]) for name, values in parts.items()},
-            "stream": [[float(f"{norm:.4g}") for norm in norms] for norms in numbers["stream"]],
-            **{name: numbers[name] for name in ("about", "queries", "keys", "first", "measures")}}
+    """Write the page: a tab for each run, with the data that evals/page.html reads."""
+    tabs = []
+    for place, numbers in found.items():
+        w = torch.tensor([[one[kind] for one in numbers["maps"]] for kind in ("weights", "hidden")],
+                         dtype=torch.float64)   # (2, maps, T, keys)
+        tokens = w[..., numbers["first"]:]
+        share = tokens.abs() / tokens.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+        parts = {"weights": w, "sums": tokens.sum(-1), "entropies": torch.special.entr(share).sum(-1),  # as in measures
+                 "value_norms": torch.tensor(numbers["value_norms"])}
+        most = {name: max(values.abs().max().item(), 1e-30) for name, values in parts.items()}
+        parts = {name: values / most[name] for name, values in parts.items()}
+        parts["weights"] = parts["weights"].abs().sqrt() * w.sign()     # small weights are as exact as their colours
+        tabs.append({"name": place.removeprefix("out/"), "most": most,
+                     "meanings": {name: MEASURES.get(name, COST) for name in numbers["measures"]},
+                     "packed": {name: packed(values, LEVELS[name]) for name, values in parts.items()},
+                     "stream": [[float(f"{norm:.4g}") for norm in norms] for norms in numbers["stream"]],
+                     **{name: numbers[name] for name in ("about", "queries", "keys", "first", "measures")}})
+    save_page(path, {"levels": LEVELS, "runs": tabs})
 
 
 def packed(values, levels):
@@ -256,28 +233,19 @@ def packed(values, levels):
 
 # ---------------------------------------------------------------------------------------------------------- the picture
 
-LABELS = 0.9                                    # inches for the labels at a map
-
-
 def draw(path, found):
     """Draw the maps: a column for each layer, a row for each chosen head and view. Several runs are below each other,
     or side by side if each has only one column."""
-    grids, widths, heights = [], [], []         # a grid is a list of maps for each column; sizes are inches
-    for numbers in found.values():
-        grid = [list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
-        grids.append(grid)
-        widths.append(1.2 + len(grid) * (LABELS + side(numbers)))
-        heights.append(1.2 + max(map(len, grid)) * (LABELS + side(numbers)))
-    if all(len(grid) == 1 for grid in grids):
-        figure = pyplot().figure(figsize=(sum(widths), max(heights)), layout="constrained")
-        parts = figure.subfigures(1, len(grids), width_ratios=widths, squeeze=False)
-    else:
-        figure = pyplot().figure(figsize=(max(widths), sum(heights)), layout="constrained")
-        parts = figure.subfigures(len(grids), 1, height_ratios=heights, squeeze=False)
-    for part, (place, numbers), grid in zip(parts.flat, found.items(), grids, strict=True):
-        draw_run(part, numbers, grid)
-        part.suptitle(place if len(found) > 1 else "", fontsize=11)
-    save_figure(figure, path)
+    grids = [[list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
+             for numbers in found.values()]     # of each run: the maps of each column
+    rows, columns = max(len(maps) for grid in grids for maps in grid), max(map(len, grids))
+    beside = columns == 1
+    inches = 0.9 + max(side(numbers) for numbers in found.values())     # with the labels
+    down, across = (rows, len(grids)) if beside else (rows * len(grids), columns)
+    with figure_of(path, [inches] * down, [inches] * across) as axes:
+        parts = np.split(axes, len(grids), axis=int(beside))
+        for part, (place, numbers), grid in zip(parts, found.items(), grids, strict=True):
+            draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "")
 
 
 def side(numbers):
@@ -285,41 +253,33 @@ def side(numbers):
     return min(7.0, max(2.6, 0.14 * len(numbers["keys"])))
 
 
-def draw_run(part, numbers, grid):
+def draw_run(axes, numbers, grid, place):
     """All maps of a run, on one colour scale: the square root of the weight, so that small weights show. The scale ends
     at the largest weight after the first row, in which softmax always has a weight of 1."""
-    from matplotlib.colors import FuncNorm
+    colors = pyplot().matplotlib.colors
     w = np.array([found["weights"] for found in numbers["maps"]])       # (maps, T, keys)
     later = np.triu(np.ones_like(w[0], bool), 1 + w.shape[2] - w.shape[1])
     below, most = bool((w < 0).any()), max(np.abs(w[:, min(1, w.shape[1] - 1):]).max(), 1e-6)
-    norm = FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x),
-                    vmin=-most if below else 0, vmax=most)
-    colours = signed(most)["cmap"] if below else SHARES["cmap"]
-    axes = part.subplots(max(map(len, grid)), len(grid), squeeze=False)
+    norm = colors.FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x),
+                           vmin=-most if below else 0, vmax=most)
+    # letters fit into a cell, and a $ does not begin a formula
+    keys, plain = numbers["keys"], {"parse_math": False, "fontsize": min(7, 60 * side(numbers) / len(numbers["keys"]))}
     for ax in axes.flat:
         ax.set_axis_off()                       # a column may be shorter than others
-    for column, maps in zip(axes.T, grid, strict=True):
+    for column, maps in zip(axes.T, grid, strict=False):
         for ax, found in zip(column, maps, strict=False):
-            image = draw_map(ax, found, numbers, later, cmap=colours, norm=norm)
+            w_here = np.array(found["weights"])
+            ax.set_axis_on()
+            ax.set_facecolor("0.93")            # of later keys; exact zeros are yellow
+            image = ax.imshow(np.ma.array(w_here, mask=later | (w_here == 0)), cmap="RdBu_r" if below else "Blues",
+                              norm=norm)
+            ax.imshow(np.ma.array(w_here, mask=later | (w_here != 0)), cmap=colors.ListedColormap(["#fff3c4"]))
+            name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
+            ax.set_title(f"{place}{name}: {w_here[:, numbers['first']].mean():.2f} on the first token", fontsize=10)
+            ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
+            ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
+            ax.tick_params(length=0, pad=1)
+            ax.spines[:].set_visible(False)
     label = "weight (square-root scale" + ("; yellow: exactly 0)" if (w == 0)[:, ~later].any() else ")")
     beyond = "max" if w.max() > most else "neither"                     # in a first row
-    part.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
-
-
-def draw_map(ax, found, numbers, later, **colours):
-    """Draw one map. Later keys are grey, exact zeros yellow."""
-    from matplotlib.colors import ListedColormap
-    w, keys = np.array(found["weights"]), numbers["keys"]
-    ax.set_axis_on()
-    ax.set_facecolor("0.93")
-    image = ax.imshow(np.ma.array(w, mask=later | (w == 0)), **colours)
-    ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=ListedColormap(["#fff3c4"]))
-    name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
-    ax.set_title(f"{name}: {w[:, numbers['first']].mean():.2f} on the first token", fontsize=10)
-    # letters fit into a cell, and a $ does not begin a formula
-    plain = {"fontsize": min(7, 60 * side(numbers) / len(keys)), "parse_math": False}
-    ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
-    ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
-    ax.tick_params(length=0, pad=1)
-    ax.spines[:].set_visible(False)
-    return image
+    axes[0, 0].figure.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)

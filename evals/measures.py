@@ -15,6 +15,8 @@ Sources:
     sink_eps                Gu et al. 2410.10781 (When Attention Sink Emerges): Sink_k^eps, on windows of 64 tokens
     value_norm_ratio        the same, section 3.1; The Attention Sink as Native MoE, figure 2
 """
+import math
+
 import torch
 
 from axes.outputs import sigmoid_gate
@@ -44,14 +46,11 @@ MEASURES = {                                    # name: its meaning, printed und
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
-# the sums of Probe behind each measure: over the rows, or one divided by another
-OVER_ROWS = ("sink", "uniform", "share", "row_mass", "extra", "empty_rows", "entropy", "alpha_sink", "sigma2",
-             "importance")
-RATIOS = {
-    "sparsity": ("zeros", "pairs"), "negative": ("negative", "pairs"), "dispersion": ("dispersion", "several"),
-    "sink_eps": ("sink_eps", "sequences"), "extra_eps": ("extra_eps", "sequences"),
-    "value_norm_ratio": ("first_norm", "other_norm"), "sparsity_a": ("zeros_a", "pairs_a"),
-    "sparsity_b": ("zeros_b", "pairs_b"), "alpha_local": ("alpha_local", "full"), "importance": ("gate", "rows")}
+# a measure is a sum of Probe over rows, or divided by another sum
+DIVISORS = {
+    "sparsity": "pairs", "negative": "pairs", "dispersion": "several", "sink_eps": "sequences",
+    "extra_eps": "sequences", "value_norm_ratio": "other_norm", "sparsity_a": "pairs_a", "sparsity_b": "pairs_b",
+    "alpha_local": "full"}
 
 
 class Probe:
@@ -85,10 +84,10 @@ class Probe:
         sinks = early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
         self.add("sequences", torch.ones(B, H, 1))
         self.add("sink_eps", sinks[0])
-        if has_outside(module):
+        if module.has_extra_key or module.ahead:
             self.add("extra_eps", sinks[1])
         norm = v[:, :, module.ahead:].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)        # (B, H, T)
-        self.add("first_norm", norm[..., :1])
+        self.add("value_norm_ratio", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
         if self.local and module.choices["gate"].gated is sigmoid_gate:         # a silu is not between 0 and 1
             self.add("gate", gate_of(module, x, module.shapes["v"][1])[:, :, module.ahead:].mean(-1))
@@ -105,11 +104,11 @@ class Probe:
         entropy, several = torch.special.entr(p).sum(-1), (n > 1).float()
         row_values = {
             "rows": torch.ones_like(mass), "pairs": n, "uniform": visible(i, 0, module.sight) / n, "sink": w[..., 0],
-            "share": a[..., 0] / total, "row_mass": w.sum(-1), "extra": extra, "zeros": n - (w != 0).sum(-1),
+            "share": a[..., 0] / total, "row_mass": w.sum(-1), "extra": extra, "sparsity": n - (w != 0).sum(-1),
             "empty_rows": (w == 0).all(-1), "negative": (w < 0).sum(-1), "entropy": entropy, "several": several,
             "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
         if self.local:
-            j, outside = torch.arange(w.shape[3], device=w.device), has_outside(module)
+            j, outside = torch.arange(w.shape[3], device=w.device), module.has_extra_key or module.ahead
             seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)           # (R, T)
             on_tokens = seen.sum(-1)
             uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen     # distance from an even spread
@@ -129,19 +128,26 @@ class Probe:
             w, n = split_extra(module, w)[1], visible_count(i, module.sight)
             for name, view in (("a", w[:, 0::2]), ("b", w[:, 1::2])):
                 self.add(f"pairs_{name}", n.expand(view.shape[:3]))
-                self.add(f"zeros_{name}", n - (view != 0).sum(-1))
+                self.add(f"sparsity_{name}", n - (view != 0).sum(-1))
                 self.keep_largest(f"peak_{name}", (n > 1) * view.abs().amax(-1))
 
     def result(self):
         """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
         s = self.sums
-        found = {name: s[name] / s["rows"] for name in OVER_ROWS if name in s} | self.peaks
-        found |= {name: s[top] / s[bottom] for name, (top, bottom) in RATIOS.items() if top in s}
+        found = {name: total / s[DIVISORS.get(name, "rows")] for name, total in s.items()} | self.peaks
         found |= {"density": found["row_mass"] - found["sink"],
                   # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
                   "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
                   "dead_heads": (s["empty_rows"] == s["rows"]).double()}
+        if "gate" in found:                     # eq. 8 of Native MoE
+            found["importance"] = found["gate"]
         return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found
+
+    def numbers(self):
+        """The MEASURES as lists with six decimals, None for nan, which JSON lacks: {measure: [per head]}."""
+        result = self.result()
+        return {name: [None if math.isnan(value) else round(value, 6) for value in result[name].tolist()]
+                for name in MEASURES}
 
 
 def rows_of(module, blocks):
@@ -154,14 +160,11 @@ def rows_of(module, blocks):
         start += w.shape[2]
 
 
-def has_outside(module):
-    """Is there a key outside the sequence: an extra key, or that of a learned token ahead of it?"""
-    return module.has_extra_key or module.ahead > 0
-
-
 def split_extra(module, w):
-    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the tokens (B, H, R, T)."""
-    return (w[..., 0], w[..., 1:]) if has_outside(module) else (torch.zeros_like(w[..., 0]), w)
+    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the tokens (B, H, R, T).
+    It is an extra key, or that of a learned token ahead of the sequence."""
+    outside = module.has_extra_key or module.ahead
+    return (w[..., 0], w[..., 1:]) if outside else (torch.zeros_like(w[..., 0]), w)
 
 
 def gate_of(module, x, width=1):

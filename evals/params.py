@@ -83,20 +83,20 @@ def command(args, run):
     # the initial values of attention do not depend on the MLP, which can be large
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
+    values = {"now": list(map(figures, modules)), "start": list(map(figures, fresh))}
     # a linear layer besides the projections computes a gate or a lambda from the layer's input
-    reads_text = any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
-                     for name, child in modules[0].named_children())
-    now = figures_on_text(run, args) if reads_text else [figures(module) for module in modules]
-    start, kept = [figures(module) for module in fresh], dict(modules[0].named_buffers(recurse=False))
+    if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
+           for name, child in modules[0].named_children()):
+        values["now"] = figures_on_text(run, args)
+    kept = dict(modules[0].named_buffers(recurse=False))
     numbers = {
         "attn": run.model.config.attn,
-        "figures": {name: {"now": [rounded(layer[name]) for layer in now],
-                           "start": [rounded(layer[name]) for layer in start],
-                           "learned": name.strip("|") not in kept} for name in now[0]},
+        "figures": {name: {when: [rounded(layer[name]) for layer in layers] for when, layers in values.items()}
+                    | {"learned": name.strip("|") not in kept} for name in values["now"][0]},
         "distance_bias": None if modules[0].distance() is None else {
-            "now": [rounded(bias_by_distance(module)) for module in modules],
-            "start": [rounded(bias_by_distance(module)) for module in fresh]}}
-    return numbers, tell(args, {"": numbers})
+            when: [rounded(bias_by_distance(module)) for module in layers]
+            for when, layers in (("now", modules), ("start", fresh))}}
+    return numbers, in_words(numbers)
 
 
 # tensors that are not shown: `computed` shows the number that the layer computes from them, or they are not learned
@@ -177,66 +177,54 @@ def rounded(values):
 # ------------------------------------------------------------------------------------------------- text and a picture
 
 
-def tell(args, found):
-    """The tables of each run, and below them the meanings of the names."""
-    texts, meant = [], {}
-    for place, numbers in found.items():
-        bias, shown = numbers["distance_bias"], numbers["figures"]
-        meant |= {name: MEANINGS[name] for name in shown if name in MEANINGS}
-        texts += [place] if len(found) > 1 else []
-        for name, figure in shown.items():      # layers (down) by heads (across); one column if all heads share it
-            heads = len(figure["now"][0])
-            header = [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
-            rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if heads > 1 else []), fmean(first)]
-                    for layer, (values, first) in enumerate(zip(figure["now"], figure["start"], strict=True))]
-            texts.append(f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
-                         + table(rows, ["layer", *header, "at first"]))
-        texts += [bias_table(**bias)] if bias else []
-        if not shown and not bias:
-            texts.append(f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at "
-                         "a run of elastic, lazy, sink, gated or diff")
-    if any(numbers["distance_bias"] for numbers in found.values()):
-        meant |= BIAS
-    return "\n\n".join(texts + ([legend(meant)] if meant else []))
-
-
-def bias_table(now, start):
-    """A table of the bias by layer: means over heads and ranges of distances, and the decrease from near to far."""
+def in_words(numbers):
+    """A table for each figure, layers (down) by heads (across), and one column if all heads share it; a table of the
+    distance bias, with means over heads and ranges of distances; the meanings of the names."""
+    texts, bias = [], numbers["distance_bias"]
+    for name, figure in numbers["figures"].items():
+        heads = len(figure["now"][0])
+        header = [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
+        rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if heads > 1 else []), fmean(first)]
+                for layer, (values, first) in enumerate(zip(figure["now"], figure["start"], strict=True))]
+        texts.append(f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
+                     + table(rows, ["layer", *header, "at first"]))
     rows = []
-    for layer, (curves, first) in enumerate(zip(now, start, strict=True)):
-        curve = torch.tensor(curves).mean(0)    # (W,)
+    for layer, curves in enumerate(bias["now"] if bias else ()):
+        curve = np.mean(curves, 0)              # (W,)
         ends = [*RANGES.values(), (1, 8), (len(curve) // 4 + 1, len(curve))]
         parts = [curve[low:high + 1] for low, high in ends]             # empty if the curve is shorter
-        *means, near, far = (part.mean().item() if len(part) else None for part in parts)
+        *means, near, far = (part.mean() if len(part) else None for part in parts)
         decay = None if near is None or far is None else near - far
-        rows.append([str(layer), *means, decay, torch.tensor(first).mean().item()])
-    return "distance bias\n" + table(rows, ["layer", *RANGES, "decay", "at first"])
+        rows.append([str(layer), *means, decay, np.mean(bias["start"][layer])])
+    if rows:
+        texts.append("distance bias\n" + table(rows, ["layer", *RANGES, "decay", "at first"]))
+    if not texts:
+        return (f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at a run of "
+                "elastic, lazy, sink, gated or diff")
+    meanings = MEANINGS | BIAS if bias else MEANINGS
+    shown = [*numbers["figures"], *BIAS]
+    return "\n\n".join([*texts, legend({name: meanings[name] for name in shown if name in meanings})])
 
 
 def draw(path, found):
     """Draw a row for each run. First a map for each figure, layers (down) by heads (across): its numbers are values,
     its colours changes in training, red above the initial value and blue below. Then the distance bias, a colour for
     each layer: thin lines are heads, thick ones their means."""
-    shown = {place: numbers for place, numbers in found.items() if numbers["figures"] or numbers["distance_bias"]}
-    if not shown:
-        raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png")
-    columns = max(len(numbers["figures"]) + bool(numbers["distance_bias"]) for numbers in shown.values())
-    sizes = [np.shape(figure["now"]) for numbers in shown.values() for figure in numbers["figures"].values()]
+    found = {place: numbers for place, numbers in found.items() if numbers["figures"] or numbers["distance_bias"]}
+    if not found:
+        raise ValueError("nothing to draw: nothing was learned outside linear layers, leave out --png")
+    columns = max(len(numbers["figures"]) + bool(numbers["distance_bias"]) for numbers in found.values())
+    sizes = [np.shape(figure["now"]) for numbers in found.values() for figure in numbers["figures"].values()]
     layers, heads = np.max([(4, 4), *sizes], 0)
-    with figure_of(path, [1.4 + 0.3 * layers] * len(shown), [2 + 0.42 * heads] * columns) as axes:
-        for (place, numbers), row in zip(shown.items(), axes, strict=True):
-            for ax in row:
-                ax.set_axis_off()
-            for ax, (name, figure) in zip(row, numbers["figures"].items(), strict=False):
-                ax.set_axis_on()
-                now = np.array(figure["now"])   # (layers, heads)
-                change = now - np.array(figure["start"])
-                image = heat_map(ax, change, signed(max(np.abs(change).max(), 1e-6)), now)
-                ax.figure.colorbar(image, ax=ax, label="change")
-                ax.set_title(f"{name} ({fmean(map(fmean, figure['start'])):.3g} at first)", fontsize=10)
+    with figure_of(path, [1.4 + 0.3 * layers] * len(found), [2 + 0.42 * heads] * columns) as axes:
+        for (place, numbers), row in zip(found.items(), axes, strict=True):
+            panels = iter(row)
+            for name, figure in numbers["figures"].items():
+                change = np.subtract(figure["now"], figure["start"])    # (layers, heads)
+                heat_map(next(panels), change, signed(max(np.abs(change).max(), 1e-6)), figure["now"], bar="change",
+                         title=f"{name} ({fmean(map(fmean, figure['start'])):.3g} at first)")
             if numbers["distance_bias"]:
-                ax, layers = row[len(numbers["figures"])], np.array(numbers["distance_bias"]["now"])
-                ax.set_axis_on()
+                ax, layers = next(panels), np.array(numbers["distance_bias"]["now"])
                 for layer, curves in enumerate(layers):                 # (heads, W)
                     colour = (0.1, 0.2 + 0.6 * layer / len(layers), 0.6)
                     ax.plot(curves.T, color=colour, linewidth=0.5)
@@ -244,5 +232,7 @@ def draw(path, found):
                 ax.set_xscale("symlog", linthresh=1)                    # includes distance 0
                 ax.legend(frameon=False, fontsize=6)
                 frame(ax, "bias on the score", "distance")
+            for ax in panels:
+                ax.set_axis_off()
             if len(found) > 1:
                 row[0].set_title(f"{Path(place).name}: {row[0].get_title()}", fontsize=10)

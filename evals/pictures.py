@@ -51,9 +51,9 @@ def save_page(path, data):
         f.write(page.replace("DATA", text, 1))
 
 
-def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
+def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", title="", bar=None):
     """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows, columns) are given. None in
-    either stays empty. Returns the image, for a colour bar."""
+    either stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
     cells = np.array(cells, float)              # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
@@ -67,6 +67,9 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
     ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set_title(title, fontsize=10)
+    if bar is not None:
+        ax.figure.colorbar(image, ax=ax, label=bar)
     return image
 
 

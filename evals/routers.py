@@ -26,7 +26,7 @@ from common.flags import at_least, knob
 from common.runs import load_weights
 from evals import groups
 from evals.instrument import (
-    WITH_TRAIN_ARGS, batches, legend, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
+    batches, legend, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
 from evals.pictures import figure_of, frame, line_panel
 from model import GPT
@@ -172,7 +172,7 @@ def router(args, run, name, value):
         f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", f"--balance={args.balancing}",
         f"--window={knobs['window']}", f"--attn_args={constants}", f"--dataset={run.dataset}",
         f"--max_iters={args.steps}", f"--eval_interval={args.steps}", f"--device={run.machine.device}",
-        f"--out_dir={folder}", *args.train_args.split()], WITH_TRAIN_ARGS)
+        f"--out_dir={folder}", *args.train_args.split()])
     trained = run.beside(folder)
     layers = [block.attn for block in trained.model.transformer.h]
     k = min(2, layers[0].groups)
