@@ -7,10 +7,10 @@ linear in T. Maps are (layers, heads).
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import torch
 
 from common.flags import at_least, knob
@@ -18,7 +18,7 @@ from data import tokens
 from evals.ablate import ablations, costs, draw_costs
 from evals.instrument import Windows, first_line, legend, progress, table, watch, whole_numbers, window_batches
 from evals.measures import Probe
-from evals.pictures import SHARES, figure_of, heat_map, signed
+from evals.pictures import SHARES, draw_maps, signed
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "alpha_sink": "weight on the first token, or on the extra key if there is one; mean over rows (eq. 5)",
@@ -147,20 +147,14 @@ def draw(path, found):
     if len(found) > 1:
         cost, panels = None, [
             (f"{Path(place).name}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}",
-             numbers["maps"]["alpha_sink"], SHARES) for place, numbers in found.items()]
+             numbers["maps"]["alpha_sink"], SHARES, None) for place, numbers in found.items()]
     else:
         first, = found.values()
         cost, against, maps = first.get("cost"), first.get("against"), first["maps"]
-        panels = [("weight on the sink\n$\\alpha_{sink}$", maps["alpha_sink"], SHARES),
-                  (f"on the last {first['local']} keys\n$\\alpha_{{local}}$", maps["alpha_local"], SHARES),
-                  ("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None})]
+        panels = [("weight on the sink\n$\\alpha_{sink}$", maps["alpha_sink"], SHARES, None),
+                  (f"on the last {first['local']} keys\n$\\alpha_{{local}}$", maps["alpha_local"], SHARES, None),
+                  ("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None}, None)]
         if against:
-            panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES),
-                           ("difference\n(first minus second)", against["difference"], signed(0.5))]
-    layers, heads = np.max([np.shape(cells) for _, cells, _ in panels], 0)
-    height = max(1.6 + 0.15 * layers, 4.2 * bool(cost))
-    with figure_of(path, [height], [1.5 + 0.16 * heads] * len(panels) + [4.5] * bool(cost)) as axes:
-        for ax, (title, cells, colours) in zip(axes[0], panels, strict=False):          # the last may be for costs
-            heat_map(ax, cells, colours, ylabel="layer" if ax is axes[0][0] else "", title=title, bar="")
-        if cost:
-            draw_costs(axes[0][-1], cost)
+            panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES, None),
+                           ("difference\n(first minus second)", against["difference"], signed(0.5), None)]
+    draw_maps(path, {"": panels}, {"": [partial(draw_costs, cost=cost)] if cost else []}, bar="")

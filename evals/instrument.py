@@ -10,7 +10,8 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
 
     draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
     page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps.py
-    tell(args, found)         one text for all runs; without it, eval.py prints their texts one after another
+    tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
+                              a table of numbers["mean"], if they have it
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 
 To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in tests/test_NAME.py.
@@ -177,10 +178,8 @@ def first_line(reads):
 
 def load_run(out_dir, device, overrides=None, dtype="float32"):
     """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add have their initial
-    values.
-
-    Memory holds the weights once. On a CPU, float32 weights stay mapped to the file. The matrices that only multiply,
-    so not a tied embedding table, are of type dtype; otherwise autocast would convert them in every forward pass."""
+    values. Memory holds the weights once; on a CPU, float32 weights stay mapped to the file. The matrices that only
+    multiply, so not a tied embedding table, are of type dtype. Otherwise autocast would convert them in every pass."""
     meta, path = read_run(out_dir)
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     with torch.device("meta"):
@@ -189,8 +188,7 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     state = read_weights(path)
     if new:
         model = GPT(config)                     # for the initial values of the new parameters
-    multiply = ["c_attn", "c_proj", "c_fc", "c_gate"] + ([] if config.tied else ["lm_head"])
-    large = tuple(f"{name}.weight" for name in multiply)
+    large = tuple(f"{name}.weight" for name in ("c_attn", "c_proj", "c_fc", "c_gate", *["lm_head"] * (not config.tied)))
     state = {name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
              for name, value in state.items()}
     load_weights(model, state, path, new, copy=False)
@@ -232,17 +230,16 @@ def train_if_missing(folder, flags):
 
 
 def batches(run, args, length):
-    """Yield the windows of `length` tokens that the flags of Windows name, in batches (B, length + 1)."""
+    """The windows of `length` tokens that the flags of Windows name, in batches (B, length + 1)."""
     return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size,
                           run.stride, bar=True)
 
 
 def window_batches(model, split, machine, length, count, batch_size, stride=1, bar=False, share=False):
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last token is only a
-    target. The windows are spread evenly over the split, and every call yields the same ones.
-
-    count: how many windows, 0 for as many as fit. stride: windows begin at multiples of it. bar: show the progress.
-    share: the ranks share the windows; then a rank may have none."""
+    target. The windows are spread evenly over the split, and every call yields the same ones. count: how many windows,
+    0 for as many as fit. stride: windows begin at multiples of it. bar: show the progress. share: the ranks share the
+    windows; then a rank may have none."""
     starts = tokens.fixed_windows(split, length, count, stride)
     if share:
         starts = starts[machine.rank::machine.world]
@@ -271,9 +268,9 @@ def watch(model, see, idx, machine):
 
 def seeing(see):
     """A `look` for `instead` that calls see and leaves attention unchanged."""
-    def look(attend, layer, module, *inputs):
-        see(layer, module, *inputs)
-        return attend(*inputs)
+    def look(attend, *inputs):
+        see(*inputs)
+        return attend(*inputs[2:])
     return look
 
 

@@ -15,7 +15,7 @@ import torch
 
 from common.flags import knob
 from evals.ablate import costs, output_zeroed
-from evals.instrument import legend, table, watch, whole_numbers
+from evals.instrument import table, watch, whole_numbers
 from evals.measures import MEASURES, Probe
 from evals.pictures import figure_of, pyplot, save_page
 from evals.sample import as_ids
@@ -79,7 +79,7 @@ def command(args, run):
             maps += [{"layer": layer, "head": head, "kind": kind, "weights": six_digits(w[head])} | more
                      for kind, w in kinds[layer].items()]
     numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps} | of_page
-    return numbers, page_in_words(args.html, numbers) if args.html else in_words(numbers)
+    return numbers, f"open {args.html} in a browser" if args.html else in_words(numbers)
 
 
 def six_digits(w):
@@ -91,17 +91,17 @@ def sentence(text, run):
     """The token ids of a sentence, (T,), and their labels. Raises ValueError if the sentence is too long to be drawn,
     or if an id is not in the vocabulary."""
     coder, config = run.tokenizer, run.model.config
+    symbols = text is None and coder.name == "numbers"
+    ids = run.split("val").window(0, SHOWN) if symbols else coder.encode(SENTENCE if text is None else text)
+    labels, shown = labels_of(ids, SENTENCE if text is None else text, coder), min(SHOWN, config.block_size)
     if text is None:                            # the same for every model, up to its block_size
-        ids = run.split("val").window(0, SHOWN) if coder.name == "numbers" else coder.encode(SENTENCE)
-        labels, shown = labels_of(ids, SENTENCE, coder), min(SHOWN, config.block_size)
         return ids[:shown], labels[:shown]
-    ids = coder.encode(text)
     if len(ids) > MOST:
         raise ValueError(f"the sentence has {len(ids)} tokens, and no more than {MOST} can be drawn: give a shorter "
                          "--text")
     if max(ids) >= config.vocab_size:
         raise ValueError(f"--text has the id {max(ids)}, but this model has only 0 to {config.vocab_size - 1}")
-    return ids, labels_of(ids, text, coder)
+    return ids, labels
 
 
 def labels_of(ids, text, coder):
@@ -186,14 +186,6 @@ def in_words(numbers):
             + table(rows, ["", *header]))
 
 
-def page_in_words(path, numbers):
-    """Where the page is, and the mean over heads of each measure, by layer."""
-    meanings = {name: MEASURES.get(name, COST) for name in numbers["measures"]}
-    rows = [[str(layer), *(float(np.mean(heads)) for heads in measures)]
-            for layer, measures in enumerate(zip(*numbers["measures"].values(), strict=True))]
-    return f"open {path} in a browser\n\n{table(rows, ['layer', *meanings])}\n\n{legend(meanings)}"
-
-
 # ------------------------------------------------------------------------------------------------------------- the page
 
 # The page stores a whole number up to this, and a sign: 11 bits for the square root of each weight, to keep it small.
@@ -240,20 +232,15 @@ def draw(path, found):
              for numbers in found.values()]     # of each run: the maps of each column
     rows, columns = max(len(maps) for grid in grids for maps in grid), max(map(len, grids))
     beside = columns == 1
-    inches = 0.9 + max(side(numbers) for numbers in found.values())     # with the labels
+    side = min(7.0, max(2.6, 0.14 * max(len(numbers["keys"]) for numbers in found.values())))   # inches of a map
     down, across = (rows, len(grids)) if beside else (rows * len(grids), columns)
-    with figure_of(path, [inches] * down, [inches] * across) as axes:
+    with figure_of(path, [side + 0.9] * down, [side + 0.9] * across) as axes:
         parts = np.split(axes, len(grids), axis=int(beside))
         for part, (place, numbers), grid in zip(parts, found.items(), grids, strict=True):
-            draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "")
+            draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "", side)
 
 
-def side(numbers):
-    """Inches of a map without its labels."""
-    return min(7.0, max(2.6, 0.14 * len(numbers["keys"])))
-
-
-def draw_run(axes, numbers, grid, place):
+def draw_run(axes, numbers, grid, place, side):
     """All maps of a run, on one colour scale: the square root of the weight, so that small weights show. The scale ends
     at the largest weight after the first row, in which softmax always has a weight of 1."""
     colors = pyplot().matplotlib.colors
@@ -263,7 +250,7 @@ def draw_run(axes, numbers, grid, place):
     norm = colors.FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x),
                            vmin=-most if below else 0, vmax=most)
     # letters fit into a cell, and a $ does not begin a formula
-    keys, plain = numbers["keys"], {"parse_math": False, "fontsize": min(7, 60 * side(numbers) / len(numbers["keys"]))}
+    keys, plain = numbers["keys"], {"parse_math": False, "fontsize": min(7, 60 * side / len(numbers["keys"]))}
     for ax in axes.flat:
         ax.set_axis_off()                       # a column may be shorter than others
     for column, maps in zip(axes.T, grid, strict=False):

@@ -9,7 +9,7 @@ a gate. For these it shows the number that the layer computes from them.
 """
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import nn
 from common.flags import knob
 from evals.instrument import Windows, batches, legend, table, watch
 from evals.measures import gate_of
-from evals.pictures import figure_of, frame, heat_map, signed
+from evals.pictures import draw_maps, frame, signed
 from model import GPT
 
 MEANINGS = {                                    # name: its meaning, printed below the tables
@@ -84,10 +84,19 @@ def command(args, run):
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
     values = {"now": list(map(figures, modules)), "start": list(map(figures, fresh))}
-    # a linear layer besides the projections computes a gate or a lambda from the layer's input
+    # a linear layer besides the projections computes a gate or a lambda from its input: then means over text
     if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
            for name, child in modules[0].named_children()):
-        values["now"] = figures_on_text(run, args)
+        sums, windows = [{} for _ in modules], 0
+
+        def see(layer, module, q, k, v, x, table):
+            for name, value in figures(module, x[:, module.ahead:]).items():
+                sums[layer][name] = sums[layer].get(name, 0) + len(x) * value.double()
+
+        for rows in batches(run, args, run.window(args.length)):
+            watch(run.model, see, rows[:, :-1], run.machine)
+            windows += len(rows)
+        values["now"] = [{name: total / windows for name, total in layer.items()} for layer in sums]
     kept = dict(modules[0].named_buffers(recurse=False))
     numbers = {
         "attn": run.model.config.attn,
@@ -99,7 +108,7 @@ def command(args, run):
     return numbers, in_words(numbers)
 
 
-# tensors that are not shown: `computed` shows the number that the layer computes from them, or they are not learned
+# tensors that are not shown: `figures` shows the number that the layer computes from them, or they are not learned
 HIDDEN = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress", "steps",
           "moves", "directions", "means")
 
@@ -107,12 +116,11 @@ HIDDEN = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2"
 def figures(module, x=None):
     """Everything that one layer has learned: {name: (heads,)}, or {name: (1,)} if all heads share it. Scalars are shown
     as they are, vectors by their norms. A vector that a mixer adds for its whole layer counts as a vector, even if its
-    length is the number of heads.
-
-    x (B, T, C): the layer's inputs, for figures that depend on them; the default is one input of zeros."""
+    length is the number of heads. Figures that depend on the layer's inputs x (B, T, C) are means over the tokens; the
+    default is one input of zeros."""
     if x is None:
         x = module.c_attn.weight.new_zeros(1, 1, module.config.n_embd, dtype=torch.float32)
-    found, bias = {}, module.distance() or ()
+    found, bias, choices, ones = {}, module.distance() or (), module.choices, x.new_ones(1)
     for name, p in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         if name in HIDDEN or any(p is part for part in bias):
             continue
@@ -122,13 +130,6 @@ def figures(module, x=None):
             found[name] = p
         else:
             found[f"|{name}|"] = p.flatten(1).norm(dim=1) if p.dim() > 1 else p.norm()[None]
-    return found | computed(module, x)
-
-
-def computed(module, x):
-    """The numbers that a layer computes from its parameters and its inputs x (B, T, C), {name: (heads,)}: means over
-    the tokens."""
-    found, choices, ones = {}, module.choices, x.new_ones(1)
     if module.args.get("alpha") == "learned":   # its row input is the power 1 / (alpha - 1)
         found["alpha"] = 1 + 1 / module.rule.row_input(module, ones).flatten()
     if choices["scale"].factor:
@@ -153,20 +154,6 @@ def bias_by_distance(module):
     block_size. The paper's b (Lazy Attention, eq. 4) is minus this."""
     W = min(module.config.block_size, module.config.bias_range)
     return module.distance().bias(1, W)[:, 0].flip(-1)                  # the last row sees distances W - 1 .. 0
-
-
-def figures_on_text(run, args):
-    """The figures of every layer, [{name: (heads,)}]: means over the tokens of fixed windows."""
-    sums, windows = [{} for _ in run.model.transformer.h], 0
-
-    def see(layer, module, q, k, v, x, table):
-        for name, values in figures(module, x[:, module.ahead:]).items():
-            sums[layer][name] = sums[layer].get(name, 0) + len(x) * values.double()
-
-    for rows in batches(run, args, run.window(args.length)):
-        watch(run.model, see, rows[:, :-1], run.machine)
-        windows += len(rows)
-    return [{name: total / windows for name, total in layer.items()} for layer in sums]
 
 
 def rounded(values):
@@ -208,31 +195,27 @@ def in_words(numbers):
 
 def draw(path, found):
     """Draw a row for each run. First a map for each figure, layers (down) by heads (across): its numbers are values,
-    its colours changes in training, red above the initial value and blue below. Then the distance bias, a colour for
-    each layer: thin lines are heads, thick ones their means."""
-    found = {place: numbers for place, numbers in found.items() if numbers["figures"] or numbers["distance_bias"]}
-    if not found:
-        raise ValueError("nothing to draw: nothing was learned outside linear layers, leave out --png")
-    columns = max(len(numbers["figures"]) + bool(numbers["distance_bias"]) for numbers in found.values())
-    sizes = [np.shape(figure["now"]) for numbers in found.values() for figure in numbers["figures"].values()]
-    layers, heads = np.max([(4, 4), *sizes], 0)
-    with figure_of(path, [1.4 + 0.3 * layers] * len(found), [2 + 0.42 * heads] * columns) as axes:
-        for (place, numbers), row in zip(found.items(), axes, strict=True):
-            panels = iter(row)
+    its colours changes in training, red above the initial value and blue below. Then the distance bias."""
+    rows, beside = {}, {}
+    for place, numbers in found.items():
+        if numbers["figures"] or numbers["distance_bias"]:
+            rows[place], bias = [], numbers["distance_bias"]
             for name, figure in numbers["figures"].items():
                 change = np.subtract(figure["now"], figure["start"])    # (layers, heads)
-                heat_map(next(panels), change, signed(max(np.abs(change).max(), 1e-6)), figure["now"], bar="change",
-                         title=f"{name} ({fmean(map(fmean, figure['start'])):.3g} at first)")
-            if numbers["distance_bias"]:
-                ax, layers = next(panels), np.array(numbers["distance_bias"]["now"])
-                for layer, curves in enumerate(layers):                 # (heads, W)
-                    colour = (0.1, 0.2 + 0.6 * layer / len(layers), 0.6)
-                    ax.plot(curves.T, color=colour, linewidth=0.5)
-                    ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
-                ax.set_xscale("symlog", linthresh=1)                    # includes distance 0
-                ax.legend(frameon=False, fontsize=6)
-                frame(ax, "bias on the score", "distance")
-            for ax in panels:
-                ax.set_axis_off()
-            if len(found) > 1:
-                row[0].set_title(f"{Path(place).name}: {row[0].get_title()}", fontsize=10)
+                rows[place].append((f"{name} ({fmean(map(fmean, figure['start'])):.3g} at first)", change,
+                                    signed(max(np.abs(change).max(), 1e-6)), figure["now"]))
+            beside[place] = [partial(draw_bias, layers=np.array(bias["now"]))] if bias else []
+    if not rows:
+        raise ValueError("nothing to draw: nothing was learned outside linear layers, leave out --png")
+    draw_maps(path, rows, beside, bar="change")
+
+
+def draw_bias(ax, layers):
+    """Draw the distance bias (layers, heads, W), a colour for each layer: thin lines are heads, thick ones means."""
+    for layer, curves in enumerate(layers):
+        colour = (0.1, 0.2 + 0.6 * layer / len(layers), 0.6)
+        ax.plot(curves.T, color=colour, linewidth=0.5)
+        ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
+    ax.set_xscale("symlog", linthresh=1)        # includes distance 0
+    ax.legend(frameon=False, fontsize=6)
+    frame(ax, "bias on the score", "distance")

@@ -51,9 +51,37 @@ def save_page(path, data):
         f.write(page.replace("DATA", text, 1))
 
 
-def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", title="", bar=None):
+def draw_maps(path, rows, beside, bar=None):
+    """Draw a row for each run: maps of layers (down) by heads (across), then other panels.
+
+    rows: {run: [(title, cells (layers, heads), colours, numbers in the cells or None)]}. beside: {run: [a function that
+    draws on a panel]}. bar: the label of a colour bar at each map, None for no bar."""
+    maps, others = (max(map(len, panels.values())) for panels in (rows, beside))
+    layers, heads = np.max([np.shape(cells) for row in rows.values() for _, cells, *_ in row] or [(8, 4)], 0)
+    numbered = any(numbers is not None for row in rows.values() for *_, numbers in row)
+    width = max(3.2, 1.2 + 0.52 * heads) if numbered else 1.5 + 0.16 * heads
+    height = max(2.6, 1.2 + 0.28 * layers) if numbered else 1.6 + 0.15 * layers
+    with figure_of(path, [max(height, 3.0 * (others > 0))] * len(rows), [width] * maps + [4.0] * others) as axes:
+        for ax in axes.flat:
+            ax.set_axis_off()                   # a run may have fewer panels than others
+        for run, line in zip(rows, axes, strict=True):
+            for ax, (title, cells, colours, numbers) in zip(line, rows[run], strict=False):
+                ax.set_axis_on()
+                image = heat_map(ax, cells, colours, numbers)
+                ax.set_title(title, fontsize=10)
+                if bar is not None:
+                    ax.figure.colorbar(image, ax=ax, label=bar)
+            for ax, draw in zip(line[maps:], beside[run], strict=False):
+                ax.set_axis_on()
+                draw(ax)
+            if len(rows) > 1:
+                first = line[0 if rows[run] else maps]
+                first.set_title(f"{Path(run).name}\n{first.get_title()}", fontsize=10)
+
+
+def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
     """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows, columns) are given. None in
-    either stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
+    either stays empty. Returns the image, for a colour bar."""
     cells = np.array(cells, float)              # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
@@ -67,9 +95,6 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", ti
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.set_title(title, fontsize=10)
-    if bar is not None:
-        ax.figure.colorbar(image, ax=ax, label=bar)
     return image
 
 

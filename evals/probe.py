@@ -5,15 +5,15 @@ one pass over the windows, and shows them as tables and as a picture.
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
-import numpy as np
 import torch
 
 from common.flags import at_least, knob
 from evals.instrument import Windows, first_line, legend, table, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
-from evals.pictures import SHARES, figure_of, heat_map, line_panel, powers_of_two
+from evals.pictures import SHARES, draw_maps, line_panel, powers_of_two
 from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {                          # of the first table; two are no measures of a head
@@ -189,25 +189,24 @@ def number(value):
 
 
 def draw(path, found):
-    """Draw a row for each run: MAPS of layers (down) by heads (across) with a number in every cell, the first token in
-    the stream, and with --lengths share, dispersion and the share of an even spread by length."""
-    layers, heads = np.max([np.shape([layer["sink"] for layer in n["layers"]]) for n in found.values()], 0)
-    curves = 1 + any("lengths" in numbers for numbers in found.values())
-    widths = [max(3.2, 1.2 + 0.52 * heads)] * len(MAPS) + [3.6] * curves
-    with figure_of(path, [max(2.6, 1.2 + 0.26 * layers)] * len(found), widths) as axes:
-        for (place, numbers), row in zip(found.items(), axes, strict=True):
-            for ax, (name, title) in zip(row, MAPS.items(), strict=False):
-                cells = [layer[name] for layer in numbers["layers"]]
-                heat_map(ax, cells, SHARES, cells, title=title)
-            draw_stream(row[len(MAPS)], numbers["stream"])
-            if "lengths" in numbers:
-                curves = {name: [[line[key] for line in numbers["lengths"]] for key in ("length", name)]
-                          for name in ("share", "dispersion", "uniform")}
-                line_panel(row[-1], curves, "by length, means over heads", "tokens of a window")
-                powers_of_two(row[-1].xaxis)
-                row[-1].set_ylim(0, 1.03)
-            if len(found) > 1:
-                row[0].set_ylabel(f"{place}\nlayer")
+    """Draw a row for each run: MAPS of layers (down) by heads (across), the first token in the stream, and with
+    --lengths share, dispersion and the share of an even spread by length."""
+    rows, beside = {}, {}
+    for place, numbers in found.items():
+        maps = {name: [layer[name] for layer in numbers["layers"]] for name in MAPS}
+        rows[place] = [(title, maps[name], SHARES, maps[name]) for name, title in MAPS.items()]
+        beside[place] = [partial(draw_stream, places=numbers["stream"])]
+        if "lengths" in numbers:
+            beside[place].append(partial(draw_lengths, lines=numbers["lengths"]))
+    draw_maps(path, rows, beside)
+
+
+def draw_lengths(ax, lines):
+    curves = {name: [[line[key] for line in lines] for key in ("length", name)]
+              for name in ("share", "dispersion", "uniform")}
+    line_panel(ax, curves, "by length, means over heads", "tokens of a window")
+    powers_of_two(ax.xaxis)
+    ax.set_ylim(0, 1.03)
 
 
 def draw_stream(ax, places):

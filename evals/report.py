@@ -11,11 +11,9 @@ from evals.sample import as_ids, first_token
 
 def report(model, machine, folder, windows, batch_size, in_parts=False):
     """Print the losses, then a first look at the attention and a sample, or in the sink lab the lab's figures. folder:
-    that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses.
-
-    Returns all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses.
-    Only the main rank prints; the others get {}.
-    """
+    that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses. Returns all
+    figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses. Only the
+    main rank prints; the others get {}."""
     model.eval()                                # no dropout: nothing is trained after this
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
     stride = data_meta.get("stride", 1)
