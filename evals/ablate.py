@@ -84,7 +84,6 @@ def ablations(alpha_sink, threshold, prune, other, draws, seed):
 def picked(alpha_sink, count, draws, seed, in_layers=False):
     """Choose `count` heads in three ways: those with the most weight on the sink, random heads (several draws), and
     those with the least weight. Returns {where: [mask `chosen`, ...]}.
-
     in_layers: also choose them spread evenly over the layers, in each layer those with the most or the least weight. A
     remainder goes to the layers whose next head has the most or the least. (Without the spread, the heads with the
     least weight may fill whole layers. Then their depth matters more than their sink.)"""
@@ -104,17 +103,13 @@ def picked(alpha_sink, count, draws, seed, in_layers=False):
 def costs(found, model, rows, machine, batch_size):
     """The loss that each ablation adds on windows rows (N, T + 1), in nats per token: {"loss": without ablation,
     "changes": [{"what", "where", "heads", "loss_change", "standard_error", "over_draws"}]}.
-
     standard_error: of the mean difference over the windows, None for one window. over_draws: standard deviation of the
     loss over the draws, None for one draw."""
-    before = window_losses(unchanged, model, rows, machine, batch_size)
-    jobs = [(number, change) for number, (*_, changes) in enumerate(found) for change in changes]
-    added = [[] for _ in found]                 # for each ablation, the costs (N,) of each of its changes
-    for number, change in progress(jobs, machine.main):
-        added[number].append(window_losses(change, model, rows, machine, batch_size) - before)
-    return {"loss": before.mean().item(), "changes": [
-        {"what": what, "where": where, "heads": heads, **mean_and_errors(torch.stack(more))}
-        for (what, where, heads, _), more in zip(found, added, strict=True)]}
+    before, lines = window_losses(unchanged, model, rows, machine, batch_size), []
+    for what, where, heads, changes in progress(found, machine.main):
+        added = torch.stack([window_losses(change, model, rows, machine, batch_size) - before for change in changes])
+        lines.append({"what": what, "where": where, "heads": heads, **mean_and_errors(added)})
+    return {"loss": before.mean().item(), "changes": lines}
 
 
 def mean_and_errors(added):
@@ -144,10 +139,10 @@ def draw_costs(ax, cost):
     lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars start at the bottom
     gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
     colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}
-    ax.barh(range(len(lines)), gains, color=[colours[line["where"].removesuffix(" of each layer")] for line in lines],
-            xerr=errors, error_kw={"elinewidth": 1, "ecolor": "#606060"})
-    for y, (gain, error) in enumerate(zip(gains, errors, strict=True)):
-        ax.text(max(gain + error, 0), y, f" {gain:.3f}", va="center", fontsize=8)
+    shown = [colours[line["where"].removesuffix(" of each layer")] for line in lines]
+    bars = ax.barh(range(len(lines)), gains, color=shown, xerr=errors,
+                   error_kw={"elinewidth": 1, "ecolor": "#606060"})
+    ax.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     ax.set_yticks(range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8)
     ax.margins(x=0.15)
     frame(ax, f"increase of the loss\n(nats per token, from {cost['loss']:.3f})")

@@ -160,11 +160,11 @@ class OpenedRun:
         if length >= self.data_meta.get("stride", math.inf):
             raise ValueError(f"--{flag}={length}, but the sequences of {self.data[0]} have {self.stride - 1} tokens: "
                              f"give a smaller --{flag}")
-        found = length or min(config.block_size, LONG)
-        if found <= config.window and self.machine.main:
-            print(f"note: the model reads {found} tokens at a time, so --window={config.window} hides none of them: "
+        length = length or min(config.block_size, LONG)
+        if length <= config.window and self.machine.main:
+            print(f"note: the model reads {length} tokens at a time, so --window={config.window} hides none of them: "
                   f"give a larger --{flag}, or a smaller --window", file=sys.stderr)
-        return found
+        return length
 
     def reads(self, split, windows, length):
         """What an instrument read, with the same names in all instruments' numbers."""
