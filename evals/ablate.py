@@ -59,7 +59,6 @@ def output_zeroed(chosen):
 def ablations(alpha_sink, threshold, prune, other, draws, seed):
     """The rows of the table, [(what is removed, in which heads, their number, [changes])]. Several changes are random
     draws of heads; the row shows their mean. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.
-
     threshold: a head with a larger alpha_sink is dormant. prune: percentages of heads. other: a token whose value is
     zeroed for comparison. draws, seed: number of random draws of heads, and their seed.
 

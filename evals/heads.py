@@ -18,7 +18,7 @@ from data import tokens
 from evals.ablate import ablations, costs, draw_costs
 from evals.instrument import Windows, first_line, legend, progress, table, watch, whole_numbers, window_batches
 from evals.measures import Probe
-from evals.pictures import SHARES, draw_maps, signed
+from evals.pictures import SHARES, draw_rows, heat_map, signed
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "alpha_sink": "weight on the first token, or on the extra key if there is one; mean over rows (eq. 5)",
@@ -144,17 +144,17 @@ def draw(path, found):
     """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11); with --against alpha_sink on both
     data sets and the difference (figure 6); with --cost the increases of the loss. Several runs: alpha_sink side by
     side (figure 12)."""
-    if len(found) > 1:
-        cost, panels = None, [
-            (f"{Path(place).name}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}",
-             numbers["maps"]["alpha_sink"], SHARES, None) for place, numbers in found.items()]
-    else:
-        first, = found.values()
+    panels = {f"{place}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}":
+              (numbers["maps"]["alpha_sink"], SHARES) for place, numbers in found.items()}
+    first, cost = next(iter(found.values())), None
+    if len(found) == 1:
         cost, against, maps = first.get("cost"), first.get("against"), first["maps"]
-        panels = [("weight on the sink\n$\\alpha_{sink}$", maps["alpha_sink"], SHARES, None),
-                  (f"on the last {first['local']} keys\n$\\alpha_{{local}}$", maps["alpha_local"], SHARES, None),
-                  ("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None}, None)]
+        panels = {"weight on the sink\n$\\alpha_{sink}$": (maps["alpha_sink"], SHARES)}
         if against:
-            panels[1:1] = [(f"the same on\n{against['dataset']}", against["alpha_sink"], SHARES, None),
-                           ("difference\n(first minus second)", against["difference"], signed(0.5), None)]
-    draw_maps(path, {"": panels}, {"": [partial(draw_costs, cost=cost)] if cost else []}, bar="")
+            panels |= {f"the same on\n{against['dataset']}": (against["alpha_sink"], SHARES),
+                       "difference\n(first minus second)": (against["difference"], signed(0.5))}
+        panels |= {f"on the last {first['local']} keys\n$\\alpha_{{local}}$": (maps["alpha_local"], SHARES),
+                   "how uneven rows are\n$\\sigma^2$": (maps["sigma2"], SHARES | {"vmax": None})}
+    row = [partial(heat_map, cells=cells, colours=colours, title=title, bar="")
+           for title, (cells, colours) in panels.items()]
+    draw_rows(path, {"": row + [partial(draw_costs, cost=cost)] * bool(cost)})

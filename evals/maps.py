@@ -125,13 +125,9 @@ def maps_of(run, ids, args):
     """One pass over a sentence ids (T,), for rows of T queries. Returns the maps of each layer, [{kind: (heads, T,
     keys)}], where keys is T, or 1 + T with an extra key's column first. The kinds are "weights", or with --views
     "view a", "view b" and "difference" (a - lambda b), and with --html "hidden", the weights if only the first row sees
-    the first key. Also returns what else the page shows, which is empty without --html:
-
-    about           the recipe
-    measures        {name: (layers, heads)}, those of IN_GRID that exist for this recipe, and with --cost the costs
-    value_norms     (layers, heads, T), the norm of each token's value
-    stream          (layers + 1, T), the norm of each hidden state that enters a layer, and after the last
-    """
+    the first key. Also returns what else the page shows, which is empty without --html: the recipe, measures
+    (layers, heads) of IN_GRID and with --cost the costs, norms of values (layers, heads, T), and norms of the hidden
+    states (layers + 1, T) that enter a layer, and after the last."""
     kinds, probes, value_norms, stream = [], [], [], []
     model, rows = run.model, as_ids(ids, run.machine)
 
@@ -186,9 +182,7 @@ def in_words(numbers):
             + table(rows, ["", *header]))
 
 
-# ------------------------------------------------------------------------------------------------------------- the page
-
-# The page stores a whole number up to this, and a sign: 11 bits for the square root of each weight, to keep it small.
+# the page stores a whole number up to this, and a sign: 11 bits for the square root of each weight, to keep it small.
 # If the largest weight is 1, the error is at most 0.001. Sums and entropies of rows, and norms, have 16 bits
 LEVELS = {"weights": 1023, "sums": 32767, "entropies": 32767, "value_norms": 32767}
 
@@ -222,8 +216,6 @@ def packed(values, levels):
     planes = codes.astype(">u2").reshape(-1, 1).view(np.uint8).T.tobytes()
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 
-
-# ---------------------------------------------------------------------------------------------------------- the picture
 
 def draw(path, found):
     """Draw the maps: a column for each layer, a row for each chosen head and view. Several runs are below each other,

@@ -19,12 +19,11 @@ from torch import nn
 from common.flags import knob
 from evals.instrument import Windows, batches, legend, table, watch
 from evals.measures import gate_of
-from evals.pictures import draw_maps, frame, signed
+from evals.pictures import draw_rows, frame, heat_map, signed
 from model import GPT
 
 MEANINGS = {                                    # name: its meaning, printed below the tables
-    "tau": "tau / n is subtracted from each softmax weight, and what falls below zero becomes zero; Lazy Attention's "
-           "figures 5 and 10 plot -tau",
+    "tau": "tau / n is subtracted from each softmax weight; what falls below 0 becomes 0 (Lazy Attention plots -tau)",
     "beta": "scores below beta sqrt(2 log(n / kappa) / d) have weight zero",
     "sigma": "the score is multiplied by sigma log n",
     "scale_beta": "the score is multiplied by 1 + scale_beta log(n + 1)^scale_gamma",
@@ -46,8 +45,7 @@ MEANINGS = {                                    # name: its meaning, printed bel
     "|inner_bias|": "norm of the biases of that norm",
     "|place|": "norm of the learned correction to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
     "|centroids|": "norm of the centroid of each Focus group; the columns are groups, not heads",
-    "|potential|": "norm of the vector that Focus subtracts from its groups' scores to keep the groups even; training "
-                   "changes it without a gradient",
+    "|potential|": "norm of the vector that keeps Focus' groups even, which training changes without a gradient",
     "|planes|": "norm of each channel of MagicPIG's random directions; the columns are channels, not heads",
     "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
     "gate_offset": "the similarity g_i . g_j of two tokens at which their gate is 1/2",
@@ -161,9 +159,6 @@ def rounded(values):
     return torch.round(values.detach().double().cpu(), decimals=6).tolist()
 
 
-# ------------------------------------------------------------------------------------------------- text and a picture
-
-
 def in_words(numbers):
     """A table for each figure, layers (down) by heads (across), and one column if all heads share it; a table of the
     distance bias, with means over heads and ranges of distances; the meanings of the names."""
@@ -196,18 +191,20 @@ def in_words(numbers):
 def draw(path, found):
     """Draw a row for each run. First a map for each figure, layers (down) by heads (across): its numbers are values,
     its colours changes in training, red above the initial value and blue below. Then the distance bias."""
-    rows, beside = {}, {}
+    rows = {}
     for place, numbers in found.items():
-        if numbers["figures"] or numbers["distance_bias"]:
-            rows[place], bias = [], numbers["distance_bias"]
-            for name, figure in numbers["figures"].items():
-                change = np.subtract(figure["now"], figure["start"])    # (layers, heads)
-                rows[place].append((f"{name} ({fmean(map(fmean, figure['start'])):.3g} at first)", change,
-                                    signed(max(np.abs(change).max(), 1e-6)), figure["now"]))
-            beside[place] = [partial(draw_bias, layers=np.array(bias["now"]))] if bias else []
+        rows[place], bias = [], numbers["distance_bias"]
+        for name, figure in numbers["figures"].items():
+            change = np.subtract(figure["now"], figure["start"])        # (layers, heads)
+            colours, start = signed(max(np.abs(change).max(), 1e-6)), fmean(map(fmean, figure["start"]))
+            rows[place].append(partial(heat_map, cells=change, colours=colours, numbers=figure["now"], bar="change",
+                                       title=f"{name} ({start:.3g} at first)"))
+        if bias:
+            rows[place].append(partial(draw_bias, layers=np.array(bias["now"])))
+    rows = {place: panels for place, panels in rows.items() if panels}
     if not rows:
         raise ValueError("nothing to draw: nothing was learned outside linear layers, leave out --png")
-    draw_maps(path, rows, beside, bar="change")
+    draw_rows(path, rows)
 
 
 def draw_bias(ax, layers):

@@ -51,37 +51,25 @@ def save_page(path, data):
         f.write(page.replace("DATA", text, 1))
 
 
-def draw_maps(path, rows, beside, bar=None):
-    """Draw a row for each run: maps of layers (down) by heads (across), then other panels.
-
-    rows: {run: [(title, cells (layers, heads), colours, numbers in the cells or None)]}. beside: {run: [a function that
-    draws on a panel]}. bar: the label of a colour bar at each map, None for no bar."""
-    maps, others = (max(map(len, panels.values())) for panels in (rows, beside))
-    layers, heads = np.max([np.shape(cells) for row in rows.values() for _, cells, *_ in row] or [(8, 4)], 0)
-    numbered = any(numbers is not None for row in rows.values() for *_, numbers in row)
-    width = max(3.2, 1.2 + 0.52 * heads) if numbered else 1.5 + 0.16 * heads
-    height = max(2.6, 1.2 + 0.28 * layers) if numbered else 1.6 + 0.15 * layers
-    with figure_of(path, [max(height, 3.0 * (others > 0))] * len(rows), [width] * maps + [4.0] * others) as axes:
-        for ax in axes.flat:
-            ax.set_axis_off()                   # a run may have fewer panels than others
-        for run, line in zip(rows, axes, strict=True):
-            for ax, (title, cells, colours, numbers) in zip(line, rows[run], strict=False):
-                ax.set_axis_on()
-                image = heat_map(ax, cells, colours, numbers)
-                ax.set_title(title, fontsize=10)
-                if bar is not None:
-                    ax.figure.colorbar(image, ax=ax, label=bar)
-            for ax, draw in zip(line[maps:], beside[run], strict=False):
-                ax.set_axis_on()
+def draw_rows(path, rows):
+    """Draw {run: [functions that draw on a panel]}, a row for each run. Maps decide the size."""
+    with figure_of(path, [1] * len(rows), [1] * max(map(len, rows.values()))) as axes:
+        for (run, panels), line in zip(rows.items(), axes, strict=True):
+            for ax, draw in zip(line, panels, strict=False):
                 draw(ax)
+            for ax in line[len(panels):]:       # other runs have more
+                ax.set_axis_off()
             if len(rows) > 1:
-                first = line[0 if rows[run] else maps]
-                first.set_title(f"{Path(run).name}\n{first.get_title()}", fontsize=10)
+                line[0].set_title(f"{Path(run).name}\n{line[0].get_title()}", fontsize=10)
+        shapes = [image.get_array().shape for ax in axes.flat for image in ax.images]
+        layers, heads = np.max(shapes or [(1, 1)], 0)
+        axes[0, 0].figure.set_size_inches(axes.shape[1] * min(12, max(4, 1.2 + 0.45 * heads)),
+                                          axes.shape[0] * min(12, max(3.2, 1.2 + 0.27 * layers)))
 
 
-def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
+def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", title="", bar=None):
     """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows, columns) are given. None in
-    either stays empty. Returns the image, for a colour bar."""
+    either stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
     cells = np.array(cells, float)              # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
@@ -95,6 +83,9 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer"):
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
     ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set_title(title, fontsize=10)
+    if bar is not None:
+        ax.figure.colorbar(image, ax=ax, label=bar)
     return image
 
 

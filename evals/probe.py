@@ -13,7 +13,7 @@ import torch
 from common.flags import at_least, knob
 from evals.instrument import Windows, first_line, legend, table, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
-from evals.pictures import SHARES, draw_maps, line_panel, powers_of_two
+from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {                          # of the first table; two are no measures of a head
@@ -112,7 +112,6 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, ba
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit: {"windows": their number,
     "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}], "stream": [Stream.result of
     each layer, and after the last]}. A value is None if it is undefined.
-
     length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each batch of windows.
     k, eps: those of Sink_k^eps."""
     T, windows = length or model.config.block_size, 0
@@ -132,9 +131,6 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, ba
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}
     return {"windows": windows, "length": T, "mean": mean, "layers": [p.numbers() for p in probes],
             "stream": [s.result() for s in streams]}
-
-
-# ------------------------------------------------------------------------------------------- the tables, the picture
 
 
 def tables(args, found):
@@ -191,14 +187,14 @@ def number(value):
 def draw(path, found):
     """Draw a row for each run: MAPS of layers (down) by heads (across), the first token in the stream, and with
     --lengths share, dispersion and the share of an even spread by length."""
-    rows, beside = {}, {}
+    rows = {}
     for place, numbers in found.items():
         maps = {name: [layer[name] for layer in numbers["layers"]] for name in MAPS}
-        rows[place] = [(title, maps[name], SHARES, maps[name]) for name, title in MAPS.items()]
-        beside[place] = [partial(draw_stream, places=numbers["stream"])]
+        rows[place] = [partial(heat_map, cells=maps[name], colours=SHARES, numbers=maps[name], title=title)
+                       for name, title in MAPS.items()] + [partial(draw_stream, places=numbers["stream"])]
         if "lengths" in numbers:
-            beside[place].append(partial(draw_lengths, lines=numbers["lengths"]))
-    draw_maps(path, rows, beside)
+            rows[place].append(partial(draw_lengths, lines=numbers["lengths"]))
+    draw_rows(path, rows)
 
 
 def draw_lengths(ax, lines):
