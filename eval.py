@@ -115,13 +115,13 @@ def look(command, args, parsed):
         text = command.tell(args, found)
     elif len(cases) == 1:
         text = texts[name]
-    else:
-        text = "\n\n".join(f"{name}\n\n{text}" for name, text in texts.items())
-        means = {name: numbers["mean"] for name, numbers in found.items() if "mean" in numbers}
-        columns = list(dict.fromkeys(column for mean in means.values() for column in mean
-                                     if isinstance(mean[column], float)))
-        rows = [[name, *map(mean.get, columns)] for name, mean in means.items()]
-        text += f"\n\nmeans over all layers and heads\n\n{table(rows, ['', *columns])}" if means else ""
+    else:                                       # and their numbers side by side
+        columns = [{f"mean {key}": value for key, value in numbers.get("mean", {}).items()} | numbers
+                   for numbers in found.values()]
+        keys = dict.fromkeys(key for column in columns for key, value in column.items() if isinstance(value, float))
+        rows = [[key, *(column.get(key) for column in columns)] for key in keys]
+        parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [table(rows, ["", *found])] * bool(rows)
+        text = "\n\n".join(parts)
     return found[name] if len(cases) == 1 else found, text, found
 
 

@@ -26,6 +26,10 @@ MEASURES = {                                    # name: its meaning, printed und
     "sigma2": "variance of a row's absolute weights around an even spread, after they are scaled to sum to 1 (eq. 7)",
     "importance": "weight on all other keys, 1 - alpha_sink if rows sum to 1; for a gated head, its mean gate (eq. 8)",
 }
+FIGURES = {                                     # over all heads
+    "depth_rank_correlation": "rank correlation of a layer's depth and its mean alpha_sink",
+    "importance_cv": "standard deviation of importance over its mean (eq. 8)",
+    "importance_cv_late": "the same without the first layers, {early} of them"}
 
 
 @dataclass
@@ -118,17 +122,13 @@ def in_words(numbers):
         dormant = sum(sink > threshold for sink in alpha)
         rows.append([str(layer), *(fmean(values[layer]) for values in maps.values()), f"{dormant} of {len(alpha)}"])
     rows.append(["mean", *numbers["mean"].values(), f"{numbers['dormant']:.0%}"])
-    meanings = {name: meaning.format(**numbers) for name, meaning in MEASURES.items()}
-    meanings["dormant"] = f"heads with alpha_sink > {threshold}"
-    figures = {"rank correlation of depth and alpha_sink": numbers["depth_rank_correlation"],
-               "importance, deviation over mean": numbers["importance_cv"],
-               "the same without the early layers": numbers["importance_cv_late"]}
+    figures = [[name, numbers[name]] for name in FIGURES]
     if "against" in numbers:
-        against = numbers["against"]
-        figures |= {f"alpha_sink on {against['dataset']}: correlation": against["correlation"],
-                    "and mean absolute difference": against["mean_difference"]}
-    texts = [first_line(numbers), table(rows, ["layer", *meanings]), legend(meanings),
-             table([[name, value] for name, value in figures.items()], ["over all heads", ""])]
+        figures += [[f"against {numbers['against']['dataset']}: {name}", numbers["against"][name]]
+                    for name in ("correlation", "mean_difference")]
+    columns = MEASURES | {"dormant": "heads with alpha_sink > {threshold}"}
+    texts = [first_line(numbers), table(rows, ["layer", *columns]), table(figures, ["over all heads", ""]),
+             legend({name: meaning.format(**numbers) for name, meaning in (columns | FIGURES).items()})]
     if "cost" in numbers:
         cost = numbers["cost"]
         rows = [[line["what"], line["where"], str(line["heads"]),

@@ -11,7 +11,7 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
     draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
     page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps.py
     tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
-                              a table of numbers["mean"], if they have it
+                              their numbers, and those of numbers["mean"], side by side
     check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
 
 To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in tests/test_NAME.py.

@@ -32,7 +32,7 @@ STREAM = {                                      # columns of the second table
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
     "query": "norm of the first token's query over the others', as they enter the score: after rotation and norms",
     "key": "the same for the keys",
-    "value": "the same for the values",
+    "value": "norm of the first token's value over the others'",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
     "cos_kk": "mean cosine of the later keys with the first key",
     "spread": "largest distance of a hidden state from the first, over their mean norm",
