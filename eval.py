@@ -18,7 +18,8 @@ from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
     bench, claims, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe, routers,
     sample, scrolls, show, speed)
-from evals.instrument import Common, OpenedRun, Overrides, Picture, check_overrides, recipe_names, runs_named, table
+from evals.instrument import (
+    Common, OpenedRun, Overrides, Picture, check_overrides, one_after_another, recipe_names, runs_named)
 
 
 class Command(NamedTuple):
@@ -111,17 +112,7 @@ def look(command, args, parsed):
         run.machine.close()
     if not run.machine.main:
         return None, None, None
-    if command.tell:
-        text = command.tell(args, found)
-    elif len(cases) == 1:
-        text = texts[name]
-    else:                                       # and their numbers side by side
-        columns = [{f"mean {key}": value for key, value in numbers.get("mean", {}).items()} | numbers
-                   for numbers in found.values()]
-        keys = dict.fromkeys(key for column in columns for key, value in column.items() if isinstance(value, float))
-        rows = [[key, *(column.get(key) for column in columns)] for key in keys]
-        parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [table(rows, ["", *found])] * bool(rows)
-        text = "\n\n".join(parts)
+    text = command.tell(args, found) if command.tell else one_after_another(found, texts)
     return found[name] if len(cases) == 1 else found, text, found
 
 

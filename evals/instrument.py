@@ -330,6 +330,19 @@ def legend(meanings):
     return "\n".join(f"{name:>{width}}  {meaning}" for name, meaning in meanings.items())
 
 
+def one_after_another(found, texts):
+    """The texts of several runs, and their numbers side by side, also those of numbers["mean"]. found: {run: numbers};
+    texts: {run: text}."""
+    if len(found) == 1:
+        return texts[next(iter(found))]
+    columns = [{f"mean {key}": value for key, value in numbers.get("mean", {}).items()} | numbers
+               for numbers in found.values()]
+    keys = dict.fromkeys(key for column in columns for key, value in column.items() if isinstance(value, float))
+    rows = [[key, *(column.get(key) for column in columns)] for key in keys]
+    parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [table(rows, ["", *found])] * bool(rows)
+    return "\n\n".join(parts)
+
+
 def mean_and_error(values):
     """The mean, and its standard error: sample deviation / sqrt(n), or None for a single value."""
     values = np.asarray(values, np.float64)

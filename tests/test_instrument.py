@@ -94,7 +94,7 @@ def test_several_runs_are_evaluated_one_after_another(elastic_run, toy_run, tmp_
 
 
 @pytest.mark.parametrize("command", [
-    "probe --windows=2", "probe --windows=2 --lengths=4,8,16", "heads --windows=2 --cost", "maps --text=$fox$",
+    "probe --windows=2 --all", "probe --windows=2 --lengths=4,8,16", "heads --windows=2 --cost", "maps --text=$fox$",
     "maps --text=$fox$ --heads=0", "lengths --windows=2 --lengths=16,32", "params --windows=2",
     "compare --windows=2 --probe_windows=2 --anyway"])
 def test_every_instrument_draws_one_run_or_several(command, elastic_run, toy_run, tmp_path, capsys):
