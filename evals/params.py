@@ -203,7 +203,7 @@ def draw(path, found):
             rows[place].append(partial(draw_bias, layers=np.array(bias["now"])))
     rows = {place: panels for place, panels in rows.items() if panels}
     if not rows:
-        raise ValueError("nothing to draw: nothing was learned outside linear layers, leave out --png")
+        raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png")
     draw_rows(path, rows)
 
 
