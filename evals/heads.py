@@ -16,7 +16,7 @@ import torch
 from common.flags import at_least, knob
 from data import tokens
 from evals.ablate import ablations, costs, draw_costs
-from evals.instrument import Windows, first_line, legend, progress, table, watch, whole_numbers, window_batches
+from evals.instrument import Windows, explained, first_line, progress, table, watch, whole_numbers, window_batches
 from evals.measures import Probe
 from evals.pictures import SHARES, draw_rows, heat_map, signed
 
@@ -117,18 +117,19 @@ def compared(here, there, dataset):
 def in_words(numbers):
     """A row for each layer, a line for each figure over all heads, and the costs."""
     maps, threshold = numbers["maps"], numbers["threshold"]
-    rows = []
+    lines = {}
     for layer, alpha in enumerate(maps["alpha_sink"]):
         dormant = sum(sink > threshold for sink in alpha)
-        rows.append([str(layer), *(fmean(values[layer]) for values in maps.values()), f"{dormant} of {len(alpha)}"])
-    rows.append(["mean", *numbers["mean"].values(), f"{numbers['dormant']:.0%}"])
-    figures = [[name, numbers[name]] for name in FIGURES]
-    if "against" in numbers:
-        figures += [[f"against {numbers['against']['dataset']}: {name}", numbers["against"][name]]
-                    for name in ("correlation", "mean_difference")]
+        lines[str(layer)] = {name: fmean(values[layer]) for name, values in maps.items()} | {
+            "dormant": f"{dormant} of {len(alpha)}"}
+    lines["mean"] = numbers["mean"] | {"dormant": f"{numbers['dormant']:.0%}"}
     columns = MEASURES | {"dormant": "heads with alpha_sink > {threshold}"}
-    texts = [first_line(numbers), table(rows, ["layer", *columns]), table(figures, ["over all heads", ""]),
-             legend({name: meaning.format(**numbers) for name, meaning in (columns | FIGURES).items()})]
+    columns = {name: meaning.format(**numbers) for name, meaning in columns.items()}
+    figures = [[f"{name}, {meaning}".format(**numbers), numbers[name]] for name, meaning in FIGURES.items()]
+    if "against" in numbers:
+        figures += [[f"{name} of alpha_sink on {numbers['against']['dataset']}", numbers["against"][name]]
+                    for name in ("correlation", "mean_difference")]
+    texts = [first_line(numbers), explained(lines, columns, "layer"), table(figures, ["over all heads", ""])]
     if "cost" in numbers:
         cost = numbers["cost"]
         rows = [[line["what"], line["where"], str(line["heads"]),

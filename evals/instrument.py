@@ -330,6 +330,15 @@ def legend(meanings):
     return "\n".join(f"{name:>{width}}  {meaning}" for name, meaning in meanings.items())
 
 
+def explained(lines, meanings, first):
+    """lines {name: {column: value}} as a table, and below it the meanings {column: meaning}. Columns without a value
+    are left out. first: the title of the names."""
+    meanings = {column: meaning for column, meaning in meanings.items()
+                if any(line.get(column) is not None for line in lines.values())}
+    rows = [[name, *map(line.get, meanings)] for name, line in lines.items()]
+    return f"{table(rows, [first, *meanings])}\n\n{legend(meanings)}"
+
+
 def one_after_another(found, texts):
     """The texts of several runs, and their numbers side by side, also those of numbers["mean"]. found: {run: numbers};
     texts: {run: text}."""

@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 
 from common.flags import at_least, knob
-from evals.instrument import Windows, first_line, legend, table, watch, whole_numbers, window_batches
+from evals.instrument import Windows, explained, first_line, table, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
 from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
@@ -147,18 +147,13 @@ def tables(args, found):
                              for name, values in of_heads.items()}
             lines[str(l)]["top"] = f"{max(sinks):.2f} ({sinks.index(max(sinks))})"
     lines |= {str(line["length"]): line for line in found["lengths"]} if args.lengths else {"mean": mean}
-    meanings = {name: meaning for name, meaning in COLUMNS.items() if (args.all or name in SHOWN)
-                and any(line.get(name) is not None for line in lines.values())}             # without undefined measures
-    rows = [[key, *(line.get(name) for name in meanings)] for key, line in lines.items()]
-    yield table(rows, ["length" if args.lengths else "layer.head" if args.heads else "layer", *meanings])
-    yield legend(meanings)
+    yield explained(lines, {name: COLUMNS[name] for name in COLUMNS if args.all or name in SHOWN},
+                    "length" if args.lengths else "layer.head" if args.heads else "layer")
     if args.lengths:
         return
-    meanings = {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}
     names = [*map(str, range(len(found["layers"]))), "end"]             # "end": the stream after the last layer
-    rows = [[name, *map(stream_row(place).get, meanings)] for name, place in zip(names, found["stream"], strict=True)]
-    yield table(rows, ["layer", *meanings])
-    yield legend(meanings)
+    lines = dict(zip(names, map(stream_row, found["stream"]), strict=True))
+    yield explained(lines, {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}, "layer")
     if args.layer >= 0:                         # as Lazy Attention prints them (2601.00919, tables 4 to 7)
         place = found["stream"][args.layer]
         columns = [[*values, place[name][1]] for name, values in place["positions"].items()]    # and of the rest
