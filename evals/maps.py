@@ -226,7 +226,7 @@ def draw(path, found):
     beside = columns == 1
     side = min(7.0, max(2.6, 0.14 * max(len(numbers["keys"]) for numbers in found.values())))   # inches of a map
     down, across = (rows, len(grids)) if beside else (rows * len(grids), columns)
-    with figure_of(path, [side + 0.9] * down, [side + 0.9] * across) as axes:
+    with figure_of(path, [side + 0.9] * down, [side + 1.4] * across) as axes:
         parts = np.split(axes, len(grids), axis=int(beside))
         for part, (place, numbers), grid in zip(parts, found.items(), grids, strict=True):
             draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "", side)
@@ -254,7 +254,8 @@ def draw_run(axes, numbers, grid, place, side):
                               norm=norm)
             ax.imshow(np.ma.array(w_here, mask=later | (w_here != 0)), cmap=colors.ListedColormap(["#fff3c4"]))
             name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
-            ax.set_title(f"{place}{name}: {w_here[:, numbers['first']].mean():.2f} on the first token", fontsize=10)
+            name = place + name if ax is axes[0, 0] else name
+            ax.set_title(f"{name}\n{w_here[:, numbers['first']].mean():.2f} on the first token", fontsize=9)
             ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
             ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
             ax.tick_params(length=0, pad=1)
