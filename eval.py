@@ -44,8 +44,8 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
     "routers": Command(routers.Routers, routers.command, routers.draw, routers.tell),
     # benchmarks
-    "passkey": Command(passkey.Passkey, passkey.command, passkey.draw, passkey.tell),
-    "scrolls": Command(scrolls.Scrolls, scrolls.command, tell=scrolls.tell),
+    "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
+    "scrolls": Command(scrolls.Scrolls, scrolls.command),
     "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
 }
 OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None in its place

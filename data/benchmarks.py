@@ -95,28 +95,27 @@ class Page(NamedTuple):
 
 
 def pages(text):
-    """The pages of wiki.test.raw. Each begins at a heading of the first level: " = Robert Boulter = "."""
-    lines = text.split("\n")
+    """The pages of wiki.test.raw. Each begins at a heading of the first level: " = Robert Boulter = ". The text of a
+    page loses the spaces of WikiText's tokenization, by lm-evaluation-harness's rules in its order."""
+    lines, found = text.split("\n"), []
     starts = [i for i, line in enumerate(lines) if re.fullmatch(r"= [^=].* =", line.strip())]
-    found = ("\n".join(lines[i:j]) for i, j in itertools.pairwise([*starts, len(lines)]))
-    # words: the empty pieces at both ends count, as in lm-evaluation-harness
-    return [Page(readable(page), len(re.split(r"\s+", page)), len(page.encode())) for page in found]
-
-
-def readable(text):
-    """A page of WikiText without the spaces of its tokenization, by lm-evaluation-harness's rules in its order."""
-    text = text.replace("s '", "s'")
-    for mark in "-,.":                                                  # 1 @,@ 000
-        text = text.replace(f" @{mark}@ ", mark)
-    for mark in ":;.!?,":
-        text = text.replace(f" {mark} ", f"{mark} ")
-    for left, right in ("()", "[]", "{}", '""', "''"):                  # ( like these )
-        text = re.sub(rf"{re.escape(left)}\s*([^{re.escape(right)}]*?)\s*{re.escape(right)}", rf"{left}\1{right}", text)
-    for level in (4, 3, 2):                                             # = = = headings
-        text = text.replace(" ".join("=" * level), "=" * level)
-    for before, after in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
-        text = text.replace(before, after)
-    return text
+    for i, j in itertools.pairwise([*starts, len(lines)]):
+        raw = "\n".join(lines[i:j])
+        text = raw.replace("s '", "s'")
+        for mark in "-,.":                      # 1 @,@ 000
+            text = text.replace(f" @{mark}@ ", mark)
+        for mark in ":;.!?,":
+            text = text.replace(f" {mark} ", f"{mark} ")
+        for left, right in ("()", "[]", "{}", '""', "''"):              # ( like these )
+            inside = rf"\s*([^{re.escape(right)}]*?)\s*"
+            text = re.sub(re.escape(left) + inside + re.escape(right), rf"{left}\1{right}", text)
+        for level in (4, 3, 2):                 # = = = headings
+            text = text.replace(" ".join("=" * level), "=" * level)
+        for before, after in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
+            text = text.replace(before, after)
+        # words: the empty pieces at both ends count, as in lm-evaluation-harness
+        found.append(Page(text, len(re.split(r"\s+", raw)), len(raw.encode())))
+    return found
 
 
 class Task(NamedTuple):

@@ -98,21 +98,21 @@ def measured(name, rows, answers):
     perplexity exp of the mean. The standard error of the mean gives that of the measure."""
     if name == "lambada":
         return {"acc": [word.greedy for [word] in answers], "perplexity": [-word.loglik for [word] in answers]}
+    if name == "wikitext":                      # perplexities per word and per byte
+        losses, found = np.array([-sum(answer.loglik for answer in page) for page in answers], float), []
+        for counts in ([page.words for page in rows], [page.bytes for page in rows]):
+            # numbers whose mean is value = losses.sum() / counts.sum(). That of a row is value plus (its loss - value
+            # its count) / mean count. So the standard error of their mean is that of the ratio by the delta method
+            counts = np.array(counts, float)
+            value = losses.sum() / counts.sum()
+            found.append(value + (losses - value * counts) / counts.mean())
+        return dict(zip(MEASURES[name], [*found, found[1] / math.log(2)], strict=True))
     found = {"acc": [], "acc_norm": []}         # is the right choice's score the highest? The first wins a tie
-    if name != "wikitext":
-        for row, choices in zip(rows, answers, strict=True):
-            sums = np.array([answer.loglik for answer in choices])
-            found["acc"].append(sums.argmax() == row.gold)
-            found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
-        return found
-    # numbers (n,) whose mean is value = losses.sum() / counts.sum(). That of a row is value plus (its loss - value
-    # its count) / mean count. So the standard error of their mean is that of the ratio by the delta method
-    losses = np.array([-sum(answer.loglik for answer in page) for page in answers], float)
-    for unit in ("word", "byte"):
-        counts = np.array([getattr(page, f"{unit}s") for page in rows], float)
-        value = losses.sum() / counts.sum()
-        found[f"{unit}_perplexity"] = value + (losses - value * counts) / counts.mean()
-    return found | {"bits_per_byte": found["byte_perplexity"] / math.log(2)}
+    for row, choices in zip(rows, answers, strict=True):
+        sums = np.array([answer.loglik for answer in choices])
+        found["acc"].append(sums.argmax() == row.gold)
+        found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
+    return found
 
 
 def chance(name, rows):

@@ -105,20 +105,26 @@ def rows_of(case):
         get_current_target=lambda: target, get_current_device=lambda: case.sm, get_current_stream=lambda device: 0))
     with (mock.patch.object(function, "run", compile_only),
           mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(case.sm, 10))):
-        (call_attention if case.call in ATTENTION else call_state)(case)
+        launch(case)
     return [row_of(case, name, *parts) for name, parts in compiled.items()]
 
 
-def projected(heads, case):
-    """(B, heads, T, width), as a fused projection returns it: the rows of one head are not contiguous."""
-    return torch.empty(2, 1024, heads, case.width, dtype=getattr(torch, case.dtype)).transpose(1, 2)
+def launch(case):
+    """Forward and backward of one call."""
+    def projected(heads):                       # (B, heads, T, width) as a projection returns it, not contiguous
+        return torch.empty(2, 1024, heads, case.width, dtype=getattr(torch, case.dtype)).transpose(1, 2)
 
-
-def call_attention(case):
-    """Forward and backward of one call of the attention kernels."""
+    if case.call in STATES:
+        rates, erases = STATES[case.call]
+        q, k, v = (projected(4) for _ in range(3))
+        c = torch.empty(2, 4, 1024, case.width if rates == "D" else 1) if rates else None
+        erase = torch.empty(2, 4, 1024) if erases else None
+        o, X = recurrent_kernels.run_forward(q, k, v, c, erase)
+        recurrent_kernels.run_backward(q, k, v, c, erase, X, o)
+        return
     rule, *options = case.call.split("+")
     mixed, busy, grouped = (name in options for name in ("mix", "busy", "sets"))
-    q, k, v = (projected(heads, case) for heads in (4, 4, 2 if mixed else 4))
+    q, k, v = (projected(heads) for heads in (4, 4, 2 if mixed else 4))
     if mixed and not kernels.holds_two_views(q, v):
         return                                  # attend() refuses it
     mix = torch.empty(2, 2, 1024) if mixed else None
@@ -129,16 +135,6 @@ def call_attention(case):
     call = (rule, q, k, v, t, table, far, mix, sets, 0.125, window, first)
     o, r, u, alive = kernels.run_forward(*call, True, True)
     kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
-
-
-def call_state(case):
-    """Forward and backward of one call of the kernels of a state."""
-    rates, erases = STATES[case.call]
-    q, k, v = (projected(4, case) for _ in range(3))
-    c = torch.empty(2, 4, 1024, case.width if rates == "D" else 1) if rates else None
-    erase = torch.empty(2, 4, 1024) if erases else None
-    o, X = recurrent_kernels.run_forward(q, k, v, c, erase)
-    recurrent_kernels.run_backward(q, k, v, c, erase, X, o)
 
 
 def row_of(case, name, sizes, warps, compiled):

@@ -68,7 +68,13 @@ def command(args, run):
         found[length] = summary(length, [(trial.depth, row) for trial, row in zip(trials[length], scores, strict=True)])
     numbers = {"trials": args.trials, "seed": args.seed, "rope_scaling": run.model.config.rope_scaling,
                "training_length": run.meta["knobs"]["block_size"], "lengths": [found[length] for length in lengths]}
-    return numbers, tell(args, {str(run.out_dir): numbers})
+    rows = [[str(row["length"]), str(row["trials"]), *(row[name + end] for name in SCORES for end in ("", "_error"))]
+            for row in numbers["lengths"]]
+    by_depth = [[str(row["length"]), *(part["gain"] for part in row["by_depth"])] for row in numbers["lengths"]]
+    titles = [cell for title, _ in SCORES.values() for cell in (title, "+-")]
+    return numbers, (f"trained on windows of {numbers['training_length']:,} tokens\n\n"
+                     f"{table(rows, ['length', 'trials', *titles])}\n\n{legend(dict(SCORES.values()))}\n\n"
+                     f"gain, by the place of the key in the text\n\n{table(by_depth, ['length', *DEPTH_NAMES])}")
 
 
 class Trial(NamedTuple):
@@ -141,22 +147,6 @@ def summary(length, trials):
 
     depths = [[scores for depth, scores in trials if int(depth * DEPTHS) == i] for i in range(DEPTHS)]
     return {"length": length} | means([scores for _, scores in trials]) | {"by_depth": [means(part) for part in depths]}
-
-
-def tell(args, found):
-    """A table with a row for each run and length, then the gains by depth."""
-    several, rows, by_depth = len(found) > 1, [], []
-    for place, numbers in found.items():
-        for row in numbers["lengths"]:
-            head = [place] * several + [str(row["length"])]
-            rows.append([*head, str(row["trials"]), *(row[name + end] for name in SCORES for end in ("", "_error"))])
-            by_depth.append([*head, *(part["gain"] for part in row["by_depth"])])
-    head = ["run"] * several + ["length"]
-    titles = [cell for title, _ in SCORES.values() for cell in (title, "+-")]
-    trained = " and ".join(sorted({f"{numbers['training_length']:,}" for numbers in found.values()}))
-    return (f"trained on windows of {trained} tokens\n\n"
-            f"{table(rows, [*head, 'trials', *titles])}\n\n{legend(dict(SCORES.values()))}\n\n"
-            f"gain, by the place of the key in the text\n\n{table(by_depth, [*head, *DEPTH_NAMES])}")
 
 
 def draw(path, found):

@@ -2,10 +2,10 @@
 
 FlashAttention-2 (Dao 2023, arXiv 2307.08691) in the form and with the tiles of Triton's tutorial 06, written anew. The
 forward pass keeps 128 rows and walks over 64 keys at a time. The backward pass has a program for 128 keys, which walks
-over 32 rows at a time, and one for 128 rows, which walks over 32 keys at a time. Tiles on the diagonal need a mask. The
-tutorial's tiles are for a width of 64. At a width of 128 a tile has 8 warps in place of 4, and the backward pass has 3
-stages in place of 5, because registers spill otherwise. q, k, v (B, H, T, D): contiguous, of one dtype, T a multiple of
-128 and D a power of two of at least 16.
+over 32 rows at a time, and one for 128 rows, which walks over 32 keys. Tiles on the diagonal need a mask. At a width of
+128 a tile has 8 warps in place of the tutorial's 4, and the backward pass has 3 stages in place of 5, because hundreds
+of bytes of registers would spill otherwise. q, k, v (B, H, T, D): contiguous, of one dtype, T a multiple of 128 and D a
+power of two of at least 16.
 """
 import torch
 
@@ -109,7 +109,6 @@ class PlainFlash(torch.autograd.Function):
         (B, H, T, D), do = q.shape, do.contiguous()
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
         delta, grid = (o.float() * do.float()).sum(-1), (T // SIDE, B * H)
-        # with the tutorial's 4 warps and 5 stages, a width of 128 would spill hundreds of bytes of registers
         like = {"num_warps": 4, "num_stages": 5} if D <= 64 else {"num_warps": 8, "num_stages": 3}
         backward_keys[grid](q, k, v, do, lse, delta, dk, dv, T, ctx.scale, D, STEP, SIDE, **like)
         backward_rows[grid](q, k, v, do, lse, delta, dq, T, ctx.scale, D, SIDE, STEP, **like)

@@ -1,7 +1,5 @@
-"""SCROLLS: summaries of long documents, and questions about them (Shaham et al. 2022).
-
-Threshold Differential Attention, 2601.12145, table 3, reports four of its tasks: ROUGE-1 of qmsum, summ_screen_fd and
-gov_report, and F1 of qasper.
+"""SCROLLS: summaries of long documents, and questions about them (Shaham et al. 2022). Threshold Differential
+Attention, 2601.12145, table 3, reports ROUGE-1 of qmsum, summ_screen_fd and gov_report, and F1 of qasper.
 
 The files are public, one zip for each task: https://scrolls-tau.s3.us-east-2.amazonaws.com/qasper.zip and so on. Unpack
 them into a folder and name it with --source. A task is SOURCE/qasper/validation.jsonl or SOURCE/qasper.jsonl. Each line
@@ -48,6 +46,7 @@ TASKS = {
     "quality": Task("exact"),
     "contract_nli": Task("exact", "Hypothesis: {}\nConclusion:", ("Not mentioned", "Entailment", "Contradiction")),
 }
+TITLES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "f1": "F1", "exact": "exact"}
 
 
 @dataclass
@@ -92,7 +91,17 @@ def command(args, run):
     numbers = {"length": length, "split": args.split, "tasks": tasks}
     if len(tasks) == len(TASKS):
         numbers["score"] = float(np.mean([result["score"] for result in tasks.values()]))
-    return numbers, tell(args, {str(run.out_dir): numbers})
+    used = {name for result in tasks.values() for name in result}
+    parts, rows = [part for part in TITLES if part in used], []
+    for name, result in (tasks | {"mean": numbers}).items():
+        if "score" in result:                   # the mean exists if all tasks do
+            cells = [result.get(key) for part in parts for key in (part, f"{part}_error")] + [result["score"]]
+            counts = [str(result["questions"]), f"{result['cut']:.0%}"] if name in tasks else [None, None]
+            rows.append([name, *counts, *(None if cell is None else f"{cell:.2f}" for cell in cells)])
+    header = [title for part in parts for title in (TITLES[part], "+-")]
+    return numbers, (
+        f"{table(rows, ['task', 'questions', 'cut', *header, 'score'])}\n\ncut: share of prompts too long for {length} "
+        "tokens, which lost their beginning\nscore: that of the benchmark; for ROUGE the geometric mean of the three")
 
 
 def find(source, names, split):
@@ -181,7 +190,18 @@ def score(measure, texts, questions):
 
 def best(measure, text, answers):
     """The best score over the answers, for each part of the measure: {part: 0 to 1}."""
-    each = [MEASURES[measure](text, answer) for answer in answers]
+    each = []
+    for answer in answers:
+        # SQuAD's normalisation: lower case, no punctuation, no articles
+        said, right = (re.sub(r"\b(a|an|the)\b", " ", "".join(c for c in words.lower() if c not in string.punctuation))
+                       .split() for words in (text, answer))
+        if measure == "rouge":
+            each.append(rouge(text, answer))
+        elif measure == "exact":
+            each.append({"exact": float(said == right)})
+        else:                                   # harmonic mean of precision and recall of the words, with repetitions
+            common = sum((Counter(said) & Counter(right)).values())
+            each.append({"f1": 2 * common / (len(said) + len(right)) if common else 0.0})
     return {part: max(scores[part] for scores in each) for part in each[0]}
 
 
@@ -189,41 +209,3 @@ def rouge(text, answer):
     """The F-measures of ROUGE-1, 2 and L (Lin 2004), by the package of Google Research, without stemming."""
     scorer = files.optional("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"])
     return {name: found.fmeasure for name, found in scorer.score(answer, text).items()}
-
-
-def f1(text, answer):
-    """Harmonic mean of precision and recall of the words, with repetitions (SQuAD)."""
-    said, right = normalized(text).split(), normalized(answer).split()
-    common = sum((Counter(said) & Counter(right)).values())
-    return {"f1": 2 * common / (len(said) + len(right)) if common else 0.0}
-
-
-def normalized(text):
-    """Lower case, no punctuation, no articles, single spaces (SQuAD)."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-MEASURES = {"rouge": rouge, "f1": f1,
-            "exact": lambda text, answer: {"exact": float(normalized(text) == normalized(answer))}}
-TITLES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "f1": "F1", "exact": "exact"}
-
-
-def tell(args, found):
-    """A table with a row for each run and task."""
-    several, rows = len(found) > 1, []
-    used = {name for numbers in found.values() for result in numbers["tasks"].values() for name in result}
-    parts = [part for part in TITLES if part in used]
-    for place, numbers in found.items():
-        for name, result in (numbers["tasks"] | {"mean": numbers}).items():
-            if "score" in result:               # a run has a mean if it has all tasks
-                values = [result.get(key) for part in parts for key in (part, f"{part}_error")] + [result["score"]]
-                mean = name == "mean"
-                head = ["", ""] if mean else [str(result["questions"]), f"{result['cut']:.0%}"]
-                cells = [("" if mean else None) if value is None else f"{value:.2f}" for value in values]
-                rows.append([place] * several + [name, *head, *cells])
-    header = ["run"] * several + ["task", "questions", "cut"]
-    header += [title for part in parts for title in (TITLES[part], "+-")] + ["score"]
-    lengths = sorted({str(numbers["length"]) for numbers in found.values()})
-    return (f"{table(rows, header)}\n\ncut: share of prompts too long for {' or '.join(lengths)} tokens, "
-            "which lost their beginning\nscore: that of the benchmark; for ROUGE the geometric mean of the three")

@@ -26,6 +26,13 @@ from mixers.focus import Focus, sets_of, sparse
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig
 
+WIDTH, WINDOW = 64, 128                         # head dimension; keys that a row sees in any group of Focus
+CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # number of groups, and how many of them a token is in
+# table 6 of the paper of Focus, on an H100, one group a token: {T: {groups: speed relative to full attention}}
+PRINTED = {1024: {4: 0.2, 8: 0.2}, 4096: {4: 0.5, 8: 0.6}, 16384: {4: 1.5, 8: 1.8}, 32768: {4: 2.2, 8: 3.1},
+           65536: {4: 3.0, 8: 4.7}, 262144: {4: 4.0, 8: 7.6}, 1048576: {4: 4.1, 8: 8.6}}
+LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' tiles at widths up to 128
+
 
 @dataclass
 class Speed:
@@ -80,9 +87,6 @@ def command(args, run):
         text.append(part)
         save_numbers(out, numbers)              # after every part: the next one may be too large for the memory
     return numbers, "\n\n".join(text)
-
-
-# ----------------------------------------------------------------------------- training steps, attention and its memory
 
 
 def time_training(args, machine, lengths, numbers):
@@ -179,9 +183,6 @@ def attention_call(model, machine, batch, backward=True):
     return attend
 
 
-# ------------------------------------------------------------------------------------------------------ decoding steps
-
-
 @torch.no_grad()
 def time_decoding(args, machine, lengths, numbers):
     """One decoding step of every recipe that can be decoded, and the bytes of its cache that it reads.
@@ -245,16 +246,6 @@ def decoding_step(T, choices, args, machine):
     return whole, attend, int(module.bytes_read(*inputs, **cached))
 
 
-# ---------------------------------------------------------------------------------------------------------------- Focus
-
-
-WIDTH, WINDOW = 64, 128                         # head dimension; keys that a row sees in any group
-CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # number of groups, and how many of them a token is in
-# the paper's table 6, on an H100, one group a token: {T: {groups: speed relative to full attention}}
-PRINTED = {1024: {4: 0.2, 8: 0.2}, 4096: {4: 0.5, 8: 0.6}, 16384: {4: 1.5, 8: 1.8}, 32768: {4: 2.2, 8: 3.1},
-           65536: {4: 3.0, 8: 4.7}, 262144: {4: 4.0, 8: 7.6}, 1048576: {4: 4.1, 8: 8.6}}
-
-
 @torch.no_grad()
 def time_focus(args, machine, lengths, numbers):
     """Attention over the pairs that share a group, and full attention (Focus 2604.03260, table 6).
@@ -289,12 +280,6 @@ def time_focus(args, machine, lengths, numbers):
         numbers["lengths"][T] = {"full": seconds["full"], "sparse": rows}
         yield (f"T={T}, {args.n_head} heads of {WIDTH}, a window of {WINDOW}: speed relative to full attention, which "
                f"takes {seconds['full'] * 1000:.1f} ms\n" + table(cells, ["groups", "speed", "paper", "pairs kept"]))
-
-
-# ----------------------------------------------------------------------------------------------------------- live tiles
-
-
-LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' tiles at widths up to 128
 
 
 def time_live_tiles(args, machine, lengths, numbers):
