@@ -35,9 +35,8 @@ import mixers
 from axes.positions import POSITIONS
 from common import files
 from common.flags import at_least, fields_of, knob, with_recipe
-from common.machine import Machine, gpu_name
-from common.runs import (
-    ROOT, finished_run, flags_to_finish, load_weights, process_of, read_run, read_weights, what_is_new)
+from common.machine import Machine
+from common.runs import finished_run, flags_to_finish, load_weights, process_of, read_run, read_weights, what_is_new
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -357,14 +356,3 @@ def mean_and_error(values):
     values = np.asarray(values, np.float64)
     error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
     return float(values.mean()), error
-
-
-def file_of_gpu(stem, device):
-    """The path in results/ for the figures of this GPU, such as results/STEM-h200.json."""
-    return str(ROOT / "results" / f"{stem}-{gpu_name(device)}.json")
-
-
-def save_numbers(path, numbers):
-    """Write numbers as JSON, unless the path is empty."""
-    if path:
-        files.write_json(path, numbers)

@@ -17,10 +17,11 @@ import attention
 import kernels
 import mixers
 from axes.sight import visible
+from common import files
 from common.flags import at_least, knob
-from common.machine import Machine, load_average
-from evals.instrument import (
-    Common, OpenedRun, file_of_gpu, recipe_names, save_numbers, table, watch, whole_numbers, window_batches)
+from common.machine import Machine, gpu_name, load_average
+from common.runs import ROOT
+from evals.instrument import Common, OpenedRun, recipe_names, table, watch, whole_numbers, window_batches
 from evals.kernels import time_kernels
 from mixers.focus import Focus, sets_of, sparse
 from mixers.recurrent import Recurrent
@@ -78,14 +79,15 @@ def command(args, run):
     machine = Machine(args.device, args.dtype)
     gpu = machine.device.type == "cuda"
     lengths = args.lengths or (long if gpu else short)
-    out = args.out or (file_of_gpu(stem, machine.device) if gpu and stem else "")
+    out = args.out or (ROOT / "results" / f"{stem}-{gpu_name(machine.device)}.json" if gpu and stem else "")
     triton = kernels.triton.__version__ if kernels.AVAILABLE else None
     # the load average shows how busy the machine was
     numbers = {"machine": str(machine), "triton": triton, "load_average": load_average()}
     text = [f"{machine}, triton {triton}; load average {numbers['load_average']}"]
     for part in measure(args, machine, whole_numbers(lengths, "lengths") if lengths else [], numbers):
         text.append(part)
-        save_numbers(out, numbers)              # after every part: the next one may be too large for the memory
+        if out:                                 # after every part: the next one may be too large for the memory
+            files.write_json(out, numbers)
     return numbers, "\n\n".join(text)
 
 
