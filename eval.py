@@ -103,8 +103,9 @@ def look(command, args, parsed):
             cases[name] = place, overrides | ({"attn": attn} if attn else {})
     if command.check:                           # before the work begins
         command.check(args, places)
-    for place, changed in cases.values() if len(cases) > 1 else ():
-        check_overrides(place, changed)
+    for place, changed in cases.values():
+        if changed and len(cases) > 1:
+            check_overrides(place, changed)
     found, texts = {}, {}
     for name, (place, changed) in cases.items():
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)
