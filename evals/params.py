@@ -81,7 +81,6 @@ def command(args, run):
     # the initial values of attention do not depend on the MLP, which can be large
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
-    values = {"now": list(map(figures, modules)), "start": list(map(figures, fresh))}
     # a linear layer besides the projections computes a gate or a lambda from its input: then means over text
     if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
            for name, child in modules[0].named_children()):
@@ -94,12 +93,14 @@ def command(args, run):
         for rows in batches(run, args, run.window(args.length)):
             watch(run.model, see, rows[:, :-1], run.machine)
             windows += len(rows)
-        values["now"] = [{name: total / windows for name, total in layer.items()} for layer in sums]
-    kept = dict(modules[0].named_buffers(recurse=False))
+        now = [{name: total / windows for name, total in layer.items()} for layer in sums]
+    else:
+        now = list(map(figures, modules))
+    values, kept = {"now": now, "start": list(map(figures, fresh))}, dict(modules[0].named_buffers(recurse=False))
     numbers = {
         "attn": run.model.config.attn,
         "figures": {name: {when: [rounded(layer[name]) for layer in layers] for when, layers in values.items()}
-                    | {"learned": name.strip("|") not in kept} for name in values["now"][0]},
+                    | {"learned": name.strip("|") not in kept} for name in now[0]},
         "distance_bias": None if modules[0].distance() is None else {
             when: [rounded(bias_by_distance(module)) for module in layers]
             for when, layers in (("now", modules), ("start", fresh))}}
