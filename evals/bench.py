@@ -22,7 +22,7 @@ import numpy as np
 
 from common.flags import at_least, knob
 from data import benchmarks
-from evals.instrument import legend, mean_and_error, table
+from evals.instrument import explained, mean_and_error
 from evals.likelihood import listen, page_requests, row_requests, text_tokenizer
 from evals.pictures import figure_of, frame
 
@@ -160,17 +160,18 @@ def compared(scores, first):
 
 
 MEANINGS = {                                    # of the table's columns
-    "+-": "standard error", "n": "rows", "chance": "score of guessing", "adjusted": "(score - chance) / (1 - chance)",
+    "score": "value of the measure", "+-": "standard error", "n": "rows", "chance": "score of guessing",
+    "adjusted": "(score - chance) / (1 - chance)",
     "than guessing": "no better: within two standard errors of chance, those of guessing n times",
-    "difference": "the score minus the first run's on the same rows, and the standard error of that difference; for "
-                  "perplexities, of their logarithms",
+    "difference": "the score minus the first run's on the same rows; for perplexities, of their logarithms",
+    "+- ": "standard error of that difference",
     "verdict": "cannot be told apart: the difference is at most two of these errors"}
 
 
 def tell(args, found):
     """A table with a row for each score. Of several runs, the rows of one measure follow each other, and show the
     differences from the first run."""
-    several, rows, (first, *_) = len(found) > 1, [], found.values()
+    several, lines, (first, *_) = len(found) > 1, {}, found.values()
     parts = {(name, measure): [(name, measure)] for name in first["tasks"] for measure in MEASURES[name]}
     for name, names in averaged(first["tasks"]).items():
         parts[name, f"{len(names)} tasks"] = [(task, MEASURES[task][0]) for task in names]
@@ -178,26 +179,25 @@ def tell(args, found):
         for place, numbers in found.items():
             task = numbers["tasks"].get(name, {})
             score = task[measure] if task else numbers["averages"][name]
-            row = {"task": name, "measure": measure, "run": place, "score": short(score["value"]),
-                   "+-": short(score["stderr"]), "n": str(task["n"]) if task else None,
-                   "chance": task.get("chance") or None if "adjusted" in score else None,
-                   "adjusted": score.get("adjusted"), "than guessing": score.get("than_guessing")}
+            row = {"score": short(score["value"]), "+-": short(score["stderr"]),
+                   "than guessing": score.get("than_guessing")}
+            if not several:
+                row |= {"n": str(task["n"]) if task else None, "adjusted": score.get("adjusted"),
+                        "chance": task.get("chance") or None if "adjusted" in score else None}
             if numbers is not first:
                 scores, others = ([run["tasks"][task][which] for task, which in behind] for run in (numbers, first))
                 row |= compared(scores, others)
-            rows.append(row)
-    hidden = ("n", "chance", "adjusted") if several else ("run",)
-    columns = [name for name in rows[-1] if name not in hidden]         # the last row is one of the last run
-    lines = [legend({name: MEANINGS[name] for name in columns if name in MEANINGS})]
+            lines[f"{name} {measure}{several * f' {place}'}"] = row
+    notes = [explained(lines, MEANINGS, "task")]
     if any(numbers["averages"] for numbers in found.values()):
-        lines.append("averages take the first measure of each task; average of eight: the tasks of Lazy Attention's "
+        notes.append("averages take the first measure of each task; average of eight: the tasks of Lazy Attention's "
                      "table 1")
     for place, numbers in found.items():
         cut = [f"{task['cut']} of {name}" for name, task in numbers["tasks"].items() if task["cut"]]
         if cut:
-            lines.append(f"longer than {numbers['length']:,} tokens{several * f' in {place}'}, and cut at the "
+            notes.append(f"longer than {numbers['length']:,} tokens{several * f' in {place}'}, and cut at the "
                          f"beginning: rows {', '.join(cut)}")
-    return "\n\n".join([table([[row.get(name) for name in columns] for row in rows], columns), "\n".join(lines)])
+    return "\n".join(notes)
 
 
 def short(value):

@@ -67,7 +67,8 @@ def command(args, run):
         scores = scores_of(run.model, run.machine, coder, trials[length], args.batch_size)
         found[length] = summary(length, [(trial.depth, row) for trial, row in zip(trials[length], scores, strict=True)])
     numbers = {"trials": args.trials, "seed": args.seed, "rope_scaling": run.model.config.rope_scaling,
-               "training_length": run.meta["knobs"]["block_size"], "lengths": [found[length] for length in lengths]}
+               "training_length": run.meta["knobs"]["block_size"], "lengths": [found[length] for length in lengths],
+               "mean": {name: float(np.mean([row[name] for row in found.values()])) for name in SCORES}}
     rows = [[str(row["length"]), str(row["trials"]), *(row[name + end] for name in SCORES for end in ("", "_error"))]
             for row in numbers["lengths"]]
     by_depth = [[str(row["length"]), *(part["gain"] for part in row["by_depth"])] for row in numbers["lengths"]]
@@ -170,11 +171,10 @@ def draw(path, found):
         for ax, (place, rows) in zip(maps, runs.items(), strict=False):
             gains, accuracies = ([[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
                                  for name in ("gain", "correct"))       # (depths, lengths)
-            image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key")
+            image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key",
+                             f"{Path(place).name}: gain in colour, accuracy in numbers")
             ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
             ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-            title = f"{Path(place).name} (trained at {trained[place]}): gain in colour, accuracy in numbers"
-            ax.set_title(title, fontsize=8)
         ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")
         for ax in maps[len(found):]:
             ax.set_axis_off()

@@ -100,4 +100,4 @@ def test_the_command_prints_numbers_tables_and_a_picture(elastic_run, toy_run, t
     assert [row["length"] for row in found] == [300, 340] and found[0]["trials"] == 4
     close(*([row["log_likelihood"] for row in rows] for rows in (alone, found)), terms=16, dtype=torch.float32)
     eval_script.main(["passkey", f"--out_dir={elastic_run},{toy_run}", *flags, f"--png={picture}"])
-    assert capsys.readouterr().out.count(str(toy_run)) == 1 and picture.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count(str(toy_run)) == 2 and picture.read_bytes().startswith(b"\x89PNG")
