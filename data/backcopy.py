@@ -23,12 +23,6 @@ SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
 BOS, FIXED = 64, 65                             # two more ids, each with its own bigram row
 
 
-def make_task(seed):
-    """The bigram table (66, 64), one row per id, and the ids of the triggers."""
-    rng = np.random.default_rng([seed, 0])
-    return rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2), np.sort(rng.choice(SYMBOLS, TRIGGERS, replace=False))
-
-
 def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
     """`count` sequences of length+1 ids, (count, length+1): the inputs and the target of the last one."""
     cumulative = table.cumsum(1)
@@ -48,11 +42,13 @@ def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
 
 
 def prepare(args):
-    table, triggers = make_task(args.seed)
     if not 0 <= args.fixed_at <= args.length and args.fixed_at != -1:
         raise ValueError(f"--fixed_at={args.fixed_at} must be a position in 0..{args.length}, or -1 for none")
     if min(args.length, args.sequences, args.val_sequences) < 1:
         raise ValueError("--length, --sequences and --val_sequences must be at least 1")
+    rng = np.random.default_rng([args.seed, 0])
+    table = rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2)       # (66, 64): a bigram row for each id
+    triggers = np.sort(rng.choice(SYMBOLS, TRIGGERS, replace=False))
     tokens.begin(args.out_dir)
     shards = {}
     for part, (split, count) in enumerate((("train", args.sequences), ("val", args.val_sequences)), 1):

@@ -1,15 +1,15 @@
 """Tokenizers: text into ids and back. Each is a class with
 
     name, vocab_size, separator     separator: the id between two texts
-    content                         content of its tokenizer.json; None: it needs no file
+    content                         content of the tokenizer.json that a run must store; None: its name is enough
+    exported                        the tokenizer as a tokenizer.json; None: it cannot be one
     lengths                         bytes of text of each id, (vocab_size,)
     encode(text), decode(ids)       special tokens are neither parsed from text nor shown
-    ends(id_hints)                  the ids that end the text of a model with this tokenizer
-    exported()                      the tokenizer as a tokenizer.json, or None
 
 Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a tokenizer.json: it
-belongs to a public model, and to the runs and data sets made with it. lookup.py finds the tokenizer of a name, a run or
-a data set.
+belongs to a public model, and to the runs and data sets made with it. The meta.json of a run or a data set names the
+tokenizer of its ids. For a public model's tokenizer, the folder also holds its tokenizer.json, and meta.json names the
+id between two texts ("separator").
 """
 import contextlib
 import functools
@@ -28,47 +28,28 @@ import numpy as np
 from common import files
 from data.downloads import download
 
-# ---------------------------------------------------------------------------------------------------- named tokenizers
+# -------------------------------------------------------------------------------------------- the format tokenizer.json
+
+END = "<|endoftext|>"                           # the separator of most tokenizers
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that are spelled as themselves
+# {character: byte} of byte-level tokenizers; the other bytes are spelled by the characters from 256 on
+BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b for b in range(256)}
 
 
-class Bytes:
-    """One token per byte of UTF-8; id 256 separates documents."""
-    name, vocab_size, separator = "bytes", 257, 256
-    content = None
-    lengths = np.array([1] * 256 + [0])
+def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
+    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in the order of merging; special:
+    {spelling: id} of special tokens; cutting: pre-tokenizers that cut a text into words."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    described = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [{"id": i, "content": token} | plain for token, i in special.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(cutting)}, "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "vocab": vocab, "merges": merges}}
+    return json.dumps(described, ensure_ascii=False).encode()
 
-    def encode(self, text):
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    def ends(self, id_hints):
-        return [self.separator]
-
-    def exported(self):
-        """The tokenizer as a tokenizer.json: byte pairs without any merges."""
-        return byte_pairs(BYTE_SPELLING, [], {END: self.separator})
-
-
-class Numbers:
-    """Symbols of a synthetic task, which print as numbers."""
-    name, separator, content = "numbers", None, None
-
-    def encode(self, text):
-        words = text.split()
-        if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
-            raise ValueError(f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}")
-        return np.array([int(word) for word in words], dtype=np.uint16)
-
-    def decode(self, ids):
-        return " ".join(str(int(i)) for i in ids)
-
-    def exported(self):
-        return None
-
-
-# -------------------------------------------------------------------------------------------- through a tokenizer.json
 
 SECONDS, MEMORY, IDS = 60, 4 << 30, 100         # limits of a trial: seconds, bytes, and ids of a single character
 SAMPLE = "".join(map(chr, range(0x3100))) + "漢字 한국어 \U0001f600"       # alphabets of most languages
@@ -106,55 +87,75 @@ def try_tokenizer(memory):
     coder.decode(ids)
 
 
+# ---------------------------------------------------------------------------------------------------------- tokenizers
+
+
+class Bytes:
+    """One token per byte of UTF-8; id 256 separates documents."""
+    name, vocab_size, separator = "bytes", 257, 256
+    content, exported = None, byte_pairs(BYTE_SPELLING, [], {END: 256})            # without any merges
+    lengths = np.array([1] * 256 + [0])
+
+    def encode(self, text):
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class Numbers:
+    """Symbols of a synthetic task, which print as numbers."""
+    name, separator, content, exported = "numbers", None, None, None
+
+    def encode(self, text):
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
+            raise ValueError(f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}")
+        return np.array([int(word) for word in words], dtype=np.uint16)
+
+    def decode(self, ids):
+        return " ".join(str(int(i)) for i in ids)
+
+
 class Tokenizer:
     """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
     content: of that file; path: its place, for error messages. id_hints: the model's other JSON files that may name
-    the ids that begin and end a text (config.json, ...), as dicts. separator: the id between two texts; None: find it.
-    """
+    the ids that begin and end a text (config.json, ...), as dicts. separator: the id between two texts. None: the first
+    that exists of <|endoftext|>, the token that the tokenizer puts before a text, and those that begin or end a text
+    according to id_hints."""
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
-        self.content, self.name = content, files.check_name(name, f"{path}: its folder or tokenizer")
+        self.content = self.exported = content
+        self.name = files.check_name(name, f"{path}: its folder or tokenizer")
         self.coder = files.optional("tokenizers").Tokenizer.from_buffer(content)
         self.coder.encode_special_tokens = True                         # special tokens spelled in a text are text
         self.coder.no_truncation()              # some files ask for truncation or padding
         self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
-        self.separator = self.find_separator(id_hints, path) if separator is None else separator
-        if not (isinstance(self.separator, int) and 0 <= self.separator < self.vocab_size):
-            raise ValueError(f"{path}: the separator {self.separator!r} is no id below {self.vocab_size}: name the "
-                             'right one as "separator" in the meta.json beside it')
-        decoder = json.dumps(files.parsed(content).get("decoder"))
-        self.byte_level = "ByteLevel" in decoder                        # otherwise as in SentencePiece
-
-    def find_separator(self, id_hints, path):
-        """The first that exists: <|endoftext|>; the token that the tokenizer puts before a text; the token that begins
-        a text, or ends it, according to the model's files."""
-        put_before = self.coder.encode("", add_special_tokens=True).ids[:1]
-        begins, ends = self.special_ids(id_hints, "bos"), self.special_ids(id_hints, "eos")
-        if candidates := [*self.ids_of(END), *put_before, *begins, *ends]:
-            return candidates[0]
-        raise ValueError(f"{path} does not name the token between two texts: write "
-                         f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
+        if separator is None:
+            first = [{"bos_token": END}, {"bos_token_id": self.coder.encode("").ids[:1]}]
+            found = self.special_ids([*first, *id_hints], "bos") + self.special_ids(id_hints, "eos")
+            if not found:
+                raise ValueError(f"{path} does not name the token between two texts: write "
+                                 f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
+            separator = found[0]
+        if not (isinstance(separator, int) and 0 <= separator < self.vocab_size):
+            raise ValueError(f"{path}: the separator {separator!r} is no id below {self.vocab_size}: name the right "
+                             'one as "separator" in the meta.json beside it')
+        self.separator = separator
+        self.byte_level = "ByteLevel" in json.dumps(files.parsed(content).get("decoder"))   # otherwise as SentencePiece
 
     def special_ids(self, id_hints, role):
-        """The ids that begin (role "bos") or end ("eos") a text. config.json has one or several ids,
+        """The ids that begin (role "bos") or end ("eos") a text, as a list. config.json has one or several ids,
         tokenizer_config.json the spelling of one."""
         found = []
         for hints in id_hints:
             ids, token = hints.get(f"{role}_token_id"), hints.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
             found += ids if isinstance(ids, list) else [ids]
-            found += self.ids_of(token.get("content") if isinstance(token, dict) else token)
+            found += [self.coder.token_to_id(token)] if isinstance(token, str) else []
         return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size))
-
-    def ids_of(self, token):
-        """The id of one token by its spelling, as a list; empty if it does not exist."""
-        found = self.coder.token_to_id(token if isinstance(token, str) else "")
-        return [] if found is None else [found]
-
-    def ends(self, id_hints):
-        """The ids that end a model's text: those in its files, and the end of a turn in a conversation."""
-        return list(dict.fromkeys(self.special_ids(id_hints, "eos") + self.ids_of("<|im_end|>")))
 
     @functools.cached_property
     def lengths(self):
@@ -193,15 +194,15 @@ def cut(text):
 
 
 class GPT2(Tokenizer):
-    """OpenAI's byte-pair encoding; id 50256 separates documents. Its two files are fetched once, to the folder in which
-    tiktoken keeps them too."""
+    """OpenAI's byte-pair encoding; id 50256 separates documents. Its two files are kept in tiktoken's folder.
+
+    parts: {name: content} of the files; None: fetch those that the folder lacks."""
     ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    PARTS = {                                   # its two files: size in bytes and sha256
+    PARTS = {                                   # {name: (size in bytes, sha256)}
         "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
         "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 
     def __init__(self, parts=None):
-        """parts: {name: content} of the two files; None: from that folder or the network."""
         files.optional("tokenizers")            # fail before a download
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
                      or f"{tempfile.gettempdir()}/data-gym-cache")
@@ -217,63 +218,131 @@ class GPT2(Tokenizer):
                          "with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
             found.append(place.read_text(encoding="utf-8"))
         merges, vocab = found[0].split("\n")[1:-1], json.loads(found[1])                    # the first line: version
-        self.described = byte_pairs(vocab, merges, {END: 50256})
-        super().__init__(self.described, "gpt2", cache, separator=50256)
-        self.content = None                     # a run and a data set store its name only
+        super().__init__(byte_pairs(vocab, merges, {END: 50256}), "gpt2", cache, separator=50256)
+        self.content = None
 
     @classmethod
-    def in_folder(cls, folder):
-        """The tokenizer from a folder with OpenAI's two files."""
-        for name, (_, digest) in cls.PARTS.items():
-            if not ((folder / name).exists() and files.sha256(folder / name) == digest):
-                raise ValueError(f"{folder / name} is missing or is not the GPT-2 tokenizer's: "
-                                 "name a folder with OpenAI's vocab.bpe and encoder.json")
-        return cls({name: (folder / name).read_bytes() for name in cls.PARTS})
-
-    @classmethod
-    def parts_of(cls, described):
-        """OpenAI's two files, byte for byte, from a parsed tokenizer.json; None if it is another tokenizer's."""
-        try:
-            model, before = described["model"], described["pre_tokenizer"]
-            steps = before.get("pretokenizers", [before])
-            plain = len(steps) == 1 and BYTE_LEVEL | steps[0] == BYTE_LEVEL
-            added = {token["id"] for token in described["added_tokens"]} <= {50256}
-            merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-            vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
-            parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),
-                     "encoder.json": json.dumps(vocab).encode()}
-        except (AttributeError, KeyError, TypeError):
-            return None                         # another kind of tokenizer
-        equal = all(hashlib.sha256(parts[name]).hexdigest() == digest for name, (_, digest) in cls.PARTS.items())
-        return parts if plain and added and equal else None
-
-    def ends(self, id_hints):
-        return [self.separator]
-
-    def exported(self):
-        return self.described
+    def wrong_part(cls, parts):
+        """The name of the first of the two files that is not OpenAI's; None if both are. parts: as above."""
+        return next((name for name, (_, digest) in cls.PARTS.items()
+                     if hashlib.sha256(parts[name]).hexdigest() != digest), None)
 
 
 TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
 
-# -------------------------------------------------------------------------------------------- the format tokenizer.json
-
-END = "<|endoftext|>"                           # the separator of most tokenizers
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that are spelled as themselves
-# {character: byte} of byte-level tokenizers; the other bytes are spelled by the characters from 256 on
-BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b for b in range(256)}
+# ---------------------------------------------------------------------------------------------------- find a tokenizer
 
 
-def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
-    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in the order of merging; special:
-    {spelling: id} of special tokens; cutting: pre-tokenizers that cut a text into words."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    described = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": i, "content": token} | plain for token, i in special.items()],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(cutting)}, "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "vocab": vocab, "merges": merges}}
-    return json.dumps(described, ensure_ascii=False).encode()
+def tokenizer(name, folder=None):
+    """A tokenizer by its name in TOKENIZERS, by the name of a run below out/, or by the path of a run, a data set, or
+    any folder or file with a tokenizer.json. folder: holds the GPT-2 tokenizer's two files, if no cache does.
+
+    The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's name is its name.
+    """
+    if name == "gpt2" and folder:
+        parts = {part: (folder / part).read_bytes() if (folder / part).exists() else b"" for part in GPT2.PARTS}
+        if wrong := GPT2.wrong_part(parts):
+            raise ValueError(f"{folder / wrong} is missing or is not the GPT-2 tokenizer's: name a folder with "
+                             "OpenAI's vocab.bpe and encoder.json")
+        return GPT2(parts)
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
+    for place in (Path("out", name), Path(name)):
+        if place.is_file() or content_of(place):
+            path = place if place.is_file() else place / "tokenizer.json"
+            home, separator = path.resolve().parent, meta_of(path.parent).get("separator")
+            id_hints = id_hints_in(home) if separator is None else []
+            known_as = tokenizer_name(path.parent) or home.name
+            return from_content(files.regular(path).read_bytes(), known_as, path, id_hints, separator)
+        if tokenizer_name(place) in TOKENIZERS:                         # a run or a data set that needs no file
+            return tokenizer(tokenizer_name(place), folder)
+    raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
+                     "(python data/weights.py smollm2 makes one), or the path of a folder with a tokenizer.json")
+
+
+def from_content(content, name, path, id_hints=(), separator=None):
+    """The tokenizer that a foreign tokenizer.json describes. The arguments are those of Tokenizer."""
+    if coder := without_file(content):
+        return coder
+    files.optional("tokenizers")
+    if fault := fault_of(content):
+        raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it again, "
+                         "or name another tokenizer")
+    return Tokenizer(content, name, path, id_hints, separator)
+
+
+def without_file(content):
+    """Bytes or GPT2, if a tokenizer.json describes the same tokenizer under any name; otherwise None."""
+    described = dict_or_empty(files.parsed, content)
+    if described == files.parsed(Bytes.exported):
+        return Bytes()
+    try:
+        model, before = described["model"], described["pre_tokenizer"]
+        steps = before.get("pretokenizers", [before])
+        plain = len(steps) == 1 and BYTE_LEVEL | steps[0] == BYTE_LEVEL
+        plain = plain and {token["id"] for token in described["added_tokens"]} <= {50256}
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+        vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+        parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),           # byte for byte
+                 "encoder.json": json.dumps(vocab).encode()}
+    except (AttributeError, KeyError, TypeError):
+        return None                             # another kind of tokenizer
+    return GPT2(parts) if plain and not GPT2.wrong_part(parts) else None
+
+
+def identity(folder):
+    """Equal for two folders (runs or data sets) if and only if they use the same tokenizer, whatever its name there. It
+    is the name of a tokenizer that needs no file; otherwise the parts of its file that affect ids, and the separator.
+    None for an older run, which does not name its tokenizer."""
+    content, meta = content_of(folder), meta_of(folder)
+    if not content:
+        return meta.get("tokenizer")
+    if coder := without_file(content):
+        return coder.name
+    around = ("version", "truncation", "padding", "post_processor")     # these do not affect the ids of a text
+    described = dict_or_empty(files.parsed, content)
+    return {key: value for key, value in described.items() if key not in around}, meta.get("separator")
+
+
+def dict_or_empty(read, source):
+    """The dict that is read from a source; {} if it is missing, damaged, or something else."""
+    try:
+        found = read(source)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def meta_of(folder):
+    """The meta.json of a run or a data set; {} if it is missing or cannot be read."""
+    return dict_or_empty(files.read_json, Path(folder, "meta.json"))
+
+
+def id_hints_in(folder):
+    """The JSON files in a model's folder that may name the ids that begin and end a text, as dicts, config.json first.
+    """
+    paths = (Path(folder, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json"))
+    found = [files.read_json(path) for path in paths if path.exists()]
+    return [hints for hints in found if isinstance(hints, dict)]
+
+
+def tokenizer_name(folder):
+    """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in older runs. Raises
+    ValueError if it cannot be part of a folder's name."""
+    name = meta_of(folder).get("tokenizer") if folder else None
+    return files.check_name(name, f"{Path(folder, 'meta.json')}: tokenizer") if isinstance(name, str) else None
+
+
+def content_of(folder):
+    """The content of the tokenizer.json of a run, a data set, or a fetched model; None if it has none."""
+    path, meta = Path(folder, "tokenizer.json"), meta_of(folder)
+    if "tokenizer" in meta and "separator" not in meta:                 # a tokenizer that needs no file: if there is
+        return None                                                     # a tokenizer.json, it is a leftover
+    return files.regular(path).read_bytes() if path.exists() else None
+
+
+def keep_tokenizer(folder, content):
+    """Write the tokenizer.json of a run or a data set. content None: it needs none."""
+    if content:
+        with files.replacing(folder / "tokenizer.json") as f:
+            f.write(content)

@@ -18,8 +18,6 @@ import itertools
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
 from common import files
 from data import tokens
@@ -45,47 +43,22 @@ FILES = {  # bytes and sha256
 }
 
 
-def source_of(args):
-    """Paths of the source files, which may not be fetched yet, and their names and sizes, by which a restart recognises
-    them."""
-    if not args.source:
-        return [args.out_dir / "source" / name for name in FILES], [[name, size] for name, (size, _) in FILES.items()]
-    paths = tokens.source_files(args.source, (".parquet", ".jsonl", ".txt"))
-    below = args.source if args.source.is_dir() else args.source.parent
-    return paths, [[path.relative_to(below).as_posix(), path.stat().st_size] for path in paths]
-
-
-class Stream:
-    """The tokens of all documents from a position (file, document, token) on. A restart needs only this position."""
-
-    def __init__(self, paths, coder, position):
-        self.documents = self.read(paths, coder, *position)
-        self.position, self.rest = position, np.empty(0)                # rest: remaining tokens of this document
-
-    def read(self, paths, coder, file, document, token):
-        for i, path in enumerate(paths[file:], file):
-            if not path.exists():
-                download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
-                         "name a folder of local files with --source")
-            texts = itertools.islice(tokens.documents(path), document, None)
-            for j, ids in enumerate(tokens.encode_all(coder, texts), document):
-                yield [i, j, token], ids[token:]
-                token = 0
-            document = 0
-
-    def more(self):
-        """Is there another token?"""
-        while not self.rest.size and (found := next(self.documents, None)):
-            self.position, self.rest = found
-        return self.rest.size > 0
-
-    def take(self, count):
-        """The next `count` tokens, piece by piece; fewer at the end of the source."""
-        while count and self.more():
-            piece, self.rest = self.rest[:count], self.rest[count:]
-            self.position[2] += piece.size
-            count -= piece.size
-            yield piece
+def pieces(paths, coder, position, size):
+    """Yield (shard, position after the piece, ids) for every document from a position (file, document, token) on. The
+    pieces are cut where a shard is full: after `size` tokens. A restart needs only the position."""
+    (file, document, token), count = position, 0
+    for i, path in enumerate(paths[file:], file):
+        if not path.exists():
+            download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
+                     "name a folder of local files with --source")
+        texts = itertools.islice(tokens.documents(path), document, None)
+        for j, ids in enumerate(tokens.encode_all(coder, texts), document):
+            while token < len(ids):
+                piece = ids[token:token + size - count % size]
+                yield count // size, [i, j, token + piece.size], piece
+                token, count = token + piece.size, count + piece.size
+            token = 0
+        document = 0
 
 
 def resume(out, plan, coder):
@@ -95,7 +68,7 @@ def resume(out, plan, coder):
     if path is None:
         return plan | {"next": [0, 0, 0], "shards": {}}
     state = files.read_json(path)
-    is_state = tokens.has(state, next=list | None, shards=dict) and "next" in state and tokens.has_shards(state)
+    is_state = tokens.has(state, next=list | None) and "next" in state and tokens.has_shards(state)
     position = is_state and state["next"] or [0, 0, 0]
     if not (is_state and len(position) == 3 and all(isinstance(n, int) and n >= 0 for n in position)):
         raise ValueError(f"{path} is damaged: delete {out} and run this again")
@@ -111,40 +84,49 @@ def resume(out, plan, coder):
 def prepare(args):
     if args.shard_tokens < 1 or args.train_shards < 0:
         raise ValueError("--shard_tokens must be at least 1 and --train_shards at least 0")
-    coder = tokens.settle(args, "fineweb_edu")
-    paths, sizes = source_of(args)
+    coder, out, size = tokens.settle(args, "fineweb_edu"), args.out_dir, args.shard_tokens
+    if args.source:
+        paths = tokens.source_files(args.source, (".parquet", ".jsonl", ".txt"))
+        below = args.source if args.source.is_dir() else args.source.parent
+        names = [[path.relative_to(below).as_posix(), path.stat().st_size] for path in paths]
+    else:                                       # they may not be fetched yet
+        paths, names = [out / "source" / name for name in FILES], [[name, size] for name, (size, _) in FILES.items()]
     if any(path.suffix == ".parquet" for path in paths):
         files.optional("pyarrow.parquet")       # fail before a long download
-    plan = {"dataset": "fineweb_edu"} | tokens.described(coder) | {"shard_tokens": args.shard_tokens, "files": sizes}
-    state, progress = resume(args.out_dir, plan, coder), args.out_dir / "progress.json"
-    write_shards(args, state, Stream(paths, coder, state["next"] or [len(paths), 0, 0]), coder)
+    # the source files' names and sizes, by which a restart recognises them
+    plan = {"dataset": "fineweb_edu"} | tokens.described(coder) | {"shard_tokens": size, "files": names}
+    state, progress = resume(out, plan, coder), out / "progress.json"
+    stream = pieces(paths, coder, state["next"] or [len(paths), 0, 0], size)
+    shards = itertools.groupby(stream, key=lambda piece: piece[0])
+    # a shard is renamed first, then gets its row in progress.json: after a kill between the two, it is written again
+    while not args.train_shards or len(state["shards"]) <= args.train_shards:
+        _, shard = next(shards, (None, None))
+        if shard is None:
+            state["next"] = None
+            break
+        files.write_json(progress, state)
+        tokens.begin(out, coder)
+        number = len(state["shards"])
+        name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
+        row = state["shards"][name] = tokens.write_shard(out / name, ids_of(shard, state), coder)
+        print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
+        files.write_json(progress, state)
     rows = list(state["shards"].values())
     if len(rows) < 2:
-        for path in (progress, args.out_dir / "val_000000.bin"):
+        for path in (progress, out / "val_000000.bin"):
             path.unlink(missing_ok=True)
-        raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first "
-                         f"{args.shard_tokens:,} are held out: lower --shard_tokens, or name a larger source")
-    if rows[-1]["tokens"] < args.shard_tokens:
-        print(f"the last shard is partial, {rows[-1]['tokens']:,} of {args.shard_tokens:,} tokens: this is normal")
-    tokens.finish(args.out_dir, state)
+        raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first {size:,} are "
+                         "held out: lower --shard_tokens, or name a larger source")
+    if rows[-1]["tokens"] < size:
+        print(f"the last shard is partial, {rows[-1]['tokens']:,} of {size:,} tokens: this is normal")
+    tokens.finish(out, state)
     progress.unlink(missing_ok=True)
 
 
-def write_shards(args, state, stream, coder):
-    """Write the missing shards. A shard is renamed first, then gets its row in progress.json: after a kill between the
-    two, it is written again."""
-    while not args.train_shards or len(state["shards"]) <= args.train_shards:
-        if not stream.more():
-            state["next"] = None
-            return
-        files.write_json(args.out_dir / "progress.json", state)
-        tokens.begin(args.out_dir, coder)
-        number = len(state["shards"])
-        name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
-        row = tokens.write_shard(args.out_dir / name, stream.take(args.shard_tokens), coder)
-        state["shards"][name], state["next"] = row, list(stream.position)
-        print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
-        files.write_json(args.out_dir / "progress.json", state)
+def ids_of(shard, state):
+    """The ids of a shard, piece by piece. state["next"] is the position after the last piece."""
+    for _, state["next"], ids in shard:
+        yield ids
 
 
 if __name__ == "__main__":

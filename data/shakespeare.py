@@ -8,6 +8,7 @@ The first 90 % of the characters are the training split, the rest is held out. E
 separators, as in nanoGPT. The file is fetched once into the data set's folder; --source names a local copy (also .gz),
 or a folder with one.
 """
+import contextlib
 import hashlib
 import sys
 from pathlib import Path
@@ -21,26 +22,19 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def local_text(source):
-    """The text of a local file, or of the file in a folder that is Tiny Shakespeare."""
-    for path in tokens.source_files(source):
-        try:
-            text = tokens.read_text(path)
-        except tokens.NotText:
-            if path == source:
-                raise
-            continue
-        if hashlib.sha256(text.encode()).hexdigest() == SHA256:
-            return text
-    raise ValueError(f"--source={source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}), "
-                     "or use python data/text.py for a text of your own")
-
-
 def prepare(args):
-    coder, path = tokens.settle(args, "shakespeare"), args.out_dir / "input.txt"
-    if not (args.source or path.exists() and files.sha256(path) == SHA256):
-        download(URL, path, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
-    text = local_text(args.source or path)
+    coder, fetched = tokens.settle(args, "shakespeare"), args.out_dir / "input.txt"
+    if not (args.source or fetched.exists() and files.sha256(fetched) == SHA256):
+        download(URL, fetched, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+    source = args.source or fetched
+    for path in tokens.source_files(source):    # which of the files is it?
+        with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
+            text = tokens.read_text(path)
+            if hashlib.sha256(text.encode()).hexdigest() == SHA256:
+                break
+    else:
+        raise ValueError(f"--source={source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}), "
+                         "or use python data/text.py for a text of your own")
     end = int(len(text) * 0.9)
     splits = {"train": [text[:end]], "val": [text[end:]]}
     tokens.write_data_set(args.out_dir, coder, splits, separate=False, dataset="shakespeare", source=URL)

@@ -28,46 +28,32 @@ from common import files
 from data import tokens
 
 
-def measure(source):
-    """{file: sizes in bytes of its documents}, and the number of files without text."""
-    sizes, paths = {}, tokens.source_files(source)
-    for path in paths:
-        with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
-            if found := [len(text.encode()) for text in tokens.documents(path)]:
-                sizes[path] = np.array(found)
-    if not sizes:
-        raise ValueError(f'--source={source} holds no text: name files in UTF-8, or .jsonl or .parquet with a "text"')
-    return sizes, len(paths) - len(sizes)
+def held_out(sizes, args):
+    """{file: array of bool, which of its documents are held out}. sizes: {file: sizes in bytes of its documents}.
 
-
-def named(sizes, names, source):
-    """Hold out the files with these names, which may omit folder and endings. Returns {file: array of bool, which of
-    its documents are held out}."""
-    forms = {path: {path.name, path.name.split(".")[0], path.relative_to(source).as_posix(), str(path)}
+    Those of the files that --val names, which may omit folder and endings; otherwise documents in a fixed random order
+    as long as they fit into --val_share, and if the first does not fit, the shortest one."""
+    if not args.val:
+        lengths = np.concatenate(list(sizes.values()))
+        order = np.random.default_rng(0).permutation(len(lengths))
+        held = np.zeros(len(lengths), bool)
+        held[order[np.cumsum(lengths[order]) <= args.val_share * lengths.sum()]] = True
+        if not held.any():
+            held[lengths.argmin()] = True
+        return dict(zip(sizes, np.split(held, np.cumsum([len(s) for s in sizes.values()])[:-1]), strict=True))
+    forms = {path: {path.name, path.name.split(".")[0], path.relative_to(args.source).as_posix(), str(path)}
              for path in sizes}
-    for name in names:
+    for name in args.val:
         if not any(name in form for form in forms.values()):
             known = ", ".join(sorted(path.name for path in sizes)[:20])
-            raise ValueError(f"--val {name}: no such file in {source}, choose from {known}")
-    held = {path: np.full(len(sizes[path]), bool(form & set(names))) for path, form in forms.items()}
+            raise ValueError(f"--val {name}: no such file in {args.source}, choose from {known}")
+    held = {path: np.full(len(sizes[path]), bool(form & set(args.val))) for path, form in forms.items()}
     if all(flags.all() for flags in held.values()):
         raise ValueError("--val holds out everything, so nothing is left to train on: name fewer files")
     return held
 
 
-def shared(sizes, share):
-    """Hold out documents in a fixed random order as long as they fit into the share; if the first does not fit, the
-    shortest one."""
-    lengths = np.concatenate(list(sizes.values()))
-    order = np.random.default_rng(0).permutation(len(lengths))
-    held = np.zeros(len(lengths), bool)
-    held[order[np.cumsum(lengths[order]) <= share * lengths.sum()]] = True
-    if not held.any():
-        held[lengths.argmin()] = True
-    return dict(zip(sizes, np.split(held, np.cumsum([len(s) for s in sizes.values()])[:-1]), strict=True))
-
-
-def chosen(held, wanted):
+def texts_of(held, wanted):
     """The texts of one split. They are read from the files again, so memory holds only a few at a time."""
     for path, flags in held.items():
         if (flags == wanted).any():
@@ -94,21 +80,27 @@ def prepare(args):
     files.check_name(args.name, "--name")       # --out_dir takes any folder
     if not args.out_dir and args.name != "text" and Path(__file__).with_name(f"{args.name}.py").exists():
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
-    coder = tokens.settle(args, args.name)
-    sizes, skipped = measure(args.source)
+    coder, source = tokens.settle(args, args.name), args.source
+    sizes, paths = {}, tokens.source_files(source)
+    for path in paths:
+        with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
+            if found := [len(text.encode()) for text in tokens.documents(path)]:
+                sizes[path] = np.array(found)
+    if not sizes:
+        raise ValueError(f'--source={source} holds no text: name files in UTF-8, or .jsonl or .parquet with a "text"')
     count = sum(map(len, sizes.values()))
     if count == 1 and not args.val:
         text = next(tokens.documents(next(iter(sizes))))
         end = int(len(text) * (1 - args.val_share))
         if not 0 < end < len(text):
-            raise ValueError(f"--source={args.source} has {len(text)} characters, too few to hold out {args.val_share}")
+            raise ValueError(f"--source={source} has {len(text)} characters, too few to hold out {args.val_share}")
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
-        held = named(sizes, args.val, args.source) if args.val else shared(sizes, args.val_share)
-        splits = {"train": chosen(held, False), "val": chosen(held, True)}
-    print(f"source: {count} documents in {len(sizes)} files of {args.source}; "
-          f"{skipped} files without text skipped")
-    about, through = {"dataset": args.name, "source": str(args.source)}, iter
+        held = held_out(sizes, args)
+        splits = {"train": texts_of(held, False), "val": texts_of(held, True)}
+    print(f"source: {count} documents in {len(sizes)} files of {source}; "
+          f"{len(paths) - len(sizes)} files without text skipped")
+    about, through = {"dataset": args.name, "source": str(source)}, iter
     if args.fixed_at >= 0:                      # windows begin where sequences begin
         about |= {"stride": args.length + 1, "fixed_at": args.fixed_at}
         through = partial(fixed, args, coder.separator)

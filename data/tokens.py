@@ -30,7 +30,7 @@ import numpy as np
 
 from common import files
 from common.flags import Parser
-from data.lookup import content_of, identity, keep_tokenizer, meta_of, tokenizer, tokenizer_name
+from data.coders import content_of, identity, keep_tokenizer, meta_of, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent
 
@@ -64,12 +64,9 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
     rows are left out."""
+    read = {".parquet": parquet_texts, ".jsonl": jsonl_texts}.get(ending(path), lambda path: [read_text(path)])
     try:
-        if ending(path) == ".parquet":
-            texts = parquet_texts(path)
-        else:
-            texts = jsonl_texts(path) if ending(path) == ".jsonl" else [read_text(path)]
-        yield from (text for text in texts if text and not text.isspace())
+        yield from (text for text in read(path) if text and not text.isspace())
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
 
@@ -135,12 +132,12 @@ def unpacked(path):
     return gzip.open(files.regular(path)) if path.name.endswith(".gz") else open(files.regular(path), "rb")
 
 
-def encode_all(coder, texts, separate=True, together=32):
-    """The ids of each text, in order, `together` texts at a time in threads (tokenizers release Python's lock).
-    separate: each text begins with the separator."""
+def encode_all(coder, texts, separate=True):
+    """The ids of each text, in order, 32 texts at a time in threads (tokenizers release Python's lock). separate: each
+    text begins with the separator."""
     texts = iter(texts)
     with ThreadPoolExecutor() as pool:
-        while group := list(itertools.islice(texts, together)):
+        while group := list(itertools.islice(texts, 32)):
             for ids in pool.map(coder.encode, group):
                 yield np.insert(ids, 0, coder.separator) if separate else ids
 
@@ -148,6 +145,8 @@ def encode_all(coder, texts, separate=True, together=32):
 # ------------------------------------------------------------------------------------------------------------- shards
 
 HEADER = 256 * 4                                # bytes
+SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
+VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
 LAYOUTS = {                                     # {type of a token: magic number and version in the header}
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
@@ -239,38 +238,16 @@ def shards_of(meta, split):
     return [row for name, row in meta["shards"].items() if name.startswith(split)]
 
 
-DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
-OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
-SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
-VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
+def bytes_per_token(meta, split):
+    """Bytes of text per token, which turn a loss in nats per token into bits per byte; None if tokens are not text."""
+    size, tokens = (sum(row.get(key) or 0 for row in shards_of(meta, split)) for key in ("bytes", "tokens"))
+    return size / tokens if size and tokens else None
 
 
-def data_folder(dataset, run=None):
-    """A data set's folder: any path, or data/<dataset>. run: a run whose tokenizer the data set must use. If
-    data/<dataset> uses another one, the result is a folder data/<dataset>-..., whatever the tokenizer's name there."""
-    if os.sep in dataset or "/" in dataset:
-        return Path(dataset)
-    plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
-    if name is None:
-        return plain
-    beside = (path for path in sorted(HERE.glob(f"{dataset}-*")) if meta_of(path).get("dataset") == dataset)
-    fitting = (path for path in (plain, *beside) if same_tokenizer(run, path))
-    return next(fitting, home(dataset, name, content_of(run)))
-
-
-def home(dataset, name, content):
-    """The folder for a data set in some tokenizer: data/<dataset>, or data/<dataset>-<name>, so that one data set can
-    exist in several tokenizers. content: of the tokenizer's file, if it needs one."""
-    usual = OFFLINE.get(dataset)                # train.py makes data/stdlib by itself, in this tokenizer
-    symbols = "numbers" in (name, usual)        # they have no other tokenizer
-    plain = symbols or (name == usual if usual else not content)
-    return HERE / (dataset if plain else f"{dataset}-{name}")
-
-
-def script_of(folder):
-    """The command that makes this data set, for error messages."""
-    name = Path(folder).name
-    return f"python data/{name}.py" if name in DATA_SETS else "a data script: " + ", ".join(DATA_SETS)
+def data_hash(meta):
+    """One short hash of a data set's whole content."""
+    digests = "".join(row["sha256"] for _, row in sorted(meta["shards"].items()))
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
 def read_meta(folder, verify=True):
@@ -282,7 +259,7 @@ def read_meta(folder, verify=True):
         raise ValueError(f"{path} is missing: {make_it}")
     meta = files.read_json(path)
     whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
-    if not (has(whole, vocab_size=int, tokenizer=str, shards=dict, stride=int, separator=int) and has_shards(whole)
+    if not (has(whole, vocab_size=int, tokenizer=str, stride=int, separator=int) and has_shards(whole)
             and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
         raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
     for name in meta["shards"]:
@@ -294,15 +271,16 @@ def read_meta(folder, verify=True):
     return meta
 
 
-def has_shards(meta):
-    """Has every shard in meta.json a shard's name and a row with all required entries? Only text has bytes."""
-    return all(SHARD.fullmatch(name) and has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
-               for name, row in meta["shards"].items())
-
-
 def has(entry, **types):
     """Is this a dict with entries of these types?"""
     return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
+
+
+def has_shards(meta):
+    """Has every shard in meta.json a shard's name and a row with all required entries? Only text has bytes."""
+    return has(meta, shards=dict) and all(
+        SHARD.fullmatch(name) and has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
+        for name, row in meta["shards"].items())
 
 
 def check_shard(path, digest, vocab_size):
@@ -314,29 +292,38 @@ def check_shard(path, digest, vocab_size):
         raise ValueError(f"{path} holds the token id {highest}, but meta.json says vocab_size={vocab_size}: {again}")
 
 
-def check_vocabulary(config, meta, dataset):
-    """Raise ValueError if the token ids or the sequences of a data set do not fit a model."""
-    if config.block_size >= meta.get("stride", math.inf):
-        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have {meta['stride'] - 1} "
-                         "tokens: lower --block_size, or make longer sequences (--length)")
-    if meta["vocab_size"] > config.vocab_size:
-        raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, "
-                         f"the data set {dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset")
-
-
-def data_hash(meta):
-    """One short hash of a data set's whole content."""
-    digests = "".join(row["sha256"] for _, row in sorted(meta["shards"].items()))
-    return hashlib.sha256(digests.encode()).hexdigest()[:16]
-
-
-def bytes_per_token(meta, split):
-    """Bytes of text per token, which turn a loss in nats per token into bits per byte; None if tokens are not text."""
-    size, tokens = (sum(row.get(key) or 0 for row in shards_of(meta, split)) for key in ("bytes", "tokens"))
-    return size / tokens if size and tokens else None
-
-
 # ------------------------------------------------------------------------------------------------ data sets: for a run
+
+DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
+OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
+
+
+def script_of(folder):
+    """The command that makes this data set, for error messages."""
+    name = Path(folder).name
+    return f"python data/{name}.py" if name in DATA_SETS else "a data script: " + ", ".join(DATA_SETS)
+
+
+def home(dataset, name, content):
+    """The folder for a data set in some tokenizer: data/<dataset>, or data/<dataset>-<name>, so that one data set can
+    exist in several tokenizers. content: of the tokenizer's file, if it needs one."""
+    usual = OFFLINE.get(dataset)                # train.py makes data/stdlib by itself, in this tokenizer
+    symbols = "numbers" in (name, usual)        # they have no other tokenizer
+    plain = symbols or (name == usual if usual else not content)
+    return HERE / (dataset if plain else f"{dataset}-{name}")
+
+
+def data_folder(dataset, run=None):
+    """A data set's folder: any path, or data/<dataset>. run: a run whose tokenizer the data set must use. If
+    data/<dataset> uses another one, the result is a folder data/<dataset>-..., whatever the tokenizer's name there."""
+    if os.sep in dataset or "/" in dataset:
+        return Path(dataset)
+    plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
+    if name is None:
+        return plain
+    beside = (path for path in sorted(HERE.glob(f"{dataset}-*")) if meta_of(path).get("dataset") == dataset)
+    fitting = (path for path in (plain, *beside) if identity(path) == identity(run))
+    return next(fitting, home(dataset, name, content_of(run)))
 
 
 def data_for(run, dataset, machine):
@@ -344,19 +331,21 @@ def data_for(run, dataset, machine):
     missing data set that needs no network is made, by one rank of each machine. Raises ValueError if the data set is
     missing, damaged, or in another tokenizer."""
     folder, name = data_folder(dataset, run), tokenizer_name(run)
+    as_flag = f"--tokenizer={run if name and content_of(run) else name}"
     if machine.local_rank == 0 and dataset in OFFLINE and not (folder / "meta.json").exists():
-        make(dataset, folder, run)
+        make(dataset, folder, [] if folder == HERE / dataset else [as_flag])
     machine.wait()
-    if name and not ((folder / "meta.json").exists() and same_tokenizer(run, folder)):
-        raise ValueError(f"{folder} is no data set in the tokenizer of {run} ({name}): "
-                         f"make one with {command_for(run, dataset)}")
+    if name and not ((folder / "meta.json").exists() and identity(folder) == identity(run)):
+        script = f"data/{dataset}.py" if dataset in ("fineweb_edu", "shakespeare", "stdlib") else (
+            f"data/text.py --source=... --name={Path(dataset).name}")
+        command = "data/backcopy.py" if name == "numbers" else f"{script} {as_flag}"
+        raise ValueError(f"{folder} is no data set in the tokenizer of {run} ({name}): make one with python {command}")
     return folder, read_meta(folder, verify=machine.main)
 
 
-def make(dataset, folder, run):
+def make(dataset, folder, flags):
     """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON. The files are
     written elsewhere and moved when complete, meta.json last: two runs that begin together may both make them."""
-    flags = [] if folder == HERE / dataset else [f"--tokenizer={reference(run)}"]
     print(f"making {folder}: {' '.join(['python', f'data/{dataset}.py', *flags])}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as scratch:
@@ -370,24 +359,14 @@ def make(dataset, folder, run):
             os.replace(path, folder / path.name)
 
 
-def command_for(run, dataset):
-    """The command that makes a data set in a run's tokenizer."""
-    if tokenizer_name(run) == "numbers":
-        return "python data/backcopy.py"
-    scripted = dataset in DATA_SETS and dataset not in ("text", "backcopy")
-    script = f"{dataset}.py" if scripted else f"text.py --source=... --name={Path(dataset).name}"
-    return f"python data/{script} --tokenizer={reference(run)}"
-
-
-def reference(run):
-    """The value of --tokenizer for the tokenizer of a run."""
-    return run if content_of(run) else tokenizer_name(run)
-
-
-def same_tokenizer(run, folder):
-    """Do a run and a data set use the same tokenizer? True for an older run, which does not name its own."""
-    wanted = identity(run)
-    return wanted is None or wanted == identity(folder)
+def check_vocabulary(config, meta, dataset):
+    """Raise ValueError if the token ids or the sequences of a data set do not fit a model."""
+    if config.block_size >= meta.get("stride", math.inf):
+        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have {meta['stride'] - 1} "
+                         "tokens: lower --block_size, or make longer sequences (--length)")
+    if meta["vocab_size"] > config.vocab_size:
+        raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, "
+                         f"the data set {dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset")
 
 
 # ------------------------------------------------------------------------------------------------------------ windows

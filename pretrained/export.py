@@ -14,7 +14,7 @@ from axes.positions import parse_rope_scaling
 from common import files
 from common.flags import Parser, fields_of
 from common.runs import read_run, read_weights
-from data import coders, lookup
+from data import coders
 from model import GPTConfig, hidden_width
 from pretrained.families import (
     BOS_AND_EOS, FAMILIES, check_rotation, config_for, config_from, own_shapes, to_theirs)
@@ -25,7 +25,10 @@ def export(run, folder):
     meta, path = read_run(run)
     config = GPTConfig(**fields_of(GPTConfig, meta["knobs"]))
     config_json = exported_config(config)
-    family, (tokenizer, separator) = FAMILIES[config_json["model_type"]], exported_tokenizer(meta, path.parent)
+    tokenizer, separator = coders.content_of(path.parent), meta.get("separator")
+    if not tokenizer:                           # one made for bytes and GPT-2; none for symbols, or an older run's
+        coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
+        tokenizer, separator = coder.exported, coder.separator
     public = meta.get("source", {})             # runs converted by older versions lack these ids
     config_json |= {key: public.get(key, separator) for key in BOS_AND_EOS}
     parts = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")            # config.json is the last
@@ -34,23 +37,14 @@ def export(run, folder):
     if not free:
         raise ValueError(f"{folder} exists and is not empty: name a new folder")
     safetensors = files.optional("safetensors.torch")
-    tensors = their_tensors(read_weights(path), config, family.names, path)
+    tensors = their_tensors(read_weights(path), config, FAMILIES[config_json["model_type"]].names, path)
     with files.replacing(folder / "model.safetensors") as f:
         f.write(safetensors.save(tensors, metadata={"format": "pt"}))
     if tokenizer:
-        lookup.keep_tokenizer(folder, tokenizer)
+        coders.keep_tokenizer(folder, tokenizer)
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     files.write_json(folder / "config.json", config_json)
     return config_json
-
-
-def exported_tokenizer(meta, run):
-    """(content of tokenizer.json, separator) of a run: the file in its folder, or one made for bytes and for GPT-2's
-    tokenizer. (None, None) if the tokens are symbols or an older run does not name its tokenizer."""
-    if content := lookup.content_of(run):
-        return content, meta.get("separator")
-    coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
-    return coder.exported(), coder.separator
 
 
 def their_tensors(state, config, names, path):
@@ -92,8 +86,8 @@ def decisive(config):
     return {field: value for field, value in values.items() if field not in ignored}
 
 
-def command(argv):
-    """python data/weights.py export"""
+def main(argv):
+    """python data/weights.py export RUN FOLDER"""
     parser = Parser(prog="weights.py export", description=__doc__)
     parser.usage = "python data/weights.py export RUN FOLDER"
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")

@@ -5,12 +5,11 @@ its tensors to ours. In this folder, `their name` is a tensor's name in the publ
 """
 import dataclasses
 import re
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
-from axes.positions import alibi_slopes, parse_rope_scaling
+from axes.positions import parse_rope_scaling
 from model import GPTConfig, hidden_width, shapes_of
 
 
@@ -150,11 +149,27 @@ def config_from(config_json, path):
     return config
 
 
+def check_rotation(config, path):
+    """Raise ValueError if transformers rotates the channels of a head in another way than axes/positions.py."""
+    width = int(config.head_width * config.rope_share)
+    if config.pos == "rope" and width % 2:
+        raise ValueError(f"{path} rotates {width} channels of a head: transformers pairs an odd number in another way")
+    if config.rope_share < 1 and config.rope_scaling.startswith("yarn"):
+        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part")
+
+
 def fields_from(config_json):
-    """{field of GPTConfig: value} of a config.json with entries of the right types."""
+    """{field of GPTConfig: value} of a config.json. Raises ValueError if a key is missing or has a value that model.py
+    cannot compute."""
     entries = entries_of(config_json)
     family = FAMILIES[entries["model_type"]]
-    check_computable(entries, family)
+    if lacking := [key for key in family.fields.values() if key not in entries]:
+        raise ValueError(f"it lacks {', '.join(lacking)}: fetch it again")
+    if null := [key for key in family.fields.values() if entries[key] is None and key not in NULLABLE]:
+        raise ValueError(f"{', '.join(null)} must not be null: write a value there")
+    for key, right in (family.only | ROPE_ONLY).items():
+        if key in entries and entries[key] not in right:
+            raise ValueError(f"model.py computes {key} {' or '.join(map(str, right))}, not {entries[key]}")
     found = {field: 0 if entries[key] is None else entries[key] for field, key in family.fields.items()}
     if "mlp" in found:
         found["mlp"] = ACTIVATIONS[found["mlp"]]
@@ -162,6 +177,9 @@ def fields_from(config_json):
         found["window"] = 0
     if family.choices["pos"] == "rope":
         how = entries["rope_type"]
+        needed = [*ROPE_NUMBERS[how], *["truncate"] * (how == "yarn")]
+        if not entries.keys() >= set(needed):
+            raise ValueError(f"rope_type={how} needs {', '.join(needed)}")
         numbers = ",".join(str(entries[key]) for key in ROPE_NUMBERS[how])
         found |= {"rope_base": float(found["rope_base"]), "rope_scaling": f"{how}:{numbers}" if numbers else ""}
     return family.choices | found
@@ -177,7 +195,14 @@ def entries_of(config_json):
     known, rope = {*family.fields.values(), *family.only, *family.other, *WITHOUT_EFFECT}, {}
     if family.choices["pos"] == "rope":
         known |= {*ROPE_PLACES, "original_max_position_embeddings"}
-        rope = rope_parameters(config_json, family)
+        older, newer = (config_json.get(place) for place in ROPE_PLACES)
+        if family.rope and older is newer is None and config_json.keys() & set(ROPE_PLACES):
+            raise ValueError("transformers 4 reads a rope_scaling of null as none, transformers 5 as YaRN: write "
+                             '{"rope_type": "default"}, or delete it for YaRN')
+        if older and newer and older != newer:
+            raise ValueError("rope_scaling and rope_parameters differ: delete one of them")
+        rope = older or (family.rope if newer is None else newer)
+        rope = {"rope_type": rope.get("type", "default")} | rope
     if unknown := config_json.keys() - known | rope.keys() - ROPE_KEYS:
         raise ValueError(f"unknown keys {', '.join(sorted(unknown))}: delete those that do not change a logit")
     name = {key: family.other.get(key, key) for key in [*config_json, *rope]}
@@ -190,47 +215,10 @@ def entries_of(config_json):
             raise ValueError(f"{key}={value} contradicts {name[key]}={found[name[key]]}, an entry or a default: make "
                              "them agree")
     types = found.get("layer_types") or []      # the shortest list that repeated gives the types of all layers
-    period = next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
-    return found | {"layer_types": period}
-
-
-def check_computable(entries, family):
-    """Raise ValueError if a key is missing or has a value that model.py cannot compute."""
-    if lacking := [key for key in family.fields.values() if key not in entries]:
-        raise ValueError(f"it lacks {', '.join(lacking)}: fetch it again")
-    if null := [key for key in family.fields.values() if entries[key] is None and key not in NULLABLE]:
-        raise ValueError(f"{', '.join(null)} must not be null: write a value there")
-    if "quant_method" in (entries.get("quantization_config") or ()):
-        entries = entries | {"quantization_config": entries["quantization_config"]["quant_method"]}
-    for key, right in (family.only | ROPE_ONLY).items():
-        if key in entries and entries[key] not in right:
-            raise ValueError(f"model.py computes {key} {' or '.join(map(str, right))}, not {entries[key]}")
-    how = entries.get("rope_type", "default")
-    needed = [*ROPE_NUMBERS[how], *["truncate"] * (how == "yarn")]
-    if not entries.keys() >= set(needed):
-        raise ValueError(f"rope_type={how} needs {', '.join(needed)}")
-
-
-def check_rotation(config, path):
-    """Raise ValueError if transformers rotates the channels of a head in another way than axes/positions.py."""
-    width = int(config.head_width * config.rope_share)
-    if config.pos == "rope" and width % 2:
-        raise ValueError(f"{path} rotates {width} channels of a head: transformers pairs an odd number in another way")
-    if config.rope_share < 1 and config.rope_scaling.startswith("yarn"):
-        raise ValueError(f"{path} has YaRN and rotates a part of the channels: transformers scales only that part")
-
-
-def rope_parameters(config_json, family):
-    """{rope_type, factor, ...}: rope_scaling or rope_parameters of a config.json, or the family's default."""
-    older, newer = (config_json.get(place) for place in ROPE_PLACES)
-    if family.rope and older is newer is None and config_json.keys() & set(ROPE_PLACES):
-        raise ValueError("transformers 4 reads a rope_scaling of null as none, transformers 5 as YaRN: write "
-                         '{"rope_type": "default"}, or delete it for YaRN')
-    rope = older or (family.rope if newer is None else newer)
-    rope = {"rope_type": rope.get("type", "default")} | rope
-    if older and newer and older != newer:
-        raise ValueError("rope_scaling and rope_parameters differ: delete one of them")
-    return rope
+    found["layer_types"] = next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
+    if "quant_method" in (found.get("quantization_config") or ()):
+        found["quantization_config"] = found["quantization_config"]["quant_method"]
+    return found
 
 
 def config_for(config, kind):
@@ -257,28 +245,20 @@ def config_for(config, kind):
 
 
 def own_shapes(config):
-    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes: see
-    `slopes_of`."""
+    """{name: shape} of a model's parameters. A tied lm_head is left out: it is wte. So are ALiBi's slopes, which a run
+    stores and a public model does not."""
     return {name: shape for name, shape in shapes_of(config).items()
             if not (config.tied and name == "lm_head.weight" or name.endswith(".attn.alibi"))}
-
-
-def slopes_of(config):
-    """{name: value} of ALiBi's slopes, which a run stores and a public model does not."""
-    if config.pos != "alibi":
-        return {}
-    slopes = alibi_slopes(SimpleNamespace(heads=config.n_head, score_heads=config.n_head))["alibi"]
-    return {f"transformer.h.{layer}.attn.alibi": slopes.clone() for layer in range(config.n_layer)}
 
 
 def to_theirs(name, value, config, names):
     """{their name: tensor} of one of our tensors: three where a family stores q, k and v apart, otherwise one. names:
     the family's {our module or tensor: theirs}; empty for GPT-2."""
-    if is_turned(name, value, names):
-        value = value.mT
-    if is_by_head(name, names):
-        value = regrouped(value, (3, config.n_head))
-    found, sizes = their_names(name, names), [len(value)]
+    found, is_turned, is_by_head = layout(name, value.ndim, names)
+    value = value.mT if is_turned else value
+    if is_by_head:                              # (3, heads, D, ..) to (heads, 3, D, ..)
+        value = value.unflatten(0, (3, config.n_head, -1)).transpose(0, 1).flatten(0, 2)
+    sizes = [len(value)]
     if len(found) > 1:
         sizes = [heads * config.head_width for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     return dict(zip(found, value.split(sizes), strict=True))
@@ -287,34 +267,23 @@ def to_theirs(name, value, config, names):
 def to_ours(name, parts, config, names):
     """Our tensor from its parts in the public model: the inverse of to_theirs."""
     value = torch.cat(parts) if len(parts) > 1 else parts[0]            # no copy of a large one
-    if is_by_head(name, names):
-        value = regrouped(value, (config.n_head, 3))
-    return value.mT.contiguous() if is_turned(name, value, names) else value
+    _, is_turned, is_by_head = layout(name, value.ndim, names)
+    if is_by_head:
+        value = value.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return value.mT.contiguous() if is_turned else value
 
 
-def their_names(name, names):
-    """The family's names for one of our tensors, one or three. A Llama's for transformer.h.3.mlp.c_fc.weight is
-    [model.layers.3.mlp.up_proj.weight]."""
+def layout(name, ndim, names):
+    """(the family's names for one of our tensors, one or three; is it stored with out and in the other way round; are
+    q, k and v stored head by head). Ours hold all heads of q first, then k, then v. A Llama's names for
+    transformer.h.3.mlp.c_fc.weight are [model.layers.3.mlp.up_proj.weight]."""
     module, kind = name.rsplit(".", 1)          # weight or bias
     above = ""
     if block := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", module):
         above, module = f"{names.get('transformer.h', 'transformer.h')}.{block[1]}.", block[2]
+    theirs = names.get(module, module)
+    found = [f"{above}{part}.{kind}" for part in theirs.split()]
     if tensor := names.get(f"{module}.{kind}"):                         # GPT-OSS names some tensors apart
-        return [f"{above}{tensor}"]
-    return [f"{above}{part}.{kind}" for part in names.get(module, module).split()]
-
-
-def is_turned(name, value, names):
-    """Is this a matrix of GPT-2's blocks, or of experts (E, out, in)? Their files have out and in the other way round.
-    """
-    return value.ndim == 3 or not names and value.ndim == 2 and name.startswith("transformer.h.")
-
-
-def is_by_head(name, names):
-    """Does this tensor hold q, k and v head by head? Ours hold all heads of q first, then k, then v."""
-    return ".attn.c_attn." in name and names.get("attn.c_attn", "").endswith("query_key_value")
-
-
-def regrouped(rows, groups):
-    """Rows (a b D, ..) in groups (a, b), in the order (b, a): from (heads, 3) to (3, heads), or back."""
-    return rows.unflatten(0, (*groups, -1)).transpose(0, 1).flatten(0, 2)
+        found = [f"{above}{tensor}"]
+    is_turned = ndim == 3 or not names and ndim == 2 and bool(above)    # experts (E, out, in), GPT-2's blocks
+    return found, is_turned, theirs.endswith("query_key_value")

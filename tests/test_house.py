@@ -28,8 +28,8 @@ IMPORTS = {module: {module_of(wanted) for wanted in imported(path)} - {module, N
 
 
 def room(module):
-    """The file or folder of a module. data/weights.py belongs to pretrained/, whose command it is."""
-    return "pretrained" if module == "data.weights" else module.split(".")[0]
+    """The file or folder of a module."""
+    return module.split(".")[0]
 
 
 def test_the_diagram_shows_all_imports():
@@ -51,7 +51,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
     """data/ and common/ are below the model: a data set is made, and a file written, without it."""
     below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
     for module, targets in IMPORTS.items():
-        assert not targets & {"train", "eval", "data.weights"}, module
+        assert not targets & {"train", "eval"}, module
         assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
         others = {target for target in targets if room(target) != room(module)}
         assert others <= below.get(room(module), others), module

@@ -36,9 +36,9 @@ import train as train_script
 from attention import ATTENTIONS
 from common import files
 from data import tokens
-from data import weights as weights_script
 from evals.instrument import Common, Overrides, Picture
 from model import GPT, GPTConfig
+from pretrained import convert
 from train import DryRun, Train
 
 # one worker makes all runs and data sets
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.xdist_group("refusals")
 FLAGS, INPUT = 2, 1                             # exit codes: a flag is wrong; a run, data or the machine does not fit
 MARKER = "code_was_executed"                    # the folder that the code in pickles makes
 SECONDS, MEMORY = 90, 6 << 30                   # what a command may take; an allocation beyond it fails at once
-MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": weights_script.main}
+MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": convert.main}
 NUMBERS = 0, 1, 2, 3, 4, 6, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
 SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "yarn", "x")
             for numbers in ("", "2", "0", "nan", "8,1,4,16", "8,32,1,16", "8,4,4,9", "inf,1,4,9", "1e400,1,1")]
@@ -162,7 +162,7 @@ def make(name, folder, place):
         edited(f"{folder}/lora/meta.json", lambda meta: meta["base"].update(path="base"))(None)
     elif name in ("llama", "gpt2"):             # a run exported in Hugging Face's layout
         pytest.importorskip("safetensors")
-        weights_script.main(["export", str(place({"llama": "llama_run", "gpt2": "learned"}[name])), str(folder)])
+        convert.main(["export", str(place({"llama": "llama_run", "gpt2": "learned"}[name])), str(folder)])
     elif name == "pages":                       # documents, and the data set that fineweb_edu.py makes from them
         folder.mkdir()
         folder.joinpath("some.jsonl").write_text("".join(f'{{"text": "{f"page {n} " * 30}"}}\n' for n in range(40)))

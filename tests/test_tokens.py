@@ -1,4 +1,4 @@
-"""data/tokens.py, coders.py and lookup.py: shards on disk, windows over them, tokenizers."""
+"""data/tokens.py and coders.py: shards on disk, windows over them, tokenizers."""
 import hashlib
 import itertools
 import json
@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common import files
-from data import coders, lookup, tokens
+from data import coders, tokens
 
 def test_every_script_that_makes_a_data_set_is_known():
     scripts = (path.stem for path in tokens.HERE.glob("*.py") if "tokens.settle(" in path.read_text())
@@ -88,7 +88,7 @@ def pairs(toy, sentencepiece):
     """Pairs of a tokenizer of ours and the same in the package tokenizers, without special tokens."""
     lib, bare = pytest.importorskip("tokenizers"), {"added_tokens": [], "truncation": None, "padding": None}
     ours = [tokens.tokenizer(name) for name in ("bytes", str(toy), str(sentencepiece))]
-    contents = [json.loads(coder.content or coder.exported()) | bare for coder in ours]
+    contents = [json.loads(coder.exported) | bare for coder in ours]
     return [(coder, lib.Tokenizer.from_str(json.dumps(content))) for coder, content in zip(ours, contents, strict=True)]
 
 
@@ -147,8 +147,8 @@ def test_a_tokenizer_is_found_by_several_names(toy, toy_data, tmp_path, monkeypa
     assert tokens.tokenizer("smol").name == "smol"                      # the folder, if nothing else names it
     files.write_json(smol / "meta.json", {"tokenizer": "bytes"})
     assert tokens.content_of(smol) is None and tokens.tokenizer("smol").name == "bytes"
-    (tmp_path / "tokenizer.json").write_bytes(coders.Bytes().exported())                # a known one under another name
-    assert tokens.tokenizer(str(tmp_path)).name == lookup.identity(tmp_path) == "bytes"
+    (tmp_path / "tokenizer.json").write_bytes(coders.Bytes.exported)                # a known one under another name
+    assert tokens.tokenizer(str(tmp_path)).name == coders.identity(tmp_path) == "bytes"
 
 
 MACHINE = SimpleNamespace(main=True, local_rank=0, wait=lambda: None)

