@@ -319,8 +319,7 @@ def meta_of(folder):
 
 
 def id_hints_in(folder):
-    """The JSON files in a model's folder that may name the ids that begin and end a text, as dicts, config.json first.
-    """
+    """The JSON files in a model's folder that may name the ids that begin and end a text, as dicts."""
     paths = (Path(folder, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json"))
     found = [files.read_json(path) for path in paths if path.exists()]
     return [hints for hints in found if isinstance(hints, dict)]

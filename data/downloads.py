@@ -1,21 +1,12 @@
 """Downloads that continue where they stopped."""
 import http.client
 import os
+import shutil
 import urllib.request
 
 from common import files
 
 TIMEOUT = 20                                    # seconds that a server may be silent
-
-
-def append_rest(url, part, have):
-    """Append the rest of a file to a partial download of `have` bytes. A server that cannot resume sends all of it."""
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab" if answer.status == 206 else "wb") as f:   # 206: only the bytes that were asked for
-            while chunk := answer.read(1 << 20):
-                f.write(chunk)
 
 
 def size_of(url):
@@ -38,7 +29,12 @@ def download(url, path, size, digest, what, otherwise):
         here = f", {have / 1e6:,.1f} of them already here" if have else ""
         print(f"fetching {url} ({size / 1e6:,.1f} MB{here})", flush=True)
         if have < size:
-            append_rest(url, part, have)
+            request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                part.parent.mkdir(parents=True, exist_ok=True)
+                # 206: only the missing bytes. A server that cannot resume sends all of them
+                with open(part, "ab" if answer.status == 206 else "wb") as f:
+                    shutil.copyfileobj(answer, f)
     except (OSError, http.client.HTTPException) as e:   # no network, unknown address, timeout, broken connection
         if getattr(e, "errno", None) in files.FULL_DISK:
             again = "free some space there and run this again to continue"

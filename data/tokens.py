@@ -49,10 +49,10 @@ def source_files(source, endings=None):
     found = [source] if source.is_file() else [
         path for path in source.rglob("*")
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)]
-    wanted = sorted((p for p in found if endings is None or ending(p) in endings), key=lambda p: p.as_posix())
+    wanted = sorted((p for p in found if endings is None or ending(p) in endings), key=Path.as_posix)
     if not wanted:
-        raise ValueError(f"--source={source} holds no files" + (f" that end in {' '.join(endings)} (or these with .gz)"
-                                                                if endings else ": name another folder"))
+        which = f" that end in {' '.join(endings)} (or these with .gz)" if endings else ""
+        raise ValueError(f"--source={source} holds no files{which}: name another folder")
     return wanted
 
 
@@ -99,12 +99,9 @@ LONGEST = 1 << 30                               # bytes of one text: a small .gz
 
 def lines_of(f):
     """(number, line) of an open file. Raises ValueError on a line that is too long for memory."""
-    for number in itertools.count(1):
-        line = f.readline(LONGEST + 1)
+    for number, line in enumerate(iter(lambda: f.readline(LONGEST + 1), b""), 1):
         if len(line) > LONGEST:
             raise ValueError(f"{f.name}, line {number} is longer than {LONGEST:,} bytes: cut it into several")
-        if not line:
-            return
         yield number, line
 
 
@@ -166,11 +163,9 @@ def write_shard(path, tokens, coder=None):
     # the vocabulary alone decides, so all shards of a data set have the same type
     kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
     count = text = 0
-    pieces = tokens if hasattr(tokens, "__next__") else [tokens]
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))          # the number of tokens follows at the end
-        for piece in pieces:
-            piece = np.asarray(piece)
+        for piece in map(np.asarray, tokens if hasattr(tokens, "__next__") else [tokens]):
             if piece.size and not (0 <= piece.min() and piece.max() <= np.iinfo(kind).max):
                 raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}")
             f.write(piece.astype(kind).tobytes())
@@ -424,7 +419,7 @@ def fixed_windows(split, length, count, stride=1):
 
 
 def flags(doc, dataset, tokenizer):
-    """The argument parser of a data script, with the flags that all of them share. Its errors are one line."""
+    """The argument parser of a data script, with the flags that all of them share."""
     parser = Parser(description=doc)
     parser.add_argument("--out_dir", type=Path,
                         help=f"folder of the data set (default: data/{dataset}; in a public model's tokenizer "

@@ -18,12 +18,17 @@ LLAMA_FIELDS = {                                # {field of GPTConfig: key of co
     "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size",
     "head_dim": "head_dim", "n_inner": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
     "rope_base": "rope_theta"}
-GPT_OSS_FIELDS = LLAMA_FIELDS | {
-    "n_expert": "num_local_experts", "n_active": "num_experts_per_tok", "window": "sliding_window"}
-GPT2_FIELDS = {
-    "block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
-    "n_embd": "n_embd", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function",
-    "tied": "tie_word_embeddings"}
+LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
+    "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
+    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
+    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",                # three tensors there, one here
+    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
+NEOX_NAMES = {
+    "transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out",
+    "transformer.h": "gpt_neox.layers", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
+    "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h"}
 OPTIONAL = {                                    # {key that may be absent: the default of transformers}
     "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rope_theta": 10000.0}
 NULLABLE = ["num_key_value_heads", "head_dim", "n_inner", "sliding_window"]             # null: derived, or none
@@ -35,24 +40,16 @@ ROPE_NUMBERS = {                                # {rope_type: the numbers after 
     "yarn": ["factor", "beta_fast", "beta_slow", "original_max_position_embeddings"]}
 ONLY = {                                        # {key: values that model.py can compute}; the key may be absent
     "hidden_act": ["silu"], "activation_function": ACTIVATIONS, "attention_bias": [False], "mlp_bias": [False],
-    "partial_rotary_factor": [1.0], "rope_interleaved": [False], "use_mrope": [False],
-    "use_sliding_window": [False], "layer_types": [[], ["full_attention"]],             # one period
+    "partial_rotary_factor": [1.0], "rope_interleaved": [False], "use_mrope": [False], "use_sliding_window": [False],
+    "layer_types": [[], ["full_attention"]],    # one period
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "add_cross_attention": [False],
     "use_parallel_residual": [True], "apply_residual_connection_post_layernorm": [False],
     "slow_but_exact": [False], "quantization_config": [None]}
-MISTRAL_ONLY = ONLY | {"layer_types": [[], ["sliding_attention"], ["full_attention"]]}
-GPT_OSS_ONLY = ONLY | {
-    "attention_bias": [True], "layer_types": [[], ["sliding_attention", "full_attention"]],
-    "swiglu_alpha": [1.702], "swiglu_limit": [7.0], "quantization_config": [None, "mxfp4"]}
-NEOX_ONLY = ONLY | {"hidden_act": ACTIVATIONS, "attention_bias": [True]}
 ROPE_ONLY = {                                   # the same for keys of rope_parameters
     "rope_type": ROPE_NUMBERS, "truncate": [False], "attention_factor": [None], "mscale": [None],
     "mscale_all_dim": [None]}
 ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", *ROPE_ONLY, *sum(ROPE_NUMBERS.values(), [])}
 ROPE_PLACES = ("rope_scaling", "rope_parameters")                       # its names in transformers 4 and 5
-YARN = {                                        # of a GPT-OSS without rope_parameters
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096}
 WITHOUT_EFFECT = set("""
     model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path tokenizer_class
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id is_decoder
@@ -66,41 +63,14 @@ WITHOUT_EFFECT = set("""
     sliding_window experts_per_token initial_context_length is_llama_config transformers.js_config unsloth_version
     unsloth_fixed
     """.split())                                # keys on which no logit depends, unless they are a family's field
-
-LLAMA_NAMES = {                                 # {our module: theirs}; modules of a block without the block's own name
-    "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
-    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
-    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",                # three tensors there, one here
-    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
-GPT_OSS_NAMES = LLAMA_NAMES | {                 # some are names of tensors, not of modules
-    "attn.sink_logit": "self_attn.sinks",
-    "mlp.c_fc.weight": "mlp.experts.gate_up_proj", "mlp.c_fc.bias": "mlp.experts.gate_up_proj_bias",
-    "mlp.c_proj.weight": "mlp.experts.down_proj", "mlp.c_proj.bias": "mlp.experts.down_proj_bias"}
-OLMO2_NAMES = LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
-NEOX_FIELDS = {
-    "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size", "mlp": "hidden_act",
-    "norm_eps": "layer_norm_eps", "rope_share": "rotary_pct", "rope_base": "rotary_emb_base",
-    "tied": "tie_word_embeddings"}
-NEOX_NAMES = {
-    "transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out",
-    "transformer.h": "gpt_neox.layers", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
-    "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h"}
-BLOOM_FIELDS = {
-    "block_size": "seq_length", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
-    "n_embd": "hidden_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
-BLOOM_NAMES = NEOX_NAMES | {
-    "transformer.wte": "transformer.word_embeddings", "transformer.ln_wte": "transformer.word_embeddings_layernorm",
-    "transformer.ln_f": "transformer.ln_f", "transformer.h": "transformer.h", "lm_head": "lm_head",
-    "attn.c_attn": "self_attention.query_key_value", "attn.c_proj": "self_attention.dense"}
+BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: the ids that begin and end a text
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "pos": "rope", "bias": False}
 
 
 class Family(NamedTuple):
     """One model_type of transformers."""
     architecture: str                           # the name of its class there
-    choices: dict                               # {field of GPTConfig: its value in this family}
+    choices: dict = LLAMA                       # {field of GPTConfig: its value in this family}
     fields: dict = LLAMA_FIELDS                 # {field of GPTConfig: key of config.json}
     names: dict = LLAMA_NAMES                   # {our module or tensor: theirs}; empty: all names are equal
     optional: dict = OPTIONAL                   # {key of config.json that may be absent: its default}
@@ -109,31 +79,61 @@ class Family(NamedTuple):
     rope: dict = {}                             # rope_parameters if they are absent
 
 
-BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # keys of config.json: the ids that begin and end a text
-LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "pos": "rope", "bias": False}
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", {"norm": "layernorm", "pos": "learned", "bias": True}, GPT2_FIELDS,
-                   {}, {"n_inner": None, "tie_word_embeddings": True}, ONLY,
-                   {"hidden_size": "n_embd", "max_position_embeddings": "n_positions",
-                    "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}),
-    "llama": Family("LlamaForCausalLM", LLAMA),
-    "mistral": Family("MistralForCausalLM", LLAMA, LLAMA_FIELDS | {"window": "sliding_window"},
-                      optional=OPTIONAL | {"num_key_value_heads": 8, "sliding_window": 4096}, only=MISTRAL_ONLY),
+    "gpt2": Family(
+        "GPT2LMHeadModel", {"norm": "layernorm", "pos": "learned", "bias": True}, names={},
+        fields={"block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+                "n_embd": "n_embd", "n_inner": "n_inner", "norm_eps": "layer_norm_epsilon",
+                "mlp": "activation_function", "tied": "tie_word_embeddings"},
+        optional={"n_inner": None, "tie_word_embeddings": True},
+        other={"hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+               "num_hidden_layers": "n_layer"}),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family(
+        "MistralForCausalLM", fields=LLAMA_FIELDS | {"window": "sliding_window"},
+        optional=OPTIONAL | {"num_key_value_heads": 8, "sliding_window": 4096},
+        only=ONLY | {"layer_types": [[], ["sliding_attention"], ["full_attention"]]}),
     "qwen2": Family("Qwen2ForCausalLM", LLAMA | {"qkv_bias": True}, optional=OPTIONAL | {"num_key_value_heads": 32}),
     "qwen3": Family("Qwen3ForCausalLM", LLAMA | {"qk_norm": "head"},
                     optional=OPTIONAL | {"num_key_value_heads": 32, "head_dim": 128}),
-    "olmo2": Family("Olmo2ForCausalLM", LLAMA | {"qk_norm": "all", "norm_place": "out"}, names=OLMO2_NAMES),
-    "gpt_neox": Family("GPTNeoXForCausalLM", {"norm_place": "parallel", "pos": "rope", "bias": True}, NEOX_FIELDS,
-                       NEOX_NAMES, {"tie_word_embeddings": False, "rotary_pct": 0.25, "rotary_emb_base": 10000.0},
-                       NEOX_ONLY, {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}),
-    "bloom": Family("BloomForCausalLM", {"embed_norm": True, "mlp": "gelu_tanh", "pos": "alibi", "bias": True},
-                    BLOOM_FIELDS, BLOOM_NAMES, {"seq_length": 2048, "tie_word_embeddings": True}, ONLY,
-                    {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}),
-    "gpt_oss": Family("GptOssForCausalLM", LLAMA | {"attn": "gpt_oss", "mlp": "moe", "bias": True}, GPT_OSS_FIELDS,
-                      GPT_OSS_NAMES, {"num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False,
-                                      "sliding_window": 128, "rope_theta": 150000.0}, GPT_OSS_ONLY,
-                      {"num_experts": "num_local_experts"}, YARN),
-}
+    "olmo2": Family(
+        "Olmo2ForCausalLM", LLAMA | {"qk_norm": "all", "norm_place": "out"},
+        names=LLAMA_NAMES | {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", {"norm_place": "parallel", "pos": "rope", "bias": True}, names=NEOX_NAMES,
+        fields={"block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
+                "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
+                "mlp": "hidden_act", "norm_eps": "layer_norm_eps", "rope_share": "rotary_pct",
+                "rope_base": "rotary_emb_base", "tied": "tie_word_embeddings"},
+        optional={"tie_word_embeddings": False, "rotary_pct": 0.25, "rotary_emb_base": 10000.0},
+        only=ONLY | {"hidden_act": ACTIVATIONS, "attention_bias": [True]},
+        other={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}),
+    "bloom": Family(
+        "BloomForCausalLM", {"embed_norm": True, "mlp": "gelu_tanh", "pos": "alibi", "bias": True},
+        fields={"block_size": "seq_length", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+                "n_embd": "hidden_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"},
+        names=NEOX_NAMES | {
+            "transformer.wte": "transformer.word_embeddings", "transformer.ln_f": "transformer.ln_f",
+            "transformer.ln_wte": "transformer.word_embeddings_layernorm", "transformer.h": "transformer.h",
+            "lm_head": "lm_head", "attn.c_attn": "self_attention.query_key_value",
+            "attn.c_proj": "self_attention.dense"},
+        optional={"seq_length": 2048, "tie_word_embeddings": True},
+        other={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", LLAMA | {"attn": "gpt_oss", "mlp": "moe", "bias": True},
+        fields=LLAMA_FIELDS | {"n_expert": "num_local_experts", "n_active": "num_experts_per_tok",
+                               "window": "sliding_window"},
+        names=LLAMA_NAMES | {                   # some are names of tensors, not of modules
+            "attn.sink_logit": "self_attn.sinks",
+            "mlp.c_fc.weight": "mlp.experts.gate_up_proj", "mlp.c_fc.bias": "mlp.experts.gate_up_proj_bias",
+            "mlp.c_proj.weight": "mlp.experts.down_proj", "mlp.c_proj.bias": "mlp.experts.down_proj_bias"},
+        optional={"num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False, "sliding_window": 128,
+                  "rope_theta": 150000.0},
+        only=ONLY | {"attention_bias": [True], "layer_types": [[], ["sliding_attention", "full_attention"]],
+                     "swiglu_alpha": [1.702], "swiglu_limit": [7.0], "quantization_config": [None, "mxfp4"]},
+        other={"num_experts": "num_local_experts"},
+        rope={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+              "original_max_position_embeddings": 4096})}
 
 
 # ----------------------------------------------------------------------------------------------- config.json, both ways

@@ -74,18 +74,18 @@ def opened(path):
 
 
 def from_folder(path):
-    config_json = files.read_json(existing(path / "config.json"))
-    config = config_from(config_json, path / "config.json")
     shards, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
     if index.exists():
         try:
             shards = [path / name for name in sorted(set(files.read_json(index)["weight_map"].values()))]
         except (AttributeError, KeyError, TypeError):
             raise ValueError(f"{index} does not say which files hold the tensors: fetch it again") from None
-    tensors = {}
-    for shard in shards:
-        tensors |= tensors_in(existing(shard))
-    tensors = with_mxfp4_unpacked(tensors)
+    for needed in (path / "config.json", *shards):
+        if not needed.exists():
+            raise ValueError(f"{needed} is missing: name a folder with config.json, *.safetensors and tokenizer.json")
+    config_json = files.read_json(path / "config.json")
+    config = config_from(config_json, path / "config.json")
+    tensors = with_mxfp4_unpacked({name: tensor for shard in shards for name, tensor in tensors_in(shard).items()})
     names = FAMILIES[config_json["model_type"]].names
     first = f"{names.get('transformer.wte', 'transformer.wte')}.weight"
     if first not in tensors and first.removeprefix("transformer.") in tensors:
@@ -96,12 +96,6 @@ def from_folder(path):
     return Source(
         path, shards, config_json, config, names, tensors, tokenizer=text_of(path / "tokenizer.json").encode(),
         id_hints=coders.id_hints_in(path), licence=card and card[1], instruction_tuned=tuned)
-
-
-def existing(path):
-    if not path.exists():
-        raise ValueError(f"{path} is missing: name a folder with config.json, *.safetensors and tokenizer.json")
-    return path
 
 
 def text_of(path):
@@ -116,13 +110,12 @@ def tensors_in(path):
         file, tensors = safetensors.safe_open(path, framework="pt"), {}
         for name in file.keys():
             part = file.get_slice(name)
-            tensors[name] = Tensor(tuple(part.get_shape()), part.get_dtype(), partial(file.get_tensor, name))
+            kind, packed = part.get_dtype(), MXFP4.search(name)
+            if kind not in ("F32", "F16", "BF16") and not (packed and kind == "U8") and not NO_WEIGHT.search(name):
+                raise ValueError(f"{path} holds {name} as {kind}: only F32, F16 and BF16 are read from safetensors")
+            tensors[name] = Tensor(tuple(part.get_shape()), kind, partial(file.get_tensor, name))
     except (OSError, safetensors.SafetensorError) as e:
         raise ValueError(f"{path} is damaged, or was not fetched whole ({e}): fetch it again") from None
-    for name, tensor in tensors.items():
-        packed = tensor.kind == "U8" and MXFP4.search(name)
-        if tensor.kind not in ("F32", "F16", "BF16") and not packed and not NO_WEIGHT.search(name):
-            raise ValueError(f"{path} holds {name} as {tensor.kind}: only F32, F16 and BF16 are read from safetensors")
     return tensors
 
 
