@@ -23,12 +23,12 @@ SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
 BOS, FIXED = 64, 65                             # two more ids, each with its own bigram row
 
 
-def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
+def draw_sequences(table, triggers, count, args, rng):
     """`count` sequences of length+1 ids, (count, length+1): the inputs and the target of the last one."""
     cumulative = table.cumsum(1)
-    x = np.zeros((count, length + 1), np.int64)
-    x[:, 0] = BOS if bos else rng.integers(0, SYMBOLS, count)
-    for i in range(length + 1):
+    x = np.zeros((count, args.length + 1), np.int64)
+    x[:, 0] = BOS if args.bos else rng.integers(0, SYMBOLS, count)
+    for i in range(args.length + 1):
         if i > 0:
             row = cumulative[x[:, i - 1]]                               # (count, 64): of the previous symbol
             u = rng.random((count, 1)) * row[:, -1:]                    # rounding may make the sum slightly less than 1
@@ -36,7 +36,7 @@ def draw_sequences(table, triggers, count, length, bos, fixed_at, rng):
         if i > 1:
             copies = np.isin(x[:, i - 1], triggers) & (x[:, i - 2] < SYMBOLS)
             x[copies, i] = x[copies, i - 2]
-        if i == fixed_at:
+        if i == args.fixed_at:
             x[:, i] = FIXED
     return x
 
@@ -49,16 +49,12 @@ def prepare(args):
     rng = np.random.default_rng([args.seed, 0])
     table = rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2)       # (66, 64): a bigram row for each id
     triggers = np.sort(rng.choice(SYMBOLS, TRIGGERS, replace=False))
-    tokens.begin(args.out_dir)
-    shards = {}
-    for part, (split, count) in enumerate((("train", args.sequences), ("val", args.val_sequences)), 1):
-        rng = np.random.default_rng([args.seed, part])
-        x = draw_sequences(table, triggers, count, args.length, args.bos, args.fixed_at, rng)
-        shards[f"{split}.bin"] = tokens.write_shard(args.out_dir / f"{split}.bin", x.reshape(-1))
-    tokens.finish(args.out_dir, {
-        "dataset": "backcopy", "tokenizer": "numbers", "vocab_size": SYMBOLS + 2, "stride": args.length + 1,
-        "seed": args.seed, "bos": args.bos, "fixed_at": args.fixed_at, "symbols": SYMBOLS,
-        "triggers": triggers.tolist(), "bigrams": table.tolist(), "shards": shards})
+    train, val = (draw_sequences(table, triggers, count, args, np.random.default_rng([args.seed, part])).reshape(-1)
+                  for part, count in ((1, args.sequences), (2, args.val_sequences)))
+    tokens.write_data_set(
+        args.out_dir, None, {"train": train, "val": val}, dataset="backcopy", tokenizer="numbers",
+        vocab_size=SYMBOLS + 2, stride=args.length + 1, seed=args.seed, bos=args.bos, fixed_at=args.fixed_at,
+        symbols=SYMBOLS, triggers=triggers.tolist(), bigrams=table.tolist())
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def cut(text):
 class GPT2(Tokenizer):
     """OpenAI's byte-pair encoding; id 50256 separates documents. Its two files are kept in tiktoken's folder.
 
-    parts: {name: content} of the files; None: fetch those that the folder lacks."""
+    parts: {name: content} of the files; None: fetch those that the folder lacks. Raises ValueError if they are others.
+    """
     ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     PARTS = {                                   # {name: (size in bytes, sha256)}
         "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
@@ -208,6 +209,9 @@ class GPT2(Tokenizer):
                      or f"{tempfile.gettempdir()}/data-gym-cache")
         found = []
         for name, (size, digest) in self.PARTS.items():
+            if parts and hashlib.sha256(parts[name]).hexdigest() != digest:
+                raise ValueError(f"{name} is missing or is not the GPT-2 tokenizer's: name a folder with OpenAI's "
+                                 "vocab.bpe and encoder.json")
             place = cache / hashlib.sha1((self.ADDRESS + name).encode()).hexdigest()         # tiktoken's name for it
             is_cached = place.exists() and files.sha256(place) == digest
             if parts and not is_cached:
@@ -220,12 +224,6 @@ class GPT2(Tokenizer):
         merges, vocab = found[0].split("\n")[1:-1], json.loads(found[1])                    # the first line: version
         super().__init__(byte_pairs(vocab, merges, {END: 50256}), "gpt2", cache, separator=50256)
         self.content = None
-
-    @classmethod
-    def wrong_part(cls, parts):
-        """The name of the first of the two files that is not OpenAI's; None if both are. parts: as above."""
-        return next((name for name, (_, digest) in cls.PARTS.items()
-                     if hashlib.sha256(parts[name]).hexdigest() != digest), None)
 
 
 TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
@@ -240,11 +238,8 @@ def tokenizer(name, folder=None):
     The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's name is its name.
     """
     if name == "gpt2" and folder:
-        parts = {part: (folder / part).read_bytes() if (folder / part).exists() else b"" for part in GPT2.PARTS}
-        if wrong := GPT2.wrong_part(parts):
-            raise ValueError(f"{folder / wrong} is missing or is not the GPT-2 tokenizer's: name a folder with "
-                             "OpenAI's vocab.bpe and encoder.json")
-        return GPT2(parts)
+        paths = {part: folder / part for part in GPT2.PARTS}
+        return GPT2({part: path.read_bytes() if path.exists() else b"" for part, path in paths.items()})
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
     for place in (Path("out", name), Path(name)):
@@ -285,9 +280,9 @@ def without_file(content):
         vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
         parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),           # byte for byte
                  "encoder.json": json.dumps(vocab).encode()}
-    except (AttributeError, KeyError, TypeError):
-        return None                             # another kind of tokenizer
-    return GPT2(parts) if plain and not GPT2.wrong_part(parts) else None
+        return GPT2(parts) if plain else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None                             # another tokenizer
 
 
 def identity(folder):

@@ -36,8 +36,8 @@ def prepare(args):
         raise ValueError(f"--source={source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}), "
                          "or use python data/text.py for a text of your own")
     end = int(len(text) * 0.9)
-    splits = {"train": [text[:end]], "val": [text[end:]]}
-    tokens.write_data_set(args.out_dir, coder, splits, separate=False, dataset="shakespeare", source=URL)
+    ids = {"train": coder.encode(text[:end]), "val": coder.encode(text[end:])}
+    tokens.write_data_set(args.out_dir, coder, ids, dataset="shakespeare", source=URL)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import platform
 import sys
 import sysconfig
 import zlib
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
@@ -30,9 +31,9 @@ def prepare(args):
     if not all(parts.values()):
         raise ValueError(f"{sum(map(len, parts.values()))} Python files under {args.source} are too few to train on "
                          "and to hold out: name another folder with --source")
-    texts = {split: (path.read_text(encoding="utf-8", errors="replace") for path in paths)
-             for split, paths in parts.items()}
-    tokens.write_data_set(args.out_dir, coder, texts, dataset="stdlib", source=f"Python {platform.python_version()}")
+    read = partial(Path.read_text, encoding="utf-8", errors="replace")
+    ids = {split: tokens.encode_all(coder, map(read, paths)) for split, paths in parts.items()}
+    tokens.write_data_set(args.out_dir, coder, ids, dataset="stdlib", source=f"Python {platform.python_version()}")
 
 
 if __name__ == "__main__":

@@ -129,14 +129,13 @@ def unpacked(path):
     return gzip.open(files.regular(path)) if path.name.endswith(".gz") else open(files.regular(path), "rb")
 
 
-def encode_all(coder, texts, separate=True):
-    """The ids of each text, in order, 32 texts at a time in threads (tokenizers release Python's lock). separate: each
-    text begins with the separator."""
+def encode_all(coder, texts):
+    """The ids of each text after a separator, 32 texts at a time in threads: tokenizers release Python's lock."""
     texts = iter(texts)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(texts, 32)):
             for ids in pool.map(coder.encode, group):
-                yield np.insert(ids, 0, coder.separator) if separate else ids
+                yield np.insert(ids, 0, coder.separator)
 
 
 # ------------------------------------------------------------------------------------------------------------- shards
@@ -194,13 +193,12 @@ def read_shard(path):
 # ------------------------------------------------------------------------------------------------------------ data sets
 
 
-def write_data_set(out, coder, splits, separate=True, through=iter, **about):
-    """Write a data set of one shard per split. splits: {split: its texts}. through: applied to the iterator over
-    arrays of ids."""
+def write_data_set(out, coder, splits, **about):
+    """Write a data set of one shard per split. splits: {split: its ids}. ids and coder: those of write_shard. about:
+    more entries of meta.json."""
     begin(out, coder)
-    shards = {f"{split}.bin": write_shard(out / f"{split}.bin", through(encode_all(coder, texts, separate)), coder)
-              for split, texts in splits.items()}
-    finish(out, about | described(coder) | {"shards": shards})
+    shards = {f"{split}.bin": write_shard(out / f"{split}.bin", ids, coder) for split, ids in splits.items()}
+    finish(out, about | (described(coder) if coder else {}) | {"shards": shards})
 
 
 def described(coder):

@@ -233,7 +233,8 @@ def toy(tmp_path_factory):
 def toy_data(tmp_path_factory, toy):
     """A data set of 30 documents in the tokenizer "toy"."""
     out, coder = tmp_path_factory.mktemp("data") / "foxes", tokens.tokenizer(str(toy))
-    tokens.write_data_set(out, coder, {"train": [TEXT * 9] * 20, "val": [TEXT * 9] * 10}, dataset="foxes")
+    ids = {split: tokens.encode_all(coder, [TEXT * 9] * count) for split, count in (("train", 20), ("val", 10))}
+    tokens.write_data_set(out, coder, ids, dataset="foxes")
     return out
 
 

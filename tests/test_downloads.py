@@ -29,8 +29,7 @@ def test_a_download_resumes_where_it_broke_off_also_after_a_full_disk(name, says
 
     assert get(name, says) == ["file.part"] * kept
     with monkeypatch.context() as patch:
-        full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        patch.setattr(downloads.shutil, "copyfileobj", full)
+        patch.setattr(downloads.shutil, "copyfileobj", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
         assert get("whole", "No space left.*: free some space there") == ["file.part"] * kept
     assert get("whole") == ["file"] and (tmp_path / "new/file").read_bytes() == CONTENT
     assert [first for _, first, _ in server.asked] == [0, have]

@@ -27,8 +27,7 @@ def module_of(wanted):                          # mixers.recurrent rather than m
 IMPORTS = {module: {module_of(wanted) for wanted in imported(path)} - {module, None} for module, path in FILES.items()}
 
 
-def room(module):
-    """The file or folder of a module."""
+def room(module):                               # its file or folder
     return module.split(".")[0]
 
 

@@ -162,8 +162,9 @@ def shelf(tmp_path, monkeypatch):
 import sys
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
-args = tokens.flags("", "stdlib", "bytes").parse_args()
-tokens.write_data_set(args.out_dir, tokens.settle(args, "stdlib"), dict(train=["one"], val=["two"]), dataset="stdlib")
+coder = tokens.settle(args := tokens.flags("", "stdlib", "bytes").parse_args(), "stdlib")
+ids = dict(train=coder.encode("one"), val=coder.encode("two"))
+tokens.write_data_set(args.out_dir, coder, ids, dataset="stdlib")
 """)
     monkeypatch.setattr(tokens, "HERE", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
