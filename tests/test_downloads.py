@@ -13,7 +13,7 @@ CONTENT = bytes(range(256)) * 4096
 
 @pytest.mark.parametrize("name, says, kept, have", [
     ("half", "stopped at 524,288 of 1,048,576 bytes: run this again.*do without", 1, 524_288),
-    ("stuck", "could not be fetched .*timed out.*do without", 1, 0), ("other", "sha256 differs", 0, 0)])
+    ("stuck", "could not be fetched .*timed out.*do without", 1, 524_288), ("other", "sha256 differs", 0, 0)])
 def test_a_download_resumes_where_it_broke_off_also_after_a_full_disk(name, says, kept, have, server, tmp_path,
                                                                       monkeypatch):
     """"half" breaks off in the middle. "stuck" does so but keeps the connection open. "other" has different content."""
@@ -29,7 +29,8 @@ def test_a_download_resumes_where_it_broke_off_also_after_a_full_disk(name, says
 
     assert get(name, says) == ["file.part"] * kept
     with monkeypatch.context() as patch:
-        patch.setattr(downloads.shutil, "copyfileobj", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(downloads.urllib.request, "urlopen", mock.Mock(side_effect=full))
         assert get("whole", "No space left.*: free some space there") == ["file.part"] * kept
     assert get("whole") == ["file"] and (tmp_path / "new/file").read_bytes() == CONTENT
     assert [first for _, first, _ in server.asked] == [0, have]
