@@ -35,24 +35,17 @@ def filled(comment, table):
     for row in rows:
         # \| is a bar inside a cell
         first, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|")))
-        names = [as_name(first) or names[0], as_name(cells[0])]
-        cells = [number(file, entry, names) if entry and cell else cell
-                 for entry, cell in zip(entries, cells, strict=True)]
+        # as names: without quotes, a remark in brackets, or commas in a number
+        one, two = (re.sub(r" \(derivatives\)$|(?<=\d),(?=\d{3})", "", cell.strip("`*")) for cell in (first, cells[0]))
+        names = [one or names[0], two]
+        for i, (entry, cell) in enumerate(zip(entries, cells, strict=True)):
+            if entry and cell:
+                path, form, *unit = entry.split()
+                found = value_at(results_of(ROOT / file.format(*names)), path.format(*names).split("/"))
+                text = " ".join([format(found, form), *unit])           # no minus before zero
+                cells[i] = re.sub(r"^-(?=[\d.]*[1-9])", "−", text).removeprefix("-")
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (first, *cells)))
     return "\n".join(lines) + "\n"
-
-
-def as_name(cell):
-    """The name in a first or second cell, without quotes, a remark in brackets, or commas in a number."""
-    return re.sub(r" \(derivatives\)$|(?<=\d),(?=\d{3})", "", cell.strip("`*"))
-
-
-def number(file, entry, names):
-    """The text of one cell."""
-    path, form, *unit = entry.split()
-    found = results_of(ROOT / file.format(*names))
-    text = " ".join([format(value_at(found, path.format(*names).split("/")), form), *unit])
-    return re.sub(r"^-(?=[\d.]*[1-9])", "−", text).removeprefix("-")    # no minus before zero
 
 
 @cache

@@ -22,7 +22,7 @@ import attention
 from axes import rows
 from common.flags import at_least, knob
 from evals.instrument import recipe_names, table
-from evals.pictures import frame, pyplot, save_figure, save_page
+from evals.pictures import figure_of, frame, save_page
 from model import GPTConfig
 
 WIDTH = 64                                      # head dimension
@@ -66,38 +66,31 @@ def row_of(name, scores):
     axes = attention.recipe(name)
     if "mixer" in axes:
         raise ValueError(f"{name} has a mixer and computes no weights from scores: choose a recipe without a mixer")
-    heads = 2 if axes.get("diff") == "v1" else 1                        # v1 pairs heads
-    window = len(scores) if "window" in axes else 0                     # a window that hides none of the keys
-    config = GPTConfig(n_head=heads, n_embd=heads * WIDTH, block_size=len(scores), attn=name, kernel="torch",
-                       window=window)
+    heads, T = 2 if axes.get("diff") == "v1" else 1, len(scores)        # v1 pairs heads
     torch.manual_seed(0)                        # for learned vectors, such as an extra key
-    layer = attention.Attention(config, 0).eval()
+    layer = attention.Attention(GPTConfig(
+        n_head=heads, n_embd=heads * WIDTH, block_size=T, attn=name, kernel="torch",
+        window=T if "window" in axes else 0), 0).eval()                 # a window that hides none of the keys
     # q and k lie in a plane: the cosine of key j is scores_j / the largest, and |q| |k| / sqrt(d) is the largest
     most = scores.abs().max().clamp(min=1e-6)
-    cosines = scores / most
-    keys = torch.zeros(len(scores), WIDTH)      # (T, D)
-    keys[:, 0], keys[:, 1] = cosines, (1 - cosines ** 2).clamp(min=0).sqrt()
-    length = (most * WIDTH ** 0.5).sqrt()
-    query = torch.eye(1, WIDTH)                 # (1, D)
-    q, k = ((length * part).expand(1, layer.shapes[of][0], *part.shape) for of, part in (("q", query), ("k", keys)))
+    length, keys = (most * WIDTH ** 0.5).sqrt(), torch.zeros(T, WIDTH)
+    keys[:, 0], keys[:, 1] = scores / most, (1 - (scores / most) ** 2).clamp(min=0).sqrt()
+    q, k = ((length * part).expand(1, layer.shapes[of][0], *part.shape)
+            for of, part in (("q", torch.eye(1, WIDTH)), ("k", keys)))
     with torch.no_grad():
-        if config.diff == "none":
-            w = layer.weights_of(q, k, torch.zeros(1, 1, config.n_embd))
-        else:
-            w, _ = layer.views_of(q, k, None)
-    w = w[0, 0, 0]                              # (T,), or (1 + T,) with an extra key first
-    outside = len(w) - len(scores)
-    return w[outside:].tolist(), float(w[:outside].sum())
+        w = (layer.weights_of(q, k, torch.zeros(1, 1, heads * WIDTH)) if layer.config.diff == "none" else
+             layer.views_of(q, k, None)[0])
+    outside = w.shape[-1] - T                   # w (1, heads, 1, T), or (..., 1 + T) with an extra key first
+    return w[0, 0, 0, outside:].tolist(), float(w[0, 0, 0, :outside].sum())
 
 
 def draw(path, found):
     """Draw the weights against the scores, with a line for each recipe."""
-    figure, ax = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
-    for name, row in found["recipes"].items():
-        ax.plot(found["scores"], row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")
-    ax.legend(frameon=False, fontsize=8)
-    frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")
-    save_figure(figure, path)
+    with figure_of(path, [3.6], [6]) as ((ax,),):
+        for name, row in found["recipes"].items():
+            ax.plot(found["scores"], row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")
+        ax.legend(frameon=False, fontsize=8)
+        frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")
 
 
 # ------------------------------------------------------------------------------------------------------------- the page
@@ -122,20 +115,21 @@ def page(path, numbers):
 
 def recorded(name):
     """One rule as the page reads it: its name, its formula, its sliders and its program."""
-    recipe = name if name in attention.ATTENTIONS else "softmax"
-    rule = attention.recipe(name).get("rule") if name in attention.ATTENTIONS else name
-    layer = attention.Attention(GPTConfig(n_head=1, n_embd=WIDTH, block_size=64, attn=recipe, rule=rule,
-                                          kernel="torch"), 0).eval()
+    own = name in attention.ATTENTIONS
+    rule = attention.recipe(name).get("rule") if own else name
+    layer = attention.Attention(GPTConfig(n_head=1, n_embd=WIDTH, block_size=64, attn=name if own else "softmax",
+                                          rule=rule, kernel="torch"), 0).eval()
     learned = layer.rule.learns(layer) if layer.rule.learns else {}
-    constants = {scalar: (start.item() - 4, start.item() + 4, 0.1, "learned") for scalar, start in learned.items()
-                 if isinstance(start, torch.Tensor) and start.numel() == 1} | CONSTANTS.get(name, {})
-    starts = {constant: layer.args[constant] if constant in layer.args else
-              layer.rule.row_input(layer, torch.tensor([64.0])).item() if constant == "t" else
-              getattr(layer, constant).item() for constant in constants}
-    sliders = [{"name": constant, "start": round(starts[constant], 2), "least": least, "most": most, "step": step,
-                "about": meaning} for constant, (least, most, step, meaning) in constants.items()]
-    inputs = {"s": torch.linspace(-1, 2, 7).view(1, 1, 1, -1), "seen": torch.ones(1, 1, 1, 7, dtype=torch.bool),
-              "n": torch.tensor([7.0]), **{constant: torch.tensor(float(start)) for constant, start in starts.items()}}
+    ranges = {scalar: (start.item() - 4, start.item() + 4, 0.1, "learned") for scalar, start in learned.items()
+              if isinstance(start, torch.Tensor) and start.numel() == 1} | CONSTANTS.get(name, {})
+    sliders, inputs = [], {"s": torch.linspace(-1, 2, 7).view(1, 1, 1, -1),
+                           "seen": torch.ones(1, 1, 1, 7, dtype=torch.bool), "n": torch.tensor([7.0])}
+    for constant, (least, most, step, meaning) in ranges.items():
+        start = (layer.args[constant] if constant in layer.args else getattr(layer, constant).item()
+                 if constant != "t" else layer.rule.row_input(layer, torch.tensor([64.0])).item())
+        inputs[constant] = torch.tensor(float(start))
+        sliders.append({"name": constant, "start": round(start, 2), "least": least, "most": most, "step": step,
+                        "about": meaning})
     with torch.no_grad(), Tape(inputs) as tape:
         results = row_weights(layer, **inputs)
     card = layer.choices["sink"] if layer.has_extra_key else attention.RULES[layer.config.rule].weights
@@ -149,13 +143,13 @@ def recorded(name):
 def row_weights(layer, s, seen, n, **constants):
     """The weights of one row of scores s (1, 1, 1, T) by the layer's rule, with these constants in place of the layer's
     own: on keys (1, 1, 1, T), and on an extra key. n (1,): how many keys the row sees."""
+    rule, t = attention.RULES[layer.config.rule], constants.pop("t", None)
     for name, value in constants.items():
         if name in layer.args:
             layer.args[name] = value
-        elif name != "t":
+        else:
             del layer._parameters[name]
             setattr(layer, name, value.view(1))
-    rule, t = attention.RULES[layer.config.rule], constants.get("t")
     if t is None and rule.row_input:
         t = rule.row_input(layer, n)
     w = rule.weights(s, seen, t, **({"power": rule.power(layer.args)} if rule.power else {}))
@@ -175,23 +169,22 @@ class Tape(TorchDispatchMode):
         self.numbers = {id(value): -1 - i for i, value in enumerate(inputs.values())}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
+        name, read = func.overloadpacket.__name__, []
         if name == "_local_scalar_dense":       # the rule asks whether it has finished: not yet, so all passes are here
             return False
+        for value in args:                      # None for an argument left out, and for shapes, which rows do not need
+            if isinstance(value, torch.Tensor):
+                if id(value) not in self.numbers:
+                    raise ValueError("a rule uses a tensor that the page does not know")
+                read.append([self.numbers[id(value)]])
+            else:
+                number = isinstance(value, float | int) and not isinstance(value, bool)
+                read.append(float(value) if number else None)
         out = func(*args, **(kwargs or {}))
-        self.steps.append([name.strip("_"), len(self.steps), [self.argument(value) for value in args]])
         self.kept.append((out, args))           # so that no other tensor gets the id
-        self.numbers[id(out)] = len(self.steps) - 1
+        self.numbers[id(out)] = len(self.steps)
+        self.steps.append([name.strip("_"), len(self.steps), read])
         return out
-
-    def argument(self, value):
-        """A number, or [the number of a result]. None for an argument left out, and for shapes, which rows do not need.
-        """
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self.numbers:
-                raise ValueError("a rule uses a tensor that the page does not know")
-            return [self.numbers[id(value)]]
-        return float(value) if isinstance(value, float | int) and not isinstance(value, bool) else None
 
     def program(self, *results):
         """The steps that lead to these results."""
@@ -199,6 +192,6 @@ class Tape(TorchDispatchMode):
         wanted = set(ends)
         for step in reversed(self.steps):
             if step[1] in wanted:
-                steps.append(step)
+                steps.insert(0, step)
                 wanted |= {argument[0] for argument in step[2] if isinstance(argument, list)}
-        return {"inputs": self.inputs, "steps": steps[::-1], "results": ends}
+        return {"inputs": self.inputs, "steps": steps, "results": ends}

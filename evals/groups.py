@@ -8,6 +8,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -49,20 +50,20 @@ def command(args, run):
     if args.layer >= config.n_layer:
         raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {config.n_layer - 1}")
     seen = look(args, run, run.model, T)
-    found = [layer.result() for layer in seen]
+    layers, K = [layer.numbers for layer in seen], seen[0].groups
     if args.against:
         other = run.beside(args.against, {"window": config.window, "topk": config.topk}).model
         check(other, args.against)
-        theirs, ours = [block.attn.groups for block in other.transformer.h], [layer.groups for layer in seen]
-        if theirs != ours:
+        theirs = [block.attn.groups for block in other.transformer.h]
+        if theirs != [layer.groups for layer in seen]:
             raise ValueError(f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
-                             f"{run.out_dir} has {ours[0]} in each of {len(ours)}: name another run of the same model")
-        for layer, one, another in zip(found, seen, look(args, run, other, T), strict=True):
-            layer["stability"] = agreement(one.labels(), another.labels(), one.groups)
-    shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in found]))
-    numbers = run.reads(args.split, len(seen[0].labels()), T) | {
-        "groups": seen[0].groups, "window": seen[0].local, "topk": config.topk, "against": args.against,
-        "mean": mean_of(found), "layers": found, "shown": spelled_out(seen[shown], shown, run.tokenizer, args.top)}
+                             f"{run.out_dir} has {K} in each of {len(seen)}: name another run of the same model")
+        for layer, one, another in zip(layers, seen, look(args, run, other, T), strict=True):
+            layer["stability"] = agreement(one.own, another.own, K)
+    shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in layers]))
+    numbers = run.reads(args.split, len(seen[0].own), T) | {
+        "groups": K, "window": seen[0].local, "topk": config.topk, "against": args.against,
+        "mean": mean_of(layers), "layers": layers, "shown": spelled_out(seen[shown], shown, run.tokenizer, args.top)}
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
@@ -73,57 +74,49 @@ def check(model, out_dir):
                          "trained with --attn=focus")
 
 
-class Layer:
-    """Collects one layer's groups, batch by batch."""
+def look(args, run, model, T):
+    """Measure the groups of every layer of a model on the run's windows of T tokens. For each layer, the result has
 
-    def __init__(self, module):
-        self.groups, self.local, self.memberships = module.groups, module.local, module.memberships
-        self.own, self.ids, self.confidence = [], [], 0.0
-        self.kept, self.distant, self.passage = np.zeros(min(MOST, self.groups)), 0, None
+    groups, local   the number of groups K, and the distance from which on pairs are distant
+    ids, own        every token, and the group that it belongs to, (windows, T)
+    passage         the shares of the groups in the first window, (T, K)
+    numbers         its MEASURES, where "kept" is {k: share}, and "shares", each group's share of tokens
+    """
+    layers = [SimpleNamespace(groups=block.attn.groups, local=block.attn.local, ids=[], own=[], passage=None,
+                              confidence=0.0, kept=np.zeros(min(MOST, block.attn.groups)))
+              for block in model.transformer.h]
+    far = distant(T, layers[0].local, run.machine.device)
 
-    def see(self, g, idx):
-        """Add the shares g (B, T, K) of the tokens idx (B, T)."""
+    def see(at, module, q, k, v, x, table):
+        layer, g = layers[at], module.assign(x)                         # g (B, T, K)
         top, own = g.max(-1)
-        self.own.append(own.to(torch.int16).cpu().numpy())
-        self.ids.append(idx.cpu().numpy())
-        self.confidence += top.double().sum().item()
-        far = distant(g.shape[1], self.local, g.device)
-        self.distant += len(g) * far.sum().item()
-        for k in range(1, len(self.kept) + 1):
-            m = self.memberships(g, k).to(g.dtype)
-            self.kept[k - 1] += ((m @ m.mT > 0) & far).sum().item()
-        self.passage = g[0].float().cpu() if self.passage is None else self.passage         # (T, K)
+        layer.own.append(own.to(torch.int16).cpu().numpy())
+        layer.confidence += top.double().sum().item()
+        for i in range(len(layer.kept)):
+            members = module.memberships(g, i + 1).to(g.dtype)
+            layer.kept[i] += ((members @ members.mT > 0) & far).sum().item()
+        layer.passage = g[0].float().cpu() if layer.passage is None else layer.passage
 
-    def labels(self):
-        """The group of every token, (windows, T)."""
-        return np.concatenate(self.own)
-
-    def result(self):
-        """This layer's MEASURES, {name: value}; "kept" is {k: share}. "shares" has each group's share of tokens."""
-        shares = np.bincount(self.labels().ravel(), minlength=self.groups) / self.labels().size
-        evenness = entropy(torch.from_numpy(shares)).item() / np.log(self.groups) if self.groups > 1 else 1.0
-        kept = {str(k): float(kept / self.distant) if self.distant else None for k, kept in enumerate(self.kept, 1)}
-        return {"dominance": float(shares.max()), "evenness": evenness,
-                "confidence": self.confidence / self.labels().size, "kept": kept, "shares": shares.tolist()}
+    ids = []
+    for rows in batches(run, args, T):
+        ids.append(rows[:, :-1].cpu().numpy())
+        watch(model, see, rows[:, :-1], run.machine)
+    for layer in layers:
+        layer.ids, layer.own = np.concatenate(ids), np.concatenate(layer.own)
+        shares = np.bincount(layer.own.ravel(), minlength=layer.groups) / layer.own.size
+        evenness = entropy(torch.from_numpy(shares)).item() / np.log(layer.groups) if layer.groups > 1 else 1.0
+        pairs = len(layer.own) * far.sum().item()
+        layer.numbers = {
+            "dominance": float(shares.max()), "evenness": evenness, "confidence": layer.confidence / layer.own.size,
+            "kept": {str(k): float(kept / pairs) if pairs else None for k, kept in enumerate(layer.kept, 1)},
+            "shares": shares.tolist()}
+    return layers
 
 
 def distant(T, local, device="cpu"):
     """The mask (T, T) of distant pairs, whose key is at least `local` tokens before the row."""
     places = torch.arange(T, device=device)
     return places[:, None] - places >= local
-
-
-def look(args, run, model, T):
-    """Measure every layer of a model on the run's windows of T tokens: a list of Layer."""
-    layers = [Layer(block.attn) for block in model.transformer.h]
-    for rows in batches(run, args, T):
-        idx = rows[:, :-1]                      # (B, T)
-
-        def see(layer, module, q, k, v, x, table, idx=idx):
-            layers[layer].see(module.assign(x), idx)
-
-        watch(model, see, idx, run.machine)
-    return layers
 
 
 def agreement(one, other, K):
@@ -142,29 +135,25 @@ def agreement(one, other, K):
 
 
 def mean_of(layers):
-    """The mean of each measure over layers."""
-    def mean(values):
-        return None if None in values else float(np.mean(values))
-
-    found = {name: mean([layer[name] for layer in layers]) for name in MEASURES
-             if name in layers[0] and name != "kept"}
-    return found | {"kept": {k: mean([layer["kept"][k] for layer in layers]) for k in layers[0]["kept"]}}
+    """The mean of each measure over layers. The share of pairs kept is None if no pair is distant."""
+    mean = {name: float(np.mean([layer[name] for layer in layers])) for name in MEASURES
+            if name in layers[0] and name != "kept"}
+    kept = {k: [layer["kept"][k] for layer in layers] for k in layers[0]["kept"]}
+    return mean | {"kept": {k: None if None in shares else float(np.mean(shares)) for k, shares in kept.items()}}
 
 
 def spelled_out(seen, layer, tokenizer, top):
     """The texts of a layer's groups. "tokens": the most frequent tokens of each group, [[text, count, share of the
     token's occurrences that are in this group]]. "passage": the group of every token of the first window. "pairs": the
     longest pairs of that window."""
-    own, ids = seen.labels().ravel(), np.concatenate(seen.ids).ravel()
-    everywhere, common = np.bincount(ids), []
-    spelling = functools.cache(lambda i: tokenizer.decode([int(i)]))
+    own, ids, common = seen.own.ravel(), seen.ids.ravel(), []
+    everywhere, spelling = np.bincount(ids), functools.cache(lambda i: tokenizer.decode([int(i)]))
     for group in range(seen.groups):
         counts = np.bincount(ids[own == group], minlength=len(everywhere))
         best = [i for i in counts.argsort(kind="stable")[::-1][:top] if counts[i]]
         common.append([[spelling(i), int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
-    texts = [spelling(i) for i in seen.ids[0][0]]
-    return {"layer": layer, "tokens": common, "passage": seen.own[0][0].tolist(),
-            "pairs": longest_pairs(texts, seen.passage, seen.local, top)}
+    pairs = longest_pairs([spelling(i) for i in seen.ids[0]], seen.passage, seen.local, top)
+    return {"layer": layer, "tokens": common, "passage": seen.own[0].tolist(), "pairs": pairs}
 
 
 def longest_pairs(texts, g, local, top):
@@ -195,7 +184,7 @@ def longest_pairs(texts, g, local, top):
 
 def tell(args, found):
     """For one run: a line for each layer, then the tokens of one layer's groups. For several runs: a line for each."""
-    several, (numbers, *_) = len(found) > 1, found.values()
+    several, numbers = len(found) > 1, next(iter(found.values()))
     if several:
         lines = {Path(place).name: numbers["mean"] for place, numbers in found.items()}
     else:
@@ -205,31 +194,32 @@ def tell(args, found):
     header = max(lines.values(), key=len)       # runs may have different numbers of groups
     rows = [[name, *(line.get(column) for column in header)] for name, line in lines.items()]
     widest = max(found.values(), key=lambda numbers: numbers["groups"])
-    fill = {"even": 1 / widest["groups"], "window": widest["window"]}
-    meanings = {name: text.format(**fill) for name, text in MEASURES.items() if name in widest["mean"]}
-    parts = [table(rows, ["run" if several else "layer", *header]), legend(meanings)]
-    return "\n\n".join(parts if several else [first_line(numbers), *parts, in_words(numbers["shown"])])
-
-
-def in_words(shown):
-    """The shown layer's groups: their most frequent tokens, and the longest pairs of the first window."""
-    lines = [f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]
+    meanings = {name: text.format(even=1 / widest["groups"], window=widest["window"])
+                for name, text in MEASURES.items() if name in widest["mean"]}
+    text = f"{table(rows, ['run' if several else 'layer', *header])}\n\n{legend(meanings)}"
+    if several:
+        return text
+    shown = numbers["shown"]
+    text = [first_line(numbers), "", text, "",
+            f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]
     for group, common in enumerate(shown["tokens"]):
-        spelled = "  ".join(f"{text!r} x{count} ({share:.0%})" for text, count, share in common)
-        lines.append(f"{group:>3}  {spelled or '(no token)'}")
+        spelled = "  ".join(f"{token!r} x{count} ({share:.0%})" for token, count, share in common)
+        text.append(f"{group:>3}  {spelled or '(no token)'}")
     if shown["pairs"]:
-        lines += ["", "the pairs of tokens that share a group and are farthest apart in the first window"]
-        lines += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "
-                  f"affinity {p['affinity']:.3f}" for p in shown["pairs"]]
-    return "\n".join(lines)
+        text += ["", "the pairs of tokens that share a group and are farthest apart in the first window"]
+        text += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "
+                 f"affinity {p['affinity']:.3f}" for p in shown["pairs"]]
+    return "\n".join(text)
 
 
 def draw(path, found):
     """Draw three panels for each run: each group's share of tokens, by layer; the measures, by layer; and the pairs of
-    the first window that may attend, by the groups of one layer."""
+    the first window that may attend, by the groups of one layer: white if the key is later, grey if closed, light blue
+    if near, dark blue if of one group."""
+    kinds = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
     with figure_of(path, [4.1] * len(found), [4, 4, 4]) as axes:
         for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):
-            layers, K = numbers["layers"], numbers["groups"]
+            layers, K, shown = numbers["layers"], numbers["groups"], numbers["shown"]
             shares = np.sort([layer["shares"] for layer in layers])[:, ::-1]        # (layers, K), the largest first
             ends = shares.cumsum(1)
             for group in range(K):
@@ -248,15 +238,9 @@ def draw(path, found):
             line_panel(middle, curves, "shares, by layer", "layer")
             middle.set_ylim(0, 1.03)
             whole_ticks(middle.xaxis)
-            draw_passage(right, numbers)
-
-
-def draw_passage(ax, numbers):
-    """Draw the pairs: white if the key is later, grey if closed, light blue if near, dark blue if of one group."""
-    own = np.array(numbers["shown"]["passage"])
-    i, j = np.arange(len(own))[:, None], np.arange(len(own))
-    kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))
-    colours = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
-    ax.imshow(kind, cmap=colours, vmin=0, vmax=3, interpolation="none")
-    ax.set_title(f"layer {numbers['shown']['layer']}: near, or of one group (dark)", fontsize=10)
-    ax.set(xlabel="key", ylabel="row")
+            own = np.array(shown["passage"])    # the group of each token, (T,)
+            i, j = np.arange(len(own))[:, None], np.arange(len(own))
+            kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))
+            right.imshow(kind, cmap=kinds, vmin=0, vmax=3, interpolation="none")
+            right.set_title(f"layer {shown['layer']}: near, or of one group (dark)", fontsize=10)
+            right.set(xlabel="key", ylabel="row")

@@ -26,7 +26,7 @@ from evals.instrument import (
 from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
 from evals.measures import Probe, mean_of
 from evals.pictures import draw_recipes
-from evals.sweeps import SWEEPS, cases, side_by_side
+from evals.sweeps import SWEEPS
 
 FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
 
@@ -34,8 +34,10 @@ COLUMNS = {                                     # {column of the table: figure}
     "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle",
     "sink copy": "sink_copy", "share": "share_idle", "x uniform": "times_uniform_idle", "mass": "row_mass_idle",
     "extra": "extra_idle", "zeros": "sparsity", "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio",
-    "zero": "zero_cost", "hide": "hide_cost",
-}
+    "zero": "zero_cost", "hide": "hide_cost"}
+IN_SWEEPS = {                                   # the same in the table of a sweep
+    "Sink*": "extra_eps", "Sink_1": "sink_eps", "sink idle": "sink_idle", "share": "share_idle", "extra": "extra_idle",
+    "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "excess": "excess_loss", "on copy": "excess_copy"}
 
 PANELS = {                                      # of the picture, {figure: (title, lower and upper end of the axis)}
     "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
@@ -63,7 +65,8 @@ def command(args, run):
     """Train every recipe in the sink lab, on the same data with the same seeds, and compare them."""
     recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds, "seeds")
     os.environ.setdefault("OMP_NUM_THREADS", "1")       # so small a model is faster on one thread
-    models = cases(args.sweep) if args.sweep else {name: name for name in [*recipes, "blind"]}
+    models = ({what: name for what, (name, *_) in SWEEPS[args.sweep].items()} if args.sweep else
+              {name: name for name in [*recipes, "blind"]})
     metas = {what: [] for what in models}       # of each seed
     for seed in seeds:                          # an interrupted lab has all models of its first seeds
         for what, name in models.items():
@@ -79,7 +82,7 @@ def command(args, run):
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
     files.write_json(f"{place}.json", numbers)
     draw_recipes(f"{place}.png", runs, PANELS)
-    rows, header = side_by_side(args.sweep, runs) if args.sweep else mean_rows(runs)
+    rows, header = rows_of(runs, args.sweep)
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
     return numbers, f"{table(rows, header)}\n\nmeans over seeds {args.seeds}; saved as {place}.md, .json and .png"
@@ -108,16 +111,13 @@ def lab_figures(model, split, data_meta, machine, count=256):
     changes = (seeing(see), value_zeroed(every_head(model)), key_hidden)
     as_is, zero, hide = (losses_with(change, model, rows, machine) for change in changes)
     excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
-    idle, copy, everything = (mean_of(probes[kind]) for kind in kinds)
-    figures = {
-        "excess_loss": excess["all"], "excess_copy": excess["copy"], "excess_idle": excess["idle"],
-        "sink_idle": idle["sink"], "sink_copy": copy["sink"],
-        "row_mass_idle": idle["row_mass"], "share_idle": idle["share"], "value_norm_ratio": idle["value_norm_ratio"],
-        "zero_cost": (zero - as_is).mean().item(), "hide_cost": (hide - as_is).mean().item(),
-        "share_copy": copy["share"],
-        "times_uniform_idle": idle["times_uniform"], "times_uniform_copy": copy["times_uniform"],
-        "row_mass_copy": copy["row_mass"], "extra_idle": idle["extra"], "extra_copy": copy["extra"],
-        **{name: everything[name] for name in ("sparsity", "empty_rows", "sink_eps", "extra_eps")}}
+    mean = {kind: mean_of(layers) for kind, layers in probes.items()}
+    figures = {"excess_loss": excess["all"], "excess_copy": excess["copy"], "excess_idle": excess["idle"]}
+    for name in ("sink", "share", "times_uniform", "row_mass", "extra"):
+        figures |= {f"{name}_{kind}": mean[kind][name] for kind in ("idle", "copy")}
+    figures |= {name: mean["all"][name] for name in (
+        "value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps")}
+    figures |= {"zero_cost": (zero - as_is).mean().item(), "hide_cost": (hide - as_is).mean().item()}
     return {name: value for name, value in figures.items() if not math.isnan(value)}    # nan: undefined for this recipe
 
 
@@ -135,13 +135,21 @@ def true_process(rows, data_meta):
     return -p.log(), trigger
 
 
-def mean_rows(runs):
-    """A row of means over seeds for each recipe, and the names of the columns."""
-    rows = []
+def rows_of(runs, sweep=""):
+    """A row for each of runs, {name: [the figures of each seed]}, and the names of the columns. Figures are means over
+    seeds. In a sweep, the paper's figures stand before ours, and "apart" is the range of sink idle over seeds."""
+    rows, columns = [], IN_SWEEPS if sweep else COLUMNS
     for name, group in runs.items():
-        mean = {key: np.mean([figures[key] for figures in group]) for key in group[0]}
-        exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
-        shown = name if exact else f"{name} (derivatives)"
-        rows.append([shown, *(f"{mean[key]:.3f}" for key in COLUMNS.values()), f"{mean['parameters']:.0f}",
-                     f"{mean['seconds']:.0f}"])
-    return rows, ["recipe", *COLUMNS, "parameters", "s"]
+        ours = [[figures.get(key) for figures in group] for key in columns.values()]
+        cells = ["-" if None in values else f"{np.mean(values):.3f}" for values in ours]
+        if sweep:
+            theirs = ["-" if value is None else f"{value:.2f}" for value in SWEEPS[sweep][name][1:]]
+            sinks = [figures["sink_idle"] for figures in group]
+            rows.append([name, *theirs, *cells, f"{max(sinks) - min(sinks):.3f}"])
+        else:
+            exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
+            rows.append([name if exact else f"{name} (derivatives)", *cells, *(f"{np.mean([figures[key] for figures in group]):.0f}"
+                                          for key in ("parameters", "seconds"))])
+    if sweep:
+        return rows, ["", "their Sink*", "their Sink_1", "their loss", *columns, "apart"]
+    return rows, ["recipe", *columns, "parameters", "s"]

@@ -1,7 +1,7 @@
 """The runs that the lab, its sweeps and the ledger share: their names, and the flags of train.py that make them.
 
-A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED. So it is
-trained only once, even if several commands use it. One run takes
+A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED, or that
+of public weights. So it is trained only once, even if several commands use it. One run takes
 
     lab, ..     15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
     text, ..    3 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
@@ -20,7 +20,7 @@ PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gp
 
 
 class Setup(NamedTuple):
-    """A way to train every recipe. {data} and {books} are replaced by folders."""
+    """A way to train every recipe. {data} and {books} become folders."""
     flags: str                                  # of train.py, before the recipe's own
     data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
     cost: str = "lab"                           # of a run, a class of ledger.claim.COSTS
@@ -119,18 +119,7 @@ RECIPES = {                                     # {name: flags of train.py}, bes
 
 
 def folder_of(run, seed, out_dir):
-    """The folder of a run with a seed, or of public weights."""
     return Path(PUBLIC.get(run, f"{out_dir}/{run}-{seed}"))
-
-
-def train_flags(run, seed, out_dir, more=""):
-    """The flags of train.py that make a run. more: further flags, separated by spaces."""
-    recipe, _, setup = run.partition("@")
-    base, flags = base_of(run), flags_of(recipe, setup)
-    if base:                                    # RECIPES has its name, train.py needs its folder
-        flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
-    fixed = SETUPS[setup or "lab"].flags.format(data=Path(out_dir) / "data")
-    return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()
 
 
 def base_of(run):
@@ -140,19 +129,23 @@ def base_of(run):
     return found and (setup if setup in PUBLIC else found[1] + at + setup)
 
 
-def flags_of(recipe, setup=""):
-    """The flags of a recipe in a set-up. Raises ValueError if there is no such recipe."""
+def train_flags(run, seed, out_dir, more=""):
+    """The flags of train.py that make a run. more: further flags, separated by spaces. Raises ValueError if there is no
+    such recipe."""
+    recipe, _, name = run.partition("@")
+    setup, base = SETUPS[name or "lab"], base_of(run)
     if recipe in RECIPES:
-        return RECIPES[recipe].format(steps=SETUPS[setup or "lab"].steps)
-    axes = attention.recipe(recipe)
-    flags = [f"--attn={recipe}"]
-    if setup.startswith(("text", "gpu")):       # the recipe's own positions replace the set-up's
-        flags += [f"--pos={axes['pos']}"] if "pos" in axes else []
-        return " ".join(flags)
-    if "window" in axes:             # shorter than the lab's 64 tokens
-        flags.append("--window=16")
-    if axes.get("diff") == "v1":     # it pairs heads, and the lab has one head
-        flags.append("--n_head=2")
-    if axes["rule"] == "tra":                   # with its own beta of 1 hardly any key passes the threshold at first,
-        flags.append("--attn_args=beta_init=0.1")       # so queries and keys would get no gradient
-    return " ".join(flags)
+        flags = RECIPES[recipe].format(steps=setup.steps)
+        if base:                                # RECIPES has its name, train.py needs its folder
+            flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
+    else:
+        axes, flags = attention.recipe(recipe), f"--attn={recipe}"
+        if name.startswith(("text", "gpu")):    # the recipe's own positions replace the set-up's
+            flags += f" --pos={axes['pos']}" * ("pos" in axes)
+        else:
+            flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens
+            flags += " --n_head=2" * (axes.get("diff") == "v1")         # it pairs heads, and the lab has one head
+            # with its own beta of 1 hardly any key passes the threshold at first, so q and k would get no gradient
+            flags += " --attn_args=beta_init=0.1" * (axes["rule"] == "tra")
+    fixed = setup.flags.format(data=Path(out_dir) / "data")
+    return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()

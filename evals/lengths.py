@@ -39,9 +39,10 @@ class Lengths:
         at_least(self, windows=-1, batch_size=1, finetune=0)
 
 
+@torch.no_grad()
 def command(args, run):
     """Loss and perplexity at several lengths on the same tokens, and by the position in the window."""
-    trained = run.meta["knobs"]["block_size"]
+    trained, machine = run.meta["knobs"]["block_size"], run.machine
     lengths = sorted(set(whole_numbers(args.lengths or f"{trained},{2 * trained},{4 * trained}", "lengths")))
     longest = lengths[-1]
     if lengths[0] == 0 or any(longest % length for length in lengths):
@@ -51,25 +52,16 @@ def command(args, run):
     split, count = run.split(args.split), max(2, 65_536 // longest) if args.windows < 0 else args.windows
     losses = {}                                 # {length: the loss of every token, (spans, longest)}
     for length in lengths:
-        model = finetuned(run, length, args) if args.finetune and length > trained else run.model
-        spans = window_batches(model, split, run.machine, longest, count, args.batch_size, run.stride, bar=True)
-        losses[length] = span_losses(model, spans, run.machine, length)
+        model, found = finetuned(run, length, args) if args.finetune and length > trained else run.model, []
+        for rows in window_batches(model, split, machine, longest, count, args.batch_size, run.stride, bar=True):
+            windows = rows.unfold(1, length + 1, length).flatten(0, 1)  # (B longest / length, length + 1)
+            found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
+        losses[length] = torch.cat(found).numpy()
     base = trained if trained in losses else lengths[0]
     numbers = {"dataset": run.dataset, "split": args.split, "spans": len(losses[longest]), "training_length": trained,
                "base": base, "rope_scaling": run.model.config.rope_scaling, "finetune": args.finetune,
                "lengths": [summary(losses[length], length, losses[base]) for length in lengths]}
     return numbers, tell(args, {str(run.out_dir): numbers})
-
-
-@torch.no_grad()
-def span_losses(model, spans, machine, length):
-    """The loss of every token of spans, batches (B, span + 1), when the model reads them in windows of `length` tokens:
-    (spans, span) in float64."""
-    found = []
-    for rows in spans:
-        windows = rows.unfold(1, length + 1, length).flatten(0, 1)      # (B span / length, length + 1)
-        found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
-    return torch.cat(found).numpy()
 
 
 def summary(losses, length, base):
@@ -93,19 +85,11 @@ def bin_ends(longest):
 
 
 def finetuned(run, length, args):
-    """The model of a run after args.finetune more steps at this length."""
-    folder = Path(f"{run.out_dir}-{length}")
-    flags = finetune_flags(run, length, args.finetune) + [f"--out_dir={folder}", *args.train_args.split()]
-    train_if_missing(folder, flags)
-    return run.beside(folder).model
-
-
-def finetune_flags(run, length, steps):
-    """Flags of train.py that continue the run at this length, with the overrides of this evaluation, the same number of
+    """The model of a run after args.finetune more steps at this length, with the overrides of this evaluation, as many
     tokens per step, and a tenth of the learning rate, at which a schedule ends by default."""
-    knobs, now = run.meta["knobs"], dataclasses.asdict(run.model.config)
-    flags = {"init_from": run.out_dir, "block_size": length, "max_iters": steps, "warmup_iters": steps // 10,
-             "eval_interval": steps, "device": run.machine.device}
+    folder, knobs, now = Path(f"{run.out_dir}-{length}"), run.meta["knobs"], dataclasses.asdict(run.model.config)
+    flags = {"init_from": run.out_dir, "block_size": length, "max_iters": args.finetune, "eval_interval": args.finetune,
+             "warmup_iters": args.finetune // 10, "device": run.machine.device}
     if "learning_rate" in knobs:                # public weights lack it; train.py has a preset for them
         flags |= {name: knobs[name] for name in ("gradient_accumulation_steps", "weight_decay", "beta1", "beta2",
                                                  "head_lr", "grad_clip", "seed")}
@@ -113,7 +97,9 @@ def finetune_flags(run, length, steps):
                   "learning_rate": knobs["learning_rate"] / 10}
     stored = dataclasses.asdict(model_config(knobs, {}))
     flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # the overrides
-    return [f"--{name}={shown(value)}" for name, value in flags.items()]
+    train_if_missing(folder, [*(f"--{name}={shown(value)}" for name, value in flags.items()), f"--out_dir={folder}",
+                              *args.train_args.split()])
+    return run.beside(folder).model
 
 
 def tell(args, found):
@@ -121,9 +107,9 @@ def tell(args, found):
     a column for each run."""
     several, rows, curves = len(found) > 1, [], {}
     for place, numbers in found.items():
-        for row in numbers["lengths"]:
-            cells = [row[key] for key in ("loss", "loss_error", "perplexity", "perplexity_error", "more", "more_error")]
-            rows.append([place] * several + [str(row["length"]), *cells])
+        rows += [[place] * several + [str(row["length"]), *(row[key] for key in (
+            "loss", "loss_error", "perplexity", "perplexity_error", "more", "more_error"))]
+            for row in numbers["lengths"]]
         curves[place] = {(b["first"], b["last"]): b["loss"] for b in numbers["lengths"][-1]["by_position"]}
     header = ["run"] * several + ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]
     spans = sorted({f"{numbers['spans']} spans of {numbers['lengths'][-1]['length']}" for numbers in found.values()})
@@ -145,18 +131,17 @@ def draw(path, found):
     window. A line for each run; dotted lines at the training lengths."""
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
-    curves = {"perplexity": {}, "more": {}, "place": {}}
-    for place, numbers in found.items():
-        for name in ("perplexity", "more"):
-            curves[name][Path(place).name] = [[row[key] for row in numbers["lengths"]]
-                                              for key in ("length", name, f"{name}_error")]
-        bins = numbers["lengths"][-1]["by_position"]
-        middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
-        curves["place"][Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
+    by_length, by_place = "tokens in a window", "tokens seen in the window"
     with figure_of(path, [3.9], [4.3] * 3) as axes:
-        for ax, name, title, xlabel in (
-                (axes[0, 0], "perplexity", "perplexity of the same tokens", "tokens in a window"),
-                (axes[0, 1], "more", f"nats a token more than at length {bases(found)}", "tokens in a window"),
-                (axes[0, 2], "place", "nats a token, in the longest window", "tokens seen in the window")):
-            line_panel(ax, curves[name], title, xlabel, trained, legend=name == "perplexity")
+        for ax, name, title, xlabel in zip(axes[0], ("perplexity", "more", "loss"), (
+                "perplexity of the same tokens", f"nats a token more than at length {bases(found)}",
+                "nats a token, in the longest window"), (by_length, by_length, by_place), strict=True):
+            curves = {}
+            for place, numbers in found.items():
+                rows, error, x = numbers["lengths"], f"{name}_error", "length"
+                if xlabel == by_place:          # the middle of each bin, on a logarithmic scale
+                    error, x = "error", "middle"
+                    rows = [row | {"middle": math.sqrt(row["first"] * row["last"])} for row in rows[-1]["by_position"]]
+                curves[Path(place).name] = [[row[key] for row in rows] for key in (x, name, error)]
+            line_panel(ax, curves, title, xlabel, trained, legend=name == "perplexity")
             powers_of_two(ax.xaxis)

@@ -15,6 +15,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -61,12 +62,11 @@ class Routers:
 
     def __post_init__(self):
         at_least(self, windows=0, batch_size=1, repeats=1, steps=1)
+        whole_numbers(self.k or "0", "k")       # raises ValueError, as the next line does
+        whole_numbers(self.lengths or "0", "lengths")
         for value in self.values.split(",") if self.values else ():
             if not re.fullmatch(r"\d+/[1-9]\d*|\d*\.?\d+", value):
                 raise ValueError(f"--values: {value!r} must be a number, or a share such as 1/8")
-        for flag, text in (("k", self.k), ("lengths", self.lengths)):
-            if text:
-                whole_numbers(text, flag)       # raises ValueError
         if self.values and self.sweep not in SWEEPS:
             raise ValueError(f"--values={self.values} are values of one knob: name it, --sweep={'|'.join(SWEEPS)}")
 
@@ -78,19 +78,23 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
+# ----------------------------------------------------------------------------------------- one run in several forms
+
+
 def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its figures}}]}."""
     groups.check(run.model, run.out_dir)
-    K, window = run.model.transformer.h[0].attn.groups, run.model.config.window
-    ks = whole_numbers(args.k, "k") if args.k else range(1, min(4, K) + 1)
+    K, window, before = run.model.transformer.h[0].attn.groups, run.model.config.window, run.model.config.topk
+    ks = whole_numbers(args.k, "k") if args.k else range(1, min(groups.MOST, K) + 1)
     if min(ks) < 1 or max(ks) > K:
         raise ValueError(f"--k={args.k}, but a token of {run.out_dir} can have 1 to {K} groups: change --k")
     lengths = sorted({run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")})
     forms = {"full": (plain_attention(run.model, 0), 0), "window": (plain_attention(run.model, window), 0),
-             "soft": (run.model, 0), **{f"k={k}": (run.model, k) for k in ks}}
+             "soft": (run.model, 0), **{f"k={k}": (run.model, k) for k in ks}}      # {name: (model, --topk)}
+    found = [at_length(args, run, forms, T) for T in lengths]
+    run.model.config.topk = before
     return {"dataset": run.dataset, "split": args.split, "groups": K, "window": window,
-            "training_length": run.meta["knobs"]["block_size"],
-            "lengths": [at_length(args, run, forms, T) for T in lengths]}
+            "training_length": run.meta["knobs"]["block_size"], "lengths": found}
 
 
 def plain_attention(model, window):
@@ -103,39 +107,36 @@ def plain_attention(model, window):
     return other.eval()
 
 
-def set_topk(model, k):
-    """Set --topk=k in the model and return it; 0 is the soft form."""
-    model.config.topk = k                       # its layers read it at every call
-    return model
-
-
 def at_length(args, run, forms, T):
     """The figures of every form, {name: (model, k)}, in windows of T tokens. The error of "more", the loss less that of
     full attention, is of the differences window by window, so it is much smaller than that of a loss."""
-    machine, before = run.machine, run.model.config.topk
-    seen = groups.look(args, run, set_topk(run.model, 0), T)
-    mean = groups.mean_of([layer.result() for layer in seen])
-    one, = window_batches(run.model, run.split(args.split), machine, T, 1, 1, run.stride)
+    machine, losses, found = run.machine, {form: [] for form in forms}, {}
+
+    def in_form(form):                          # k = 0 is the soft form
+        model, model.config.topk = forms[form]  # its layers read --topk at every call
+        return model
 
     @torch.no_grad()
-    def read(model, k):
+    def read(form):
         with machine.autocast():
-            set_topk(model, k)(one[:, :-1])
+            in_form(form)(one[:, :-1])
 
-    seconds = machine.race({form: partial(read, *model_and_k) for form, model_and_k in forms.items()}, args.repeats)
-    losses = {form: [] for form in forms}       # of each window
+    mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, in_form("soft"), T)])
+    one, = window_batches(run.model, run.split(args.split), machine, T, 1, 1, run.stride)
+    seconds = machine.race({form: partial(read, form) for form in forms}, args.repeats)
     for rows in batches(run, args, T):
-        for form, (model, k) in forms.items():
-            losses[form] += token_losses(set_topk(model, k), rows, machine).double().mean(1).tolist()
-    set_topk(run.model, before)
-    found = {}
+        for form in forms:                      # the loss of each window
+            losses[form] += token_losses(in_form(form), rows, machine).double().mean(1).tolist()
     for form, (_, k) in forms.items():
-        loss, error = mean_and_error(np.array(losses[form]))
+        loss, error = mean_and_error(losses[form])
         more, more_error = mean_and_error(np.subtract(losses[form], losses["full"]))
         found[form] = {"loss": loss, "loss_error": error, "more": more, "more_error": more_error,
                        "perplexity": math.exp(min(loss, 700)), "kept": mean["kept"].get(str(k)),
                        "speed": seconds["full"] / seconds[form], "losses": losses[form]}
     return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
+
+
+# ------------------------------------------------------------------------------------------------ routers of a sweep
 
 
 def swept(args, run):
@@ -158,28 +159,27 @@ def swept(args, run):
 def router(args, run, name, value):
     """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its perplexities in both
     forms, its groups, and its size."""
-    knobs, config = DEFAULTS | {name: value}, run.model.config
+    constants, config = DEFAULTS | {name: value}, run.model.config
     # all sweeps share the run with the default values
-    ending = "default" if knobs == DEFAULTS else f"{name}-{value.replace('/', '-')}"
+    ending = "default" if constants == DEFAULTS else f"{name}-{value.replace('/', '-')}"
     folder = Path(f"{Path(run.out_dir).resolve()}-focus-{ending}")
     for size, whole in (("window", config.block_size), ("route_dim", config.n_embd)):
-        top, slash, bottom = knobs[size].partition("/")     # a share such as "1/8", or the number itself
-        knobs[size] = max(1, whole * int(top) // int(bottom)) if slash else int(top)
+        share = Fraction(constants[size])       # "1/8" is a share, "8" the number itself
+        constants[size] = max(1, int(whole * share)) if "/" in constants[size] else int(share)
+    window = constants.pop("window")
     if args.balancing != "sinkhorn":
-        del knobs["iterations"]
-    constants = ",".join(f"{name}={value}" for name, value in knobs.items() if name != "window")
+        del constants["iterations"]
     train_if_missing(folder, [
         f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", f"--balance={args.balancing}",
-        f"--window={knobs['window']}", f"--attn_args={constants}", f"--dataset={run.dataset}",
-        f"--max_iters={args.steps}", f"--eval_interval={args.steps}", f"--device={run.machine.device}",
-        f"--out_dir={folder}", *args.train_args.split()])
+        f"--window={window}", f"--attn_args={','.join(f'{name}={value}' for name, value in constants.items())}",
+        f"--dataset={run.dataset}", f"--max_iters={args.steps}", f"--eval_interval={args.steps}",
+        f"--device={run.machine.device}", f"--out_dir={folder}", *args.train_args.split()])
     trained = run.beside(folder)
-    layers = [block.attn for block in trained.model.transformer.h]
-    k = min(2, layers[0].groups)
+    k = min(2, trained.model.transformer.h[0].attn.groups)
     found, = compared(dataclasses.replace(args, k=str(k), lengths="", repeats=1), trained)["lengths"]
     forms, mean = found["forms"], found["mean"]
-    size = sum(p.numel() for layer in layers for name, p in layer.named_parameters()
-               if name in ("router.weight", "centroids"))
+    size = sum(p.numel() for name, p in trained.model.named_parameters()
+               if name.endswith(("attn.router.weight", "attn.centroids")))
     return {"value": value, "parameters": size, "full": forms["full"]["perplexity"],
             "soft": forms["soft"]["perplexity"], "hard": forms[f"k={k}"]["perplexity"], "kept": forms[f"k={k}"]["kept"],
             **{name: mean[name] for name in ("dominance", "evenness", "confidence")}}
@@ -190,32 +190,32 @@ def router(args, run, name, value):
 
 def tell(args, found):
     """A table for each run: a row for each length and form, or for each trained router."""
-    return "\n\n".join((f"{place}\n\n" if len(found) > 1 else "") + text_of(numbers)
-                       for place, numbers in found.items())
-
-
-def text_of(numbers):
-    if "sweep" in numbers:
-        rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
-                for name, rows in numbers["sweep"].items() for row in rows]
-        header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
-        return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
-                f"perplexity on {numbers['split']}\n\n{table(rows, header)}")
-    rows = [[str(part["length"]), form, *(figures[key] for key in (
-        "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
-        for part in numbers["lengths"] for form, figures in part["forms"].items()]
-    windows = sorted({part["windows"] for part in numbers["lengths"]})
-    meanings = {
-        "full": "softmax attention of the same weights, all pairs",
-        "window": f"the same, only pairs less than {numbers['window']} apart",
-        "soft": "gates from 0 to 1, as in training",
-        "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
-        "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
-        "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
-        "speed": "of the whole model on one window, relative to full"}
-    return (f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
-            f"{numbers['training_length']} tokens\n\n"
-            + table(rows, "length form loss +- more +- perplexity kept speed".split()) + f"\n\n{legend(meanings)}")
+    texts = []
+    for place, numbers in found.items():
+        texts += [place] if len(found) > 1 else []
+        if "sweep" in numbers:
+            rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
+                    for name, rows in numbers["sweep"].items() for row in rows]
+            header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
+            texts += [f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance="
+                      f"{numbers['balance']}; perplexity on {numbers['split']}", table(rows, header)]
+            continue
+        windows = sorted({part["windows"] for part in numbers["lengths"]})
+        rows = [[str(part["length"]), form, *(figures[key] for key in (
+            "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
+            for part in numbers["lengths"] for form, figures in part["forms"].items()]
+        meanings = {
+            "full": "softmax attention of the same weights, all pairs",
+            "window": f"the same, only pairs less than {numbers['window']} apart",
+            "soft": "gates from 0 to 1, as in training",
+            "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
+            "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
+            "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
+            "speed": "of the whole model on one window, relative to full"}
+        texts += [f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
+                  f"{numbers['training_length']} tokens",
+                  table(rows, "length form loss +- more +- perplexity kept speed".split()), legend(meanings)]
+    return "\n\n".join(texts)
 
 
 def draw(path, found):

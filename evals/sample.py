@@ -37,19 +37,18 @@ class Sample:
 
 def command(args, run):
     """Generate text: continue a prompt, or with --chat answer a question."""
-    coder, machine, stop = run.tokenizer, run.machine, set(run.meta.get("ends", []))    # missing in older runs
+    coder, stop = run.tokenizer, set(run.meta.get("ends", []))          # missing in older runs
     if args.chat:
         stop.add(mark(coder, END))
         prompt = conversation(coder, args.system or SYSTEM.get(coder.name), args.prompt)
     else:
         prompt = coder.encode(args.prompt) if args.prompt else first_token(coder, run.split)
-    idx = as_ids(prompt, machine).expand(args.samples, -1)              # (samples, T): each row draws its own tokens
-    with machine.autocast():
+    idx = as_ids(prompt, run.machine).expand(args.samples, -1)          # (samples, T): each row draws its own tokens
+    with run.machine.autocast():
         ids = run.model.generate(idx, args.tokens, args.temperature, args.top_k, args.top_p, args.seed,
                                  stop=sorted(stop))
-    shown = [] if args.chat else prompt.tolist()
-    answers = [takewhile(lambda i: i not in stop, row) for row in ids[:, len(prompt):].tolist()]
-    texts = [coder.decode([*shown, *answer]) for answer in answers]
+    answers = [list(takewhile(lambda i: i not in stop, row)) for row in ids[:, len(prompt):].tolist()]
+    texts = [coder.decode(([] if args.chat else prompt.tolist()) + answer) for answer in answers]
     return {"samples": texts}, "\n---------------\n".join(texts)
 
 
@@ -72,16 +71,16 @@ SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hu
 
 def conversation(coder, system, prompt):
     """The ids (T,) of a conversation up to the beginning of the answer. system: the system message, or None."""
-    begin, end = mark(coder, BEGIN), mark(coder, END)
-    parts = []
-    for role, text in ([("system", system)] if system else []) + [("user", prompt)]:
-        parts += [[begin], coder.encode(f"{role}\n{text}"), [end], coder.encode("\n")]
-    return np.concatenate([*parts, [begin], coder.encode("assistant\n")])
+    begin, end, ids = mark(coder, BEGIN), mark(coder, END), []
+    for role, text in ("system", system), ("user", prompt):
+        if text:
+            ids += [begin, *coder.encode(f"{role}\n{text}"), end, *coder.encode("\n")]
+    return np.array([*ids, begin, *coder.encode("assistant\n")])
 
 
 def mark(coder, spelling):
-    """The id of a special token. (The same characters in a prompt remain plain text.) Raises ValueError if the
-    tokenizer does not have this token."""
+    """The id of a special token. The same characters in a prompt remain plain text. Raises ValueError if the tokenizer
+    does not have this token."""
     found = coder.coder.token_to_id(spelling) if coder.content else None
     if found is None:
         raise ValueError(f"--chat: the tokenizer {coder.name} has no {spelling}, so this model has not learned to "

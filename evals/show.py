@@ -57,136 +57,128 @@ class Show:
 def command(args, run):
     """A recipe as one page: axes, PyTorch, Triton, learned parameters, and where the code is."""
     meta = read_run(args.out_dir)[0] if args.out_dir else None
-    page = page_of(args.recipe, meta)
-    if not args.diff:
-        return page.numbers(), str(page)
-    marked = difflib.ndiff(str(page_of(args.diff, meta)).splitlines(), str(page).splitlines())
-    return page.numbers(), "\n".join(line.rstrip() for line in marked if not line.startswith("?"))
+    numbers, text = page_of(args.recipe, meta)
+    if args.diff:
+        changes = difflib.ndiff(page_of(args.diff, meta)[1].splitlines(), text.splitlines())
+        text = "\n".join(line.rstrip() for line in changes if not line.startswith("?"))
+    return numbers, text
 
 
 def page_of(name, meta=None):
-    """The page of a recipe. meta: the meta.json of a run; the page has its sizes, and its recipe if the name is empty.
-    """
-    knobs = meta["knobs"] if meta else SIZES | {"attn": "elastic"}
-    return Page(model_config(knobs, {"attn": name} if name else {}), meta)
+    """The page of a recipe as numbers for JSON and as text, built as the first layer of a model. meta: the meta.json of
+    a run. Then the page has the run's sizes, and its recipe if the name is empty."""
+    config = model_config(meta["knobs"] if meta else SIZES | {"attn": "elastic"}, {"attn": name} if name else {})
+    layer, where, sections = mixers.layer_of(config, 0), recipe_place(config.attn), {}
+    called, fused, axes = pytorch_of(layer), triton_of(layer), {axis: getattr(config, axis) for axis in mixers.DEFAULTS}
+    numbers = {"recipe": config.attn, "where": where, "axes": axes, "args": layer.args,
+               "learns": {name: list(p.shape) for name, p in layer.named_parameters()},
+               "pytorch": {f.__name__: place(f) for f in called}, "triton": {f.__name__: place(f) for _, f in fused}}
+    if meta:
+        sizes = {name: getattr(config, name) for name in SHOWN} | {"head_dim": config.head_width}
+        numbers |= {"sizes": sizes, "source": meta.get("source")}
+        meanings = {field.name: re.split("[;:] ", field.metadata["help"])[0] for field in dataclasses.fields(config)}
+        sections["the run"] = [entry("weights", origin(meta))]
+        sections["the run"][:0] = [entry(name, f"{value:.10g}" if isinstance(value, float) else str(value) or "none",
+                                         meanings[name]) for name, value in sizes.items()]
+    sections |= {"its choices": choices(layer, axes), "in PyTorch": "\n\n".join(map(source, called)).splitlines(),
+                 "in Triton": "\n\n".join(source(function, role) for role, function in fused).splitlines()
+                              or ["this rule has no kernel: PyTorch computes it everywhere"],
+                 "what a layer learns": learned(layer)}
+    lines = [f"{config.attn}    {where}"]
+    for title, part in sections.items():
+        lines += ["", f"---- {title} ".ljust(WIDTH, "-"), *part]
+    return numbers, "\n".join(lines)
 
 
-class Page:
-    """One recipe, built as the first layer of a model, and its code. meta: see page_of."""
-
-    def __init__(self, config, meta=None):
-        self.name, self.config, self.meta = config.attn, config, meta
-        self.layer = mixers.layer_of(self.config, 0)
-        # {axis: value} without defaults, but always with the rule, the positions, and what the recipe names
-        self.axes = {axis: getattr(self.config, axis) for axis in mixers.DEFAULTS}
-        self.chosen = {axis: value for axis, value in self.axes.items()
-                       if axis in ("rule", "pos", *attention.ATTENTIONS.get(self.name, ()))
-                       or value != mixers.DEFAULTS[axis]}
-        self.sizes = {name: getattr(self.config, name) for name in SHOWN} | {"head_dim": self.config.head_width}
-
-    def __str__(self):
-        sections = {"the run": [self.about()]} if self.meta else {}
-        sections |= {"its choices": [self.choices()], "in PyTorch": [source(f) for f in self.pytorch()],
-                     "in Triton": [source(function, role) for role, function in self.triton()]
-                     or ["this rule has no kernel: PyTorch computes it everywhere"],
-                     "what a layer learns": [self.learned()]}
-        lines = [f"{self.name}    {recipe_place(self.name)}"]
-        for title, parts in sections.items():
-            lines += ["", f"---- {title} " + "-" * (WIDTH - 6 - len(title)), *"\n\n".join(parts).splitlines()]
-        return "\n".join(lines)
-
-    def numbers(self):
-        run = {"sizes": self.sizes, "source": self.meta.get("source")} if self.meta else {}
-        return {"recipe": self.name, **run, "where": recipe_place(self.name), "axes": self.axes,
-                "args": self.layer.args,
-                "learns": {name: list(p.shape) for name, p in self.layer.named_parameters()},
-                "pytorch": {f.__name__: place(f) for f in self.pytorch()},
-                "triton": {f.__name__: place(f) for _, f in self.triton()}}
-
-    def about(self):
-        """The sizes of the model around this layer, and the origin of its weights."""
-        meanings = {field.name: field.metadata["help"] for field in dataclasses.fields(self.config)}
-        lines = []
-        for name, value in self.sizes.items():
-            value = f"{value:.10g}" if isinstance(value, float) else str(value) or "none"
-            lines.append(f"{name:12} {value:10} {re.split('[;:] ', meanings[name])[0]}")
-        knobs, given = self.meta["knobs"], self.meta.get("source")
-        origin = f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
-        if given:
-            origin = (f"{given['name']}, from {given['from']}, in {given['precision']}"
-                      f"{', instruction-tuned' if given['instruction_tuned'] else ''}; "
-                      f"licence: {given['licence'] or 'not stated'}")
-        return "\n".join([*lines, textwrap.fill(f"{'weights':12} {origin}", WIDTH, subsequent_indent=" " * 13)])
-
-    def choices(self):
-        """A line for each axis that differs from its default: the value and its effect, which is the first sentence of
-        the docstring of the choice's function."""
-        lines = []
-        for axis, value in self.chosen.items():
-            parts = (part for of, part in PASS if of == axis and part not in ("inputs", "row_input", "start"))
-            function = next(filter(None, (self.function(axis, part) for part in parts)), None)
-            text = inspect.getdoc(getattr(function, "func", function)) or "" if function else ""
-            meaning = re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")
-            lines.append(textwrap.fill(f"{axis:12} {value!s:10} {meaning}", WIDTH, subsequent_indent=" " * 24))
-        if self.layer.args:
-            lines.append(f"{'attn_args':12} " + ",".join(f"{key}={value}" for key, value in self.layer.args.items()))
-        rest = ", ".join(f"{axis} {value}" for axis, value in self.axes.items() if axis not in self.chosen)
-        return "\n".join([*lines, textwrap.fill(f"{'as usual':12} {rest}", WIDTH, subsequent_indent=" " * 13)])
-
-    def function(self, axis, part):
-        """The function in this field of the chosen row, or None."""
-        function = getattr(self.layer.choices.get(axis), part, None)
-        return None if function is unchanged else function
-
-    def pytorch(self):
-        """The functions of every choice, in the order of a pass through the layer."""
-        found = []
-        for axis, part in PASS:
-            found.append(self.function(axis, part))
-            found += called(found[-1])
-            if found[-1] and (axis, part) in AROUND and type(self.layer).attend is attention.Attention.attend:
-                found.append(AROUND[axis, part])
-        if self.config.window:
-            found += [visible, attention.Attention.rotated]
-        return list(dict.fromkeys(filter(None, found)))
-
-    def triton(self):
-        """[(role, function)] of the kernel's rule; first those of a kernel whose result it needs."""
-        found = [("a state", getattr(function, "fn", function)) for function in self.layer.fused_by]
-        for name in filter(None, (getattr(self.layer.rule, "threshold_of", None), self.config.rule)):
-            rule = kernels.KERNELS.get(name)
-            for role, part in zip(getattr(rule, "_fields", ()), rule or (), strict=True):
-                function = getattr(part, "fn", part)                    # below triton.jit
-                found += [(f"{name}, {role}", function)] if inspect.isfunction(function) else []
-        return found
-
-    def learned(self):
-        """Names, shapes and initial values of a layer's parameters outside its projections."""
-        lines = []
-        for name, p in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
-            if name.startswith(("c_attn", "c_proj")):
-                continue
-            std, (inside, _, last) = self.layer.init_std.get(name), name.rpartition(".")
-            if std is None and isinstance(self.layer.get_submodule(inside), nn.Linear):
-                std = 0.02 if last == "weight" else 0                   # every linear layer's, see GPT.init_weights
-            low, high = p.min().item(), p.max().item()
-            if std is not None:
-                start = f"N(0, {std:.3g})" if std else "0"
-            else:
-                start = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-            kept = "" if isinstance(p, nn.Parameter) else ", kept and not learned"
-            lines.append(f"{name:18} {str(tuple(p.shape)):14} {start} at first{kept}")
-        sizes = f"(with {self.config.n_head} heads of width {self.layer.width} and block_size {self.config.block_size})"
-        return "\n".join([*(lines or ["nothing besides its projections"]), sizes])
+def entry(name, *parts):
+    """A line of three columns, or of two. A long text goes on below its own column."""
+    line = f"{name:12} " + " ".join(f"{part!s:10}" for part in parts)
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * (2 + 11 * len(parts)))
 
 
-def called(function):
+def origin(meta):
+    """Where the weights of a run come from."""
+    knobs, given = meta["knobs"], meta.get("source")
+    if not given:
+        return f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
+    return (f"{given['name']}, from {given['from']}, in {given['precision']}"
+            f"{', instruction-tuned' * given['instruction_tuned']}; licence: {given['licence'] or 'not stated'}")
+
+
+def choices(layer, axes):
+    """A line for the rule, the positions, each axis that the recipe names, and each that differs from its default: the
+    value and its effect, which is the first sentence of the docstring of the choice's function."""
+    lines, usual, own = [], [], ("rule", "pos", *attention.ATTENTIONS.get(layer.config.attn, ()))
+    for axis, value in axes.items():
+        if value == mixers.DEFAULTS[axis] and axis not in own:
+            usual.append(f"{axis} {value}")
+            continue
+        functions = (function_of(layer, of, part) for of, part in PASS
+                     if of == axis and part not in ("inputs", "row_input", "start"))
+        function = next(filter(None, functions), None)
+        text = function and inspect.getdoc(getattr(function, "func", function)) or ""
+        lines.append(entry(axis, value, re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")))
+    if layer.args:
+        lines.append(f"{'attn_args':12} " + ",".join(f"{key}={value}" for key, value in layer.args.items()))
+    return [*lines, entry("as usual", ", ".join(usual))]
+
+
+def function_of(layer, axis, part):
+    """The function in this field of the chosen row, or None."""
+    function = getattr(layer.choices.get(axis), part, None)
+    return None if function is unchanged else function
+
+
+def pytorch_of(layer):
+    """The functions of every choice, in the order of a pass through the layer."""
+    found, plain = [], type(layer).attend is attention.Attention.attend
+    for axis, part in PASS:
+        function = function_of(layer, axis, part)
+        found += [function, *called_by(function)]
+        if function and plain:
+            found.append(AROUND.get((axis, part)))
+    found += [visible, attention.Attention.rotated] if layer.config.window else []
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def called_by(function):
     """The functions of its own file that a mixer's function calls, directly or not. (attention.py has too many.)"""
     if not inspect.isfunction(function) or not function.__module__.startswith("mixers."):
         return []
     names = (function.__globals__.get(name) for name in function.__code__.co_names)
     others = [other for other in names if inspect.isfunction(other) and other.__module__ == function.__module__]
-    return [deeper for other in others if other is not function for deeper in (other, *called(other))]
+    return [deeper for other in others if other is not function for deeper in (other, *called_by(other))]
+
+
+def triton_of(layer):
+    """[(role, function)] of the kernel's rule; first those of a kernel whose result it needs."""
+    found = [("a state", getattr(function, "fn", function)) for function in layer.fused_by]
+    for name in filter(None, (getattr(layer.rule, "threshold_of", None), layer.config.rule)):
+        rule = kernels.KERNELS.get(name)
+        parts = rule._asdict() if rule else {}
+        functions = [(f"{name}, {role}", getattr(part, "fn", part)) for role, part in parts.items()]    # below jit
+        found += [(role, function) for role, function in functions if inspect.isfunction(function)]
+    return found
+
+
+def learned(layer):
+    """A line for each of a layer's parameters and buffers outside its projections: name, shape and initial value."""
+    lines = []
+    for name, p in [*layer.named_parameters(), *layer.named_buffers()]:
+        if name.startswith(("c_attn", "c_proj")):
+            continue
+        std, (inside, _, last) = layer.init_std.get(name), name.rpartition(".")
+        if std is None and isinstance(layer.get_submodule(inside), nn.Linear):
+            std = 0.02 if last == "weight" else 0                       # every linear layer's, see GPT.init_weights
+        low, high = p.min().item(), p.max().item()
+        start = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+        if std is not None:
+            start = f"N(0, {std:.3g})" if std else "0"
+        kept = "" if isinstance(p, nn.Parameter) else ", kept and not learned"
+        lines.append(f"{name:18} {str(tuple(p.shape)):14} {start} at first{kept}")
+    config = layer.config
+    return [*(lines or ["nothing besides its projections"]),
+            f"(with {config.n_head} heads of width {layer.width} and block_size {config.block_size})"]
 
 
 def source(function, title=""):

@@ -27,14 +27,13 @@ class Stream:
     def __init__(self):
         self.sums, self.places = {}, []         # {name: sum, in float64}; the position of each sequence's largest norm
 
-    def add(self, name, value):
-        """Add value (B, ...), summed over the sequences."""
-        self.sums[name] = self.sums.get(name, 0) + value.double().sum(0).cpu()
-
-    def add_vectors(self, name, vectors):
-        """Add norms and variances of vectors (B, H, T, C) by position (T,), as means over the heads."""
-        self.add(f"{name}_norm", vectors.norm(dim=-1).mean(1))
-        self.add(f"{name}_var", vectors.var(-1, correction=0).mean(1))
+    def add(self, vectors=(), **values):
+        """Add values (B, ...), summed over the sequences. vectors {name: (B, H, T, C)}: of these, add the norms and
+        variances by position (T,), as means over the heads."""
+        for name, part in dict(vectors).items():
+            values |= {f"{name}_norm": part.norm(dim=-1).mean(1), f"{name}_var": part.var(-1, correction=0).mean(1)}
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0) + value.double().sum(0).cpu()
 
     def see_hidden(self, h, ahead):
         """Add the stream h (B, ahead + T, C). A learned token ahead of the sequence may have the largest norm, but is
@@ -42,23 +41,22 @@ class Stream:
         h = h.float()
         norm, real = h.norm(dim=-1), h[:, ahead:]
         size, place = norm.max(1)                                       # (B,)
-        self.add("sequences", torch.ones(len(h)))
-        self.add("massive", norm[:, ahead] / norm[:, ahead + 1:].mean(1))
-        self.add("largest", size / ((norm.sum(1) - size) / (norm.shape[1] - 1)))
-        self.add("carrier", h[torch.arange(len(h), device=h.device), place])            # (B, C)
-        self.add("median", h.abs().flatten(1).median(1)[0])
-        self.add("spread", (real - real[:, :1]).norm(dim=-1).amax(1) / norm[:, ahead:].mean(1))
-        self.add_vectors("hidden", real[:, None])
         self.places += (place - ahead).tolist()
+        self.add({"hidden": real[:, None]}, sequences=torch.ones(len(h)),
+                 massive=norm[:, ahead] / norm[:, ahead + 1:].mean(1),
+                 largest=size / ((norm.sum(1) - size) / (norm.shape[1] - 1)),
+                 carrier=h[torch.arange(len(h), device=h.device), place],               # (B, C)
+                 median=h.abs().flatten(1).median(1)[0],
+                 spread=(real - real[:, :1]).norm(dim=-1).amax(1) / norm[:, ahead:].mean(1))
 
     def see(self, module, q, k, v, x, table=None):
         """Add a layer's inputs, as `watch` passes them."""
         q, k = entering_the_score(module, q, k)
-        for name, vectors in (("input", x[:, None]), ("query", q), ("key", k), ("value", v)):
-            self.add_vectors(name, vectors[..., module.ahead:, :].float())
         first, rest = k[:, :, module.ahead, None], slice(module.ahead + 1, None)        # (B, H, 1, D)
-        self.add("cos_qk", F.cosine_similarity(q[:, :, rest], first, -1).mean((1, 2)))
-        self.add("cos_kk", F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)))
+        parts = {"input": x[:, None], "query": q, "key": k, "value": v}
+        self.add({name: part[..., module.ahead:, :].float() for name, part in parts.items()},
+                 cos_qk=F.cosine_similarity(q[:, :, rest], first, -1).mean((1, 2)),
+                 cos_kk=F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)))
 
     def result(self):
         """Means over the sequences, as plain numbers:
@@ -78,11 +76,10 @@ class Stream:
         at = max(sorted(set(self.places)), key=self.places.count)
         carrier, median = mean["carrier"], mean["median"]
         top = carrier.abs().topk(min(3, len(carrier)))[1]
-        found = {name: plain(mean[name]) for name in ("massive", "largest", "spread", "cos_qk", "cos_kk")
+        found = {name: plain(mean[name]) for name in ("massive", "largest", "spread", "cos_qk", "cos_kk", "median")
                  if name in mean}
-        found |= {"at": at, "at_share": self.places.count(at) / len(self.places), "median": plain(median),
-                  "channels": [[int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top],
-                  "positions": {}}
+        found |= {"at": at, "at_share": self.places.count(at) / len(self.places), "positions": {},
+                  "channels": [[int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top]}
         for name in [f"{part}_{kind}" for part in PARTS for kind in ("norm", "var") if f"{part}_norm" in mean]:
             found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
             found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
@@ -91,8 +88,7 @@ class Stream:
 
 def plain(value):
     """The number in a tensor, rounded to the precision of float32; None if it is not finite."""
-    value = float(value)
-    return float(f"{value:.7g}") if abs(value) < float("inf") else None
+    return float(f"{value.item():.7g}") if value.isfinite() else None
 
 
 def entering_the_score(module, q, k):

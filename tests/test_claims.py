@@ -26,7 +26,7 @@ from evals.ledger.book import CLAIMS, PAPERS, decided_by, fits, grade_of, jobs_o
 from evals.ledger.changes import LOG
 from evals.ledger.claim import HAS_SINK, SOFTMAX_SINK, T95, Bound, Reading, interval, judge, readings
 from evals.ledger.experiments import COMMANDS, LOOKS, Job, Place, all_jobs
-from evals.sweeps import SWEEPS, cases
+from evals.sweeps import SWEEPS
 from model import GPTConfig
 
 A, M, C, N, NOT_RUN = claim.VERDICTS            # agrees, mixed, contradicts, not testable, not run here
@@ -165,7 +165,7 @@ def test_every_command_of_every_reading_is_valid_and_every_recipe_and_look_is_us
     every = [reading for row in CLAIMS.values() for reading in readings(row).values()]
     words = {job.words for reading in every for group in jobs_of(reading, [2], Place()).values()
              for job in all_jobs(group)}
-    swept = {run for name in SWEEPS for run in cases(name).values()}
+    swept = {run for sweep in SWEEPS.values() for run, *_ in sweep.values()}
     trained = [flags for script, *flags in words if script == "train.py"]
     parser = Parser(prog="train.py")
     add_flags(parser, train_script.Train, GPTConfig)

@@ -18,7 +18,7 @@ from evals import lab, sweeps
 from evals.ablate import every_head, key_hidden, losses_with, unchanged, value_zeroed
 from evals.claims import ClaimsFlags
 from evals.instrument import markdown
-from evals.lab_runs import RECIPES, flags_of, folder_of, train_flags
+from evals.lab_runs import RECIPES, folder_of, train_flags
 from evals.ledger import experiments
 from evals.measures import Probe
 from mixers import trained_recipes
@@ -79,13 +79,13 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
 
 def test_the_lab_its_sweeps_and_the_ledger_share_runs():
     """The same model has the same folder and flags, so the second command finds it trained."""
-    job, run = experiments.train_job("postnorm", 3, experiments.Place()), sweeps.cases("norm_place")["post"]
+    job, run = experiments.train_job("postnorm", 3, experiments.Place()), sweeps.SWEEPS["norm_place"]["post"][0]
     assert job.place == folder_of(run, 3, lab.Lab().out_dir) and lab.Lab().seeds == ClaimsFlags().seeds
     assert list(job.words[1:]) == train_flags(run, 3, lab.Lab().out_dir)
     tuned = experiments.train_job("heads-eq9@long", 3, experiments.Place())
     assert f"--init_from={folder_of('heads@long', 3, 'out/lab')}" in tuned.words
     assert tuned.after[1] == experiments.train_job("heads@long", 3, experiments.Place())
-    assert flags_of("tra") == "--attn=tra --attn_args=beta_init=0.1"    # with its own beta hardly any key passes
+    assert train_flags("tra", 3, "out")[-1] == "--attn_args=beta_init=0.1"     # with its own beta hardly any key passes
     assert RECIPES.keys().isdisjoint(ATTENTIONS)                        # or the lab would train another set-up
 
 
@@ -111,9 +111,8 @@ def test_the_committed_tables_show_the_committed_figures_which_beat_the_model_wi
     for name in ("", *sweeps.SWEEPS):           # a sweep's table shows the paper's numbers beside ours
         place = f"results/lab-{name}".rstrip("-")
         runs = json.loads((ROOT / f"{place}.json").read_text())["runs"]
-        rows = sweeps.side_by_side(name, runs) if name else lab.mean_rows(runs)
-        assert (ROOT / f"{place}.md").read_text() == markdown(*rows) + "\n"
-        assert set(runs) == ({*sweeps.cases(name)} if name else {*trained_recipes(), "blind"})
+        assert (ROOT / f"{place}.md").read_text() == markdown(*lab.rows_of(runs, name)) + "\n"
+        assert set(runs) == ({*sweeps.SWEEPS[name]} if name else {*trained_recipes(), "blind"})
         assert all(len(group) == 3 for group in runs.values())
     copy = {name: [run["excess_copy"] for run in group] for name, group in json.loads(
         (ROOT / "results/lab.json").read_text())["runs"].items() if name != "routing"}

@@ -21,8 +21,7 @@ def shown(capsys, *argv):
 
 @pytest.mark.parametrize("attn", attention.ATTENTIONS)
 def test_a_page_holds_the_code_with_its_places_every_choice_and_every_parameter(attn):
-    page = page_of(attn)
-    text, found = str(page), page.numbers()
+    found, text = page_of(attn)
     mixer, rule = (attention.ATTENTIONS[attn].get(axis) for axis in ("mixer", "rule"))
     does = getattr(mixers.AXES["rule"][rule], "chunk", None) or getattr(attention, rule)
     assert inspect.getsource(does).rstrip() in text
@@ -37,17 +36,17 @@ def test_a_page_holds_the_code_with_its_places_every_choice_and_every_parameter(
     file, line = found["where"].split()[0].split(":")
     assert f'"{attn}": {{' in (ROOT / file).read_text().splitlines()[int(line) - 1]
     rows = {axis: value for axis, value in attention.ATTENTIONS[attn].items() if axis != "args"}
-    rows |= {name: tuple(p.shape) for name, p in page.layer.named_parameters() if name[:6] not in ("c_attn", "c_proj")}
+    rows |= {name: tuple(shape) for name, shape in found["learns"].items() if name[:6] not in ("c_attn", "c_proj")}
     for name, value in rows.items():
         assert re.search(rf"^{re.escape(name)} +{re.escape(str(value))}( |$)", text, re.M), name
 
 
 def test_a_page_shows_what_comes_before_and_after_the_rule():
-    found = list(page_of("tda").numbers()["pytorch"])
+    found = list(page_of("tda")[0]["pytorch"])
     assert found == ["unit_length", "tra_threshold", "tra", "lambda_of_head", "attend", "head_norm"]
     # lssar's threshold is computed from another rule's row sums
-    assert "softplus_weigh" in page_of("lssar").numbers()["triton"]
-    assert "visible" in page_of("streaming").numbers()["pytorch"]
+    assert "softplus_weigh" in page_of("lssar")[0]["triton"]
+    assert "visible" in page_of("streaming")[0]["pytorch"]
 
 
 def test_a_page_has_the_sizes_of_a_run_also_of_another_recipe(elastic_run, data, capsys):

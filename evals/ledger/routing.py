@@ -137,7 +137,7 @@ def classes(place):
     run = OpenedRun(Common(out_dir=place), {})
     T, dice, best = run.model.config.block_size, np.random.default_rng(0), {"mutual information": -math.inf}
     for layer in groups.look(groups.Groups(), run, run.model, T):
-        own, ids = layer.labels().ravel(), np.concatenate(layer.ids).ravel()
+        own, ids = layer.own.ravel(), layer.ids.ravel()
         kinds = classes_of([run.tokenizer.decode([i]) or " " for i in ids])
         chance = [mutual_information(dice.permutation(own), kinds) for _ in range(5)]
         found = {"mutual information": mutual_information(own, kinds) - np.mean(chance), "purity": purity(own, kinds)}
