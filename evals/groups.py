@@ -45,20 +45,20 @@ class Groups(Windows):
 
 def command(args, run):
     """Show the groups of tokens that Focus has learned, and which distant pairs of tokens they let attend."""
-    check(run.model, run.out_dir)
+    check(run)
     T, config = run.window(args.length), run.model.config
     if args.layer >= config.n_layer:
         raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {config.n_layer - 1}")
-    seen = look(args, run, run.model, T)
+    seen = look(args, run, T)
     layers, K = [layer.numbers for layer in seen], seen[0].groups
     if args.against:
-        other = run.beside(args.against, {"window": config.window, "topk": config.topk}).model
-        check(other, args.against)
-        theirs = [block.attn.groups for block in other.transformer.h]
+        other = run.beside(args.against, {"window": config.window, "topk": config.topk})
+        check(other)
+        theirs = [block.attn.groups for block in other.model.transformer.h]
         if theirs != [layer.groups for layer in seen]:
             raise ValueError(f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
                              f"{run.out_dir} has {K} in each of {len(seen)}: name another run of the same model")
-        for layer, one, another in zip(layers, seen, look(args, run, other, T), strict=True):
+        for layer, one, another in zip(layers, seen, look(args, other, T), strict=True):
             layer["stability"] = agreement(one.own, another.own, K)
     shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in layers]))
     numbers = run.reads(args.split, len(seen[0].own), T) | {
@@ -67,15 +67,15 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-def check(model, out_dir):
+def check(run):
     """Raise ValueError on a run without groups."""
-    if not isinstance(model.transformer.h[0].attn, Focus):
-        raise ValueError(f"{out_dir} has --attn={model.config.attn}, which has no groups: name a run that was "
+    if not isinstance(run.model.transformer.h[0].attn, Focus):
+        raise ValueError(f"{run.out_dir} has --attn={run.model.config.attn}, which has no groups: name a run that was "
                          "trained with --attn=focus")
 
 
-def look(args, run, model, T):
-    """Measure the groups of every layer of a model on the run's windows of T tokens. For each layer, the result has
+def look(args, run, T):
+    """Measure the groups of every layer of a run on its windows of T tokens. For each layer, the result has
 
     groups, local   the number of groups K, and the distance from which on pairs are distant
     ids, own        every token, and the group that it belongs to, (windows, T)
@@ -84,7 +84,7 @@ def look(args, run, model, T):
     """
     layers = [SimpleNamespace(groups=block.attn.groups, local=block.attn.local, ids=[], own=[], passage=None,
                               confidence=0.0, kept=np.zeros(min(MOST, block.attn.groups)))
-              for block in model.transformer.h]
+              for block in run.model.transformer.h]
     far = distant(T, layers[0].local, run.machine.device)
 
     def see(at, module, q, k, v, x, table):
@@ -100,7 +100,7 @@ def look(args, run, model, T):
     ids = []
     for rows in batches(run, args, T):
         ids.append(rows[:, :-1].cpu().numpy())
-        watch(model, see, rows[:, :-1], run.machine)
+        watch(run.model, see, rows[:, :-1], run.machine)
     for layer in layers:
         layer.ids, layer.own = np.concatenate(ids), np.concatenate(layer.own)
         shares = np.bincount(layer.own.ravel(), minlength=layer.groups) / layer.own.size
@@ -177,9 +177,6 @@ def longest_pairs(texts, g, local, top):
         used |= {texts[i].lower(), texts[j].lower()}
         pairs = [pair for pair in pairs if not used & {texts[pair[1]].lower(), texts[pair[2]].lower()}]
     return sorted(found, key=lambda pair: -pair["distance"])
-
-
-# ------------------------------------------------------------------------------------------------- text and a picture
 
 
 def tell(args, found):

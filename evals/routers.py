@@ -78,12 +78,9 @@ def command(args, run):
     return numbers, tell(args, {str(run.out_dir): numbers})
 
 
-# ----------------------------------------------------------------------------------------- one run in several forms
-
-
 def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its figures}}]}."""
-    groups.check(run.model, run.out_dir)
+    groups.check(run)
     K, window, before = run.model.transformer.h[0].attn.groups, run.model.config.window, run.model.config.topk
     ks = whole_numbers(args.k, "k") if args.k else range(1, min(groups.MOST, K) + 1)
     if min(ks) < 1 or max(ks) > K:
@@ -107,21 +104,22 @@ def plain_attention(model, window):
     return other.eval()
 
 
+@torch.no_grad()
 def at_length(args, run, forms, T):
     """The figures of every form, {name: (model, k)}, in windows of T tokens. The error of "more", the loss less that of
     full attention, is of the differences window by window, so it is much smaller than that of a loss."""
     machine, losses, found = run.machine, {form: [] for form in forms}, {}
 
-    def in_form(form):                          # k = 0 is the soft form
-        model, model.config.topk = forms[form]  # its layers read --topk at every call
+    def in_form(form):
+        model, model.config.topk = forms[form]  # its layers read --topk at every call; 0 is the soft form
         return model
 
-    @torch.no_grad()
     def read(form):
         with machine.autocast():
             in_form(form)(one[:, :-1])
 
-    mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, in_form("soft"), T)])
+    in_form("soft")
+    mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
     one, = window_batches(run.model, run.split(args.split), machine, T, 1, 1, run.stride)
     seconds = machine.race({form: partial(read, form) for form in forms}, args.repeats)
     for rows in batches(run, args, T):
@@ -136,23 +134,17 @@ def at_length(args, run, forms, T):
     return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
 
 
-# ------------------------------------------------------------------------------------------------ routers of a sweep
-
-
 def swept(args, run):
     """Train and measure routers: {"sweep": {knob: [{"value", ...}]}}, with the perplexity of each router in the soft
     form and with two groups a token, and how even its groups are."""
-    config = run.model.config
-    if config.mixer != "attention":
+    if run.model.config.mixer != "attention":
         raise ValueError(f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
-                         f"{config.attn}: name its base")
-    names = list(SWEEPS) if args.sweep == "all" else [args.sweep]
-    if args.balancing != "sinkhorn" and "iterations" in names:
-        if args.sweep == "iterations":
-            raise ValueError(f"--balancing={args.balancing} has no iterations: give --balancing=sinkhorn")
-        names.remove("iterations")
-    found = {name: [router(args, run, name, value) for value in
-                    (args.values.split(",") if args.values else SWEEPS[name])] for name in names}
+                         f"{run.model.config.attn}: name its base")
+    if args.sweep == "iterations" and args.balancing != "sinkhorn":
+        raise ValueError(f"--balancing={args.balancing} has no iterations: give --balancing=sinkhorn")
+    found = {name: [router(args, run, name, value) for value in (args.values.split(",") if args.values else values)]
+             for name, values in SWEEPS.items() if args.sweep == name or args.sweep == "all" and (
+                 name != "iterations" or args.balancing == "sinkhorn")}
     return {"dataset": run.dataset, "split": args.split, "balance": args.balancing, "steps": args.steps, "sweep": found}
 
 
@@ -183,9 +175,6 @@ def router(args, run, name, value):
     return {"value": value, "parameters": size, "full": forms["full"]["perplexity"],
             "soft": forms["soft"]["perplexity"], "hard": forms[f"k={k}"]["perplexity"], "kept": forms[f"k={k}"]["kept"],
             **{name: mean[name] for name in ("dominance", "evenness", "confidence")}}
-
-
-# ------------------------------------------------------------------------------------------------- text and a picture
 
 
 def tell(args, found):

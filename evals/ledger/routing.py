@@ -136,7 +136,7 @@ def classes(place):
     in the group that holds most of it."""
     run = OpenedRun(Common(out_dir=place), {})
     T, dice, best = run.model.config.block_size, np.random.default_rng(0), {"mutual information": -math.inf}
-    for layer in groups.look(groups.Groups(), run, run.model, T):
+    for layer in groups.look(groups.Groups(), run, T):
         own, ids = layer.own.ravel(), layer.ids.ravel()
         kinds = classes_of([run.tokenizer.decode([i]) or " " for i in ids])
         chance = [mutual_information(dice.permutation(own), kinds) for _ in range(5)]
