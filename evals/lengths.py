@@ -39,7 +39,6 @@ class Lengths:
         at_least(self, windows=-1, batch_size=1, finetune=0)
 
 
-@torch.no_grad()
 def command(args, run):
     """Loss and perplexity at several lengths on the same tokens, and by the position in the window."""
     trained, machine = run.meta["knobs"]["block_size"], run.machine
@@ -55,7 +54,8 @@ def command(args, run):
         model, found = finetuned(run, length, args) if args.finetune and length > trained else run.model, []
         for rows in window_batches(model, split, machine, longest, count, args.batch_size, run.stride, bar=True):
             windows = rows.unfold(1, length + 1, length).flatten(0, 1)  # (B longest / length, length + 1)
-            found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
+            with torch.no_grad():
+                found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
         losses[length] = torch.cat(found).numpy()
     base = trained if trained in losses else lengths[0]
     numbers = {"dataset": run.dataset, "split": args.split, "spans": len(losses[longest]), "training_length": trained,

@@ -104,7 +104,6 @@ def plain_attention(model, window):
     return other.eval()
 
 
-@torch.no_grad()
 def at_length(args, run, forms, T):
     """The figures of every form, {name: (model, k)}, in windows of T tokens. The error of "more", the loss less that of
     full attention, is of the differences window by window, so it is much smaller than that of a loss."""
@@ -114,6 +113,7 @@ def at_length(args, run, forms, T):
         model, model.config.topk = forms[form]  # its layers read --topk at every call; 0 is the soft form
         return model
 
+    @torch.no_grad()
     def read(form):
         with machine.autocast():
             in_form(form)(one[:, :-1])
