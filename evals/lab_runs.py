@@ -141,7 +141,7 @@ def train_flags(run, seed, out_dir, more=""):
     else:
         axes, flags = attention.recipe(recipe), f"--attn={recipe}"
         if name.startswith(("text", "gpu")):    # the recipe's own positions replace the set-up's
-            flags += f" --pos={axes['pos']}" * ("pos" in axes)
+            flags += f" --pos={axes['pos']}" if "pos" in axes else ""
         else:
             flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens
             flags += " --n_head=2" * (axes.get("diff") == "v1")         # it pairs heads, and the lab has one head
