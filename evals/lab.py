@@ -148,8 +148,8 @@ def rows_of(runs, sweep=""):
             rows.append([name, *theirs, *cells, f"{max(sinks) - min(sinks):.3f}"])
         else:
             exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
-            rows.append([name if exact else f"{name} (derivatives)", *cells, *(f"{np.mean([figures[key] for figures in group]):.0f}"
-                                          for key in ("parameters", "seconds"))])
+            cells += [f"{np.mean([figures[key] for figures in group]):.0f}" for key in ("parameters", "seconds")]
+            rows.append([name if exact else f"{name} (derivatives)", *cells])
     if sweep:
         return rows, ["", "their Sink*", "their Sink_1", "their loss", *columns, "apart"]
     return rows, ["recipe", *columns, "parameters", "s"]
