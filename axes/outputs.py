@@ -2,7 +2,6 @@
 
 Shapes: B batch, R query rows, E width of v. The output o is (B, heads, R, E), the layer's input x is (B, R, C).
 """
-
 import torch
 import torch.nn as nn
 
