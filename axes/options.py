@@ -65,18 +65,13 @@ def parse_value(name, text, constant):
     default, low, high, word = constant
     if text == word:
         return text
-    instead = f", or {word}" if word else ""
-    if isinstance(default, bool):
-        switch = {"true": True, "1": True, "false": False, "0": False}
-        if text.lower() not in switch:
-            raise ValueError(f"--attn_args {name}={text}: use 1 or 0{instead}")
-        return switch[text.lower()]
+    switch, whole = isinstance(default, bool), isinstance(default, int)
     try:
-        value = float(text)
-    except ValueError:
+        value = {"true": True, "1": True, "false": False, "0": False}[text.lower()] if switch else float(text)
+    except (KeyError, ValueError):
         value = math.nan
-    whole = isinstance(default, int)
     if not (math.isfinite(value) and low <= value <= high and not (whole and value % 1)):
         between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
-        raise ValueError(f"--attn_args: write {name}={'WHOLE ' * whole}NUMBER{between}{instead}, not {text!r}")
-    return int(value) if whole else value
+        allowed = "1 or 0" if switch else f"a {'whole ' * whole}number{between}"
+        raise ValueError(f"--attn_args {name}={text}: use {allowed}" + (f", or {word}" if word else ""))
+    return type(default)(value) if whole else value

@@ -393,7 +393,7 @@ def test_a_command_that_reads_a_damaged_file_works_or_ends_in_one_line(path, dat
 
 SAYS = [                                        # (how a line begins, exit code, "its flags => the error says; ...")
     ("train.py {new}", FLAGS, """--bias=maybe => 'maybe' is not 0 or 1; --rope_scaling=linear:0 => write linear:FACTOR;
-    --train_only=lora => a part of the model.*--init_from; --attn=elastic --attn_args=tau_init=nan => NUMBER.*not 'nan';
+    --train_only=lora => a part of the model.*--init_from; --attn=elastic --attn_args=tau_init=nan => use a number;
     --attn=ttt --forget=channel => use --forget=none, fixed, dt or alpha; --attn=performer --rule=softmax => it accepts;
     --n_layr=1 => unknown flag --n_layr=1, did you mean --n_layer; --rope_scaling=llama3:8,4,4,9 => write linear:FACTOR;
     --attn=elastic --sink=key => merged by log-sum-exp; --rope_scaling=linear:2 --pos=learned => needs rotary positions;
