@@ -168,6 +168,11 @@ def axis(name, meaning):
     return knob(None, meaning, mixers.AXES.get(name))
 
 
+# the smallest value of each whole number; of those that are not listed 0
+LEAST = {name: number.default for name, number in mixers.NUMBERS.items()} | dict.fromkeys((
+    "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_expert", "n_active", "bias_range"), 1)
+
+
 @dataclass
 class GPTConfig:
     """Sizes and choices of one model. The recipe `attn` fills in the axes (see axes/base.py) that are None.
@@ -265,7 +270,30 @@ class GPTConfig:
             if getattr(self, name) is None:
                 setattr(self, name, self.recipe.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
-        check(self)
+        # then each value by itself, several numbers together, and the axes together
+        for field in dataclasses.fields(self):
+            name, value, kind, choices = field.name, getattr(self, field.name), field.type, field.metadata["choices"]
+            if choices and value not in choices:
+                raise ValueError(f"{name}={value} is not among {', '.join(choices)}")
+            if kind in (int, float, int | None) and (isinstance(value, bool) or not isinstance(value, kind | int)):
+                raise ValueError(f"{name}={value!r} must be a {'whole ' * (kind is not float)}number")
+            if isinstance(value, int) and not LEAST.get(name, 0) <= value < 1 << 31:
+                raise ValueError(f"{name}={value} must be at least {LEAST.get(name, 0)} and below 2**31")
+        divisible = self.n_embd % self.n_head == 0
+        for name, valid, message in (
+                ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
+                ("n_head", self.n_head % self.n_kv_head == 0, f"is not divisible by n_kv_head={self.n_kv_head}"),
+                ("n_active", self.n_active <= self.n_expert, f"is more than n_expert={self.n_expert}"),
+                ("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)"),
+                ("norm_eps", 0 < self.norm_eps < 1, "must lie between 0 and 1"),
+                ("rope_base", 0 < self.rope_base < math.inf, "must be a positive number"),
+                ("rope_base", self.rope_base > 1 or "yarn" not in self.rope_scaling, "must be above 1 with YaRN"),
+                ("rope_share", 0 < self.rope_share <= 1, "must lie in (0, 1]"),
+                ("rope_scaling", not parse_rope_scaling(self.rope_scaling)[0] or POSITIONS[self.pos].rotates,
+                 f"needs rotary positions, which --pos={self.pos} does not have: leave it empty, or use --pos=rope")):
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)} {message}")
+        mixers.check_axes(self)
 
     @property
     def recipe(self):
@@ -535,36 +563,3 @@ def shapes_of(config):
     """{name: shape} of a model's parameters and buffers, without allocating them."""
     with torch.device("meta"):
         return {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
-
-
-# --------------------------------------------------------------------------------------------------------- validation
-
-LEAST = dict.fromkeys(("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_expert", "n_active",
-                       "bias_range"), 1) | {name: number.default for name, number in mixers.NUMBERS.items()}
-
-
-def check(config):
-    """Raise ValueError if no model can be built from a config. The message names the field."""
-    for field in dataclasses.fields(config):
-        name, value, kind, choices = field.name, getattr(config, field.name), field.type, field.metadata["choices"]
-        if choices and value not in choices:
-            raise ValueError(f"{name}={value} is not among {', '.join(choices)}")
-        if kind in (int, float, int | None) and (isinstance(value, bool) or not isinstance(value, kind | int)):
-            raise ValueError(f"{name}={value!r} must be a {'whole ' * (kind is not float)}number")
-        if isinstance(value, int) and not LEAST.get(name, 0) <= value < 1 << 31:
-            raise ValueError(f"{name}={value} must be at least {LEAST.get(name, 0)} and below 2**31")
-    divisible = config.n_embd % config.n_head == 0
-    for name, valid, message in (
-            ("n_embd", divisible or config.head_dim, f"is not divisible by n_head={config.n_head}"),
-            ("n_head", config.n_head % config.n_kv_head == 0, f"is not divisible by n_kv_head={config.n_kv_head}"),
-            ("n_active", config.n_active <= config.n_expert, f"is more than n_expert={config.n_expert}"),
-            ("dropout", 0 <= config.dropout < 1, "must lie in [0, 1)"),
-            ("norm_eps", 0 < config.norm_eps < 1, "must lie between 0 and 1"),
-            ("rope_base", 0 < config.rope_base < math.inf, "must be a positive number"),
-            ("rope_base", config.rope_base > 1 or "yarn" not in config.rope_scaling, "must be above 1 with YaRN"),
-            ("rope_share", 0 < config.rope_share <= 1, "must lie in (0, 1]"),
-            ("rope_scaling", not parse_rope_scaling(config.rope_scaling)[0] or POSITIONS[config.pos].rotates,
-             f"needs rotary positions, which --pos={config.pos} does not have: leave it empty, or use --pos=rope")):
-        if not valid:
-            raise ValueError(f"{name}={getattr(config, name)} {message}")
-    mixers.check_axes(config)
