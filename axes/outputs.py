@@ -30,12 +30,6 @@ def dex_corrected(layer, o):
     return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
 
 
-def dex_parameters(layer):
-    E = layer.shapes["v"][1]
-    return {"dex_proj": nn.Linear(E, E, bias=False), "dex_proj.weight": Normal(0.0), "dex_lambda": torch.zeros(1),
-            "progress": Fixed(torch.zeros(()))}                         # GPT.set_progress sets it
-
-
 VALUE_BIASES = {
     "off": Choice(),
     "on": Choice(args=BIAS_SIZES, refuse=wrong_bias_dims, corrected=plus_value, learns=lambda layer: {
@@ -43,7 +37,9 @@ VALUE_BIASES = {
 }
 DEXES = {
     "off": Choice(),
-    "on": Choice(learns=dex_parameters, args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected),
+    "on": Choice(args={"anneal": Constant(0.5, 1e-6, 1.0)}, corrected=dex_corrected, learns=lambda layer: {
+        "dex_proj": nn.Linear(layer.shapes["v"][1], layer.shapes["v"][1], bias=False), "dex_proj.weight": Normal(0.0),
+        "dex_lambda": torch.zeros(1), "progress": Fixed(torch.zeros(()))}),             # GPT.set_progress sets it
 }
 
 # ---------------------------------------------------------------------------------------------------------------- norms
