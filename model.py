@@ -22,8 +22,7 @@ from axes.positions import POSITIONS, parse_rope_scaling
 from axes.rows import SINKS
 from common.flags import knob
 from common.machine import check_memory
-from common.randomness import generator_of
-from common.shards import draw
+from common.shards import draw, generator_of
 
 # --------------------------------------------------------------------------------------------------------- the layers
 

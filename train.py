@@ -8,9 +8,7 @@
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of --init_from, preset
 (--preset), default. The preset tune alone comes before that run.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
-and log.csv. With --sharded_ckpt=1 it writes the checkpoint in parts; common/runs.py says how to join them to a ckpt.pt.
-With --train_only=PART the run is an adapter: ckpt.pt holds only the trained weights, and meta.json names its base, the
-run of --init_from.
+and log.csv; common/runs.py describes them, checkpoints in parts (--sharded_ckpt=1), and adapters (--train_only=PART).
 -h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, its default. The default
 preset, tiny, changes some defaults: see the presets at the end of -h all.
 """
@@ -31,15 +29,12 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import attention
 import mixers
 from common import files
-from common.adapters import PROJECTIONS, num_trained, train_only
-from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob, with_recipe
+from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob
 from common.machine import Machine, check_memory
-from common.randomness import seed_dropout
 from common.runs import Run, as_base, last_checkpoint, made_by, read_run
-from common.shards import WithoutMatrices, gather, is_sharded, shard, whole
+from common.shards import whole
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -47,9 +42,10 @@ from model import GPT, GPTConfig, check_size
 from training import printing
 from training.balance import check_balance, expert_loss, losses
 from training.dry_run import DryRun, dry_run
-from training.presets import PRESETS
-from training.stopping import StopSignal, diverged
-from training.weights import resume, take_weights
+from training.presets import PRESETS, default_out_dir, settle_knobs
+from training.stopping import StopSignal
+from training.weights import (
+    PROJECTIONS, WithoutMatrices, gather, is_sharded, num_trained, resume, shard, take_weights, train_only)
 
 # -------------------------------------------------------------------------------------------------------------- knobs
 
@@ -58,27 +54,23 @@ from training.weights import resume, take_weights
 class Train:
     """Flags of training"""
     # model, data, and the run's folder
-    preset: str = knob(
-        "tiny", "a named set of values for the other knobs", tuple(PRESETS))
-    dataset: str = knob(
-        "stdlib", "a name in data/, or the path of a folder that a data script wrote. With --init_from=RUN it "
-                  "must use that run's tokenizer")
+    preset: str = knob("tiny", "a named set of values for the other knobs", tuple(PRESETS))
+    dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote. With "
+                                  "--init_from=RUN it must use that run's tokenizer")
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
-    init_from: str = knob(
-        "scratch", "scratch; resume: continue from out_dir's checkpoint; the folder of a run: start from its weights")
+    init_from: str = knob("scratch", "scratch; resume: continue from out_dir's checkpoint; the folder of a run: start "
+                                     "from its weights")
     train_only: str = knob(
         "all", f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds to plain attention; "
         "lora: only LoRA on attention's projections. All others stay as in --init_from, and such a run saves an "
-        "adapter, which holds only the trained weights",
-        ("all", *mixers.RETROFITS, "lora"))
+        "adapter, which holds only the trained weights", ("all", *mixers.RETROFITS, "lora"))
     lora_rank: int = knob(4, "rank of the matrices that --train_only=lora adds to each projection")
     lora_on: str = knob("both", "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
                         tuple(PROJECTIONS))
     # how much
     max_iters: int = knob(1000, "optimizer steps")
     batch_size: int = knob(16, "largest number of sequences per forward pass on one device")
-    gradient_accumulation_steps: int = knob(
-        1, "sequences per step, over all ranks, as a multiple of batch_size")
+    gradient_accumulation_steps: int = knob(1, "sequences per step, over all ranks, as a multiple of batch_size")
     # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
     head_lr: float = knob(1.0, "factor on the learning rate of parameters outside linear layers, such as tau")
@@ -91,10 +83,9 @@ class Train:
     lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
     min_lr: float = knob(-1.0, "learning rate at the end; negative: a tenth of learning_rate")
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
-    head_balance: float = knob(0.0, "weight of the head-balancing loss (lambda of eq. 9), which is 0 if all heads are "
-                                    "equally important")
-    balance_form: str = knob("routed", "heads that the loss balances: all (eq. 8), or all but those that the next "
-                                       "two flags exclude (eq. 9)", ("routed", "all"))
+    head_balance: float = knob(0.0, "weight of the head-balancing loss (lambda of eq. 9): 0 if heads are equal")
+    balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all but those that the next two flags "
+                                       "exclude (eq. 9)", ("routed", "all"))
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes")
     expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of --mlp=moe, which is 1 in "
@@ -107,29 +98,24 @@ class Train:
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the fastest one here")
-    dtype: str = knob(
-        "auto", "precision of matrix products (autocast); auto: bfloat16 where it is fast",
-        ("auto", "float32", "bfloat16", "float16"))
+    dtype: str = knob("auto", "precision of matrix products (autocast); auto: bfloat16 where it is fast",
+                      ("auto", "float32", "bfloat16", "float16"))
     compile: bool = knob(False, "torch.compile the model")
     shard: bool = knob(False, "on several ranks, split weights, gradients and optimizer state over them")
-    sharded_ckpt: bool = knob(
-        False, "for models that do not fit into the memory of one machine: checkpoints in parts, one or more per rank, "
-               "in out_dir/sharded_ckpt, which all ranks must see")
+    sharded_ckpt: bool = knob(False, "for models larger than the memory of one machine: checkpoints in parts, one or "
+                                     "more per rank, in out_dir/sharded_ckpt, which all ranks must see")
 
     def __post_init__(self):
         at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
                  log_interval=1, head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0,
-                 lora_rank=1, head_balance=0, balance_skip=0, balance_shared=0, expert_balance=0)
+                 lora_rank=1, head_balance=0, balance_skip=0, expert_balance=0)
+        at_least(self, below=1, balance_shared=0, beta1=0, beta2=0)
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
                              "from a run: name it with --init_from")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
                              "the first above 0")
-        if self.balance_shared >= 1:
-            raise ValueError(f"--balance_shared={self.balance_shared} must be below 1")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ValueError(f"--beta1={self.beta1} and --beta2={self.beta2} must lie in [0, 1)")
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -219,44 +205,29 @@ class Training:
             raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {self.windows} windows, and {self.val.name} "
                              f"holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
-        # the model: fresh weights, or those of another run. Train all of them or a part. Each rank holds a part of
-        # every weight (--shard), or all of them
-        split = knobs.shard and machine.world > 1
-        if not split:                           # on a CPU, gradients and AdamW's two averages are in the same memory
-            check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
-        with WithoutMatrices() if split else contextlib.nullcontext():
-            self.model = model = GPT(config, knobs.seed)
+        model = self.make_model()
         extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses besides its own
         self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
-        train_only(model, knobs)
-        if split:
-            shard(model, machine, knobs.seed)
-        model.to(machine.device)
         has_checkpoint = stored and last_checkpoint(self.run.folder)
         if knobs.init_from != "scratch" and not has_checkpoint:
             take_weights(model, knobs.init_from, self.run, machine)
-
-        # meta.json: the settings of the run, and entries from the data set and from an earlier run
-        meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
-                "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
-                "machine": str(machine), "world_size": machine.world, "losses": {}}
-        meta |= {name: data[name] for name in ("tokenizer", "separator") if name in data}
-        earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
-        meta |= {name: earlier[name] for name in ("ends",) if name in earlier}          # stop tokens of chat
-        if knobs.train_only != "all":
-            base = stored["base"] if has_checkpoint else as_base(knobs.init_from)
-            meta |= {"trained": num_trained(model), "base": base}
-
-        # the loop calls `running`: the same model, compiled and made ready for several ranks. Without dynamic=False,
-        # the compiler turns a rule's constants into symbols once a second model has others, and fails in `checkpoint`
-        self.running = torch.compile(model, dynamic=False) if knobs.compile else model
-        if machine.world > 1 and not split:
-            self.running = DistributedDataParallel(self.running)
 
         # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.optimizer = model.configure_optimizers(
             knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
+
+        # meta.json: the settings of the run, and entries from the data set and from an earlier run
+        meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
+                "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
+                "machine": str(machine), "world_size": machine.world, "losses": {}}
+        earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
+        for name, origin in (("tokenizer", data), ("separator", data), ("ends", earlier)):      # ends: of chat
+            if name in origin:
+                meta[name] = origin[name]
+        if knobs.train_only != "all":
+            meta["trained"] = num_trained(model)
+            meta["base"] = stored["base"] if has_checkpoint else as_base(knobs.init_from)
         if stored:
             resume(self.run, stored, meta, model, self.optimizer, self.scaler)
 
@@ -267,13 +238,34 @@ class Training:
             tokens.keep_tokenizer(self.run.folder, tokens.content_of(folder))
         machine.wait()                          # until the main rank has written
 
+    def make_model(self):
+        """A model with fresh weights on the device, of which all are trained or a part. Each rank holds a part of every
+        weight (--shard), or all of them. The loop calls `running`: the same model, compiled and made ready for several
+        ranks."""
+        knobs, config, machine = self.knobs, self.config, self.machine
+        split = knobs.shard and machine.world > 1
+        if not split:                           # on a CPU, gradients and AdamW's two averages are in the same memory
+            check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
+        with WithoutMatrices() if split else contextlib.nullcontext():
+            self.model = model = GPT(config, knobs.seed)
+        train_only(model, knobs)
+        if split:
+            shard(model, machine, knobs.seed)
+        model.to(machine.device)
+        # without dynamic=False, the compiler turns a rule's constants into symbols once a second model has others, and
+        # fails in `checkpoint`
+        self.running = torch.compile(model, dynamic=False) if knobs.compile else model
+        if machine.world > 1 and not split:
+            self.running = DistributedDataParallel(self.running)
+        return model
+
     def train(self):
         """Train to the last step. Returns the step at which a signal stopped it, or None."""
         knobs, machine, batches, model, running = self.knobs, self.machine, self.batches, self.model, self.running
         optimizer, scaler = self.optimizer, self.scaler
         first = self.run.saved or 0             # steps that an earlier part of this run has done
-        pace = printing.Pace(model, machine, batches.total, first)
-        with StopSignal() as signals, printing.progress_bar(knobs, machine, first) as bar:
+        progress = printing.Progress(knobs, model, machine, batches.total, first)
+        with StopSignal() as signals, progress:
             for step in range(first + 1, knobs.max_iters + 1):
                 # the learning rate of this step, times each group's own factor
                 lr = learning_rate(step, knobs)
@@ -286,8 +278,9 @@ class Training:
                 micro_batches = batches(step)
                 sums = torch.zeros(2, device=machine.device)            # of both losses, on the device: no waiting here
                 for micro, (x, y) in enumerate(micro_batches):
-                    if self.config.dropout:     # seeded by these four numbers, so resuming needs no stored state
-                        seed_dropout(knobs.seed, step, machine.rank, micro)
+                    if self.config.dropout:     # its seed depends on these four numbers: resuming needs no stored state
+                        seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
+                        torch.manual_seed(seeds.generate_state(1)[0].item())
                     # data-parallel ranks average their gradients once, after the last micro-batch
                     if isinstance(running, DistributedDataParallel):
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
@@ -307,21 +300,21 @@ class Training:
                 scaler.unscale_(optimizer)      # the norm is that of the unscaled gradient
                 norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)).item()
                 if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
-                    raise diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: stopped "
-                                   "before this step touched the weights", self.run)
+                    raise self.run.diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: "
+                                            "stopped before this step touched the weights")
                 scaler.step(optimizer)
                 scaler.update()
                 model.finish_step(machine)      # for layers that count tokens
                 optimizer.zero_grad(set_to_none=True)                   # frees memory for the next forward pass
-                bar.update()
+                progress.update()
 
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
                 if evaluate or stop or step % knobs.log_interval == 0:
                     row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm, "balance": balance}
-                    row |= pace.columns(step)
-                    printing.show_on(bar, row)
+                    row |= progress.speed(step)
+                    progress.show(row)
                     self.evaluate_and_save(row, evaluate, stop)
-                    pace.restart(step)          # the speed of the next row does not include the evaluation
+                    progress.measure_from(step)                         # without the time of the evaluation
                 if stop:
                     return step if step < knobs.max_iters else None
 
@@ -333,7 +326,7 @@ class Training:
             row["val_loss"] = mean_loss(self.model, self.val, self.machine, self.windows, knobs.batch_size,
                                         self.batches.stride, share=not is_sharded(self.model))
             if not math.isfinite(row["val_loss"]):
-                raise diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped", run)
+                raise run.diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped")
             run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}
         if evaluate or step % knobs.log_interval == 0:
             run.log(**row)
@@ -350,7 +343,7 @@ class Training:
         if not in_parts:
             gather(self.model)
         meta["report"] = report(self.model, self.machine, folder, self.windows, knobs.batch_size, in_parts)
-        self.run.finish()
+        self.run.write_meta()
         if self.machine.main:
             printing.say_what_next(knobs, self.config, meta, self.batches.waited)
 
@@ -370,7 +363,7 @@ def main(argv):
     args = parser.parse_args(argv)
     try:
         # validate all flags before the GPU is used or anything is written
-        settled, stored = settle_knobs(args)
+        settled, stored = settle_knobs(args, Train)
         plan = DryRun(**given_flags(args, DryRun))
         knobs = Train(**fields_of(Train, settled))
         vocab_size = settled.get("vocab_size", 0)                       # 0: take it from the data set, below
@@ -378,7 +371,9 @@ def main(argv):
         check_balance(knobs, config)
         if reason := mixers.MIXERS[config.mixer].cannot_learn(config):
             raise ValueError(reason)
-        before = run_before(knobs, stored)
+        # the folder of the run that this one continues or starts from, and whose tokenizer it shares
+        began_with = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent     # of its ckpt.pt
+        before = Path(knobs.out_dir) if stored else began_with
         if knobs.dataset not in tokens.DATA_SETS and not any(tokens.data_folder(knobs.dataset, run).exists()
                                                                for run in (None, before)):
             raise ValueError(f"unknown --dataset={knobs.dataset}: choose from {', '.join(tokens.DATA_SETS)}, "
@@ -394,69 +389,20 @@ def main(argv):
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.attn)
-        finished = train(knobs, config, machine, folder, data, stored, argv)
+        stopped = train(knobs, config, machine, folder, data, stored, argv)
         machine.close()                         # by now nothing holds the group of ranks
-    sys.exit(0 if finished else 130)
+    sys.exit(130 if stopped else 0)
 
 
 def train(knobs, config, machine, folder, data, stored, flags):
-    """Train one model, from its data to the report. Returns False if a signal stopped it before its last step."""
+    """Train one model, from its data to the report. Returns the step at which a signal stopped it, or None."""
     training, began = Training(knobs, config, machine, folder, data, stored, flags), time.perf_counter()
-    if stopped := training.train():
+    stopped = training.train()
+    if stopped:
         printing.say_how_to_resume(knobs, machine, stopped)
     else:
         training.finish(time.perf_counter() - began, folder)
-    return not stopped
-
-
-def run_before(knobs, stored):
-    """The folder of the run that this one continues or starts from, and whose tokenizer it shares, or None."""
-    if stored:
-        return Path(knobs.out_dir)
-    return None if knobs.init_from == "scratch" else Path(knobs.init_from).parent       # the folder of its ckpt.pt
-
-
-def settle_knobs(args):
-    """From the flags given: all knobs of this run as one dict, and meta.json of the run to resume, or None."""
-    given = given_flags(args, Train, GPTConfig)
-    if given.get("init_from") == "resume":
-        return resume_knobs(given)
-    base = dict(PRESETS[given.get("preset", Train.preset)])
-    if given.get("init_from", "scratch") != "scratch":                  # flags may change the other run's model
-        meta, checkpoint = read_run(given["init_from"])
-        given["init_from"] = str(checkpoint)
-        base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
-        # public weights, and runs that began with them, have contexts too long for most machines: tune has a short one
-        if "source" in meta or meta["knobs"].get("preset") == "tune":
-            given.setdefault("preset", "tune")
-        if given.get("preset") == "tune":
-            base |= PRESETS["tune"]
-    return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
-
-
-# knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel rounds differently.
-# Another max_iters also moves the end of the cosine (unless --lr_decay_iters is given) and of the layers' schedules
-MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "sharded_ckpt", "kernel", "max_iters", "eval_interval",
-              "log_interval"}
-
-
-def resume_knobs(given):
-    """settle_knobs for a run to resume: its stored knobs. Flags may repeat them, or change those in MAY_CHANGE."""
-    preset = PRESETS[given.get("preset", Train.preset)]
-    named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | preset | given
-    out_dir = given.get("out_dir") or default_out_dir(named["dataset"], named["attn"])
-    meta, _ = read_run(out_dir)
-    stored = meta["knobs"]
-    for name, value in given.items():
-        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0: "decide for me", as the run did
-        if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
-            raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
-                             f"{name}={value}: leave out the flag, or start a new run with another --out_dir")
-    return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
-
-
-def default_out_dir(dataset, attn):
-    return f"out/{Path(dataset).name}-{attn}"
+    return stopped
 
 
 if __name__ == "__main__":

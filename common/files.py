@@ -17,23 +17,26 @@ import zipfile
 import zlib
 from pathlib import Path
 
-# -------------------------------------------------------------------------------------------------------------- files
-
-
-# also a full quota, or a limit on the size of a file
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)                   # also a full quota, or a limit on a file's size
 # what Python raises on a zip that is damaged, encrypted (RuntimeError) or compressed in an unknown way
 BAD_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 
 @contextlib.contextmanager
 def replacing(path, mode="wb"):
-    """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file."""
+    """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file. Temporary
+    files of this path that killed processes have left are deleted: a checkpoint may be large."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = left.name.split(".")[-2]
+        try:
+            if process.isdigit():
+                os.kill(int(process), 0)        # the signal 0 only asks whether there is such a process
+        except ProcessLookupError:
+            left.unlink(missing_ok=True)
+        except OSError:                         # it is another user's
+            pass
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
@@ -47,25 +50,6 @@ def replacing(path, mode="wb"):
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def remove_leftovers(path):
-    """Delete the temporary files of this path that killed processes have left: a checkpoint may be large."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        process = left.name.split(".")[-2]
-        if process.isdigit() and not is_alive(int(process)):
-            left.unlink(missing_ok=True)
-
-
-def is_alive(process):
-    """Is there a process with this id on this machine?"""
-    try:
-        os.kill(process, 0)                     # the signal 0 only asks
-    except ProcessLookupError:
-        return False
-    except OSError:                             # another user's
-        pass
-    return True
 
 
 def regular(path):
@@ -117,9 +101,6 @@ def sha256(path):
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
-
-
 def optional(module):
     """Import a package that not every installation has. Raises ValueError with the command that installs it."""
     try:
@@ -133,21 +114,18 @@ def optional(module):
 NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
 
 
-def accept_any_text():
-    """Let stdout and stderr accept any text: they write characters that their encoding lacks as escapes. What is
-    printed to a closed one (>&-) is lost, and the command goes on."""
+@contextlib.contextmanager
+def one_line_errors():
+    """End a command with one sentence instead of a traceback if the input or the disk is at fault.
+
+    stdout and stderr accept any text: they write characters that their encoding lacks as escapes. What is printed to a
+    closed one (>&-) is lost, and the command goes on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:                      # Python's sign for a closed one
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-@contextlib.contextmanager
-def one_line_errors():
-    """End a command with one sentence instead of a traceback if the input or the disk is at fault."""
-    accept_any_text()
     try:
         yield
         sys.stdout.flush()

@@ -14,9 +14,6 @@ import math
 from functools import partial
 from typing import get_type_hints
 
-# ------------------------------------------------------------------------------------------------ from knobs to flags
-
-
 def knob(default, meaning, choices=None, positional=False):
     """A dataclass field that is also a flag: its default, its help text, and its valid values if they are few.
     positional: it is given without its name."""
@@ -27,23 +24,21 @@ def add_flags(parser, *groups):
     """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that presets and recipes can
     decide."""
     for group in groups:
-        title = (inspect.getdoc(group) or "").split(". ")[0]            # the first sentence
-        section = parser.add_argument_group(title)
+        section = parser.add_argument_group((inspect.getdoc(group) or "").split(". ")[0])               # one sentence
         types = get_type_hints(group)
         for field in dataclasses.fields(group):
-            kind = types[field.name]
-            kind = {int | None: int, str | None: str}.get(kind, kind)   # an axis: None lets the recipe decide
+            # an axis has None by default: it lets the recipe decide
+            kind = {int | None: int, str | None: str}.get(types[field.name], types[field.name])
             reads = {"type": as_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
             name, metavar = f"--{field.name}", {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
             if field.metadata["positional"]:
                 name, metavar, reads = field.name, field.name, {"nargs": "?"}           # optional, with a default
-            choices, default = field.metadata["choices"], field.default
-            meaning = field.metadata["help"].replace("%", "%%")         # argparse formats help texts with %
+            choices, meaning = field.metadata["choices"], field.metadata["help"].replace("%", "%%")     # for argparse
             if choices and len(choices) <= 8:
                 metavar = None                  # argparse lists them
             elif choices:
                 meaning += f"; one of {', '.join(filter(None, choices))}"
-            meaning += "" if default in (None, "") else f" ({shown(default)})"
+            meaning += "" if field.default in (None, "") else f" ({shown(field.default)})"
             section.add_argument(name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
 
 
@@ -78,8 +73,7 @@ def nearest(word, names):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line that names the valid flags. usual: flags that -h shows; empty: all.
-    """
+    """An argument parser whose errors are one line that names the valid flags. usual: flags of -h; empty: all."""
 
     def __init__(self, usual=(), **kwargs):
         wide = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=150)
@@ -91,7 +85,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            valid = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+            valid = [name for name in self._option_string_actions if name.startswith("--")]
             self.error(f"unknown flag {unknown[0]}{nearest(unknown[0].split('=')[0], valid)}; "
                        f"valid flags: {' '.join(valid)}")
         return namespace
@@ -104,9 +98,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
-# --------------------------------------------------------------------------------------------------------- precedence
 
 
 def given_flags(args, *groups):
@@ -128,13 +119,11 @@ def fields_of(group, values):
 
 
 def with_recipe(base, given, recipes, axes):
-    """All knobs: `given` flags override the recipe of a given --attn, which overrides `base`, a preset or the knobs of
-    a stored run.
+    """All knobs: `given` flags override the recipe {axis: value} of a given --attn, which overrides `base`, a preset or
+    the knobs of a stored run. axes: their names.
 
     A stored run has a value for every axis. If --attn is given, the axis values of its old recipe and all --attn_args
-    are dropped. Axis values that the user had chosen in addition are kept. recipes: {name: {axis: value}}; axes: their
-    names.
-    """
+    are dropped. Axis values that the user had chosen in addition are kept."""
     if "attn" in given:
         before = recipes.get(base.get("attn"), {})
         base = {name: value for name, value in base.items() if name not in axes or before.get(name) != value}
@@ -142,11 +131,13 @@ def with_recipe(base, given, recipes, axes):
     return base | given
 
 
-def at_least(knobs, **bounds):
-    """Raise ValueError if a knob is below its bound, not finite, or a whole number that is too large for 32 bits."""
+def at_least(knobs, below=math.inf, **bounds):
+    """Raise ValueError if a knob is less than its bound, not less than `below`, or a whole number that is too large for
+    32 bits."""
     for name, bound in bounds.items():
         value = getattr(knobs, name)
-        if not bound <= value < math.inf:
-            raise ValueError(f"--{name}={value} must be a number of at least {bound}")
+        if not bound <= value < below:
+            upper = f" and below {below}" if below < math.inf else ""
+            raise ValueError(f"--{name}={value} must be a number of at least {bound}{upper}")
         if isinstance(value, int) and value >= 1 << 31:
             raise ValueError(f"--{name}={value} must be below 2**31")

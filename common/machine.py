@@ -1,10 +1,6 @@
-"""The machine: device, precision, ranks, clock and memory.
-
-`Machine` holds everything that differs between a laptop, one GPU and many GPUs.
-"""
+"""The machine: device, precision, ranks, clock and memory, all that differs between a laptop, one GPU and many."""
 import contextlib
 import ctypes
-import gc
 import importlib
 import math
 import os
@@ -34,6 +30,7 @@ class Machine:
         # torchrun sets these; without it there is one rank
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.main = self.rank == 0              # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:                # by torchrun, or by an instrument
             end_with_parent()
         self.device = pick_device(device, self.local_rank)
@@ -64,13 +61,6 @@ class Machine:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.dtype))
 
-    # ---------------------------------------------------------------------------------------------------------- ranks
-
-    @property
-    def main(self):
-        """Is this the rank that prints and writes?"""
-        return self.rank == 0
-
     def sum(self, *values):
         """Sums of Python numbers over all ranks."""
         if self.world == 1:
@@ -97,8 +87,6 @@ class Machine:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # ----------------------------------------------------------------------------------------------- clock and memory
-
     def peak_flops(self):
         """FLOP/s of dense products in this precision, from the device's data sheet; None if unknown."""
         cuda = self.device.type == "cuda" and self.dtype != "float32"
@@ -115,17 +103,13 @@ class Machine:
             start.record()
             run()
             end.record()
-            self.finish()
+            torch.cuda.synchronize()            # an error in a kernel is raised here at the latest
             return start.elapsed_time(end) / 1000
         started = time.perf_counter()
         run()
-        self.finish()
+        if self.device.type == "mps":
+            torch.mps.synchronize()
         return time.perf_counter() - started
-
-    def finish(self):
-        """Wait until the device has computed everything. An error in a kernel is raised here at the latest."""
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize()
 
     def race(self, cases, rounds):
         """Median seconds of each case {name: function}. Cases take turns, so noise affects all alike."""
@@ -136,12 +120,6 @@ class Machine:
                 if number >= 2:                 # the first two rounds warm up
                     seconds[name].append(passed)
         return {name: float(np.median(values)) for name, values in seconds.items()}
-
-    def free_memory(self):
-        """Return memory that no tensor uses to the device, for the next model or another process."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def peak_memory(self, run):
         """Peak bytes of tensors during run(), without those that existed before. (On a CPU, an older tensor counts as
@@ -156,20 +134,13 @@ class Machine:
         return memory.peak
 
 
-# -------------------------------------------------------------------------------------------------- a killed launcher
-
-
 def end_with_parent():
     """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would otherwise train on,
-    and write into the folder in which the next call of its parent trains."""
+    and write into the folder in which the next call of its parent trains. Raises ValueError if the instrument that
+    started this process has ended already."""
     set_signal_of_parents_death = 1             # from prctl.h
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(set_signal_of_parents_death, signal.SIGKILL)
-    check_parent()
-
-
-def check_parent():
-    """Raise ValueError if the instrument that started this process has ended before this process could ask Linux."""
     if os.environ.get("STARTED_BY", str(os.getppid())) != str(os.getppid()):
         raise ValueError("the command that started this one has ended")
 
@@ -183,9 +154,6 @@ def check_launcher():
         socket.create_connection(place, timeout=30).close()
     except OSError as e:
         raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it again") from None
-
-
-# --------------------------------------------------------------------------------------- what "auto" means on a machine
 
 
 def gpu_name(device):
@@ -223,15 +191,9 @@ def pick_dtype(name, device_type):
     if device_type == "cuda":
         # without this flag torch also says yes where bfloat16 is emulated (a T4), which is slow
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "bfloat16" if device_type == "cpu" and cpu_has_bf16() else "float32"
-
-
-def cpu_has_bf16():
-    """Does this processor multiply bfloat16 (AVX512-BF16 or AMX)? Otherwise bfloat16 is emulated and slow."""
-    return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
-
-
-# ------------------------------------------------------------------------------------------- memory of the host, a CPU
+    if device_type == "cpu":                    # a processor without these instructions emulates bfloat16, slowly
+        return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+    return "float32"
 
 
 def keep_freed_memory():
@@ -271,13 +233,10 @@ class LiveMemory(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
                 storage = tensor.untyped_storage()
                 self.known.add(storage._cdata)
-                self.count(storage.nbytes())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
         return outputs
-
-    def count(self, size):
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
     def forget(self, key, size):
         self.known.discard(key)

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 
 from common import files
-from common.adapters import learned, merged
-from common.shards import fill, is_complete, is_dense, save_parts, whole
+from common.shards import fill, is_dense, save_parts, whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,33 +52,28 @@ class Run:
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + more
 
     def begin(self, meta):
-        """Open the log. A new run moves an earlier run's files aside. A resumed run drops the rows after its
-        checkpoint (`saved`), because it writes them again."""
+        """Open the log. A new run moves an earlier run's files aside, to old/1, old/2, ... A resumed run drops the rows
+        after its checkpoint (`saved`), because it writes them again."""
         self.meta = meta
         if not self.main:
             return
         with self.writing(self.saved or 0):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".*.tmp"):                     # left by a kill during a save
-                left.unlink()
-            for left in self.parts.glob("*"):
-                if not is_complete(left):
-                    shutil.rmtree(left)
+            incomplete = (left for left in self.parts.glob("*") if not (left / ".metadata").exists())
+            delete(*self.folder.glob(".*.tmp"), *incomplete)            # left by a kill during a save
             if self.saved is None and last_checkpoint(self.folder):
-                self.move_aside()
+                numbered = (self.folder / "old" / str(n) for n in itertools.count(1))
+                old = next(path for path in numbered if not path.exists())
+                old.mkdir(parents=True)
+                # the checkpoint last: until then the run counts as not yet moved
+                for path in (self.log_csv, self.folder / "tokenizer.json", self.meta_json, self.parts, self.checkpoint):
+                    if path.exists():
+                        os.replace(path, old / path.name)
+                print(f"the earlier run in {self.folder} was moved to {old}")
             rows = [] if self.saved is None else self.rows_until(self.saved)
             with files.replacing(self.log_csv, "w") as f:
                 csv.writer(f, lineterminator="\n").writerows([self.columns, *rows])
             files.write_json(self.meta_json, meta)
-
-    def move_aside(self):
-        """Move the earlier run to old/1, old/2, ..., its checkpoint last: until then it counts as not yet moved."""
-        old = next(path for path in (self.folder / "old" / str(n) for n in itertools.count(1)) if not path.exists())
-        old.mkdir(parents=True)
-        for path in (self.log_csv, self.folder / "tokenizer.json", self.meta_json, self.parts, self.checkpoint):
-            if path.exists():
-                os.replace(path, old / path.name)
-        print(f"the earlier run in {self.folder} was moved to {old}")
 
     def rows_until(self, step):
         """The log's rows up to a step, without a row that a kill cut short."""
@@ -88,8 +82,8 @@ class Run:
         files.regular(self.log_csv)
         try:
             with open(self.log_csv, newline="") as f:
-                whole = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdecimal())
-                return [row for row in whole if int(row[0]) <= step]
+                complete = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdecimal())
+                return [row for row in complete if int(row[0]) <= step]
         except (ValueError, csv.Error) as e:    # not even text, or without commas
             raise ValueError(f"{self.log_csv} is damaged ({e}): delete it, and a new one begins") from None
 
@@ -115,21 +109,11 @@ class Run:
                     torch.save(state | {"scaler": scaler.state_dict(), "step": step}, f)
         self.saved = step
         if self.main:
-            with self.writing(step):
-                self.delete_checkpoints_but(path)
-                files.write_json(self.meta_json, self.meta)
+            with self.writing(step):            # a run has two checkpoints only until the newer one is complete
+                delete(*{self.checkpoint, *self.parts.glob("*")} - {path} if in_parts else [self.parts])
+        self.write_meta()
 
-    def delete_checkpoints_but(self, path):
-        """Delete older checkpoints. A run has one, and has two only until the newer one is complete."""
-        if path == self.checkpoint:
-            shutil.rmtree(self.parts, ignore_errors=True)
-            return
-        self.checkpoint.unlink(missing_ok=True)
-        for older in set(self.parts.glob("*")) - {path}:
-            shutil.rmtree(older, ignore_errors=True)
-
-    def finish(self):
-        """Write meta.json with the entries that are known only at the end."""
+    def write_meta(self):
         if self.main:
             with self.writing(self.saved):
                 files.write_json(self.meta_json, self.meta)
@@ -148,21 +132,45 @@ class Run:
     def last_good(self):
         return f"the checkpoint of step {self.saved} is still there" if self.saved else "no checkpoint was saved before"
 
+    def diverged(self, what):
+        """The error of a run whose loss or gradient is not finite. what: the finding and its step."""
+        return ValueError(f"{what}; {self.last_good()}. Start again with a lower --learning_rate or more "
+                          "--warmup_iters")
+
+
+def delete(*paths):
+    """Delete files and folders, as far as they exist."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def frozen(model):
+    """Names of the parameters that are not trained."""
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def learned(model):
+    """The part of a model's state_dict() that its checkpoints contain. An adapter's base has the rest."""
+    kept = frozen(model)
+    return {name: value for name, value in model.state_dict().items() if name not in kept}
+
 
 def made_by():
     """The entries of meta.json about the code that wrote it."""
+    def git(*args):                             # None if this is no repository, or git is not installed
+        try:
+            found = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *args], capture_output=True,
+                                   text=True)
+        except OSError:
+            return None
+        return found.stdout.strip() if found.returncode == 0 else None
+
     return {
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}}
-
-
-def git(*args):
-    """The output of a git command on this repository; None if this is no repository, or git is not installed."""
-    try:
-        found = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *args], capture_output=True, text=True)
-    except OSError:
-        return None
-    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def process_of(script, *flags, env=None, **how):
@@ -185,9 +193,7 @@ def write_converted(folder, meta, weights, tokenizer):
     """Write public weights as a run before its first step. tokenizer: the content of its tokenizer.json, or None.
 
     meta.json marks a complete run: that of an earlier run is deleted first, and the new one is written last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("meta.json", "tokenizer.json"):
-        (folder / name).unlink(missing_ok=True)
+    delete(folder / "meta.json", folder / "tokenizer.json")
     try:
         with files.replacing(folder / "ckpt.pt") as f:
             torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
@@ -212,45 +218,36 @@ def read_run(out_dir):
         raise ValueError(f"no run in {out_dir} (no meta.json there): "
                          f"train one with python train.py --out_dir={out_dir}")
     meta = files.read_json(out_dir / "meta.json")
-    if not is_meta(meta):
+    # the entries that any command needs. Only an adapter has a base; `ends` and `separator` are ids of tokens
+    usual = {"losses": {}, "base": {"path": "", "weights": ""}, "ends": [], "separator": 0}
+    full = usual | meta if isinstance(meta, dict) else {}
+    if not (has(full, knobs=dict, losses=dict, base=dict, ends=list, tokenizer=str | None)
+            and has(full["knobs"], dataset=str) and has(full["base"], path=str, weights=str)
+            and all(type(token) is int and 0 <= token < 1 << 32 for token in [*full["ends"], full["separator"]])):
         raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, or others): restore "
                          "it, or train the run again")
     return meta, out_dir / "ckpt.pt"
 
 
-def is_meta(meta):
-    """Does the meta.json of a run have all entries that any command needs, with the right types?"""
-    if not isinstance(meta, dict) or not isinstance(meta.get("knobs"), dict):
-        return False
-    base = meta.get("base", {"path": "", "weights": ""})                # only an adapter has one
-    ends, separator = meta.get("ends", []), meta.get("separator", 0)    # ids that end a text, or lie between two
-    return (isinstance(meta["knobs"].get("dataset"), str) and isinstance(meta.get("losses", {}), dict)
-            and isinstance(base, dict) and all(isinstance(base.get(name), str) for name in ("path", "weights"))
-            and isinstance(meta.get("tokenizer"), str | None) and isinstance(ends, list)
-            and all(type(token) is int and 0 <= token < 1 << 32 for token in [*ends, separator]))
+def has(found, **kinds):
+    """Does a dict have these entries, of these types?"""
+    return bool(found) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
 RESUME = "--init_from=resume"
 
 
 def run_with(folder, flags):
-    """meta.json of the run in a folder if it was trained with these flags, perhaps resumed with them; or {}."""
+    """meta.json of the run in a folder if it was trained with these flags, perhaps resumed with them; or {}. A finished
+    run has a report there."""
     meta = files.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     return meta if isinstance(meta, dict) and meta.get("flags") in (flags, [*flags, RESUME]) else {}
-
-
-def finished_run(folder, flags):
-    """meta.json of a finished run with these flags in a folder. None if there is no run, it is unfinished, or it has
-    other flags."""
-    meta = run_with(folder, flags)
-    return meta if "report" in meta else None
 
 
 def flags_to_finish(folder, flags):
     """The flags of train.py that train this run, or that resume it if it was stopped after its first checkpoint."""
     meta = run_with(folder, flags)
-    stopped = meta and "report" not in meta and last_checkpoint(folder)
-    return [*flags, RESUME] if stopped else flags
+    return [*flags, RESUME] if meta and "report" not in meta and last_checkpoint(folder) else flags
 
 
 PARTS = "sharded_ckpt"                          # the folder of a run for checkpoints in parts, each named by its step
@@ -259,8 +256,9 @@ PARTS = "sharded_ckpt"                          # the folder of a run for checkp
 def last_checkpoint(folder):
     """The path of a run's last checkpoint: its ckpt.pt, or a folder sharded_ckpt/STEP. None before the first one."""
     whole = Path(folder) / "ckpt.pt"
-    parts = (path for path in (Path(folder) / PARTS).glob("*") if path.name.isdecimal())
-    steps = {int(path.name): path for path in parts if is_complete(path)}
+    # torch writes .metadata last
+    parts = (path.parent for path in (Path(folder) / PARTS).glob("*/.metadata") if path.parent.name.isdecimal())
+    steps = {int(path.name): path for path in parts}
     if not steps:
         return whole if whole.exists() else None
     # a run has both if its parts were joined, or if it was killed before it deleted the older one
@@ -287,23 +285,13 @@ def read_checkpoint(path, mmap=False):
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
-    if not is_checkpoint(checkpoint):
+    full = {"scaler": {}} | checkpoint if isinstance(checkpoint, dict) else {}          # older runs have no scaler
+    if not (has(full, model=dict, optimizer=dict, scaler=dict, step=int) and full["step"] >= 0
+            and all(isinstance(number, int | float) for number in full["scaler"].values())
+            and all(isinstance(name, str) and is_dense(value) for name, value in full["model"].items())):
         raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step, or its model holds "
                          "something other than dense tensors of real numbers")
     return checkpoint
-
-
-def is_checkpoint(found):
-    """Does the content of a ckpt.pt have all entries, with the right types?"""
-    types = {"model": dict, "optimizer": dict, "scaler": dict, "step": int}
-    if not isinstance(found, dict):
-        return False
-    found = {"scaler": {}} | found              # older runs have none
-    if not all(isinstance(found.get(name), kind) for name, kind in types.items()):
-        return False
-    tensors = all(isinstance(name, str) and is_dense(value) for name, value in found["model"].items())
-    numbers = all(isinstance(value, int | float) for value in (found["step"], *found["scaler"].values()))
-    return tensors and numbers and found["step"] >= 0
 
 
 def read_weights(out_dir):
@@ -318,9 +306,30 @@ def on_base(state, meta, path):
     return read_weights(find_base(meta, path.parent)) | state if "base" in meta else state
 
 
+def merged(state, path):
+    """A model's weights with LoRA folded in: W + B A, in float32, replaces W, A and B. path: named in errors."""
+    for name in [name for name in state if name.endswith(".lora_a")]:
+        module = name.removesuffix(".lora_a")
+        a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
+        if b is None or weight is None or not a.dim() == b.dim() == weight.dim() == 2 or (
+                (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1])):
+            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or lacks a matrix")
+        state = state | {f"{module}.weight": weight.float() + b.float() @ a.float()}
+    return {name: value for name, value in state.items() if ".lora_" not in name}
+
+
 def as_base(out_dir):
     """The entry "base" in meta.json of an adapter that is trained on this run."""
     return {"path": str(read_run(out_dir)[1].parent), "weights": fingerprint(out_dir)}
+
+
+def fingerprint(out_dir):
+    """One short hash of all weights in a run's checkpoint."""
+    digest = hashlib.sha256()
+    for name, value in sorted(read_checkpoint(read_run(out_dir)[1], mmap=True)["model"].items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy())        # its bytes
+    return digest.hexdigest()[:16]
 
 
 def find_base(meta, folder):
@@ -336,15 +345,6 @@ def find_base(meta, folder):
         raise ValueError(f"{folder} is an adapter for other weights than those in {base}, which have changed or are "
                          "another run's: restore the run that it was trained on, or train the adapter again")
     return base
-
-
-def fingerprint(out_dir):
-    """One short hash of all weights in a run's checkpoint."""
-    digest = hashlib.sha256()
-    for name, value in sorted(read_checkpoint(read_run(out_dir)[1], mmap=True)["model"].items()):
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy())        # its bytes
-    return digest.hexdigest()[:16]
 
 
 def load_weights(model, state, path, new=(), copy=True):

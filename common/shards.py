@@ -1,8 +1,6 @@
-"""Shards (--shard=1): every rank holds a part of each weight, gradient and optimizer state, by torch's FSDP2.
+"""Tensors of which every rank holds a part (--shard=1), and checkpoints in parts (--sharded_ckpt=1).
 
-Data parallelism alone keeps all of these on every rank. With shards, the memory of a rank falls with the number of
-ranks: the weights of a block are gathered just before they are needed, and freed afterwards. ckpt.pt is whole, so
-instruments never see shards. Where no host can hold it, --sharded_ckpt=1 writes parts by torch.distributed.checkpoint.
+ckpt.pt is whole, so instruments never see parts. Where no host can hold it, torch.distributed.checkpoint writes parts.
 This makes a ckpt.pt of them:
 
     python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
@@ -12,69 +10,18 @@ import copy
 import pickle
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
 from common import files
 
-# ----------------------------------------------------------------------------------------------- a model of split parts
-
-
-class WithoutMatrices(TorchFunctionMode):
-    """A context in which a model is built without memory for its matrices: they are on torch's meta device.
-
-    nn.Linear and its kin allocate with torch.empty. All other tensors, such as one scalar a head, have their values."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is torch.empty:
-            shape_only = torch.empty(*args, **kwargs | {"device": "meta"})
-            if shape_only.dim() > 1:
-                return shape_only
-        return function(*args, **kwargs)
-
-
-def shard(model, machine, seed):
-    """Split a model, which was built WithoutMatrices, over all ranks, in place. Then draw its initial weights, which
-    depend on the seed.
-
-    Matrix products stay under autocast. FSDP's own MixedPrecisionPolicy would cast all weights of a block to 16 bits,
-    and with them norms, gates, thresholds and decay rates, which autocast leaves in float32."""
-    from torch.distributed.device_mesh import init_device_mesh          # these imports take a second
-    from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh(machine.device.type, (machine.world,))
-    known = {name: value for name, value in model.state_dict().items() if not value.is_meta}
-    blocks = list(model.transformer.h)
-    weights = [p for block in blocks for p in block.parameters()]
-    # a weight that several blocks share, such as T5's table, must be gathered once for all of them
-    for group in blocks if len(weights) == len(set(weights)) else [blocks]:
-        fully_shard(group, mesh=mesh)
-    fully_shard(model, mesh=mesh)               # embeddings and the last norm
-    model.to_empty(device=machine.device)
-    fill(model.state_dict(), known)
-    model.init_weights(seed)
-
-
 def is_split(x):
     """Is this a tensor of which each rank holds a part, a DTensor?"""
     return hasattr(x, "full_tensor")
-
-
-def is_sharded(model):
-    return hasattr(model, "unshard")
-
-
-def gather(model):
-    """Give every rank all weights of a sharded model, for good: it then computes without the other ranks."""
-    for module in filter(is_sharded, model.modules()):
-        module.set_reshard_after_forward(False)
-        module.unshard()
-
-
-# -------------------------------------------------------------------------------------- between whole tensors and parts
 
 
 def whole(x, keep=True):
@@ -113,6 +60,11 @@ def fill(state, values):
         p.copy_(part_of(value, p) if is_split(p) else value)
 
 
+def generator_of(seed, name):
+    """A generator for the initial values of one tensor, independent of the model's other tensors."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
 def draw(p, std, generator):
     """Fill a parameter with values from N(0, std). Each part of a split one has the values that the whole would have.
     """
@@ -126,33 +78,24 @@ def load_optimizer(optimizer, state):
     such as betas stay those of the run's knobs. Raises ValueError if the state is not that of AdamW for these weights,
     since torch would overwrite memory."""
     weights = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    groups = optimizer.state_dict()["param_groups"]
-    try:                                        # a weight without a gradient so far has no entry
-        fits = [group["params"] for group in state["param_groups"]] == [group["params"] for group in groups] and all(
-            is_average(entry, weights[i].shape) for i, entry in state["state"].items())
+    groups, averages = optimizer.state_dict()["param_groups"], {}
+    try:
+        fits = [group["params"] for group in state["param_groups"]] == [group["params"] for group in groups]
+        for i, entry in state["state"].items():                         # a weight without a gradient so far has none
+            p = weights[i]
+            shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+            fits = fits and entry.keys() == shapes.keys() and all(
+                is_dense(x) and x.is_contiguous() and x.shape == shapes[name] for name, x in entry.items())
+            if not fits:
+                break
+            averages[i] = {name: part_of(x, p).clone() if is_split(p) and name != "step" else x
+                           for name, x in entry.items()}
     except (TypeError, KeyError, AttributeError):
         fits = False
     if not fits:
         raise ValueError("the checkpoint's optimizer state does not fit the model: it is damaged. Start a new run from "
                          "its weights: name its folder with --init_from and another one with --out_dir")
-
-    def as_its_weight(p, value):                # AdamW's averages are split, its count of steps is not
-        return part_of(value, p).clone() if is_split(p) and value.shape == p.shape else value
-
-    averages = {i: {name: as_its_weight(weights[i], value) for name, value in found.items()}
-                for i, found in state["state"].items()}
     optimizer.load_state_dict({"state": averages, "param_groups": groups})
-
-
-def is_average(entry, shape):
-    """Is this AdamW's state of one weight of this shape: two averages, and the number of steps?"""
-    shapes = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
-    return entry.keys() == shapes.keys() and all(
-        is_dense(value) and value.is_contiguous() and value.shape == shapes[name]
-        for name, value in entry.items())
-
-
-# ------------------------------------------------------------------------------------------- checkpoints in many parts
 
 
 def save_parts(folder, weights, model, optimizer, scaler, step):
@@ -176,14 +119,10 @@ def load_parts(folder, weights, model, optimizer, scaler):
     """Load what save_parts wrote, with any number of ranks, into weights, optimizer and scaler. Returns the step.
     Settings such as betas stay those of the run's knobs. Raises ValueError if the parts are damaged or do not fit."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-    state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "step": 0}
-    groups = copy.deepcopy(state["optimizer"]["param_groups"])
-
-    def wanted(metadata):
-        in_float16 = "scaler.scale" in metadata.state_dict_metadata     # the run has trained in float16
-        return state | ({"scaler": scaler.state_dict()} if in_float16 else {})
-
-    state = read_parts(folder, wanted)          # each rank reads its parts, into these tensors
+    averages = get_optimizer_state_dict(model, optimizer)
+    groups = copy.deepcopy(averages["param_groups"])
+    state = read_parts(folder, {                # each rank reads its parts, into these tensors
+        "model": weights, "optimizer": averages, "step": 0, "scaler": scaler.state_dict()})
     numbers = {"step": state["step"]} | state.get("scaler", {})
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers.values()):
         raise unreadable(folder, f"it holds {numbers}")
@@ -194,22 +133,11 @@ def load_parts(folder, weights, model, optimizer, scaler):
 
 def join_parts(folder, path):
     """Write a ckpt.pt of the parts in a folder. torch's own dcp_to_torch would execute code that it finds in them."""
-    from torch.distributed.checkpoint._nested_dict import set_element
-    places = {}                                 # {"model.lm_head.weight": ("model", "lm_head.weight")}
-
-    def wanted(metadata):
-        places.update(metadata.planner_data)
-        tensors = {name: about for name, about in metadata.state_dict_metadata.items() if hasattr(about, "size")}
-        return dict.fromkeys(places) | {name: torch.empty(about.size, dtype=about.properties.dtype)
-                                        for name, about in tensors.items()}
-
-    state = {"scaler": {}}                      # torch stores nothing of an empty dict
-    for name, value in read_parts(folder, wanted).items():
-        set_element(state, places[name], value)
+    state = {"scaler": {}} | read_parts(folder)                         # torch stores nothing of an empty dict
     # the parts name the weights, and an optimizer counts them
-    names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
-    number = {name: i for i, name in enumerate(names)}
-    for group in state["optimizer"]["param_groups"]:
+    groups = state["optimizer"]["param_groups"]
+    number = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
+    for group in groups:
         group["params"] = [number[name] for name in group["params"]]
     state["optimizer"]["state"] = {number[name]: entry for name, entry in state["optimizer"]["state"].items()}
     with files.replacing(path) as f:
@@ -234,50 +162,39 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_parts(folder, wanted):
-    """Read a checkpoint in parts without executing code in it. wanted: a function of its metadata, which returns the
-    dict to fill. Returns this dict. Raises ValueError if the parts are damaged or do not fit the dict."""
+def read_parts(folder, state=None):
+    """Read a checkpoint in parts without executing code in it: into the tensors of a nested dict `state`, or without it
+    into new ones. A "scaler" that the parts lack is left out. Returns the dict. Raises ValueError if the parts are
+    damaged or do not fit."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import set_element
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self):
-            with open(files.regular(folder / ".metadata"), "rb") as f:
-                metadata = MetadataUnpickler(f).load()
-            for name in {place.relative_path for place in metadata.storage_data.values()}:
-                if Path(name).name != name:
-                    raise ValueError(f"its part {name} is in another folder")
-                files.regular(folder / name)
-            return metadata
-
-    class Planner(dcp.DefaultLoadPlanner):
+    class Planner(dcp.DefaultLoadPlanner if state else _EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item, value):                         # of all that is no tensor
-            *inside, last = self.mappings[read_item.dest_index.fqn]
-            part = self.original_state_dict
-            for key in inside:
-                part = part[key]
-            part[last] = torch.load(value, weights_only=True)           # torch's own planner executes code here
+            place = self.mappings[read_item.dest_index.fqn]             # torch's own planner executes code here
+            set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")         # torch warns of a single rank
-        try:
-            reader = Reader(folder)
-            state = wanted(reader.read_metadata())
-            dcp.load(state, storage_reader=reader, planner=Planner())
-        except (Exception, dcp.CheckpointException) as e:               # the latter is no Exception
-            raise unreadable(folder, repr(next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException)
-                                          else e)) from None
+    try:
+        with open(files.regular(folder / ".metadata"), "rb") as f:
+            metadata = MetadataUnpickler(f).load()                      # what passes here, torch may unpickle again
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            if Path(name).name != name:
+                raise ValueError(f"its part {name} is in another folder")
+            files.regular(folder / name)
+        has_scaler = "scaler.scale" in metadata.state_dict_metadata     # it was trained in float16
+        state = {name: part for name, part in (state or {}).items() if name != "scaler" or has_scaler}
+        _load_state_dict(state, dcp.FileSystemReader(folder), planner=Planner(), no_dist=not dist.is_initialized())
+    except (Exception, dcp.CheckpointException) as e:                   # the latter is no Exception
+        raise unreadable(folder, repr(next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException)
+                                      else e)) from None
     return state
 
 
 def unreadable(folder, why):
-    """The ValueError for damaged parts."""
     return ValueError(f"{folder} is no readable checkpoint ({why.splitlines()[0]}): restore it, or delete it and start "
                       "again")
-
-
-def is_complete(folder):
-    """Did save_parts finish in this folder?"""
-    return (folder / ".metadata").exists()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from axes.positions import POSITIONS
 from common import files
 from common.flags import at_least, fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import finished_run, flags_to_finish, load_weights, process_of, read_run, read_weights, what_is_new
+from common.runs import flags_to_finish, load_weights, process_of, read_run, read_weights, run_with, what_is_new
 from data import tokens
 from model import GPT, GPTConfig
 
@@ -213,9 +213,9 @@ def train_if_missing(folder, flags):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a process of its own,
     unless the folder has a finished run with these flags that is newer than the run of --init_from. A stopped run goes
     on from its last checkpoint."""
-    meta = finished_run(folder, flags)
-    bases = [Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from=")]
-    if meta and all(base.stat().st_mtime <= (folder / "ckpt.pt").stat().st_mtime for base in bases if base.exists()):
+    meta, weights = run_with(folder, flags), folder / "ckpt.pt"
+    bases = (Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from="))
+    if "report" in meta and not any(base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases):
         return meta
     words = flags_to_finish(folder, flags)
     print(f"training {folder}: python train.py {' '.join(words)}", file=sys.stderr, flush=True)

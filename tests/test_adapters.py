@@ -9,11 +9,11 @@ from conftest import assert_same_run, contents, meta, tiny_config, train_here, w
 from layers import normal
 
 import train as train_script
-from common.adapters import frozen, merged, num_trained, train_only
-from common.runs import fingerprint, read_weights
+from common.runs import fingerprint, frozen, merged, read_weights
 from evals.instrument import load_run
 from model import GPT
 from pretrained import export
+from training.weights import num_trained, train_only
 
 SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--batch_size=4",
          "--warmup_iters=2", "--lr_decay_iters=8", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")

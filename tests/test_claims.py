@@ -172,7 +172,7 @@ def test_every_command_of_every_reading_is_valid_and_every_recipe_and_look_is_us
     for flags in trained + [train_flags(run, 2, "out") for run in swept]:
         fresh = [flag for flag in flags if not flag.startswith("--init_from")]          # that run does not exist
         for small in ([], SMALL.split()):       # SMALL is for trying out the rows of a GPU
-            knobs = train_script.settle_knobs(parser.parse_args(fresh + small))[0]
+            knobs = train_script.settle_knobs(parser.parse_args(fresh + small), train_script.Train)[0]
             config = GPTConfig(**fields_of(GPTConfig, knobs) | {"vocab_size": 66})
             assert config.attn != "lazy" or config.pos == "rope+bias", "the set-up's positions replace lazy's own"
             fields = fields_of(train_script.Train, knobs) | {"train_only": "all"}

@@ -16,7 +16,7 @@ def settled(*argv):
     """The knobs that train.py finds for these flags."""
     parser = Parser()
     add_flags(parser, train_script.Train, GPTConfig)
-    return train_script.settle_knobs(parser.parse_args(argv))[0]
+    return train_script.settle_knobs(parser.parse_args(argv), train_script.Train)[0]
 
 
 def test_precedence_is_flag_then_recipe_then_preset_then_default(monkeypatch):

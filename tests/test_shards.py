@@ -18,8 +18,9 @@ import eval as eval_script
 import train as train_script
 from attention import ATTENTIONS
 from common.runs import last_checkpoint
-from common.shards import WithoutMatrices, is_split, join_parts, shard
+from common.shards import is_split, join_parts
 from model import GPT
+from training.weights import WithoutMatrices, shard
 
 SHARED = ("--gradient_accumulation_steps=2", "--n_layer=2")
 AT_ONCE = ("--gradient_accumulation_steps=1",)  # balancing losses depend on which sequences are in one forward pass

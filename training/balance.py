@@ -75,9 +75,6 @@ def check_balance(knobs, config):
     elif knobs.balance_skip:
         raise ValueError("--balance_form=all balances all heads: leave out --balance_skip")
     if heads.numel() < 2:
-        if config.n_layer * config.n_head < 2:
-            raise ValueError(f"--head_balance={knobs.head_balance} takes two heads, and this model has one: raise "
-                             "--n_head or --n_layer")
-        raise ValueError(f"--balance_skip={knobs.balance_skip} --balance_shared={knobs.balance_shared} leave "
-                         f"{heads.numel()} of {config.n_layer} x {config.n_head} heads, and it takes two to balance: "
-                         "exclude fewer")
+        raise ValueError(f"--head_balance={knobs.head_balance} takes two heads, and --balance_skip="
+                         f"{knobs.balance_skip} --balance_shared={knobs.balance_shared} leave {heads.numel()} of "
+                         f"{config.n_layer} x {config.n_head} heads: exclude fewer, or raise --n_head or --n_layer")

@@ -10,11 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 import mixers
-from common.adapters import train_only
 from common.flags import knob
 from common.machine import PEAK_TFLOPS, LiveMemory, Machine
 from model import GPT
 from training.balance import losses
+from training.weights import train_only
 
 
 @dataclass
@@ -29,34 +29,30 @@ class DryRun:
             raise ValueError(f"--mfu={self.mfu} must lie in (0, 1]")
 
 
-GPUS = (1, 8)
-
-
 def dry_run(knobs, config, plan):
     """The text that a dry run prints. plan: a DryRun."""
     machine = Machine("cpu", "bfloat16" if knobs.dtype == "auto" else knobs.dtype)      # auto: as on a GPU
     model, memory = memory_of_a_step(knobs, config, machine)
-    split = memory["weights"] + memory["gradients"] + memory["optimizer"]
     memory["together"] = sum(memory.values())
-    sequences = knobs.batch_size * knobs.gradient_accumulation_steps
-    tokens = sequences * config.block_size * knobs.max_iters
-    flops, peak = model.flops_per_token() * tokens, 1e12 * PEAK_TFLOPS[plan.gpu]
-    lines = [
+    split = (memory["weights"] + memory["gradients"] + memory["optimizer"]) / 8
+    a_step = knobs.batch_size * knobs.gradient_accumulation_steps * config.block_size
+    tokens, tflops = a_step * knobs.max_iters, PEAK_TFLOPS[plan.gpu]
+    flops = model.flops_per_token() * tokens
+    hours = flops / (1e12 * tflops * plan.mfu) / 3600
+
+    def in_units(size):
+        return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
+
+    return "\n".join([
         f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn}",
-        f"tokens: {sequences * config.block_size:,} a step, {knobs.max_iters:,} steps, {tokens:,} in all",
+        f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {tokens:,} in all",
         f"memory of one process, {knobs.batch_size} sequences at a time in {machine.dtype}, attention computed by "
         f"{mixers.choose_kernel(config, 'cpu')}:",
         *(f"  {name:11} {in_units(size):>10}" for name, size in memory.items()),
-        *(f"  with --shard=1 the first three take {in_units(split / n)} on each of {n} GPUs, besides a block or two"
-          for n in GPUS if n > 1),
+        f"  with --shard=1 the first three take {in_units(split)} on each of 8 GPUs, besides a block or two",
         f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
-        f"hours on {plan.gpu} ({PEAK_TFLOPS[plan.gpu]} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
-        + ", ".join(f"{flops / (peak * plan.mfu * n) / 3600:.3g} on {n} GPU{'s' * (n > 1)}" for n in GPUS)]
-    return "\n".join(lines)
-
-
-def in_units(size):
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
+        f"hours on {plan.gpu} ({tflops} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: {hours:.3g} on 1 GPU, "
+        f"{hours / 8:.3g} on 8 GPUs"])
 
 
 def memory_of_a_step(knobs, config, machine):

@@ -1,4 +1,19 @@
-"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset)."""
+"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset). Below them, which value of a
+knob wins: that of a flag, recipe, earlier run or preset."""
+from pathlib import Path
+
+import attention
+import mixers
+from common.flags import fields_of, given_flags, with_recipe
+from common.runs import read_run
+from model import GPTConfig
+
+# what several presets share
+FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304, "eval_interval": 250, "eval_iters": 20}
+GPT2 = FINEWEB | {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "norm": "layernorm",
+                  "mlp": "gelu_tanh", "bias": True, "batch_size": 16, "gradient_accumulation_steps": 32,
+                  "max_iters": 19_000}
+LLAMA = FINEWEB | {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "learning_rate": 4e-4}
 
 PRESETS = {
     "tiny": {
@@ -18,51 +33,80 @@ PRESETS = {
     "gpt2": {
         "about": "GPT-2 small (124M) on 10B tokens of FineWeb-Edu, half a million a step, close to llm.c. nanoGPT "
                  "itself trains for 600,000 steps on OpenWebText, without biases",
-        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
-        "pos": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": True,
-        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 6e-4,
-        "warmup_iters": 700, "eval_interval": 250, "eval_iters": 20},
+        **GPT2, "pos": "learned", "tied": True, "learning_rate": 6e-4, "warmup_iters": 700},
     "paper1": {
         "about": "Lazy Attention, appendix C.2: 340M parameters, 15B tokens. The paper uses the Llama 2 tokenizer (32k "
                  "ids); GPT-2's, used here, makes it 360M. The paper does not give the number of heads or the width "
                  "of the MLP: they follow DeltaNet's 340M",
-        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096,
-        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
-        "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "learning_rate": 4e-4,
-        "weight_decay": 0.01, "warmup_iters": 1024, "eval_interval": 500, "eval_iters": 20},
+        **LLAMA, "n_layer": 24, "n_head": 16, "n_embd": 1024, "n_inner": 2816, "block_size": 4096, "tied": True,
+        "batch_size": 8, "gradient_accumulation_steps": 16, "max_iters": 28_610, "weight_decay": 0.01,
+        "warmup_iters": 1024, "eval_interval": 500},
     # the paper cites this scale from Titans: 760M in table 1, 730M in appendix C.2. It prints no sizes. These are GPT-3
     # Large's, with SwiGLU's usual width: 729M parameters with the paper's 32,000 ids
     "paper1-760m": {
         "about": "Lazy Attention, table 1: 760M parameters, 30B tokens. The paper prints no depth, width or "
                  "number of heads: they are GPT-3 Large's (760M). GPT-2's tokenizer, used here, makes it 757M",
-        "dataset": "fineweb_edu", "n_layer": 24, "n_head": 16, "n_embd": 1536, "n_inner": 4096, "block_size": 4096,
-        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": True,
-        "batch_size": 4, "gradient_accumulation_steps": 32, "max_iters": 57_220, "learning_rate": 4e-4,
-        "weight_decay": 0.01, "warmup_iters": 2048, "eval_interval": 500, "eval_iters": 20},
+        **LLAMA, "n_layer": 24, "n_head": 16, "n_embd": 1536, "n_inner": 4096, "block_size": 4096, "tied": True,
+        "batch_size": 4, "gradient_accumulation_steps": 32, "max_iters": 57_220, "weight_decay": 0.01,
+        "warmup_iters": 2048, "eval_interval": 500},
     "paper2": {
         "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and an untied head, with the "
                  "paper's tokenizer and data. The paper trains for 190,730 steps; this is one pass over the data. The "
                  "paper does not give the peak learning rate",
-        "dataset": "fineweb_edu", "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
-        "pos": "rope", "norm": "layernorm", "mlp": "gelu_tanh", "bias": True, "tied": False,
-        "batch_size": 16, "gradient_accumulation_steps": 32, "max_iters": 19_000, "learning_rate": 1e-3,
-        "warmup_iters": 715, "eval_interval": 250, "eval_iters": 20},
+        **GPT2, "pos": "rope", "tied": False, "learning_rate": 1e-3, "warmup_iters": 715},
     "paper5": {
         "about": "When Attention Sink Emerges: LLaMA blocks of 59M parameters, without embeddings, 20k steps. The "
                  "paper uses the Pile with a tokenizer of its own; this uses FineWeb-Edu with GPT-2's. The batch size "
                  "follows from 5B tokens in 20k steps",
-        "dataset": "fineweb_edu", "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048,
-        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
-        "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "learning_rate": 4e-4,
-        "warmup_iters": 100, "eval_interval": 250, "eval_iters": 20},
+        **LLAMA, "n_layer": 10, "n_head": 8, "n_embd": 768, "n_inner": 1536, "block_size": 2048, "tied": False,
+        "batch_size": 16, "gradient_accumulation_steps": 8, "max_iters": 20_000, "warmup_iters": 100},
     # the paper prints "1B" and two losses. Everything else is from its code, configs/tinyllama_1b.yaml and its sigmoid
     # twin: TinyLlama's sizes, but 16 heads, all with keys of their own; 42B tokens; one learning rate after the warm-up
     "paper5-1b": {
         "about": "When Attention Sink Emerges, 7.4: 1B models, --attn=softmax against --attn=sigmoid_raw. The blocks "
                  "have 1.13B parameters. The paper prints no sizes: these are its code's. Data and tokenizer as in "
                  "paper5",
-        "dataset": "fineweb_edu", "n_layer": 22, "n_head": 16, "n_embd": 2048, "n_inner": 5632, "block_size": 2048,
-        "vocab_size": 50304, "pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False,
-        "batch_size": 4, "gradient_accumulation_steps": 128, "max_iters": 40_000, "learning_rate": 4e-4,
-        "decay_lr": False, "warmup_iters": 100, "eval_interval": 1000, "eval_iters": 20},
+        **LLAMA, "n_layer": 22, "n_head": 16, "n_embd": 2048, "n_inner": 5632, "block_size": 2048, "tied": False,
+        "batch_size": 4, "gradient_accumulation_steps": 128, "max_iters": 40_000, "decay_lr": False,
+        "warmup_iters": 100, "eval_interval": 1000},
 }
+
+# knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel rounds differently.
+# Another max_iters also moves the end of the cosine (unless --lr_decay_iters is given) and of the layers' schedules
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "sharded_ckpt", "kernel", "max_iters", "eval_interval",
+              "log_interval"}
+
+
+def settle_knobs(args, Train):
+    """From the flags given: all knobs of this run as one dict, and meta.json of the run to resume, or None."""
+    given = given_flags(args, Train, GPTConfig)
+    base = dict(PRESETS[given.get("preset", Train.preset)])
+    if given.get("init_from") == "resume":
+        named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
+        return resume_knobs(given, given.get("out_dir") or default_out_dir(named["dataset"], named["attn"]))
+    if given.get("init_from", "scratch") != "scratch":                  # flags may change the other run's model
+        meta, checkpoint = read_run(given["init_from"])
+        given["init_from"] = str(checkpoint)
+        base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
+        # public weights, and runs that began with them, have contexts too long for most machines: tune has a short one
+        if "source" in meta or meta["knobs"].get("preset") == "tune":
+            given.setdefault("preset", "tune")
+        if given.get("preset") == "tune":
+            base |= PRESETS["tune"]
+    return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
+
+
+def resume_knobs(given, out_dir):
+    """settle_knobs for a run to resume: its stored knobs. Flags may repeat them, or change those in MAY_CHANGE."""
+    meta, _ = read_run(out_dir)
+    stored = meta["knobs"]
+    for name, value in given.items():
+        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0: "decide for me", as the run did
+        if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
+            raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
+                             f"{name}={value}: leave out the flag, or start a new run with another --out_dir")
+    return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
+
+
+def default_out_dir(dataset, attn):
+    return f"out/{Path(dataset).name}-{attn}"

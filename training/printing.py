@@ -1,6 +1,5 @@
 """What a training run prints: its first lines, the progress bar, its last lines, and the lists at the end of -h."""
 import os
-import re
 import sys
 import textwrap
 import time
@@ -9,13 +8,10 @@ from tqdm import tqdm
 
 import attention
 import mixers
-from common.adapters import num_trained
 from common.flags import shown
 from common.runs import how_to_join, last_checkpoint
 from training.presets import PRESETS
-
-# ------------------------------------------------------------------------------------------------------ while it runs
-
+from training.weights import num_trained
 
 def introduce(knobs, model, machine, data, batches, kernel, first):
     """Print the first lines of a run: the model, the machine, the data. data: the data set's meta.json."""
@@ -34,25 +30,22 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
           f"step, {knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
 
 
-def progress_bar(knobs, machine, first):
-    """A progress bar over the steps, on the main rank only. A run without steps left shows none."""
-    return tqdm(total=knobs.max_iters, initial=first, disable=not machine.main or first >= knobs.max_iters, unit="step",
-                mininterval=0.5 if sys.stderr.isatty() else 10)
+class Progress(tqdm):
+    """A progress bar over the steps, and the speed of training between two rows of the log.
 
+    sequences: of one step, on all ranks. first: steps that an earlier part of the run has done. The bar is shown on the
+    main rank, and not by a run without steps left."""
 
-class Pace:
-    """The speed of training between two rows of the log. sequences: of one step, on all ranks."""
-
-    def __init__(self, model, machine, sequences, step):
+    def __init__(self, knobs, model, machine, sequences, first):
+        super().__init__(total=knobs.max_iters, initial=first, disable=not machine.main or first >= knobs.max_iters,
+                         unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
         self.model, self.machine, self.sequences = model, machine, sequences
-        self.restart(step)
+        self.measure_from(first)
 
-    def restart(self, step):
-        """Measure from the end of this step on."""
-        self.since = step
-        self.started = time.perf_counter()
+    def measure_from(self, step):
+        self.since, self.started = step, time.perf_counter()
 
-    def columns(self, step):
+    def speed(self, step):
         """The log's columns on speed, up to this step. mfu: share of the device's peak FLOP/s, if this is known."""
         seconds = (time.perf_counter() - self.started) / (step - self.since)
         tokens_per_s = round(self.sequences * self.model.config.block_size / seconds)
@@ -62,21 +55,18 @@ class Pace:
             columns["mfu"] = round(flops / (peak * self.machine.world), 4)
         return columns
 
-
-def show_on(bar, row):
-    """Show the losses and the speed of a row of the log at the end of the progress bar."""
-    balance = f" + {row['balance']:.4f}" if row["balance"] else ""
-    mfu = f", mfu {row['mfu']:.1%}" if "mfu" in row else ""
-    bar.set_postfix_str(f"loss {row['train_loss']:.4f}{balance}, {row['tokens_per_s']:,} tokens/s{mfu}", refresh=False)
-
-
-# --------------------------------------------------------------------------------------------------------- at its end
+    def show(self, row):
+        """Show the losses and the speed of a row of the log at the end of the bar."""
+        balance = f" + {row['balance']:.4f}" if row["balance"] else ""
+        mfu = f", mfu {row['mfu']:.1%}" if "mfu" in row else ""
+        self.set_postfix_str(f"loss {row['train_loss']:.4f}{balance}, {row['tokens_per_s']:,} tokens/s{mfu}",
+                             refresh=False)
 
 
 def say_how_to_resume(knobs, machine, step):
     """Print that the run was stopped after a step, and the command that continues it."""
+    launcher = "python" if machine.world == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
     if machine.main:
-        launcher = "python" if machine.world == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
         print(f"\nstopped and saved at step {step}; "
               f"go on with: {launcher} train.py --out_dir={knobs.out_dir} --init_from=resume")
 
@@ -88,38 +78,27 @@ def say_what_next(knobs, config, meta, waited):
         print(f"\nfirst: {how_to_join(last_checkpoint(knobs.out_dir))}    one ckpt.pt, which other commands read")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
-    if knobs.init_from == "resume":             # meta has only the flags of this last call
+    again = " ".join(["       python train.py", *meta["flags"]])        # of a flag given twice, the last one counts
+    if "resume" in again:                       # these are only the flags of the last call
         return
-    joined = re.sub(r"(?m)^(--[^=\n]+)\n(?!--)", r"\1=", "\n".join(meta["flags"]))     # --n_layer 4 as --n_layer=4
-    kept = [flag for flag in joined.split("\n") if flag.startswith("--")
-            and not flag.startswith(("--attn", "--out_dir"))]
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"
-        print("       python train.py", *kept, f"--attn={other}    the same with another attention")
+        print(f"{again} --attn={other} --out_dir={knobs.out_dir}-{other}    the same with another attention")
     elif knobs.train_only in mixers.RETROFITS:  # the second phase of a retrofit, as in the mixer's paper
-        kept = [flag for flag in kept if not flag.startswith(("--init_from", "--train_only", "--learning_rate"))]
-        print("       python train.py", *kept, f"--attn={config.attn} --init_from={knobs.out_dir} --train_only=all "
-              f"--out_dir={knobs.out_dir}-all    all weights, from here on")
-
-
-# ------------------------------------------------------------------------------------------------------------- for -h
+        print(f"{again} --init_from={knobs.out_dir} --train_only=all --out_dir={knobs.out_dir}-all    all weights, "
+              "from here on")
 
 
 def presets_and_recipes():
-    """The lists of presets and recipes at the end of -h."""
-    return "\n".join(["presets:", *map(about_preset, PRESETS), "\nrecipes:", *map(about_recipe, attention.ATTENTIONS)])
-
-
-def about_preset(name):
-    """A preset's purpose and its flags, as indented lines."""
-    about, *flags = PRESETS[name].items()
-    flags = " ".join(f"--{knob}={shown(value)}" for knob, value in flags)
-    lines = textwrap.wrap(about[1], 140) + textwrap.wrap(flags, 140, break_on_hyphens=False)
-    return f"  {name}\n" + textwrap.indent("\n".join(lines), "      ")
-
-
-def about_recipe(name):
-    """A recipe's flags, on one line."""
-    axes = attention.ATTENTIONS[name]
-    return f"  {name:18}" + " ".join(f"--{axis}={value}" for axis, value in axes.items() if axis != "args") + "".join(
-        f" --attn_args={key}={shown(value)}" for key, value in axes.get("args", {}).items())
+    """The lists of presets and recipes at the end of -h: the flags that each of them sets."""
+    lines = ["presets:"]
+    for name, (about, *flags) in ((name, preset.items()) for name, preset in PRESETS.items()):
+        flags = " ".join(f"--{knob}={shown(value)}" for knob, value in flags)
+        text = textwrap.wrap(about[1], 140) + textwrap.wrap(flags, 140, break_on_hyphens=False)
+        lines += [f"  {name}", textwrap.indent("\n".join(text), "      ")]
+    lines += ["\nrecipes:"]
+    for name, axes in attention.ATTENTIONS.items():
+        flags = [f"--{axis}={value}" for axis, value in axes.items() if axis != "args"]
+        args = "".join(f" --attn_args={key}={shown(value)}" for key, value in axes.get("args", {}).items())
+        lines += [f"  {name:18}{' '.join(flags)}{args}"]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a signal, or a loss that is not finite."""
+"""Signals that end a run before its last step."""
 import os
 import signal
 import sys
@@ -32,8 +32,3 @@ class StopSignal:
         if self.asked and time.monotonic() - self.asked > self.PATIENCE:
             raise KeyboardInterrupt
         self.asked = self.asked or time.monotonic()
-
-
-def diverged(what, run):
-    """The error of a run whose loss or gradient is not finite. what: the finding and its step."""
-    return ValueError(f"{what}; {run.last_good()}. Start again with a lower --learning_rate or more --warmup_iters")

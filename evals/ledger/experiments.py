@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from common import files
-from common.runs import finished_run, flags_to_finish, output_of
+from common.runs import flags_to_finish, output_of, run_with
 from evals.lab_runs import OUT_DIR, PUBLIC, SETUPS, base_of, folder_of, train_flags
 from evals.ledger import checks, routing
 
@@ -126,8 +126,8 @@ def result_of(job):
     """The numbers of a job, or None if it is not done: a run's report and best loss, or the content of a file. A data
     set has none: {}."""
     if job.words[:1] == ("train.py",):
-        meta = finished_run(job.place, list(job.words[1:]))
-        return meta and meta["report"] | {"best": best_loss(job.place)}
+        meta = run_with(job.place, list(job.words[1:]))
+        return meta["report"] | {"best": best_loss(job.place)} if "report" in meta else None
     if job.words[0].startswith("data/"):
         return {} if (job.place / "meta.json").exists() else None
     kept = files.read_json(job.place) if job.place.exists() else {}
