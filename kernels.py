@@ -9,10 +9,9 @@ First the walk in PyTorch (`block_loop`). It trains all rules on CPUs (only plai
 block of one row) and shows weights to the instruments. Then the same walk in Triton: each program keeps one tile of
 rows, or of keys, in registers and shared memory, and walks over the tiles of the other side (Rabe & Staats 2021, arXiv
 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135), with a running maximum where a rule normalises (Milakov
-& Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for bit. For some rules the forward pass
-records the tiles in which every weight is exactly 0, and the backward pass skips them. The row input t and the
-statistic r of a rule are differentiable, except for an r that was found by iteration. So PyTorch computes thresholds,
-sinks, gates and normalisers outside the kernels.
+& Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for bit. The row input t and the statistic
+r are differentiable (not an r that was found by iteration), so PyTorch computes thresholds, sinks, gates and
+normalisers outside the kernels. In the backward pass some rules skip the tiles in which every weight is exactly 0.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij) v_j,
 with w' from queries and keys of its own. Rules without a statistic compute both views in one pass.
@@ -204,28 +203,23 @@ def offer(kernels):
 
 @jit
 def sum_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = w.sum(-1)
     return sum_w
 
 
 # Arithmetic that rules share. The hardware computes 2^x, so e^x is 2^(x log2 e)
-
 BINARY = 1.4426950408889634                                 # log2 e
 LOG2E = tl.constexpr(BINARY)                                # the same for use inside a kernel
 LN2 = tl.constexpr(1 / BINARY)
 
 
-# x^a is 0 for x <= 0, whatever a is, and x^0 is [x > 0]: so the slope of x^a is a x^(a - 1) also for a = 1
-
 @jit
 def real_power(x, a):
-    # x**a if x > 0 else 0
+    # x**a if x > 0 else 0                          (x^0 is [x > 0]: so the slope of x^a is a x^(a - 1) also for a = 1)
     return tl.where(x > 0, tl.exp2(a * tl.log2(x)), 0.)
 
 
 @jit
-def const_power(x, a: tl.constexpr):
-    # x**a if x > 0 else 0
+def const_power(x, a: tl.constexpr):                        # the same for a constant
     if a == 0:
         return tl.where(x > 0, 1., 0.)
     elif a == 1:
@@ -331,31 +325,19 @@ def visible_in_tile(i, j, inputs):
 
 
 @jit
-def share_no_set(i, j, inputs, head):
-    """Do row i and key j have no bit of `sets` in common?"""
-    at = inputs.sets + head.batch * inputs.T
-    sets_of_rows = tl.load(at + tl.minimum(i, inputs.T - 1))                    # as i
-    sets_of_keys = tl.load(at + tl.minimum(j, inputs.T - 1))                    # as j
-    return (sets_of_rows & sets_of_keys) == 0
-
-
-@jit
 def key_tiles(i, inputs, c: tl.constexpr):
     """The tiles of keys that rows i .. i+BM-1 see: (kept, lo, a, b, hi), see above."""
     hi = tl.minimum(i + c.BM, inputs.T)
     end = tl.cdiv(hi, c.BN) * c.BN
-    kept = 0
-    lo = 0
-    a = 0
+    kept, lo, a = 0, 0, 0
     if inputs.window is not None:
         kept = tl.minimum(tl.cdiv(inputs.first, c.BN) * c.BN, end)
         lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
         lo = tl.maximum(lo, kept)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
-    b = a                                                                       # with sets, no tile is full
-    if inputs.sets is None:
-        b = tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN                      # here distance table or diagonal begin
+    # full tiles end where the distance table or the diagonal begins. With sets, no tile is full
+    b = a if inputs.sets is not None else tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN
     return kept, lo, a, tl.maximum(a, b), hi
 
 
@@ -377,22 +359,23 @@ def row_tiles(j, inputs, c: tl.constexpr):
 
 @jit
 def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
-         size: tl.constexpr, LIVE: tl.constexpr):
+         size: tl.constexpr):
     """state = step(state, ..) for every visible tile: first the many full ones, then the few masked ones.
 
-    held: what step needs in every tile, the program's own rows or keys. LIVE: visit only the tiles in the list `visits`
-    (see in_order). The five bounds then become indices into that list."""
+    held: what step needs in every tile, the program's own rows or keys. visits: a list of live tiles (see in_order), or
+    None. With a list, only its tiles are visited, and the five bounds become indices into it."""
     kept, lo, a, b, hi = tiles
-    if LIVE:
+    if visits is not None:
         kept, lo, a = place_of(visits, kept, size), place_of(visits, lo, size), place_of(visits, a, size)
         b, hi = place_of(visits, b, size), place_of(visits, hi, size)
+        numbers = visits + tl.cdiv(inputs.T, size) + 1                          # of the live tiles
     for place in tl.range(a, b, size):
-        start = visited(visits, place, inputs, size) if LIVE else place
+        start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
         state = step(state, held, start, inputs, head, rule, c, False)
     for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):       # pipelining these costs registers
         place = tl.where(n < kept, n, n - kept + lo)                            # the three ranges, end to end
         place = tl.where(place < a, place, place - a + b)
-        start = visited(visits, place, inputs, size) if LIVE else place
+        start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
         state = step(state, held, start, inputs, head, rule, c, True)
     return state
 
@@ -401,12 +384,6 @@ def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.
 def place_of(visits, start, size: tl.constexpr):
     """The index in the list of the first tile that begins at `start` or later, times the tile's size."""
     return tl.load(visits + tl.cdiv(start, size)) * size                        # ()
-
-
-@jit
-def visited(visits, place, inputs, size: tl.constexpr):
-    """The start of the live tile at this place of the list."""
-    return tl.load(visits + tl.cdiv(inputs.T, size) + 1 + place // size) * size # ()
 
 
 # -------------------------------------------------------------------------------------------------- loading and scoring
@@ -422,14 +399,9 @@ def head_of(inputs, number):
     """The head number = batch index * H + head index."""
     batch = (number // inputs.H).to(tl.int64)
     h = (number % inputs.H).to(tl.int64)
-    out = h
-    if inputs.mix is not None:
-        out = h // 2
-    tail = 0.
-    slope = 0.
-    if inputs.far is not None:
-        tail = tl.load(inputs.far + 2 * h)                                      # ()
-        slope = tl.load(inputs.far + 2 * h + 1)                                 # ()
+    out = h if inputs.mix is None else h // 2
+    tail = tl.load(inputs.far + 2 * h) if inputs.far is not None else 0.        # ()
+    slope = tl.load(inputs.far + 2 * h + 1) if inputs.far is not None else 0.   # ()
     q = begin(inputs.q, batch, h)
     k = begin(inputs.k, batch, h // inputs.GK)
     v = begin(inputs.v, batch, out // inputs.GV)
@@ -437,20 +409,16 @@ def head_of(inputs, number):
 
 
 @jit
-def my_tile(inputs, tiles, BOTH: tl.constexpr = True):
-    """This program's tile and head. Neighbouring programs work on the same head, so they find k and v in the cache.
-    BOTH: the program handles both views, and the head is that of the first."""
-    number = tl.program_id(0) // tiles
-    if BOTH and inputs.mix is not None:
-        number *= 2
-    head = head_of(inputs, number)
-    return tl.program_id(0) % tiles, head
-
-
-@jit
-def second_head(inputs, head):
-    """The head of the second view, given that of the first."""
-    return head_of(inputs, head.batch * inputs.H + head.number + 1)
+def my_tile(inputs, size: tl.constexpr, REVERSED: tl.constexpr):
+    """This program's tile: its number among the tiles of all heads, where it starts, and its head. Programs that follow
+    each other share a head, so they find k and v in the cache. REVERSED: the last tile first. A program computes both
+    views, if there are two: its head is that of the first."""
+    tiles = tl.cdiv(inputs.T, size)
+    tile, out = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if REVERSED:
+        tile = tiles - 1 - tile
+    head = head_of(inputs, out if inputs.mix is None else 2 * out)
+    return (out * tiles + tile).to(tl.int64), tile * size, head
 
 
 @jit
@@ -487,11 +455,19 @@ def mix_of(inputs, head, i):
 
 
 @jit
-def second_view(inputs, head, i, c: tl.constexpr):
-    """The second view's head, q and t of rows i there, and their mix."""
-    headb = second_head(inputs, head)
-    qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)              # (BM, DP)
-    return headb, qb, row_input(inputs, headb, i, c.BM), mix_of(inputs, head, i)
+def my_rows(inputs, c: tl.constexpr):
+    """This program's tile of rows: its number, the tiles of keys that it sees, its head, and i, q and t of its rows. Of
+    the second view, if there is one: the head, q, t and mix."""
+    number, start, head = my_tile(inputs, c.BM, True)                           # longest rows first: balances the load
+    i = start + tl.arange(0, c.BM)
+    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
+    t = row_input(inputs, head, i, c.BM)                                        # (BM,)
+    second = 0
+    if inputs.mix is not None:
+        headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
+        qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)          # (BM, DP)
+        second = (headb, qb, row_input(inputs, headb, i, c.BM), mix_of(inputs, head, i))
+    return number, key_tiles(start, inputs, c), head, i, q, t, second
 
 
 # Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns of b. If these are
@@ -512,15 +488,19 @@ def times(a, b):
 
 
 @jit
-def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Scores (BM, BN) in the rule's unit, and their mask. i is a column (BM, 1), j a row (1, BN).
+def scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
+    """Scores (BM, BN) in the rule's unit, the same lifted, as weigh takes them, and their mask. i and t are columns
+    (BM, 1), j a row (1, BN).
 
-    All may be transposed: with k for q, q for k, i a row and j a column the result is (BN, BM)."""
+    All may be transposed: with k for q, q for k, i and t rows and j a column the results are (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)              (all times rule.unit)
     s = times(q, tl.trans(k)) * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs)
     if inputs.sets is not None:
-        seen &= share_no_set(i, j, inputs, head)
+        at = inputs.sets + head.batch * inputs.T
+        sets_of_rows = tl.load(at + tl.minimum(i, inputs.T - 1))                # as i
+        sets_of_keys = tl.load(at + tl.minimum(j, inputs.T - 1))                # as j
+        seen &= (sets_of_rows & sets_of_keys) == 0
     if NEAR and inputs.table is not None:
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
@@ -529,15 +509,8 @@ def scores(q, k, i, j, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
         s += head.tail
     if inputs.far is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
-    return s, seen
-
-
-@jit
-def lifted(s, t, rule: tl.constexpr):
-    """The score that weigh gets."""
-    if rule.lift is not None:
-        s = rule.lift(s, t, rule.power)
-    return s
+    lifted = s if rule.lift is None else rule.lift(s, t, rule.power)
+    return s, lifted, seen
 
 
 # -------------------------------------------------------------------------------------------------------------- forward
@@ -548,8 +521,7 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
     """w, z, u and r of one tile, and the factor on earlier sums. RUNNING: r is the maximum so far, which may rise."""
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
-    s, seen = scores(q, k, i[:, None], j[None, :], inputs, head, rule, NEAR)
-    s = lifted(s, t[:, None], rule)
+    _, s, seen = scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, NEAR)
     fade = 1.
     if RUNNING:
         top = tl.maximum(r, tl.max(tl.where(seen, s, float("-inf")) if NEAR else s, 1))
@@ -565,34 +537,26 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
 
 @jit
 def add_to_sums(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of a pass for the statistic alone, without the values."""
+    """One tile of a pass for the statistic alone: at a fixed r or, if that is None, at the maximum so far."""
     r, sum_w, sum_z = state
-    i, q, t, _, _ = held
-    w, z, _, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, True)
+    i, q, t, fixed = held
+    w, z, _, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, fixed is None)
     return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1)
 
 
 @jit
-def add_to_sums_at_r(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """The same at a fixed r, for one step of Newton's method."""
-    r, sum_w, sum_z = state
-    i, q, t, _, _ = held
-    w, z, _, _, _ = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, False)
-    return r, sum_w + tl.sum(w, 1), sum_z + tl.sum(z, 1)
-
-
-@jit
-def statistic(r, held, keys, alive, inputs, head, rule: tl.constexpr, c: tl.constexpr):
-    """The row statistic of a rule with passes > 0, before the output pass."""
-    t = held[2]
+def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexpr):
+    """The row statistic of a rule with passes > 0, before the output pass: r after the first pass, and after steps of
+    Newton's method, each of which takes the sums at a fixed r."""
     zero = tl.zeros((c.BM,), tl.float32)
-    r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, held, keys, alive, inputs, head, rule, c, c.BN, False)
+    held = (i, q, t, None)
+    r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, held, keys, None, inputs, head, rule, c, c.BN)
     r = rule.settle(r, t, rule.power, sum_w, sum_z, True)
     if rule.passes > 1:
         left = rule.passes - 1
         while left > 0:                                                         # until no row's sum changes by 1e-5
-            state = (r, zero, zero)
-            _, sum_w, sum_z = walk(state, add_to_sums_at_r, held, keys, alive, inputs, head, rule, c, c.BN, False)
+            state, at_r = (r, zero, zero), (i, q, t, r)
+            _, sum_w, sum_z = walk(state, add_to_sums, at_r, keys, None, inputs, head, rule, c, c.BN)
             better = rule.settle(r, t, rule.power, sum_w, sum_z, False)
             left = tl.where(tl.max((better - r) * sum_z, 0) > 1e-5, left - 1, 0)
             r = better
@@ -603,7 +567,7 @@ def statistic(r, held, keys, alive, inputs, head, rule: tl.constexpr, c: tl.cons
 def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
-    i, q, t, alive, second = held
+    i, q, t, second, alive = held
     w, z, u, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, rule.online)
     largest = w
     if inputs.mix is not None:
@@ -618,37 +582,26 @@ def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.co
         o *= fade[:, None]                                                      # rescale to the larger maximum
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
-    o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")                     # o = w @ v
+    o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")                     # (BM, EP)
     if rule.save_u:
-        U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")                 # U = u @ v
+        U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")                 # (BM, EP)
     return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1), o, U
 
 
 @jit
 def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
-    # this program's rows, and what they need
-    tiles = tl.cdiv(inputs.T, c.BM)
-    tile, head = my_tile(inputs, tiles)
-    start = (tiles - 1 - tile) * c.BM           # start with the longest rows: it balances the load
-    i = start + tl.arange(0, c.BM)
-    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
-    t = row_input(inputs, head, i, c.BM)                                        # (BM,)
-    second = second_view(inputs, head, i, c) if inputs.mix is not None else 0
-    map_row = (tl.program_id(0) // tiles * tiles + start // c.BM).to(tl.int64)
-    alive = Alive + map_row * tl.cdiv(inputs.T, c.BN)                           # of (B, H, row tiles, key tiles)
-    held = (i, q, t, alive, second)
-    keys = key_tiles(start, inputs, c)
+    number, keys, head, i, q, t, second = my_rows(inputs, c)
 
     # the statistic, where the output needs it; then the output
     r = tl.full((c.BM,), rule.floor, tl.float32)
     if rule.passes:
-        r = statistic(r, held, keys, alive, inputs, head, rule, c)
+        r = statistic(r, i, q, t, keys, inputs, head, rule, c)
     zero = tl.zeros((c.BM,), tl.float32)
     empty = tl.zeros((c.BM, c.EP), tl.float32)
-    # the compiler removes the sums and U where a rule does not use them
-    state = (r, zero, zero, empty, empty)
-    top, sum_w, sum_z, o, u = walk(state, add_to_output, held, keys, alive, inputs, head, rule, c, c.BN, False)
+    state = (r, zero, zero, empty, empty)       # the compiler removes the sums and U where a rule does not use them
+    held = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))          # of (B, H, row tiles, key tiles)
+    top, sum_w, sum_z, o, u = walk(state, add_to_output, held, keys, None, inputs, head, rule, c, c.BN)
     if rule.settle is not None and not rule.passes:                             # statistic and output in one pass
         r = rule.settle(top, t, rule.power, sum_w, sum_z, True)
     if rule.online:
@@ -684,20 +637,14 @@ def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexp
 @jit
 def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """Weights, ds and the summands of dt of one tile, which may be transposed as in scores()."""
-    s, seen = scores(q, k, i, j, inputs, head, rule, NEAR)
-    w, _, _ = rule.weigh(lifted(s, t, rule), r, t, rule.power)
+    s, lifted, seen = scores(q, k, i, j, t, inputs, head, rule, NEAR)
+    w, _, _ = rule.weigh(lifted, r, t, rule.power)
     ds, dt = rule.slope(s, r, t, rule.power, g, delta)
     if NEAR:
         w = tl.where(seen, w, 0.)
         ds = tl.where(seen, ds, 0.)
         dt = tl.where(seen, dt, 0.)
     return w, ds, dt
-
-
-@jit
-def my_visits(Visits, tile, tiles, inputs, size: tl.constexpr):
-    """A pointer to the list of tiles (see in_order) that tile number `tile` of this head visits."""
-    return Visits + (tl.program_id(0) // tiles * tiles + tile).to(tl.int64) * (2 * tl.cdiv(inputs.T, size) + 1)
 
 
 @jit
@@ -711,12 +658,10 @@ def add_to_delta(state, held, start, inputs, head, rule: tl.constexpr, c: tl.con
     i, q, do, r, t, delta, _ = held
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
-    g = times(do, tl.trans(v)) - delta[:, None]                                 # g = do @ v.T - delta
+    g = times(do, tl.trans(v)) - delta[:, None]                                 # (BM, BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
-    s, seen = scores(q, k, i[:, None], j[None, :], inputs, head, rule, NEAR)
-    w, _, _ = rule.weigh(lifted(s, t[:, None], rule), r[:, None], t[:, None], rule.power)
-    if NEAR:
-        w = tl.where(seen, w, 0.)
+    i, j, r, t, delta = i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None]
+    w, _, _ = slopes(q, k, g, i, j, r, t, delta, inputs, head, rule, NEAR)
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
 
@@ -729,7 +674,7 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
     if inputs.far is not None:
         dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
         dtail += tl.sum(tl.where(i - j < inputs.W, 0., ds) if NEAR else ds, 1)
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                  # dq = ds @ k
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                  # (BM, DP)
     return (dq, dt, dtail, dslope), w
 
 
@@ -740,7 +685,7 @@ def add_to_rows(state, held, start, inputs, head, rule: tl.constexpr, c: tl.cons
     i, q, do, r, t, delta, second = held
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
-    g = times(do, tl.trans(v))                                                  # g = do @ v.T
+    g = times(do, tl.trans(v))                                                  # (BM, BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
     i, j_row = i[:, None], j[None, :]
     grads, _ = add_to_view(grads, q, k, g, i, j_row, r, t, delta, inputs, head, rule, NEAR)
@@ -749,7 +694,7 @@ def add_to_rows(state, held, start, inputs, head, rule: tl.constexpr, c: tl.cons
         kb = load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)          # (BN, DP)
         gb = -mix[:, None] * g
         gradsb, wb = add_to_view(gradsb, qb, kb, gb, i, j_row, r, tb, delta, inputs, headb, rule, NEAR)
-        dmix -= tl.sum(wb * g, 1)                                               # dmix = -(wb * g).sum(-1)
+        dmix -= tl.sum(wb * g, 1)                                               # (BM,)
     return grads, gradsb, dmix
 
 
@@ -767,16 +712,10 @@ def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
 @jit
 def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the next kernels."""
-    # this program's rows, and what they need
-    tiles = tl.cdiv(inputs.T, c.BM)
-    tile, head = my_tile(inputs, tiles)
-    start = (tiles - 1 - tile) * c.BM           # start with the longest rows: it balances the load
-    i = start + tl.arange(0, c.BM)
-    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
+    number, keys, head, i, q, _, second = my_rows(inputs, c)
     do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                          # (BM, EP)
     r, t, dr = row_vectors(inputs, head, R, DR, i, rule, c.BM)                  # (BM,) each
-    second = second_view(inputs, head, i, c) if inputs.mix is not None else 0
-    keys, visits = key_tiles(start, inputs, c), my_visits(Visits, start // c.BM, tiles, inputs, c.BN)
+    visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BN) + 1) if rule.skip else None
     zero = tl.zeros((c.BM,), tl.float32)
 
     # delta = (do * U).sum(-1) - dr
@@ -786,7 +725,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if rule.sum_delta:
         held = (i, q, do, r, t, delta, second)
-        sum_w, sum_wg = walk((zero, zero), add_to_delta, held, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
+        sum_w, sum_wg = walk((zero, zero), add_to_delta, held, keys, visits, inputs, head, rule, c, c.BN)
         delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # sum_w of an empty row is 0
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
@@ -794,7 +733,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
     # the gradients
     held = (i, q, do, r, t, delta, second)
     none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
-    state = walk((none, none, zero), add_to_rows, held, keys, visits, inputs, head, rule, c, c.BN, rule.skip)
+    state = walk((none, none, zero), add_to_rows, held, keys, visits, inputs, head, rule, c, c.BN)
     grads, gradsb, dmix = state
     save_rows(grads, inputs, head, DQ, DT, DFar, i, c)
     if inputs.mix is not None:
@@ -810,7 +749,7 @@ def add_to_keys(state, held, start, inputs, head, rule: tl.constexpr, c: tl.cons
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)                # (BM, DP)
     do = load(DO, do_row, i, inputs.T, c.E, c.EP, NEAR)                         # (BM, EP)
-    g = times(v, tl.trans(do))                                                  # g.T = v @ do.T
+    g = times(v, tl.trans(do))                                                  # (BN, BM)
     r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)            # (BM,) each
     if inputs.mix is not None:
         headb, kb = second
@@ -832,24 +771,22 @@ def add_to_keys(state, held, start, inputs, head, rule: tl.constexpr, c: tl.cons
 @jit
 def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of keys: dk and dv of a query head. over_groups() sums heads that share keys, in a fixed order."""
-    # this program's keys
-    tiles = tl.cdiv(inputs.T, c.BN)
-    tile, head = my_tile(inputs, tiles)
-    start = tile * c.BN
+    number, start, head = my_tile(inputs, c.BN, False)
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)                # (BN, DP)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)                # (BN, EP)
     second = 0
     if inputs.mix is not None:
-        headb = second_head(inputs, head)
+        headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
         second = (headb, load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, True))                           # (BN, DP)
     held = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
 
     # the gradients
-    rows, visits = row_tiles(start, inputs, c), my_visits(Visits, tile, tiles, inputs, c.BM)
+    rows = row_tiles(start, inputs, c)
+    visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
     dk = tl.zeros((c.BN, c.DP), tl.float32)
     state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk)
-    dk, dv, dkb = walk(state, add_to_keys, held, rows, visits, inputs, head, rule, c, c.BM, rule.skip)
+    dk, dv, dkb = walk(state, add_to_keys, held, rows, visits, inputs, head, rule, c, c.BM)
     save(begin(DK, head.batch, head.number), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
     save(begin(DV, head.batch, head.out), dv, DV.row, j, inputs.T, c.E, c.EP)
     if inputs.mix is not None:
@@ -861,7 +798,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
     """The table's gradient. All square tiles (m, m - b) of block diagonal b have equal distances at equal entries, so
     one program adds them up into one tile, which by_distance() reduces. Dead tiles are visited as well: a table covers
     the distances at which keys matter, so few are dead."""
-    b, head = my_tile(inputs, diagonals, False)
+    b, head = tl.program_id(0) % diagonals, head_of(inputs, tl.program_id(0) // diagonals)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
     for start in tl.range(b * c.BM, inputs.T, c.BM, num_stages=1):
@@ -869,7 +806,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
         j = i - b * c.BM
         v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)            # (BM, EP)
         do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                      # (BM, EP)
-        g = times(do, tl.trans(v))                                              # g = do @ v.T
+        g = times(do, tl.trans(v))                                              # (BM, BN)
         if inputs.mix is not None:                                              # -mix for the second view
             g *= tl.where(head.number % 2 == 0, 1., -mix_of(inputs, head, i))[:, None]
         q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)            # (BM, DP)
@@ -940,9 +877,22 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
-    check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets)
-    call = prepare(rule + "_sum" if row_sum else rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix,
-                   sets)
+    for bad, why in problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
+        if bad:
+            raise ValueError(why)
+
+    B, H, T, _ = q.shape
+    if KERNELS[rule].takes_t:
+        t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
+    mix = None if mix is None else along_rows(mix, B, H // 2, T)
+    far = None
+    if tail is not None or slope is not None:
+        nothing = q.new_zeros(H, dtype=torch.float32)
+        far = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
+    table = table.float() if table is not None and table.shape[1] else None
+    rule += ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
+    sets = None if sets is None else sets.contiguous()
+    call = Call(rule, q, k, v, t, table, far, mix, sets, float(scale), window, first)
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
     rule = named(call.rule)
@@ -951,15 +901,9 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
 
 
-def check(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """Raise ValueError on what the kernels cannot compute. (PyTorch itself refuses what does not broadcast.)"""
-    for bad, why in problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-        if bad:
-            raise ValueError(why)
-
-
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """Pairs of a condition and its error message, in order: each relies on those before it."""
+    """Pairs of a condition and its error message, in order: each relies on those before it. (PyTorch itself refuses
+    what does not broadcast.)"""
     yield from problems_anywhere(q, k, v)
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     about = KERNELS[rule]
@@ -968,8 +912,10 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     yield power is not None and not (about.takes_power and power >= 1), f"{rule} takes no power {power}: leave it out"
     yield mix is not None and (row_sum or about.settle is not None), (
         f"mix is for rules without a row statistic: call {rule} once per view and subtract the outputs")
-    shapes = [tuple(part.shape) for part in (q, k, v)]
-    yield not fits(*shapes, 1 if mix is None else 2), (
+    a, b, c = shapes = [tuple(part.shape) for part in (q, k, v)]
+    views = 1 if mix is None else 2
+    yield not (len(a) == len(b) == len(c) == 4 and a[::2] == b[::2] == c[::2] and a[3] == b[3] and min(a + b + c) > 0
+               and a[1] % views == 0 and a[1] % b[1] == 0 and a[1] // views % c[1] == 0), (
         f"q (B, H, T, D), k (B, Hk, T, D) and v (B, Hv, T, E) must agree, Hk divide H, and Hv the heads of the output, "
         f"but they are {shapes}")
     H = q.shape[1]
@@ -1000,28 +946,6 @@ def holds_two_views(q, v):
     return q.dtype != torch.float32 or max(q.shape[3], v.shape[3]) <= 128
 
 
-def fits(q, k, v, views):
-    """Are the shapes of q, k and v compatible?"""
-    return (len(q) == len(k) == len(v) == 4 and q[::2] == k[::2] == v[::2] and q[3] == k[3] and min(q + k + v) > 0
-            and q[1] % views == 0 and q[1] % k[1] == 0 and q[1] // views % v[1] == 0)
-
-
-def prepare(rule, q, k, v, t, table, tail, slope, scale, window, first, power, mix, sets):
-    """The arguments of attend() as a Call."""
-    B, H, T, _ = q.shape
-    if KERNELS[rule].takes_t:
-        t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
-    mix = None if mix is None else along_rows(mix, B, H // 2, T)
-    far = None
-    if tail is not None or slope is not None:
-        nothing = q.new_zeros(H, dtype=torch.float32)
-        far = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
-    table = table.float() if table is not None and table.shape[1] else None
-    rule = rule if power is None else f"{rule}:{float(power)}"
-    sets = None if sets is None else sets.contiguous()
-    return Call(rule, q, k, v, t, table, far, mix, sets, float(scale), window, first)
-
-
 def along_rows(part, *shape):
     """A row vector in float32, expanded to a shape (B, heads, T)."""
     part = part.float().expand(shape)
@@ -1040,8 +964,9 @@ def count(T, size):
 
 # ---- the forward operator
 
-def unpacked(call, learn, skip):
+def unpacked(args):
     """The arguments as a Call, and its Kernel, which without gradients saves neither U nor the map of live tiles."""
+    *call, learn, skip = args
     call = Call(*call)
     rule = named(call.rule)
     return call, rule._replace(save_u=rule.save_u and learn, skip=rule.skip and learn and skip)
@@ -1050,19 +975,16 @@ def unpacked(call, learn, skip):
 @torch.library.custom_op("nanoattention::forward", mutates_args=(),
                          schema=f"({SCHEMA}, bool learn, bool skip) -> (Tensor, Tensor, Tensor, Tensor)")
 def run_forward(*args):
-    o, r, u, alive = allocate_forward(*args)
-    *call, learn, skip = args
-    call, rule = unpacked(call, learn, skip)
+    (o, r, u, alive), (call, rule) = allocate_forward(*args), unpacked(args)
     launch(forward, rule, call, (kernel_inputs(call), matrix(o), matrix(u), r, alive))
     return o, r, u, alive
 
 
 @run_forward.register_fake
 def allocate_forward(*args):
-    *call, learn, skip = args
-    call, rule = unpacked(call, learn, skip)
+    call, rule = unpacked(args)
     B, H, T, _ = call.q.shape
-    E, (BM, BN, *_) = call.v.shape[-1], tile("forward", rule, call)
+    E, (BM, BN, *_) = call.v.shape[-1], tile_config("forward", rule, call)
     o = rows_of_all_heads(call.q, call.heads, E)
     u = rows_of_all_heads(call.q, call.heads if rule.save_u else 0, E)
     r = call.q.new_empty((B, H, T) if rule.settle else (0,), dtype=torch.float32)
@@ -1101,23 +1023,28 @@ def kernel_inputs(call):
 
 def launch(kernel, rule, call, args, diagonals=None):
     """One program for each head and each tile of rows, or of keys (backward_keys), or diagonal (backward_table)."""
-    BM, BN, warps, stages = tile(kernel.__name__, rule, call)
+    BM, BN, warps, stages = tile_config(kernel.__name__, rule, call)
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
     D, E = call.q.shape[3], call.v.shape[3]
-    sizes = D, padded(D), E, padded(E), BM, BN
-    options = call.has_window, *(part is None for part in (call.table, call.far, call.mix, call.sets))
+    sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
     with torch.cuda.device_of(call.q):
-        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, Sizes(*map(tl.constexpr, sizes))), warps,
-                    stages, (rule, call.q.dtype, sizes, options))
+        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, sizes), warps, stages)
 
 
-def launch_with(kernel, grid, args, warps, stages, kind):
+def launch_with(kernel, grid, args, warps, stages):
     """Launch a kernel with these warps and stages or, with AUTOTUNE=1, with the fastest for this kind of call."""
     if AUTOTUNE:
-        autotuned(kernel, warps, kind)[grid](*args, enable_fp_fusion=True)
+        autotuned(kernel, warps, kind_of(args))[grid](*args, enable_fp_fusion=True)
     else:
         kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+def kind_of(arg):
+    """What sets one kind of call apart: dtypes, constants, and which arguments are None. Whole numbers may vary."""
+    if isinstance(arg, tuple):
+        return tuple(map(kind_of, arg))
+    return arg.dtype if isinstance(arg, Tensor) else int if type(arg) is int else arg
 
 
 @cache
@@ -1137,13 +1064,12 @@ def autotuned(kernel, warps, kind):
 def run_backward(*args):
     grads = dq, dk, dv, dt, dfar, dmix, dtable = allocate_backward(*args)
     *call, u, r, alive, do, dr, learn_table = args
-    call, rule = unpacked(call, True, alive.numel() > 0)
+    call, rule = unpacked((*call, True, alive.numel() > 0))
     inputs, delta, do = kernel_inputs(call), torch.empty_like(r), matrix(do, "the output's gradient")
     dmix = None if call.mix is None else dmix
-    visits = visits_of(alive, "backward_rows", rule, call)
-    launch(backward_rows, rule, call, (inputs, matrix(u), r, do, dr, matrix(dq), dt, dfar, dmix, delta, visits))
-    visits = visits_of(alive, "backward_keys", rule, call)
-    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), visits))
+    by_rows, by_keys = (visits_of(alive, kernel, rule, call) for kernel in ("backward_rows", "backward_keys"))
+    launch(backward_rows, rule, call, (inputs, matrix(u), r, do, dr, matrix(dq), dt, dfar, dmix, delta, by_rows))
+    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), by_keys))
     if learn_table:
         diagonals = dtable.shape[2]
         launch(backward_table, rule, call, (inputs, r, do, delta, dtable, diagonals), diagonals)
@@ -1161,7 +1087,7 @@ def allocate_backward(*args):
     dmix = q.new_empty((0,) if call.mix is None else (B, H // 2, T), dtype=torch.float32)
     shape = (0,)
     if learn_table:
-        n, *_ = tile("backward_table", named(call.rule), call)
+        n, *_ = tile_config("backward_table", named(call.rule), call)
         shape = (B, H, diagonals_in_sight(call, n), n, n)
     return dq, dk, dv, dt, dfar, dmix, q.new_empty(shape, dtype=torch.float32)
 
@@ -1178,7 +1104,7 @@ def visits_of(alive, kernel, rule, call):
     tensor, which is not read."""
     if not rule.skip:
         return alive
-    (BM, BN, *_), (rows, keys, *_) = (tile(name, rule, call) for name in ("forward", kernel))
+    (BM, BN, *_), (rows, keys, *_) = (tile_config(name, rule, call) for name in ("forward", kernel))
     alive = resized(resized(alive, 2, call.q.shape[2], BM, rows), 3, call.q.shape[2], BN, keys)
     return in_order(alive if kernel == "backward_rows" else alive.mT)
 
@@ -1200,18 +1126,18 @@ def resized(alive, axis, T, a, b):
 # ---- autograd
 
 def remember(ctx, inputs, output):
-    *call, learn, skip = inputs
-    call, rule = unpacked(call, learn, skip)
+    call, rule = unpacked(inputs)
     o, r, u, alive = output
-    ctx.call = call._replace(**dict.fromkeys(("q", "k", "v", "t", "table", "far", "mix", "sets")))
+    ctx.rule, ctx.numbers = call.rule, call[9:]
     ctx.save_for_backward(*call[1:9], u if rule.save_u else o, r, alive)
 
 
 def differentiate(ctx, do, dr, *_):
     q, k, v, t, table, far, mix, sets, *saved = ctx.saved_tensors
-    call = ctx.call._replace(q=q, k=k, v=v, t=t, table=table, far=far, mix=mix, sets=sets)
+    tensors = q, k, v, t, table, far, mix, sets
     learn_table = table is not None and ctx.needs_input_grad[5]
-    dq, dk, dv, dt, dfar, dmix, dtable = run_backward(*call, *saved, do, dr.contiguous(), learn_table)
+    grads = run_backward(ctx.rule, *tensors, *ctx.numbers, *saved, do, dr.contiguous(), learn_table)
+    dq, dk, dv, dt, dfar, dmix, dtable = grads
     dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
     dt, dmix = None if t is None else dt, None if mix is None else dmix
     dfar = None if far is None else dfar.sum((0, 3))        # (H, 2)
@@ -1247,56 +1173,51 @@ run_backward.register_autograd(refuse)
 # ---------------------------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
 # rule, in Triton 3.9. (At width 256 a few kernels spill up to 24 bytes. In Triton 3.6 about one kernel in twenty spills
-# 8 to 72 bytes. So do some widths that are no power of two, in both.) A table, a tail, a slope or a window makes a call
-# "busy", which costs registers. So does the second accumulator of rules that save U. With fewer rows than 16 a warp,
-# warps would repeat each other's work.
+# 8 to 72 bytes. So do some widths that are no power of two, in both.) What costs registers has its own column or row:
+# the second accumulator of rules that save U; the arithmetic of a heavy rule; two views in one call ("mix";
+# backward_table handles one); and a table, a tail, a slope or a window, which make a call busy. With fewer rows than
+# 16 a warp, warps would repeat each other's work.
 #
-# `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the rows
+# `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the tiles
 # were chosen by hand from what it shows.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
-TILES = {  # GPU generation (0: float32, on any), width, busy. If (.., False) is missing, (.., True) is used
-    (90, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2), None),
-    (90, 64, True): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)),
-    (90, 128, False): ((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
-    (90, 128, True): ((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 1)),
-    (90, 256, True): ((128, 32, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 64, 8, 1)),
-    (80, 64, False): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
-    (80, 64, True): ((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 128, 8, 2), (32, 32, 2, 1)),
-    (80, 128, False): ((64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
-    (80, 128, True): ((64, 64, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
-    (80, 256, True): ((32, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
-    (0, 64, True): ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1), (32, 32, 8, 1)),
-    (0, 128, True): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1)),
-    (0, 256, True): ((16, 16, 16, 1), (16, 16, 16, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-}
-HEAVY = {  # overrides of TILES for heavy rules, where those would spill; chosen in the same way
-    (90, 64, False): {"backward_keys": (32, 128, 8, 2)},
-    (90, 64, True): {"forward": (64, 64, 8, 3), "forward with U": (64, 64, 8, 3), "backward_table": (64, 64, 8, 1)},
-    (90, 128, False): {"forward": (128, 32, 8, 3), "backward_rows": (128, 32, 8, 2), "backward_keys": (16, 128, 8, 2)},
-    (90, 128, True): {"forward with U": (64, 64, 8, 2), "backward_rows": (64, 32, 8, 1),
-                      "backward_table": (64, 64, 8, 1)},
-    (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
-    (80, 64, True): {"backward_keys": (16, 128, 8, 2), "backward_table": (32, 32, 4, 1)},
-    (80, 128, False): {"forward with U": (64, 32, 8, 2), "backward_rows": (64, 32, 8, 2),
-                       "backward_keys": (32, 64, 8, 2)},
-    (80, 128, True): {"forward with U": (32, 64, 8, 2), "backward_table": (32, 32, 8, 1)},
-    (0, 128, True): {"forward": (32, 16, 8, 1), "forward with U": (32, 16, 8, 1)},
-    (0, 256, True): {"forward": (16, 16, 8, 1), "forward with U": (16, 16, 8, 1)},
-}
-MIXED = {  # overrides of both for two views in one call, which is twice the work. backward_table handles one view
-    (90, 64, False): {"backward_rows": (128, 32, 8, 2), "backward_keys": (32, 128, 8, 2)},
-    (90, 64, True): {"forward": (128, 32, 8, 3), "backward_keys": (16, 128, 8, 2)},
-    (90, 128, False): {"backward_rows": (128, 16, 8, 2), "backward_keys": (32, 32, 4, 2)},
-    (90, 128, True): {"forward": (128, 32, 8, 3), "backward_rows": (32, 32, 4, 2), "backward_keys": (32, 32, 8, 1)},
-    (90, 256, True): {"forward": (32, 32, 8, 2), "backward_rows": (16, 32, 8, 1), "backward_keys": (32, 16, 4, 1)},
-    (80, 64, False): {"backward_rows": (128, 32, 8, 2)},
-    (80, 64, True): {"forward": (128, 32, 8, 3), "backward_rows": (64, 16, 8, 2), "backward_keys": (16, 64, 8, 2)},
-    (80, 128, False): {"forward": (128, 32, 8, 2), "backward_rows": (64, 32, 8, 2), "backward_keys": (32, 64, 8, 2)},
-    (80, 128, True): {"forward": (64, 32, 8, 2), "backward_rows": (32, 16, 4, 2), "backward_keys": (16, 64, 8, 2)},
-    (80, 256, True): {"forward": (32, 32, 8, 2), "backward_rows": (16, 32, 8, 1), "backward_keys": (32, 16, 4, 1)},
-    (0, 64, True): {"forward": (32, 16, 4, 1), "backward_rows": (16, 16, 8, 1), "backward_keys": (16, 32, 8, 1)},
-    (0, 128, True): {"backward_keys": (16, 16, 8, 1)},
+TILES = {  # GPU generation (0: float32, on any), width, kind of call, is it busy? For gaps see tile_config
+    (90, 64, "plain", False):((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2), None),
+    (90, 64, "plain", True):((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)),
+    (90, 64, "heavy", False):(None,            None,            None,            (32, 128, 8, 2), None),
+    (90, 64, "heavy", True):((64, 64, 8, 3),  (64, 64, 8, 3),  None,            None,            (64, 64, 8, 1)),
+    (90, 64, "mix", False): (None,            None,            (128, 32, 8, 2), (32, 128, 8, 2), None),
+    (90, 64, "mix", True):  ((128, 32, 8, 3), None,            None,            (16, 128, 8, 2), None),
+    (90, 128, "plain", False):((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
+    (90, 128, "plain", True):((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 1)),
+    (90, 128, "heavy", False):((128, 32, 8, 3), None,            (128, 32, 8, 2), (16, 128, 8, 2), None),
+    (90, 128, "heavy", True):(None,            (64, 64, 8, 2),  (64, 32, 8, 1),  None,            (64, 64, 8, 1)),
+    (90, 128, "mix", False):(None,            None,            (128, 16, 8, 2), (32, 32, 4, 2),  None),
+    (90, 128, "mix", True): ((128, 32, 8, 3), None,            (32, 32, 4, 2),  (32, 32, 8, 1),  None),
+    (90, 256, "plain", True):((128, 32, 8, 2), (32, 64, 8, 2),  (32, 64, 8, 2),  (64, 32, 8, 2),  (64, 64, 8, 1)),
+    (90, 256, "mix", True): ((32, 32, 8, 2),  None,            (16, 32, 8, 1),  (32, 16, 4, 1),  None),
+    (80, 64, "plain", False):((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
+    (80, 64, "plain", True):((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2),  (32, 128, 8, 2), (32, 32, 2, 1)),
+    (80, 64, "heavy", False):(None,            None,            (128, 32, 8, 2), None,            None),
+    (80, 64, "heavy", True):(None,            None,            None,            (16, 128, 8, 2), (32, 32, 4, 1)),
+    (80, 64, "mix", False): (None,            None,            (128, 32, 8, 2), None,            None),
+    (80, 64, "mix", True):  ((128, 32, 8, 3), None,            (64, 16, 8, 2),  (16, 64, 8, 2),  None),
+    (80, 128, "plain", False):((64, 32, 4, 2),  (64, 64, 8, 2),  (64, 64, 8, 2),  (32, 64, 4, 2),  None),
+    (80, 128, "plain", True):((64, 64, 8, 2),  (64, 64, 8, 2),  (128, 16, 8, 2), (32, 16, 4, 2),  (32, 32, 4, 1)),
+    (80, 128, "heavy", False):(None,            (64, 32, 8, 2),  (64, 32, 8, 2),  (32, 64, 8, 2),  None),
+    (80, 128, "heavy", True):(None,            (32, 64, 8, 2),  None,            None,            (32, 32, 8, 1)),
+    (80, 128, "mix", False):((128, 32, 8, 2), None,            (64, 32, 8, 2),  (32, 64, 8, 2),  None),
+    (80, 128, "mix", True): ((64, 32, 8, 2),  None,            (32, 16, 4, 2),  (16, 64, 8, 2),  None),
+    (80, 256, "plain", True):((32, 64, 8, 2),  (32, 64, 8, 2),  (16, 64, 8, 1),  (32, 16, 4, 2),  (16, 16, 2, 1)),
+    (80, 256, "mix", True): ((32, 32, 8, 2),  None,            (16, 32, 8, 1),  (32, 16, 4, 1),  None),
+    (0, 64, "plain", True): ((32, 16, 8, 1),  (32, 16, 8, 1),  (16, 16, 16, 1), (32, 16, 16, 1), (32, 32, 8, 1)),
+    (0, 64, "mix", True):   ((32, 16, 4, 1),  None,            (16, 16, 8, 1),  (16, 32, 8, 1),  None),
+    (0, 128, "plain", True):((16, 16, 8, 1),  (16, 16, 8, 1),  (16, 16, 8, 1),  (32, 16, 8, 1),  (16, 16, 4, 1)),
+    (0, 128, "heavy", True):((32, 16, 8, 1),  (32, 16, 8, 1),  None,            None,            None),
+    (0, 128, "mix", True):  (None,            None,            None,            (16, 16, 8, 1),  None),
+    (0, 256, "plain", True):((16, 16, 16, 1), (16, 16, 16, 1), (16, 16, 8, 1),  (16, 16, 8, 1),  (16, 16, 8, 1)),
+    (0, 256, "heavy", True):((16, 16, 8, 1),  (16, 16, 8, 1),  None,            None,            None),
 }
 # for the interpreter: small, so that short inputs of tests have several tiles
 SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))
@@ -1307,17 +1228,18 @@ def generation(device):
     return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
 
 
-def tile(kernel, rule, call):
-    """(BM, BN, warps, stages) of a kernel in this call."""
-    column = "forward with U" if kernel == "forward" and rule.save_u else kernel
+def tile_config(kernel, rule, call):
+    """(BM, BN, warps, stages) of a kernel in this call. A gap in its row is filled from the plain row. Where no row is
+    for calls that are not busy, those of busy calls apply."""
+    column = COLUMNS.index("forward with U" if kernel == "forward" and rule.save_u else kernel)
     if INTERPRETED:
-        return SMALL[COLUMNS.index(column)]
+        return SMALL[column]
     busy = call.table is not None or call.far is not None or call.has_window
-    key = (0 if call.q.dtype == torch.float32 else generation(call.q.device),
-           padded(max(64, call.q.shape[-1], call.v.shape[-1])), bool(busy))
-    key = key if key in TILES else (*key[:2], True)
-    instead = MIXED if call.mix is not None else HEAVY if rule.heavy else {}
-    return instead.get(key, {}).get(column) or TILES[key][COLUMNS.index(column)]
+    kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
+    size = (0 if call.q.dtype == torch.float32 else generation(call.q.device),
+            padded(max(64, call.q.shape[-1], call.v.shape[-1])))
+    rows = [(*size, kind, busy), (*size, "plain", busy), (*size, kind, True), (*size, "plain", True)]
+    return next(TILES[row][column] for row in rows if row in TILES and TILES[row][column])
 
 
 def padded(width):

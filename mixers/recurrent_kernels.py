@@ -467,8 +467,7 @@ def launch(kernel, inputs, sizes, tensors, columns=None):
     wide = inputs.v.at.dtype == torch.float32   # float32 takes twice the registers and twice the shared memory
     warps, stages = 8 if walks or kernel is gradients or wide else 4, 1 if walks and wide else 3
     with torch.cuda.device_of(inputs.v.at):
-        kernels.launch_with(kernel, grid, (inputs, *tensors, Sizes(*map(tl.constexpr, sizes))), warps, stages,
-                            (sizes, inputs.v.at.dtype, inputs.c is None, inputs.erase is None))
+        kernels.launch_with(kernel, grid, (inputs, *tensors, Sizes(*map(tl.constexpr, sizes))), warps, stages)
 
 
 def setup_context(ctx, inputs, output):
