@@ -30,6 +30,7 @@ Legend                                              shapes in comments
 """
 
 import os
+from collections import namedtuple
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -248,13 +249,10 @@ def logistic(s):
 
 # ------------------------------------------------------------------------------------------------ what the kernels read
 
-class Matrix(NamedTuple):
-    """A tensor (B, heads, T, width) or (B, heads, T) as one argument of a kernel: a pointer and three strides. The
-    stride along the width is 1."""
-    at: Any
-    batch: int
-    head: int
-    row: int
+# A tensor (B, heads, T, width) or (B, heads, T) as one argument of a kernel: a pointer and the strides of its batches,
+# heads and rows. The stride along the width is 1
+Matrix = namedtuple("Matrix", "at batch head row")
+Sizes = namedtuple("Sizes", "D DP E EP BM BN")
 
 
 class Inputs(NamedTuple):
@@ -288,15 +286,6 @@ class Head(NamedTuple):
     v: Any
     tail: Any                   # tail and slope of far, for this head
     slope: Any
-
-
-class Sizes(NamedTuple):
-    D: int
-    DP: int
-    E: int
-    EP: int
-    BM: int
-    BN: int
 
 
 # -------------------------------------------------------------------------------------------------------- who sees whom
@@ -825,21 +814,13 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 # torch.compile sees, and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch
 # in `differentiate`.
 
-class Call(NamedTuple):
-    """What attend() passes to the operators. They take it as separate arguments, in the order of SCHEMA."""
-    rule: str                   # a name of KERNELS, or with a power: "tra:3.0"
-    q: Tensor                   # from here to sets: as attend() describes them
-    k: Tensor
-    v: Tensor
-    t: Tensor | None
-    table: Tensor | None
-    far: Tensor | None          # (H, 2): tail and slope of attend()
-    mix: Tensor | None
-    sets: Tensor | None
-    scale: float
-    window: int                 # 0: no limit
-    first: int
+SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? far, Tensor? mix, Tensor? sets, "
+          "float scale, SymInt window, SymInt first")
 
+
+class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(", ")])):
+    """The arguments of the operators, as attend() describes them, except that a rule may name its power, as in
+    "tra:3.0", and that far (H, 2) holds tail and slope."""
     @property
     def heads(self):
         """How many heads the output has."""
@@ -848,10 +829,6 @@ class Call(NamedTuple):
     @property
     def has_window(self):
         return 0 < self.window < self.q.shape[2]
-
-
-SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? far, Tensor? mix, Tensor? sets, "
-          "float scale, SymInt window, SymInt first")
 
 
 def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False,
@@ -892,10 +869,10 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     table = table.float() if table is not None and table.shape[1] else None
     rule += ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
     sets = None if sets is None else sets.contiguous()
-    call = Call(rule, q, k, v, t, table, far, mix, sets, float(scale), window, first)
+    call = rule, q, k, v, t, table, far, mix, sets, float(scale), window, first
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
-    rule = named(call.rule)
+    rule = named(rule)
     if not rule.settle:
         return o, None
     return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
