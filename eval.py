@@ -34,15 +34,15 @@ class Command(NamedTuple):
 
 OF_A_RUN = {                                    # eval.py opens the trained run that these look at
     "loss": Command(loss.Loss, loss.command),
-    "lengths": Command(lengths.Lengths, lengths.command, lengths.draw, lengths.tell),
+    "lengths": Command(lengths.Lengths, lengths.command, lengths.draw),
     "compare": Command(compare.Compare, compare.command, compare.draw, compare.tell, compare.check),
     "sample": Command(sample.Sample, sample.command),
     "probe": Command(probe.ProbeFlags, probe.command, probe.draw),
     "heads": Command(heads.Heads, heads.command, heads.draw),
     "params": Command(params.Params, params.command, params.draw),
     "maps": Command(maps.Maps, maps.command, maps.draw, page=maps.page),
-    "groups": Command(groups.Groups, groups.command, groups.draw, groups.tell),
-    "routers": Command(routers.Routers, routers.command, routers.draw, routers.tell),
+    "groups": Command(groups.Groups, groups.command, groups.draw),
+    "routers": Command(routers.Routers, routers.command, routers.draw),
     # benchmarks
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
     "scrolls": Command(scrolls.Scrolls, scrolls.command),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.flags import at_least, knob
-from evals.instrument import Windows, batches, first_line, legend, table, watch
+from evals.instrument import Windows, batches, explained, first_line, watch
 from evals.pictures import figure_of, frame, line_panel, pyplot, whole_ticks
 from mixers.focus import Focus, entropy
 
@@ -24,10 +24,9 @@ MEASURES = {                                    # name: its meaning, printed und
     "confidence": "a token's share in its own group, mean over tokens (section 5)",
     "stability": "share of tokens that --against has in the same group, after the best matching of groups (section 4); "
                  "about {even:.3f} or more by chance",
-    "kept": "share of distant pairs, {window} apart or more, that are open: they share one of their k largest groups "
-            "(table 7)",
 }
-MOST = 4                                        # the largest k for the share of pairs kept
+KEPT = "share of distant pairs, {window} apart or more, that are open: their {k} largest groups overlap (table 7)"
+MOST = 4                                        # the largest of these k
 
 
 @dataclass
@@ -64,7 +63,7 @@ def command(args, run):
     numbers = run.reads(args.split, len(seen[0].own), T) | {
         "groups": K, "window": seen[0].local, "topk": config.topk, "against": args.against,
         "mean": mean_of(layers), "layers": layers, "shown": spelled_out(seen[shown], shown, run.tokenizer, args.top)}
-    return numbers, tell(args, {str(run.out_dir): numbers})
+    return numbers, in_words(numbers)
 
 
 def check(run):
@@ -80,7 +79,7 @@ def look(args, run, T):
     groups, local   the number of groups K, and the distance from which on pairs are distant
     ids, own        every token, and the group that it belongs to, (windows, T)
     passage         the shares of the groups in the first window, (T, K)
-    numbers         its MEASURES, where "kept" is {k: share}, and "shares", each group's share of tokens
+    numbers         its MEASURES, "kept" {k: share of distant pairs}, and "shares", each group's share of tokens
     """
     layers = [SimpleNamespace(groups=block.attn.groups, local=block.attn.local, ids=[], own=[], passage=None,
                               confidence=0.0, kept=np.zeros(min(MOST, block.attn.groups)))
@@ -136,8 +135,7 @@ def agreement(one, other, K):
 
 def mean_of(layers):
     """The mean of each measure over layers. The share of pairs kept is None if no pair is distant."""
-    mean = {name: float(np.mean([layer[name] for layer in layers])) for name in MEASURES
-            if name in layers[0] and name != "kept"}
+    mean = {name: float(np.mean([layer[name] for layer in layers])) for name in MEASURES if name in layers[0]}
     kept = {k: [layer["kept"][k] for layer in layers] for k in layers[0]["kept"]}
     return mean | {"kept": {k: None if None in shares else float(np.mean(shares)) for k, shares in kept.items()}}
 
@@ -179,25 +177,14 @@ def longest_pairs(texts, g, local, top):
     return sorted(found, key=lambda pair: -pair["distance"])
 
 
-def tell(args, found):
-    """For one run: a line for each layer, then the tokens of one layer's groups. For several runs: a line for each."""
-    several, numbers = len(found) > 1, next(iter(found.values()))
-    if several:
-        lines = {Path(place).name: numbers["mean"] for place, numbers in found.items()}
-    else:
-        lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
-    lines = {name: {measure: line[measure] for measure in MEASURES if measure in line and measure != "kept"}
-             | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
-    header = max(lines.values(), key=len)       # runs may have different numbers of groups
-    rows = [[name, *(line.get(column) for column in header)] for name, line in lines.items()]
-    widest = max(found.values(), key=lambda numbers: numbers["groups"])
-    meanings = {name: text.format(even=1 / widest["groups"], window=widest["window"])
-                for name, text in MEASURES.items() if name in widest["mean"]}
-    text = f"{table(rows, ['run' if several else 'layer', *header])}\n\n{legend(meanings)}"
-    if several:
-        return text
+def in_words(numbers):
+    """A line for each layer, the most frequent tokens of one layer's groups, and the longest pairs."""
+    lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
+    lines = {name: line | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
+    meanings = {name: text.format(even=1 / numbers["groups"]) for name, text in MEASURES.items()}
+    meanings |= {f"kept, k={k}": KEPT.format(window=numbers["window"], k=k) for k in numbers["mean"]["kept"]}
     shown = numbers["shown"]
-    text = [first_line(numbers), "", text, "",
+    text = [first_line(numbers), "", explained(lines, meanings, "layer"), "",
             f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]
     for group, common in enumerate(shown["tokens"]):
         spelled = "  ".join(f"{token!r} x{count} ({share:.0%})" for token, count, share in common)

@@ -17,7 +17,7 @@ import torch
 
 from common.flags import at_least, knob, shown
 from evals.instrument import (
-    mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
+    legend, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
 from evals.pictures import figure_of, line_panel, powers_of_two
 
@@ -61,7 +61,7 @@ def command(args, run):
     numbers = {"dataset": run.dataset, "split": args.split, "spans": len(losses[longest]), "training_length": trained,
                "base": base, "rope_scaling": run.model.config.rope_scaling, "finetune": args.finetune,
                "lengths": [summary(losses[length], length, losses[base]) for length in lengths]}
-    return numbers, tell(args, {str(run.out_dir): numbers})
+    return numbers, in_words(numbers)
 
 
 def summary(losses, length, base):
@@ -102,28 +102,17 @@ def finetuned(run, length, args):
     return run.beside(folder).model
 
 
-def tell(args, found):
-    """A table with a row for each run and length; then the losses by position in the longest windows, bin by bin, with
-    a column for each run."""
-    several, rows, curves = len(found) > 1, [], {}
-    for place, numbers in found.items():
-        rows += [[place] * several + [str(row["length"]), *(row[key] for key in (
-            "loss", "loss_error", "perplexity", "perplexity_error", "more", "more_error"))]
-            for row in numbers["lengths"]]
-        curves[place] = {(b["first"], b["last"]): b["loss"] for b in numbers["lengths"][-1]["by_position"]}
-    header = ["run"] * several + ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]
-    spans = sorted({f"{numbers['spans']} spans of {numbers['lengths'][-1]['length']}" for numbers in found.values()})
-    bins = [[str(first) if first == last else f"{first}-{last}", *(c.get((first, last)) for c in curves.values())]
-            for first, last in sorted({edges for curve in curves.values() for edges in curve})]
-    return (f"{table(rows, header)}\n\n"
-            f"+-    standard errors over {' and '.join(spans)} tokens, the same tokens at every length\n"
-            f"more  nats per token more than at length {bases(found)}\n\n"
-            + table(bins, ["tokens seen", *(curves if several else ["loss"])]))
-
-
-def bases(found):
-    """The base lengths as text: the training length of each run, or its shortest length."""
-    return " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
+def in_words(numbers):
+    """A table with a row for each length, and the losses by position in the longest windows, bin by bin."""
+    keys = ("loss", "loss_error", "perplexity", "perplexity_error", "more", "more_error")
+    rows = [[str(row["length"]), *(row[key] for key in keys)] for row in numbers["lengths"]]
+    longest = numbers["lengths"][-1]
+    bins = [[str(b["first"]) if b["first"] == b["last"] else f"{b['first']}-{b['last']}", b["loss"]]
+            for b in longest["by_position"]]
+    meanings = {"+-": f"standard errors over {numbers['spans']} spans of {longest['length']} tokens, the same tokens at "
+                      "every length", "more": f"nats per token more than at length {numbers['base']}"}
+    return "\n\n".join([table(rows, ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]), legend(meanings),
+                        table(bins, ["tokens seen", "loss"])])
 
 
 def draw(path, found):
@@ -131,10 +120,11 @@ def draw(path, found):
     window. A line for each run; dotted lines at the training lengths."""
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
+    bases = " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
     by_length, by_place = "tokens in a window", "tokens seen in the window"
     with figure_of(path, [3.9], [4.3] * 3) as axes:
         for ax, name, title, xlabel in zip(axes[0], ("perplexity", "more", "loss"), (
-                "perplexity of the same tokens", f"nats a token more than at length {bases(found)}",
+                "perplexity of the same tokens", f"nats a token more than at length {bases}",
                 "nats a token, in the longest window"), (by_length, by_length, by_place), strict=True):
             curves = {}
             for place, numbers in found.items():

@@ -75,7 +75,7 @@ def command(args, run):
     """Compare Focus with full attention, for several numbers k of groups per token: loss, perplexity, share of distant
     pairs kept, speed. With --sweep, train and compare routers with other settings."""
     numbers = swept(args, run) if args.sweep else compared(args, run)
-    return numbers, tell(args, {str(run.out_dir): numbers})
+    return numbers, in_words(numbers)
 
 
 def compared(args, run):
@@ -177,34 +177,28 @@ def router(args, run, name, value):
             **{name: mean[name] for name in ("dominance", "evenness", "confidence")}}
 
 
-def tell(args, found):
-    """A table for each run: a row for each length and form, or for each trained router."""
-    texts = []
-    for place, numbers in found.items():
-        texts += [place] if len(found) > 1 else []
-        if "sweep" in numbers:
-            rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
-                    for name, rows in numbers["sweep"].items() for row in rows]
-            header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
-            texts += [f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance="
-                      f"{numbers['balance']}; perplexity on {numbers['split']}", table(rows, header)]
-            continue
-        windows = sorted({part["windows"] for part in numbers["lengths"]})
-        rows = [[str(part["length"]), form, *(figures[key] for key in (
-            "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
-            for part in numbers["lengths"] for form, figures in part["forms"].items()]
-        meanings = {
-            "full": "softmax attention of the same weights, all pairs",
-            "window": f"the same, only pairs less than {numbers['window']} apart",
-            "soft": "gates from 0 to 1, as in training",
-            "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
-            "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
-            "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
-            "speed": "of the whole model on one window, relative to full"}
-        texts += [f"{' or '.join(map(str, windows))} windows of {numbers['dataset']} ({numbers['split']}); trained at "
-                  f"{numbers['training_length']} tokens",
-                  table(rows, "length form loss +- more +- perplexity kept speed".split()), legend(meanings)]
-    return "\n\n".join(texts)
+def in_words(numbers):
+    """A table with a row for each length and form, or for each trained router."""
+    if "sweep" in numbers:
+        rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
+                for name, rows in numbers["sweep"].items() for row in rows]
+        header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
+        return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
+                f"perplexity on {numbers['split']}\n\n{table(rows, header)}")
+    rows = [[str(part["length"]), form, *(figures[key] for key in (
+        "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
+        for part in numbers["lengths"] for form, figures in part["forms"].items()]
+    windows = " or ".join(map(str, sorted({part["windows"] for part in numbers["lengths"]})))
+    meanings = {
+        "full": "softmax attention of the same weights, all pairs",
+        "window": f"the same, only pairs less than {numbers['window']} apart",
+        "soft": "gates from 0 to 1, as in training",
+        "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
+        "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
+        "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
+        "speed": "of the whole model on one window, relative to full"}
+    return (f"{windows} windows of {numbers['dataset']} ({numbers['split']}); trained at {numbers['training_length']} "
+            f"tokens\n\n{table(rows, 'length form loss +- more +- perplexity kept speed'.split())}\n\n{legend(meanings)}")
 
 
 def draw(path, found):
