@@ -25,7 +25,7 @@ MEASURES = {                                    # name: its meaning, printed und
     "stability": "share of tokens that --against has in the same group, after the best matching of groups (section 4); "
                  "about {even:.3f} or more by chance",
 }
-KEPT = "share of distant pairs, {window} apart or more, that are open: their {k} largest groups overlap (table 7)"
+KEPT = "share of distant pairs, {window} apart or more, that share one of their {k} largest groups (table 7)"
 MOST = 4                                        # the largest of these k
 
 

@@ -109,29 +109,29 @@ def in_words(numbers):
     longest = numbers["lengths"][-1]
     bins = [[str(b["first"]) if b["first"] == b["last"] else f"{b['first']}-{b['last']}", b["loss"]]
             for b in longest["by_position"]]
-    meanings = {"+-": f"standard errors over {numbers['spans']} spans of {longest['length']} tokens, the same tokens at "
-                      "every length", "more": f"nats per token more than at length {numbers['base']}"}
+    meanings = {"+-": f"standard errors over {numbers['spans']} spans of {longest['length']} tokens, the same at every "
+                      "length", "more": f"nats per token more than at length {numbers['base']}"}
     return "\n\n".join([table(rows, ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]), legend(meanings),
                         table(bins, ["tokens seen", "loss"])])
 
 
 def draw(path, found):
     """Draw perplexity by length, the loss minus that at the base length, and the loss by the position in the longest
-    window. A line for each run; dotted lines at the training lengths."""
+    window, in the middles of the bins. A line for each run; dotted lines at the training lengths."""
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
     bases = " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
-    by_length, by_place = "tokens in a window", "tokens seen in the window"
+    curves = {"perplexity": {}, "more": {}, "loss": {}}
+    for place, numbers in found.items():
+        rows, bins = numbers["lengths"], numbers["lengths"][-1]["by_position"]
+        for name in ("perplexity", "more"):
+            curves[name][Path(place).name] = [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
+        middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
+        curves["loss"][Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
+    titles = ("perplexity of the same tokens", f"nats a token more than at length {bases}",
+              "nats a token, in the longest window")
     with figure_of(path, [3.9], [4.3] * 3) as axes:
-        for ax, name, title, xlabel in zip(axes[0], ("perplexity", "more", "loss"), (
-                "perplexity of the same tokens", f"nats a token more than at length {bases}",
-                "nats a token, in the longest window"), (by_length, by_length, by_place), strict=True):
-            curves = {}
-            for place, numbers in found.items():
-                rows, error, x = numbers["lengths"], f"{name}_error", "length"
-                if xlabel == by_place:          # the middle of each bin, on a logarithmic scale
-                    error, x = "error", "middle"
-                    rows = [row | {"middle": math.sqrt(row["first"] * row["last"])} for row in rows[-1]["by_position"]]
-                curves[Path(place).name] = [[row[key] for row in rows] for key in (x, name, error)]
-            line_panel(ax, curves, title, xlabel, trained, legend=name == "perplexity")
+        for ax, title, (name, lines) in zip(axes[0], titles, curves.items(), strict=True):
+            xlabel = "tokens seen in the window" if name == "loss" else "tokens in a window"
+            line_panel(ax, lines, title, xlabel, trained, legend=name == "perplexity")
             powers_of_two(ax.xaxis)

@@ -197,8 +197,9 @@ def in_words(numbers):
         "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
         "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
         "speed": "of the whole model on one window, relative to full"}
+    text = table(rows, "length form loss +- more +- perplexity kept speed".split())
     return (f"{windows} windows of {numbers['dataset']} ({numbers['split']}); trained at {numbers['training_length']} "
-            f"tokens\n\n{table(rows, 'length form loss +- more +- perplexity kept speed'.split())}\n\n{legend(meanings)}")
+            f"tokens\n\n{text}\n\n{legend(meanings)}")
 
 
 def draw(path, found):
