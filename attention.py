@@ -61,7 +61,7 @@ class Rule(Choice):
     kernel: Kernel | None = None                # the same rule in Triton; None: the block loop computes it everywhere
     threshold_of: str | None = None             # another rule: the kernel's t is t times that rule's row sum
 
-    linear = True                               # the output is a linear function of the values, so weights exist
+    has_weights = True                          # the output is a linear function of the values
 
     @property
     def normalizes(self):

@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.choices = options.chosen(config, self.axes)                # {axis: Choice}
         self.rule = self.choices["rule"]
         # is attend's output, before norms and gates, weights_of times the values? If not, weights_of has derivatives
-        self.exact = self.rule.linear
+        self.has_weights = self.rule.has_weights
         self.has_extra_key = self.choices["sink"].score is not None
         self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
         # the projections

@@ -109,7 +109,7 @@ class OpenedRun:
         self.out_dir = checkpoint.parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         # without attention weights, derivatives of outputs by values replace them
-        self.has_weights = self.model.transformer.h[0].attn.exact
+        self.has_weights = self.model.transformer.h[0].attn.has_weights
         if not self.has_weights and self.machine.main:
             print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
                   "values: the weights shown are derivatives of outputs with respect to values", file=sys.stderr)

@@ -34,7 +34,7 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     mean = probe(model, splits["val"], machine, 16, 4, stride)["mean"]
     print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
           f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"
-          f"{'' if model.transformer.h[0].attn.exact else ', all of derivatives in place of weights'}\n")
+          f"{'' if model.transformer.h[0].attn.has_weights else ', all of derivatives in place of weights'}\n")
     coder = tokens.tokenizer(str(folder))
     # the first 240 tokens of what `eval.py sample` prints by default, in float32
     prompt = as_ids(first_token(coder, splits.get), machine)

@@ -37,7 +37,7 @@ def trained_recipes():
 
 def has_weights(recipe):
     """Is a recipe linear in its values? Only then it has attention weights."""
-    return AXES["rule"][attention.recipe(recipe)["rule"]].linear
+    return AXES["rule"][attention.recipe(recipe)["rule"]].has_weights
 
 
 def check_axes(config):

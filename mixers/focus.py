@@ -32,15 +32,17 @@ import kernels
 from attention import MASKED, RULES, LogSumExp, choose_kernel, softmax, triton_obstacles
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only, wide
-from axes.layer import Layer
-from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
-from axes.positions import WITHOUT_BIAS
-from axes.queries_keys import QK_NORMS
-from axes.rows import SINKS, normalised_output, share_of_keys
+from axes.rows import SINKS, normalised_output
 from axes.sight import Sight, visible
-from kernels import for_products, grouped, scaled_scores, weighted_sum
+from kernels import for_products, grouped, scaled_scores
+from mixers.base import Mixer, axes_of
 
 # -------------------------------------------------------------------------- the axis balance: how tokens find a group
+
+
+def by_softmax(layer, s):
+    """g_i = softmax(s_i). Nothing keeps the groups even, and training shuts no gate. Section 4."""
+    return s.softmax(-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,18 +51,13 @@ class Balance(Choice):
 
     `count` returns a statistic of a training step's tokens, which is summed over micro-batches and ranks; if it is a
     `sample`, only the step's first one is kept. After the step, `settle` updates the layer from it."""
-    shares: Callable | None = None              # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
+    shares: Callable = by_softmax               # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
     count: Callable | None = None               # layer, s, z (B, T, d_g) = W x, g -> a tensor
     sample: bool = False
     settle: Callable | None = None              # layer, the statistic of the step
     penalty: Callable | None = None             # layer, g -> a term of the loss
-
-
-def by_softmax(layer, s):
-    """g_i = softmax(s_i). Nothing keeps the groups even, and training shuts no gate. Section 4."""
-    return s.softmax(-1)
 
 
 def potentials(layer, s):
@@ -93,10 +90,6 @@ def sum_of_potentials(layer, s, z, g):
     return F.pad(potentials(layer, s).sum((0, 1)), (0, 1), value=len(s))
 
 
-def move_potential(layer, sums):
-    layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"])
-
-
 def confident_and_even(layer, g):
     """The mean entropy of a token's shares minus the entropy of the mean share. It is low where each token is sure of
     its group and the groups are even. The paper names "entropy and balance losses" without a formula; its "balance
@@ -120,18 +113,13 @@ def move_centroids(layer, sums):
     layer.centroids.lerp_(means, layer.args["rate"])
 
 
-def a_sequence(layer, s, z, g):
-    """A sample for k-means: at most 512 tokens, evenly spaced, of the first sequence."""
-    return z[0, ::-(-z.shape[1] // 512)]
-
-
 def recluster(layer, z):
     """Every `every` steps: run k-means on the tokens z (n, d_g) minus their mean, and take the directions of its means
     as centroids."""
     layer.steps += 1
     if layer.steps % layer.args["every"] == 0:
         layer.middle.copy_(z.mean(0))
-        layer.centroids.copy_(F.normalize(k_means(z - layer.middle, layer.groups), dim=-1))
+        layer.centroids.copy_(F.normalize(k_means(z - layer.middle, layer.args["groups"]), dim=-1))
 
 
 def k_means(z, K):
@@ -152,20 +140,14 @@ def router(layer):
     variance."""
     C, d_g = layer.config.n_embd, layer.args["route_dim"]
     return {"router": nn.Linear(C, d_g, bias=False), "router.weight": Normal(C ** -0.5),
-            "centroids": Normal(d_g ** -0.5, (layer.groups, d_g))}
+            "centroids": Normal(d_g ** -0.5, (layer.args["groups"], d_g))}
 
 
 def router_alone(layer):
     """The same, with centroids that have no gradient."""
     generator = torch.Generator().manual_seed(layer.depth)
-    start = torch.randn(layer.groups, layer.args["route_dim"], generator=generator)
+    start = torch.randn(layer.args["groups"], layer.args["route_dim"], generator=generator)
     return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1))}
-
-
-def router_and_middle(layer):
-    """The same, and the mean that is subtracted from every token before it is scored."""
-    middle = torch.zeros(layer.args["route_dim"])
-    return router_alone(layer) | {"middle": Fixed(middle), "steps": Fixed(torch.zeros(()))}
 
 
 # 62: a token's set of groups is stored as the bits of an int64
@@ -174,18 +156,22 @@ ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
 BALANCES = {                                    # the default is ours; the others are the paper's: section 2, table 8
-    "potential": Balance(learns=lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.groups))},
+    "potential": Balance(learns=lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.args["groups"]))},
                          args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential,
-                         count=sum_of_potentials, settle=move_potential),
+                         count=sum_of_potentials, settle=lambda layer, sums: (
+                             layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]))),
     "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False),
-    "softmax": Balance(learns=router, args=ROUTER, shares=by_softmax),
-    "entropy": Balance(learns=router, args=ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)}, shares=by_softmax,
+    "softmax": Balance(learns=router, args=ROUTER),
+    "entropy": Balance(learns=router, args=ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
                        penalty=confident_and_even),
-    "stop_gradient": Balance(learns=router, args=ROUTER, shares=by_softmax, detached=True),
-    "ema": Balance(learns=router_alone, args=ROUTER | {"rate": Constant(0.01, 0.0, 1.0)}, shares=by_softmax,
-                   detached=True, count=sums_by_group, settle=move_centroids),
-    "recluster": Balance(learns=router_and_middle, args=ROUTER | {"every": Constant(100, 1, 10**9)}, shares=by_softmax,
-                         count=a_sequence, sample=True, settle=recluster),
+    "stop_gradient": Balance(learns=router, args=ROUTER, detached=True),
+    "ema": Balance(learns=router_alone, args=ROUTER | {"rate": Constant(0.01, 0.0, 1.0)}, detached=True,
+                   count=sums_by_group, settle=move_centroids),
+    "recluster": Balance(                       # from at most 512 tokens of the first sequence. middle: see `recluster`
+        learns=lambda layer: router_alone(layer) | {
+            "middle": Fixed(torch.zeros(layer.args["route_dim"])), "steps": Fixed(torch.zeros(()))},
+        args=ROUTER | {"every": Constant(100, 1, 10**9)}, sample=True,
+        count=lambda layer, s, z, g: z[0, ::-(-z.shape[1] // 512)], settle=recluster),
 }
 
 # ------------------------------------------------------------------- the axis affinity: what a gate does to a score
@@ -195,8 +181,7 @@ def log_gate(s, z):
     """s + log sigmoid(z): the gate multiplies the weight, so a shut gate removes the pair, like a mask.
 
     Differs from the paper: its eq. 2 is `score_gate`. It has no value for gate_scale (its lambda) and no
-    gate_offset.
-    """
+    gate_offset."""
     return s + F.logsigmoid(z)
 
 
@@ -211,24 +196,20 @@ def no_window(config, args, choices):
         return "--attn=focus gates the pairs beyond a window, and --window=0 gates none: give --window=1 or more"
 
 
-def numbers_of_gate(layer):
-    return {name: torch.tensor(float(layer.args[name])) for name in ("gate_scale", "gate_offset")}
-
-
-def gate_args(offset):
-    return {"gate_scale": Constant(10.0), "gate_offset": Constant(offset), "learn_gate_scale": Constant(False),
-            "learn_gate_offset": Constant(False)}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Affinity(Choice):
     gated: Callable | None = None               # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
 
 
-AFFINITIES = {
-    "log": Affinity(learns=numbers_of_gate, args=gate_args(0.5), refuse=no_window, gated=log_gate),
-    "score": Affinity(learns=numbers_of_gate, args=gate_args(0.0), refuse=no_window, gated=score_gate),
-}
+def affinity(gated, offset):
+    """A row of the table: this gate, and the default of its offset."""
+    return Affinity(gated=gated, refuse=no_window, learns=lambda layer: {
+        name: torch.tensor(float(layer.args[name])) for name in ("gate_scale", "gate_offset")}, args={
+            "gate_scale": Constant(10.0), "gate_offset": Constant(offset), "learn_gate_scale": Constant(False),
+            "learn_gate_offset": Constant(False)})
+
+
+AFFINITIES = {"log": affinity(log_gate, 0.5), "score": affinity(score_gate, 0.0)}
 
 # ------------------------------------------------------------------------------------------------------ all the axes
 
@@ -239,43 +220,8 @@ def more_than_groups(config, args, choices):
                 "--attn_args=groups=NUMBER")
 
 
-AXES = options.defaults_but(
-    only(RULES, "softmax"), balance=BALANCES, affinity=AFFINITIES, pos=WITHOUT_BIAS, qk_norm=QK_NORMS,
-    value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES,
-    sink={name: choice for name, choice in SINKS.items() if not choice.ahead})
-
-REFUSED = {                                     # {axis: why Focus does not accept its other values}
-    "window_every": "each layer has a router, which needs the layer's own window",
-    "first": "its groups decide which keys a row sees beyond the window",
-    "pos": "its sparse form sorts the keys by group, so a bias by distance cannot be added",
-    "rule": "only softmax can be computed in parts, which are merged by their log-sum-exps",
-}
-
-# ------------------------------------------------------------------------------------- all pairs, a block at a time
-
-
-def gated_block(affinity, local, sight, need_r, dropout, i, q, k, v, a, b):
-    """Output (B, H, R, E) of one block of rows, and its log-sum-exp if need_r. a (B, 1, R, G) and b (B, 1, keys, G) are
-    the factors of the gate arguments, see `Focus.gate_factors`."""
-    w, r = gated_weights(affinity, local, sight, i, q, k, a, b, need_r)
-    o = weighted_sum(w, v, dropout)
-    return (o, r) if need_r else (o,)
-
-
-def gated_weights(affinity, local, sight, i, q, k, a, b, need_r):
-    """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if need_r. affinity None: hard
-    gates, open or shut."""
-    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
-    near, seen = i[:, None] - j < local, visible(i[:, None], j, sight)
-    s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
-    z = grouped(a, b.mT)                                                # (B, 1, R, keys)
-    if affinity:
-        s = torch.where(near, s, affinity(s, z))
-    else:
-        seen = seen & (near | (z > 0))
-    w = softmax(s, seen)
-    return w, LogSumExp.apply(s, seen, w) if need_r else None
-
+AXES = axes_of(only(RULES, "softmax"), balance=BALANCES, affinity=AFFINITIES,
+               sink={name: choice for name, choice in SINKS.items() if not choice.ahead})
 
 # --------------------------------------------------------------------------------------- the sparse form: open pairs
 
@@ -290,8 +236,9 @@ def sparse(q, k, v, members, local, scale, fused=False):
     The paper has one group for each token. With k groups a pair may share several and must count once. So tokens are
     sorted by their set of groups, and the rows of one set see all keys whose sets share a group with it, in one
     softmax."""
-    sequences = [sparse_sequence(*parts, local, scale, fused) for parts in zip(q, k, v, members, strict=True)]
-    return tuple(torch.stack(parts) for parts in zip(*sequences, strict=True))
+    sequences = [sparse_sequence(*parts, local, scale, fused)
+                 for parts in zip(*(y.split(1) for y in (q, k, v)), members, strict=True)]
+    return tuple(torch.cat(parts) for parts in zip(*sequences, strict=True))
 
 
 def sets_of(members):
@@ -305,112 +252,88 @@ def sets_of(members):
 
 
 def sparse_sequence(q, k, v, members, local, scale, fused):
-    """One sequence: q (H, T, D), k and v with as many heads or fewer, members (T, K)."""
+    """One sequence: q (1, H, T, D), k and v with as many heads or fewer, members (T, K)."""
     bits, set_index, sizes, share_group = sets_of(members)
     order = set_index.argsort(stable=True)      # by set, and within a set by position
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
         alone = share_group[number].sum() == 1  # it shares groups with itself only
         keys = rows if alone else share_group[number][set_index].nonzero()[:, 0]
-        outputs.append(causal_softmax(q[:, rows], k[:, keys], v[:, keys], rows, keys, scale, fused))
-    back = order.argsort()
-    o, r = (torch.cat(parts, 1)[:, back] for parts in zip(*outputs, strict=True))
-    near, near_r = near_softmax(q, k, v, bits, local, scale, fused)
-    near_r = near_r.masked_fill(without_near_keys(set_index, share_group, local)[:, None], MASKED)
+        outputs.append(some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused))
+    back, i = order.argsort(), torch.arange(len(bits), device=bits.device)
+    o, r = (torch.cat(parts, 2)[:, :, back] for parts in zip(*outputs, strict=True))
+    near, near_r = some_pairs(q, k, v, i, i, scale, fused, local, bits)
+    # (S, T): up to each position, the last key that shares no group with the set. Where none is near, `near` is wrong
+    last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
+    near_r = near_r.masked_fill((last[set_index, i] <= i - local)[:, None], MASKED)
     share = torch.sigmoid(r - near_r)           # weight of the keys that share a group
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
-
-
-def causal_softmax(q, k, v, rows, keys, scale, fused):
-    """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own; both are
-    sorted. Returns o (H, R, E) and log-sum-exp (H, R, 1)."""
-    same_tokens = len(rows) == len(keys)        # plain causal attention
-    if fused and same_tokens:
-        o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale)
-        return wide(o[0]), r[0][..., None]
-    if same_tokens and can_use_flash(q):
-        return masked_softmax(q, k, v, None, scale)
-    ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
-    for start in range(0, len(rows), ROWS):
-        block, end = rows[start:start + ROWS], ends[min(start + ROWS, len(rows)) - 1]
-        outputs.append(masked_softmax(q[:, start:start + ROWS], k[:, :end], v[:, :end], keys[:end] <= block[:, None],
-                                      scale))
-    return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
-
-
-def near_softmax(q, k, v, bits, local, scale, fused):
-    """Softmax over the keys in the window that share no group with the row: o (H, T, E) and log-sum-exp (H, T, 1). Both
-    are meaningless for the rows `without_near_keys`."""
-    if fused:
-        o, r = kernels.attend("softmax", q[None], k[None], v[None], scale=scale, window=local, sets=bits[None])
-        return wide(o[0]), r[0][..., None]
-    T, outputs = len(bits), []
-    for start in range(0, T, ROWS):
-        rows, keys = slice(start, min(start + ROWS, T)), slice(max(0, start + 1 - local), min(start + ROWS, T))
-        i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
-        seen = visible(i[:, None], j, Sight(window=local)) & ((bits[rows, None] & bits[keys]) == 0)
-        outputs.append(masked_softmax(q[:, rows], k[:, keys], v[:, keys], seen, scale))
-    return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
-
-
-def without_near_keys(set_index, share_group, local):
-    """Which rows (T,) share a group with all keys in their window."""
-    i = torch.arange(len(set_index), device=set_index.device)
-    # (S, T): up to each position, the last key that shares no group with the set
-    last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
-    return last[set_index, i] <= i - local
 
 
 ROWS = 512                                      # rows of a block; large, because these blocks have few keys
 
 
-def masked_softmax(q, k, v, seen, scale):
-    """Softmax of queries (H, R, D) over the keys (Hk, T, D) in the mask `seen` (R, T): output (H, R, E) and
-    log-sum-exp (H, R, 1). seen None: causal, with as many queries as keys."""
-    if can_use_flash(q):                        # torch's fused kernel; its log-sum-exp has no gradient
-        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
+    """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own; both are sorted.
+    With `bits` only over the keys among the last `local` whose set of groups has no bit in common with the row's.
+    Returns o (1, H, R, E) and log-sum-exp (1, H, R, 1); both are meaningless for a row without keys."""
+    square = len(rows) == len(keys)
+    if fused and square:
+        o, r = kernels.attend("softmax", q, k, v, scale=scale, window=local, sets=None if bits is None else bits[None])
+        return wide(o), r[..., None]
+    flash = q.device.type == "cpu" and not torch.is_grad_enabled()      # torch's fused kernel: its r has no gradient
+    if flash and square and bits is None:
+        return masked_softmax(q, k, v, None, scale, flash)
+    ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
+    for start in range(0, len(rows), ROWS):
+        stop = min(start + ROWS, len(rows))
+        block, part = slice(start, stop), slice(max(0, start + 1 - local) if local else 0, ends[stop - 1])
+        i, j = rows[block], keys[part]
+        seen = visible(i[:, None], j, Sight(window=local))
+        if bits is not None:
+            seen = seen & ((bits[i, None] & bits[j]) == 0)
+        outputs.append(masked_softmax(q[:, :, block], k[:, :, part], v[:, :, part], seen, scale, flash))
+    return tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
+
+
+def masked_softmax(q, k, v, seen, scale, flash):
+    """Softmax of queries (1, H, R, D) over the keys (1, Hk, T, D) in the mask `seen` (R, T): output (1, H, R, E) and
+    log-sum-exp (1, H, R, 1). flash: by torch's fused kernel; then seen may be None, causal."""
+    if flash:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
         o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[None], k[None], v[None], 0.0, seen is None, attn_mask=bias, scale=scale)
-        return wide(o[0]), r[0][..., None]
-    s = wide(heads_product(q * scale, k.mT))    # (H, R, T)
+            q, k, v, 0.0, seen is None, attn_mask=bias, scale=scale)
+        return wide(o), r[..., None]
+    s = wide(grouped(q * scale, k.mT))          # (1, H, R, T)
     w = softmax(s, seen)
-    return wide(heads_product(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
-
-
-def can_use_flash(q):
-    return q.device.type == "cpu" and not torch.is_grad_enabled()
-
-
-def heads_product(a, b):
-    """a @ b of one sequence, (H, R, .); a group of heads may share one head of b."""
-    return grouped(a[None], b[None])[0]
+    return wide(grouped(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
 
 
 # ---------------------------------------------------------------------------------------------------------- the layer
 
 
-class Focus(Layer):
+class Focus(Mixer):
     """A layer of softmax attention with a router: (B, T, C) to (B, T, C).
 
-    past, the cache of generation, also holds the tokens' shares of groups.
-    """
-    axes, refused = AXES, REFUSED
+    past, the cache of generation, also holds the tokens' shares of groups."""
+    axes, retrofit, decided_by_x = AXES, True, "the token's groups"
+    refused = {                                 # {axis: why Focus does not accept its other values}
+        "window_every": "each layer has a router, which needs the layer's own window",
+        "first": "its groups decide which keys a row sees beyond the window",
+        "pos": "its sparse form sorts the keys by group, so a bias by distance cannot be added",
+        "rule": "only softmax can be computed in parts, which are merged by their log-sum-exps"}
     numbers = {"window": options.NUMBERS["window"], "topk": options.Number(0, more_than_groups)}
     added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "middle", "steps")
-    retrofit = True
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
+        self.groups = self.args["groups"]
         self.local = self.sight.window          # pairs nearer than this have no gate
         self.sight = self.sight._replace(window=0)                      # every earlier key is visible
         self.causal = self.cached = self.choices["balance"].causal
         self.counted = None                     # the statistic of this training step
         self.penalized = self.choices["balance"].penalty is not None
-
-    @property
-    def groups(self):
-        return self.args["groups"]
 
     @property
     def hard(self):
@@ -467,69 +390,53 @@ class Focus(Layer):
 
     # ------------------------------------------------------------------ the layer's interface
 
-    def forward(self, x, past=None):
-        """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and shares."""
-        q, k, v = self.heads_of(self.c_attn(x))
-        shares = {}                             # of all tokens; without a cache attend computes them from x
-        if past is not None:
-            k, v, _ = self.recall(past, k, v)
-            g = self.assign(x)
-            past["g"] = torch.cat([past["g"], g], 1) if "g" in past else g
-            shares = {"g": past["g"]}
-        if self.choices["pos"].rotates:
-            q, k = self.rotated(q, k)
-        return self.output(self.attend(q, k, v, x, None, **shares))
+    def remember(self, past, x, k, v):
+        """The shares of all tokens."""
+        g = self.assign(x)
+        past["g"] = torch.cat([past["g"], g], 1) if "g" in past else g
+        return {"g": past["g"]}
 
     def attend(self, q, k, v, x, table=None, sight=None, g=None):
-        """From rotated queries and keys, values and the layer's input x (B, T, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
-        `hidden`. g: shares of all T tokens; None: computed from x, which then has T rows."""
-        dtype, q, k = v.dtype, self.featured(q), self.featured(k)
-        o, r = self.mixed(q, k, v, self.check(k, x, table, g), sight or self.sight)
-        o = normalised_output(self, o, q, r, None)                      # an extra key takes its share of the weights
-        o = self.choices["value_bias"].corrected(self, o)
-        o = self.choices["out_norm"].normed(self, o)
-        return self.choices["gate"].gated(self, o, x[:, -q.shape[2]:]).to(dtype)
-
-    def check(self, k, x, table, g):
-        """The shares of all tokens. Raises ValueError on inputs that Focus cannot use."""
-        self.refuse_table(table)
-        if g is None and x.shape[1] != k.shape[2]:
-            raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: Focus needs the layer's input at every "
-                             "token, which decides the token's group")
-        return self.assign(x) if g is None else g
-
-    def mixed(self, q, k, v, g, sight):
-        """Softmax over the gated pairs: output, and the log-sum-exp if an extra key needs it."""
-        if self.hard and q.shape[2] == k.shape[2] and sight.hidden < 0:
+        """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from x."""
+        self.check(k, x if g is None else g, table)
+        g = self.assign(x) if g is None else g
+        dtype, R, sight = v.dtype, q.shape[2], sight or self.sight
+        q, k = self.featured(q), self.featured(k)
+        if self.hard and R == k.shape[2] and sight.hidden < 0:
             fused = choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
-            if not fused:
-                q, k, v = for_products(q), for_products(k), for_products(v)
-            return sparse(q, k, v, self.memberships(g, self.hard), self.local, sight.scale, fused)
-        a, b = self.gate_factors(g)
-        dropout = self.config.dropout if self.training else 0.0
-        one_block = partial(gated_block, self.gate_of_pairs, self.local, sight, self.has_extra_key, dropout)
-        parts, a = ("rows", "keys", "keys", "rows", "keys"), a[:, :, -q.shape[2]:]
-        o, *r = kernels.run_blocks(one_block, sight, parts, q, k, v, a, b)
-        return o, r[0] if r else None
+            qkv = (y if fused else for_products(y) for y in (q, k, v))
+            o, *r = sparse(*qkv, self.memberships(g, self.hard), self.local, sight.scale, fused)
+        else:
+            a, b = self.gate_factors(g)
+            weights, parts = partial(self.gated_weights, sight), ("rows", "keys", "keys", "rows", "keys")
+            o, *r = kernels.run_blocks(partial(self.block, weights), sight, parts, q, k, v, a[:, :, -R:], b)
+        o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
+        return self.finished(o, x[:, -R:], dtype)
 
-    @property
-    def gate_of_pairs(self):
-        return None if self.hard else self.choices["affinity"].gated
+    def gated_weights(self, sight, i, q, k, a, b):
+        """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an extra key needs it. a
+        (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
+        affinity = self.choices["affinity"].gated
+        j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
+        near, seen = i[:, None] - j < self.local, visible(i[:, None], j, sight)
+        s = scaled_scores(q, k, sight.scale)                            # (B, H, R, keys)
+        z = grouped(a, b.mT)                                            # (B, 1, R, keys)
+        if self.hard:
+            seen = seen & (near | (z > 0))
+        else:
+            s = torch.where(near, s, affinity(s, z))
+        w = softmax(s, seen)
+        return (w, LogSumExp.apply(s, seen, w)) if self.has_extra_key else (w,)
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
-        q, k = self.featured(q), self.featured(k)
-        sight = sight or self.sight
-        a, b = self.gate_factors(self.check(k, x, table, None))
-        R, T = q.shape[2], k.shape[2]
-        for block, i in kernels.row_blocks(R, T, q.device):
+        """See Mixer."""
+        self.check(k, x, table)
+        a, b = self.gate_factors(self.assign(x))
+        q, k, T, sight = self.featured(q), self.featured(k), k.shape[2], sight or self.sight
+        for block, i in kernels.row_blocks(q.shape[2], T, q.device):
             qb, end = q[:, :, block], i[-1] + 1
-            w, r = gated_weights(self.gate_of_pairs, self.local, sight, i, qb, k[:, :, :end], a[:, :, i],
-                                 b[:, :, :end], self.has_extra_key)
-            share = share_of_keys(self, qb, r, None)
-            w = F.pad(w if share is None else w * share, (0, T - end))
-            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
+            w, *r = self.gated_weights(sight, i, qb, k[:, :, :end], a[:, :, i], b[:, :, :end])
+            yield self.with_extra_key(w, qb, r[0] if r else None, T)
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, g=None):
         """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never shut."""

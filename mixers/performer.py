@@ -26,7 +26,7 @@ import torch
 from axes.base import Choice, Constant, Fixed, only
 from axes.layer import Layer
 from mixers.recurrent import AXES as STATES
-from mixers.recurrent import FORGETS, WRITES, Recurrent, StateRule
+from mixers.recurrent import Recurrent, StateRule
 
 
 def orthogonal_normal(m, D, generator):
@@ -80,23 +80,23 @@ def sum_of_weights(r, n):
     return r
 
 
+def initial_sums(layer, v):
+    """The state before the first token: S = 0, and -inf as the largest log features."""
+    B, H, _, E = v.shape
+    m = len(layer.directions)
+    return v.new_zeros(B, H, m, E), v.new_full((B, H, 1, m), -math.inf)
+
+
 FAVOR = StateRule(learns=directions, args={"features": Constant(0, 0, 65536), "chunk": Constant(8, 1, 65536)},
-                  chunk=one_chunk, inputs=log_features)
-AXES = STATES | {
-    "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(divisor=sum_of_weights)},
-    "forget": only(FORGETS, "none"), "write": only(WRITES, "one"),
-    "feature": only(STATES["feature"], "none"),
-}
+                  chunk=one_chunk, inputs=log_features, start=initial_sums)
 
 
 class Performer(Recurrent):
     """A recurrent layer whose state holds the sums of random features, and the largest log feature of each direction.
     """
-    axes, added = AXES, ("directions",)
+    axes = STATES | {
+        "rule": {"favor": FAVOR}, "normalize": {"sum": Choice(divisor=sum_of_weights)},
+        "forget": only(STATES["forget"], "none"), "write": only(STATES["write"], "one"),
+        "feature": only(STATES["feature"], "none")}
+    added = ("directions",)
     obstacles = staticmethod(Layer.obstacles)   # random features have no kernel
-
-    def initial_state(self, v):
-        """The state before the first token: S = 0, and -inf as the largest log features."""
-        B, H, _, E = v.shape
-        m = len(self.directions)
-        return v.new_zeros(B, H, m, E), v.new_full((B, H, 1, m), -math.inf)

@@ -39,6 +39,7 @@ v, u, o (B, H, T, E)   forget (B, H, T, 1 or D): logarithms, at most 0   write, 
 c (B, H, C, 1 or D): the sums of forget since the chunk began, so exp(c_i - c_j) is the decay from token j to token i
 """
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -50,14 +51,13 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 from attention import choose_kernel, triton_obstacles
-from axes import options
 from axes.base import Choice, Constant, Normal, only, split_heads, wide
-from axes.layer import Layer
-from axes.outputs import EPS, GATES, OUT_NORMS, VALUE_BIASES, gate_of
-from axes.positions import WITHOUT_BIAS, rope_frequencies, rotate
-from axes.queries_keys import FEATURES, QK_NORMS, SCALES, unit_square
+from axes.outputs import EPS, GATES, OUT_NORMS
+from axes.positions import rope_frequencies, rotate
+from axes.queries_keys import FEATURES, SCALES, unit_square
 from axes.rows import NORMALIZERS
 from mixers import recurrent_kernels
+from mixers.base import Mixer, axes_of
 
 # ------------------------------------------------------------------------------------ the recurrence, token by token
 
@@ -66,8 +66,7 @@ def token_by_token(state, q, k, v, forget, erase=None):
     """The definition: one token after another, from the state (S,) before the first to (S,) after the last.
 
     v is already multiplied by write. erase None: nothing is subtracted. Returns o (B, H, T, E) and the state.
-    `one_chunk` returns the same, faster. Either can be passed to Recurrent.read.
-    """
+    `one_chunk` returns the same, faster. Either can be passed to Recurrent.read."""
     S, = state
     outputs = []
     for t in range(v.shape[2]):
@@ -86,8 +85,7 @@ def token_by_token(state, q, k, v, forget, erase=None):
 def decays(c):
     """The decay from token j to token i of a chunk, exp(c_i - c_j), 0 for j > i: (.., C, C, 1 or D).
 
-    Subtract before the exponential: exp(c_i) / exp(c_j) is 0 / 0 after a few strong gates.
-    """
+    Subtract before the exponential: exp(c_i) / exp(c_j) is 0 / 0 after a few strong gates."""
     later = torch.ones(c.shape[-2], c.shape[-2], dtype=torch.bool, device=c.device).triu(1)
     return (c[..., :, None, :] - c[..., None, :, :]).masked_fill(later[..., None], -math.inf).exp()
 
@@ -97,8 +95,7 @@ def scores(a, b, c):
 
     Where each channel decays at its own rate, the direct sum needs (.., C, C, D) numbers. So the chunk is halved.
     Pairs across the halves decay first to the middle and then from there: a product of two matrices in which no
-    exponent exceeds 0. Source: the second level of chunks of GLA, Yang et al. 2312.06635, section 4.
-    """
+    exponent exceeds 0. Source: the second level of chunks of GLA, Yang et al. 2312.06635, section 4."""
     if c.shape[-1] == 1:
         return a @ b.mT * decays(c)[..., 0]
     if a.shape[-2] <= 16:
@@ -116,8 +113,7 @@ def one_chunk(state, q, k, v, forget, erase=None):
 
     Each u depends on the earlier ones: u_i = v_i - erase_i (k_i S exp(c_i) + sum_{j<i} exp(c_i - c_j) k_i.k_j u_j).
     These are C linear equations with a triangular matrix. Source: Yang et al. 2406.06484, section 3; with forgetting
-    2412.06464.
-    """
+    2412.06464."""
     S, = state
     c = forget.cumsum(-2)
     end = c[..., -1:, :]
@@ -134,8 +130,7 @@ def all_chunks(chunk, state, inputs, size):
     """Run the function `chunk` over all chunks of `size` tokens, one after another; the last chunk may be shorter.
     inputs: tensors (B, H or 1, T, .). Returns o (B, H, T, E) and the state after the last token.
 
-    Only the T / size states between chunks are kept for the backward pass, which computes the rest again.
-    """
+    Only the T / size states between chunks are kept for the backward pass, which computes the rest again."""
     recompute = torch.is_grad_enabled() and inputs[0].shape[2] > 2 * size
     if recompute:
         chunk = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
@@ -169,14 +164,6 @@ def advance_with_momentum(M, P, q, k, u, forget, momentum):
             m[..., -1:, :].exp() * P + (k * moving[..., -1:, :].mT).mT @ u)
 
 
-def ttt_gradient(z, v, weight, bias):
-    """The gradient of |weight normed(z) + bias - v|^2 / 2 with respect to z: a LayerNorm's backward pass."""
-    deviation = (z.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
-    normed = (z - z.mean(-1, keepdim=True)) / deviation
-    g = weight * (weight * normed + bias - v)
-    return (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)) / deviation
-
-
 def one_chunk_ttt(state, q, k, v, rate, forget):
     """One chunk of a linear memory z = k M. Each token is a step of gradient descent from the memory before the chunk.
 
@@ -187,16 +174,17 @@ def one_chunk_ttt(state, q, k, v, rate, forget):
     Differs from the paper: its main results put the layer into Mamba's backbone, where queries and keys share a
     projection, each followed by its own convolution over 4 tokens, and a GELU gate multiplies the normed output. Here
     the layer replaces attention in a Transformer. That is the paper's TTT-Linear (T), the weaker of the two, and
-    ttt_linear_base in the authors' code.
-    """
+    ttt_linear_base in the authors' code."""
     M, weight, bias, averaging = state
-    u, c = -rate * ttt_gradient(k @ M, v, weight, bias), forget.cumsum(-2)
+    # the gradient of |weight normed(z) + bias - v|^2 / 2 with respect to z: a LayerNorm's backward pass
+    z = k @ M
+    deviation = (z.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    normed = (z - z.mean(-1, keepdim=True)) / deviation
+    g = weight * (weight * normed + bias - v)
+    dz = (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)) / deviation
+    u, c = -rate * dz, forget.cumsum(-2)
     o, M = advance(M, q, k, u, c, decays(c)[..., 0] * averaging[:, :, :q.shape[2]])
     return o, (M, weight, bias, averaging)
-
-
-def squared_norm(x):
-    return x.square().sum(-1, keepdim=True)
 
 
 LARGEST_STEP = 2                                # rate x curvature: a larger step increases the error
@@ -213,8 +201,8 @@ def titans_gradients(M, N, k, v):
     dz = hidden @ N - v
     density = torch.exp(-a * a / 2) / math.sqrt(2 * math.pi)
     da = (dz @ N.mT) * (torch.special.ndtr(a) + a * density)            # gelu(a) = a ndtr(a)
-    curvature = squared_norm(k) * squared_norm(da) / (squared_norm(dz) + 1e-12) + squared_norm(hidden)
-    return hidden, da, dz, curvature
+    k2, da2, dz2, hidden2 = (y.square().sum(-1, keepdim=True) for y in (k, da, dz, hidden))
+    return hidden, da, dz, k2 * da2 / (dz2 + 1e-12) + hidden2
 
 
 def one_chunk_titans(state, q, k, v, rate, share, forget, momentum):
@@ -227,8 +215,7 @@ def one_chunk_titans(state, q, k, v, rate, share, forget, momentum):
     Differs from the paper: a token's rate is lowered where rate x curvature exceeds 2. With the rates and initial
     values of this file that is rare; `eval.py params` prints the share of such tokens. Without the bound, a memory
     whose initial values have grown in training can overshoot, each chunk farther than the one before, until it is nan.
-    TTT's LayerNorm in the loss, which fla adds, makes gradients explode here.
-    """
+    TTT's LayerNorm in the loss, which fla adds, makes gradients explode here."""
     M, P, N, Q = state
     hidden, da, dz, curvature = titans_gradients(M, N, k, v)
     step = rate * curvature
@@ -250,26 +237,19 @@ def slowed_titans(state, q, k, v, rate, *rest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateRule(Choice):
-    """How a token changes the state."""
+    """How a token changes the state. `after`: layer, o, q, v -> o."""
     chunk: Callable | None = None               # state, q, k, v, ... of one chunk of tokens -> o, state
     inputs: Callable | None = None              # layer, q, k, v, forget, write, x -> the inputs of `chunk`
-    start: Callable | None = None               # layer, B -> the state before the first token; None: S is 0
-    after: Callable | None = None               # layer, o, q, v -> o
+    start: Callable | None = None               # layer, v -> the state before the first token; None: S is 0
     products: int = 2                           # vector-matrix products with a state per token: one write, one read
-    linear: bool = True                         # u is linear in v, so attention weights exist
+    has_weights: bool = True                    # u is linear in v, so attention weights exist
     slowed: Callable | None = None              # as `chunk`, but returns which tokens' rates it lowers in place of o
     places: Callable = lambda positions, chunk: positions               # positions that RoPE rotates by
-    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # (heads, width) of q, k and v
 
 
 def chunk_inputs(layer, q, k, v, forget, write, x):
-    """The inputs of `one_chunk` if nothing is erased."""
-    return q, k, v * write, forget
-
-
-def chunk_inputs_delta(layer, q, k, v, forget, write, x):
-    """The inputs of `one_chunk` for the delta rule, which erases as much as it writes."""
-    return q, k, v * write, forget, write
+    """The inputs of `one_chunk`. The delta rule erases as much as it writes; the others erase nothing."""
+    return q, k, v * write, forget, *([write] if layer.config.rule == "delta" else [])
 
 
 def with_skip(layer, o, q, v):
@@ -303,14 +283,14 @@ def ttt_parameters(layer):
             "place": torch.zeros(layer.args["chunk"])}
 
 
-def initial_state_ttt(layer, B):
+def initial_state_ttt(layer, v):
     """The state of `one_chunk_ttt` before the first token. The n-th token of a chunk sees 1 / n of the sum of the steps
     so far, their average, plus a learned share."""
-    M = wide(torch.cat([layer.memory, layer.memory_bias], 1))
+    M, B = wide(torch.cat([layer.memory, layer.memory_bias], 1)), len(v)
     n = torch.arange(1, len(layer.place) + 1, device=M.device, dtype=M.dtype)
     averaging = F.relu(1 / n + layer.place)
-    weight, bias = (x.expand(B, *x.shape) for x in (layer.inner_scale, layer.inner_bias))
-    return M.expand(B, *M.shape), weight, bias, averaging[:, None].expand(B, 1, -1, 1)
+    M, weight, bias = (y.expand(B, *y.shape) for y in (M, layer.inner_scale, layer.inner_bias))
+    return M, weight, bias, averaging[:, None].expand(B, 1, -1, 1)
 
 
 def chunk_inputs_ttt(layer, q, k, v, forget, write, x):
@@ -336,14 +316,10 @@ def titans_parameters(layer):
             "momentum": nn.Linear(layer.config.n_embd, H)}
 
 
-def initial_state_titans(layer, B):
-    return (*initial_memory(layer.memory_in, B), *initial_memory(layer.memory_out, B))
-
-
-def initial_memory(M, B):
-    """A learned memory (H, D, E) for every sequence, and its momentum of 0."""
-    M = wide(M).expand(B, *M.shape)
-    return M, torch.zeros_like(M)
+def initial_state_titans(layer, v):
+    """The learned memory of each sequence, and its momentum of 0."""
+    M, N = (wide(y).expand(len(v), *y.shape) for y in (layer.memory_in, layer.memory_out))
+    return M, torch.zeros_like(M), N, torch.zeros_like(N)
 
 
 def chunk_inputs_titans(layer, q, k, v, forget, write, x):
@@ -355,8 +331,7 @@ def chunk_inputs_titans(layer, q, k, v, forget, write, x):
 
     Differs from the paper: it leaves theta_t open, and there is no official code. Its values can have any size; here
     their mean square is 1. The size of the values would only scale the gradient, as the rate does. But the curvature
-    grows with the values that the memory returns, and then no rate would be small enough.
-    """
+    grows with the values that the memory returns, and then no rate would be small enough."""
     logits = wide(split_heads(layer.momentum(x), layer.heads, 1))
     rate, share = write / layer.width**0.5, torch.sigmoid(-logits) / layer.args["chunk"]
     return q, k, unit_square(layer, v), rate, share, forget, F.logsigmoid(logits)
@@ -371,16 +346,24 @@ RULES = {
     # state-space duality: all heads share one q and k; a skip connection follows. Mamba2, Dao and Gu 2405.21060
     "ssd": StateRule(learns=lambda layer: {"skip": torch.ones(layer.heads)}, args=CHUNK, chunk=one_chunk,
                      inputs=chunk_inputs, after=with_skip, heads=lambda H, K, D: ((1, D), (1, D), (K, D))),
-    "delta": StateRule(args=CHUNK, chunk=one_chunk, refuse=needs_small_writes, inputs=chunk_inputs_delta, products=3),
+    "delta": StateRule(args=CHUNK, chunk=one_chunk, refuse=needs_small_writes, inputs=chunk_inputs, products=3),
     "descent": StateRule(learns=ttt_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_ttt,
-                         inputs=chunk_inputs_ttt, start=initial_state_ttt, after=ttt_output, products=3, linear=False,
-                         places=lambda positions, chunk: positions % chunk),
+                         inputs=chunk_inputs_ttt, start=initial_state_ttt, after=ttt_output, products=3,
+                         has_weights=False, places=lambda positions, chunk: positions % chunk),
     "momentum": StateRule(learns=titans_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_titans,
-                          inputs=chunk_inputs_titans, start=initial_state_titans, slowed=slowed_titans, linear=False,
-                          products=7 * 4),      # of two memories, four times as wide as a head
+                          inputs=chunk_inputs_titans, start=initial_state_titans, slowed=slowed_titans,
+                          has_weights=False, products=7 * 4),           # of two memories, four times as wide as a head
 }
 
-# --------------------------------------------------------------------------------------------------- the axis forget
+# ----------------------------------------------------------------------------------- the axes forget, write and conv
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenChoice(Choice):
+    """A value of one of these axes. Each axis has one function."""
+    log_kept: Callable | None = None            # layer, x (B, T, C) -> log forget (B, H, T, 1 or D); None: 0
+    amount: Callable | None = None              # layer, x (B, T, C) -> write, the factor on v, (B, H, T, 1); None: 1
+    convolved: Callable | None = None           # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
 
 
 def retnet_forget(layer, x):
@@ -392,8 +375,7 @@ def retnet_forget(layer, x):
     October 2023 it has an RMSNorm without weights, and values 5/3 as wide. Here it is an RMSNorm whose weights all
     heads share, as in fla. The paper's experiments spread log(1 - forget_h) evenly from log 1/32 to log 1/512 over the
     heads of every model. torchscale also scales each row, among others by max(|sum of its weights|, 1). The norm undoes
-    that.
-    """
+    that."""
     h = torch.arange(layer.heads, dtype=torch.float64)
     return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
 
@@ -404,14 +386,8 @@ def gla_forget(layer, x):
 
     Differs from the paper: its keys have half the width of its values; here both have the same width. Its norm of each
     head is a LayerNorm (without weights in the authors' first code); here it is an RMSNorm whose weights all heads
-    share, as in the authors' later code (fla). Its output gate always has a bias; here only with --bias.
-    """
+    share, as in the authors' later code (fla). Its output gate always has a bias; here only with --bias."""
     return F.logsigmoid(wide(split_heads(layer.fade(x), layer.heads, -1))) / 16
-
-
-def gla_parameters(layer):
-    C, width = layer.config.n_embd, layer.heads * layer.width
-    return {"fade": nn.Sequential(nn.Linear(C, 16, bias=False), nn.Linear(16, width))}
 
 
 def time_step(layer, x):
@@ -424,8 +400,7 @@ def mamba2_forget(layer, x):
 
     Differs from the authors' code: there, Mamba2's convolution has a bias, its values together are twice as wide as the
     residual stream, its keys have 128 channels, and its published models have no MLPs. Gated DeltaNet's values are
-    twice as wide as its keys. Here both have the widths of all other recipes, and an MLP follows each layer.
-    """
+    twice as wide as its keys. Here both have the widths of all other recipes, and an MLP follows each layer."""
     return -layer.A_log.exp()[:, None, None] * time_step(layer, x)
 
 
@@ -443,25 +418,16 @@ def titans_forget(layer, x):
     return F.logsigmoid(layer.forget_bias[:, None, None] - wide(split_heads(layer.alpha(x), layer.heads, 1)))
 
 
-def titans_forget_parameters(layer):
-    return {"alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
-            "forget_bias": torch.full((layer.heads,), 4.0)}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Forget(Choice):
-    log_kept: Callable | None = None            # layer, x (B, T, C) -> log forget (B, H, T, 1 or D); None: 0
-
-
 FORGETS = {
-    "none": Forget(),
-    "fixed": Forget(log_kept=retnet_forget),
-    "channel": Forget(learns=gla_parameters, log_kept=gla_forget),
-    "dt": Forget(learns=mamba2_parameters, log_kept=mamba2_forget),
-    "alpha": Forget(learns=titans_forget_parameters, log_kept=titans_forget),
+    "none": TokenChoice(),
+    "fixed": TokenChoice(log_kept=retnet_forget),
+    "channel": TokenChoice(log_kept=gla_forget, learns=lambda layer: {"fade": nn.Sequential(
+        nn.Linear(layer.config.n_embd, 16, bias=False), nn.Linear(16, layer.heads * layer.width))}),
+    "dt": TokenChoice(log_kept=mamba2_forget, learns=mamba2_parameters),
+    "alpha": TokenChoice(log_kept=titans_forget, learns=lambda layer: {
+        "alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
+        "forget_bias": torch.full((layer.heads,), 4.0)}),
 }
-
-# ---------------------------------------------------------------------------------------------------- the axis write
 
 
 def needs_time(config, args, choices):
@@ -475,23 +441,14 @@ def learned_write(layer, x):
     return torch.sigmoid(wide(split_heads(layer.beta(x), layer.heads, 1)))
 
 
-def write_parameters(bias):
-    return lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads, bias=bias)}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Write(Choice):
-    amount: Callable | None = None              # layer, x (B, T, C) -> the factor on v, (B, H, T, 1); None: 1
-
-
 WRITES = {
-    "one": Write(),
-    "dt": Write(refuse=needs_time, amount=time_step),
-    "beta": Write(learns=write_parameters(bias=False), amount=learned_write),
-    "rate": Write(learns=write_parameters(bias=True), amount=learned_write),
+    "one": TokenChoice(),
+    "dt": TokenChoice(refuse=needs_time, amount=time_step),
+    "beta": TokenChoice(amount=learned_write, learns=lambda layer: {
+        "beta": nn.Linear(layer.config.n_embd, layer.heads, bias=False)}),
+    "rate": TokenChoice(amount=learned_write, learns=lambda layer: {
+        "beta": nn.Linear(layer.config.n_embd, layer.heads)}),
 }
-
-# ------------------------------------------------------------------------------------- the axes: before and after
 
 
 def short_convolution(layer, x):
@@ -500,18 +457,15 @@ def short_convolution(layer, x):
     return F.silu(F.conv1d(x.mT, layer.conv.to(x.dtype), groups=x.shape[-1]).mT)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Convolution(Choice):
-    convolved: Callable | None = None           # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
-
-
 CONVS = {
-    "off": Convolution(),
+    "off": TokenChoice(),
     # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws weights for four tokens
-    "on": Convolution(learns=lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))},
-                      convolved=short_convolution),
+    "on": TokenChoice(convolved=short_convolution, learns=lambda layer: {
+        "conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))}),
 }
 CONV_REACH = 3                                  # earlier tokens that the convolution sees
+
+# ------------------------------------------------------------------------------ the axes gate, out_norm and normalize
 
 
 def silu_gate(layer, o, x):
@@ -519,13 +473,9 @@ def silu_gate(layer, o, x):
     return o * F.silu(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
 
 
-def gate_of_elements(layer):
-    return gate_of(layer, layer.shapes["v"][1])
-
-
 GATES = GATES | {
-    "silu": Choice(learns=gate_of_elements, gated=silu_gate),
-    "silu_first": Choice(learns=gate_of_elements, gated=silu_gate, before_norm=True),            # Mamba2
+    "silu": dataclasses.replace(GATES["element"], gated=silu_gate),
+    "silu_first": dataclasses.replace(GATES["element"], gated=silu_gate, before_norm=True),     # Mamba2
 }
 
 
@@ -534,11 +484,8 @@ def layer_norm(layer, o):
     return split_heads(layer.out_norm(o.transpose(1, 2).flatten(2)), *o.shape[1::2])
 
 
-def norm_of_layer(layer):
-    return {"out_norm": nn.LayerNorm(layer.heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
-
-
-OUT_NORMS = OUT_NORMS | {"layer": Choice(learns=norm_of_layer, args=EPS, normed=layer_norm)}
+OUT_NORMS = OUT_NORMS | {"layer": Choice(args=EPS, normed=layer_norm, learns=lambda layer: {
+    "out_norm": nn.LayerNorm(layer.heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])})}
 
 
 def sum_may_be_zero(config, args, choices):
@@ -547,49 +494,37 @@ def sum_may_be_zero(config, args, choices):
                 "--rule=add --feature=elu")
 
 
-AXES = options.defaults_but(
-    RULES, forget=FORGETS, write=WRITES, conv=CONVS, pos=WITHOUT_BIAS, qk_norm=QK_NORMS, feature=FEATURES,
-    scale=only(SCALES, "sqrt_d", "one"), value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES,
+AXES = axes_of(
+    RULES, forget=FORGETS, write=WRITES, conv=CONVS, feature=FEATURES, scale=only(SCALES, "sqrt_d", "one"),
+    out_norm=OUT_NORMS, gate=GATES,
     normalize=only(NORMALIZERS, "none") | {"sum": dataclasses.replace(NORMALIZERS["sum"], refuse=sum_may_be_zero)})
-
-REFUSED = {                                     # {axis: why a state does not accept its other values}
-    "window": "a state holds no keys that could be hidden; --forget decides how long it remembers",
-    "window_every": "it has no window", "first": "it has no window",
-    "sink": "the weights of a row need not sum to 1, so an extra key has nothing to take",
-    "pos": "there is no score to add a bias to: use rope, none, sinusoidal or learned",
-    "diff": "there are no weights to subtract", "dex": "there is no sink to correct",
-    "scale": "scores do not compete within a row, so their number does not matter",
-}
 
 # ------------------------------------------------------------------------------------------------------ the layer
 
 
-def blocks(start, stop):
-    """(start, stop) of the blocks of at most BLOCK rows between start and stop."""
-    return [(i, min(i + kernels.BLOCK, stop)) for i in range(start, stop, kernels.BLOCK)]
-
-
-class Recurrent(Layer):
+class Recurrent(Mixer):
     """A layer whose heads keep a state instead of keys and values: (B, T, C) to (B, T, C).
 
     past, the cache of generation, holds the state, the last inputs of the short convolution and the number of tokens
-    so far. Its size does not grow.
-    """
-    axes, numbers, refused, heads_by = AXES, {}, REFUSED, "rule"
+    so far. Its size does not grow."""
+    axes, heads_by, decided_by_x = AXES, "rule", "what it forgets and writes"
+    refused = {                                 # {axis: why a state does not accept its other values}
+        "window": "a state holds no keys that could be hidden; --forget decides how long it remembers",
+        "window_every": "it has no window", "first": "it has no window",
+        "sink": "the weights of a row need not sum to 1, so an extra key has nothing to take",
+        "pos": "there is no score to add a bias to: use rope, none, sinusoidal or learned",
+        "diff": "there are no weights to subtract", "dex": "there is no sink to correct",
+        "scale": "scores do not compete within a row, so their number does not matter"}
 
     @property
     def fused_by(self):
         solving = (recurrent_kernels.invert,) if self.config.rule == "delta" else ()
-        return (*solving, recurrent_kernels.scan, recurrent_kernels.read) if self.rule.linear else ()
+        return (*solving, recurrent_kernels.scan, recurrent_kernels.read) if self.has_weights else ()
 
-    def forward(self, x, past=None):
-        """x (B, T, C), the layer's normed input. past: a dict, the cache, which the call updates."""
-        q, k, v = self.projected(x, past)
-        attend = self.attend if past is None else partial(self.attend, past=past)       # instruments replace attend
-        y = attend(q, k, v, x, None)            # (B, H, T, E)
-        if past is not None:
-            past["tokens"] = past.get("tokens", 0) + x.shape[1]
-        return self.output(y)
+    def remember(self, past, x, k, v):
+        """Count the tokens. `read` updates the rest of the cache."""
+        past["tokens"] = past.get("tokens", 0) + x.shape[1]
+        return {"past": past}
 
     def projected(self, x, past):
         """Queries, keys and values (B, heads, T, width), after the short convolution and RoPE, if any."""
@@ -609,31 +544,16 @@ class Recurrent(Layer):
         return q, k, v
 
     def attend(self, q, k, v, x, table=None, sight=None, past=None):
-        """From queries, keys, values and the layer's input x (B, T, C), which determines forget and write, to each
-        head's output (B, H, R, E). With fewer queries than keys, the queries are the last positions.
-
-        sight: only its `hidden` is used, a token that no later token reads. past: see forward; empty at first.
-        """
+        """What the queries read from the state, see Mixer. No later token reads what a hidden token writes. past: the
+        cache, empty at first."""
         self.check(k, x, table)
+        R, hidden = q.shape[2], (sight or self.sight).hidden
         o = self.read(q, k, v, x, past)
-        if sight is not None and sight.hidden >= 0:
-            without = self.read(q, k, v, x, hidden=sight.hidden)        # the hidden token writes nothing
-            here = torch.arange(k.shape[2], device=k.device) == sight.hidden
+        if hidden >= 0:
+            without = self.read(q, k, v, x, hidden=hidden)              # the hidden token writes nothing
+            here = torch.arange(k.shape[2], device=k.device) == hidden
             o = torch.where(here[:, None], o, without)
-        o, x = self.choices["value_bias"].corrected(self, o[:, :, -q.shape[2]:]), x[:, -q.shape[2]:]
-        if not self.choices["gate"].before_norm:
-            o = self.choices["out_norm"].normed(self, o)
-        o = self.choices["gate"].gated(self, o, x)
-        if self.choices["gate"].before_norm:
-            o = self.choices["out_norm"].normed(self, o)
-        return o.to(v.dtype)
-
-    def check(self, k, x, table):
-        """Raise ValueError on inputs that a state cannot use."""
-        self.refuse_table(table)
-        if x.shape[1] != k.shape[2]:
-            raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: a state needs the layer's input at every "
-                             "token, which decides what it forgets")
+        return self.finished(o[:, :, -R:], x[:, -R:], v.dtype)
 
     # ------------------------------------------------------------------ the state
 
@@ -654,12 +574,13 @@ class Recurrent(Layer):
             values = F.pad(v, (0, 1), value=1.0) if divisor else v      # a value of 1 reads as the sum of weights
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
             if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
-                o = self.fused(dtype, *inputs)
+                qkv = (y.to(dtype) for y in inputs[:3])
+                o = wide(recurrent_kernels.recur(*qkv, forget if log_forget else None, *inputs[4:]))
             else:
                 o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk)
             if divisor:
                 o = o[..., :-1] / divisor(o[..., -1:], None)
-            return self.rule.after(self, o, q, v) if self.rule.after else o
+            return self.rule.after(self, o, q, v)
 
     def prepare(self, q, k, v):
         """Queries, keys and values in the shapes of the rule: q and k (B, H or 1, T, D), v (B, H, T, E)."""
@@ -669,73 +590,54 @@ class Recurrent(Layer):
             k = self.for_score_heads(k, 1)
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
 
-    def fused(self, dtype, q, k, v, forget, erase=None):
-        """The outputs (B, H, T, E) of all tokens by the Triton kernels, with products in this dtype."""
-        q, k, v = (y.to(dtype) for y in (q, k, v))
-        return wide(recurrent_kernels.recur(q, k, v, forget if self.choices["forget"].log_kept else None, erase))
-
     def run_chunks(self, inputs, past, chunk):
         """The outputs (B, H, T, E) of all tokens by `chunk`. The cache of ttt and titans holds the state after the last
         whole chunk, and the inputs (`rows`) of the tokens since then: they are computed again until their chunk is
         whole, because its gradients are taken at the state before it."""
-        new, size = inputs[0].shape[2], self.args["chunk"]
-        state = self.state_before(past, inputs[2])
+        v, new, size = inputs[2], inputs[0].shape[2], self.args["chunk"]
+        start = self.rule.start(self, v) if self.rule.start else (v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
+        state = past.get("state", start)
+        if [S.shape for S in state] != [S.shape for S in start]:
+            raise ValueError("the cache holds a state of another recipe, or of another batch: begin with "
+                             "model.new_cache()")
         if "rows" in past:
             inputs = [torch.cat(pair, 2) for pair in zip(past["rows"], inputs, strict=True)]
         T = inputs[0].shape[2]
-        full = T if self.rule.start is None else T - T % size
+        full = T if self.has_weights else T - T % size
         outputs = []
         if full:
             o, state = all_chunks(chunk, state, [y[:, :, :full] for y in inputs], size)
             outputs.append(o)
         past["state"] = state
-        if self.rule.start:
+        if not self.has_weights:
             past["rows"] = [y[:, :, full:].clone() for y in inputs]
         if full < T:
             outputs.append(all_chunks(chunk, state, past["rows"], size)[0])
         return torch.cat(outputs, 2)[:, :, -new:]
 
-    def initial_state(self, v):
-        """The state before the first token."""
-        return self.rule.start(self, len(v)) if self.rule.start else (
-            v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
-
-    def state_before(self, past, v):
-        """The state before the tokens with values v (B, H, T, E): from the cache, or the initial one. Raises ValueError
-        if the cache is another recipe's."""
-        start = self.initial_state(v)
-        found = past.get("state", start)
-        if [S.shape for S in found] != [S.shape for S in start]:
-            raise ValueError("the cache holds a state of another recipe, or of another batch: begin with "
-                             "model.new_cache()")
-        return found
-
     # ------------------------------------------------------------------ attention weights, for instruments
 
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """The w_ij of o_i = sum_j w_ij v_j before norm and gate, a block of rows at a time: (B, H, BLOCK or fewer, T).
-        A rule that is not linear in the values has no weights; then it yields `derivatives`. sight: see attend."""
+        """See Mixer. A rule that is not linear in the values has no weights; then it yields `derivatives`."""
         self.check(k, x, table)
-        blocks_of = self.exact_weights if self.rule.linear else self.derivatives
-        if sight is None or sight.hidden < 0:
+        hidden = (sight or self.sight).hidden
+        blocks_of = self.exact_weights if self.has_weights else self.derivatives
+        if hidden < 0:
             yield from blocks_of(q, k, x)
             return
-        row = k.shape[2] - q.shape[2]
-        for w, without in zip(blocks_of(q, k, x), blocks_of(q, k, x, sight.hidden), strict=True):
-            here = torch.arange(row, row + w.shape[2], device=w.device) == sight.hidden
-            row += w.shape[2]
-            yield torch.where(here[:, None], w, without)
+        rows = kernels.row_blocks(q.shape[2], k.shape[2], q.device)
+        for (_, i), w, without in zip(rows, blocks_of(q, k, x), blocks_of(q, k, x, hidden), strict=True):
+            yield torch.where((i == hidden)[:, None], w, without)
 
     def exact_weights(self, q, k, x, hidden=-1):
         """weight_blocks of a rule that is linear in the values: the outputs for one-hot values, the j-th value being
         row j of the identity matrix. Memory is O(T)."""
         R, T = q.shape[2], k.shape[2]
-        places, past = torch.arange(T, device=q.device), {}
-        q = F.pad(q, (0, 0, T - R, 0))
-        for start, stop in (*blocks(0, T - R), *blocks(T - R, T)):
-            one_hot = (places[start:stop, None] == places).to(x.dtype).expand(len(k), self.heads, -1, -1)
+        places, past, q = torch.arange(T, device=q.device), {}, F.pad(q, (0, 0, T - R, 0))
+        for start, stop in itertools.pairwise([*range(0, T - R, kernels.BLOCK), *range(T - R, T, kernels.BLOCK), T]):
             rows = slice(start, stop)
+            one_hot = (places[rows, None] == places).to(x.dtype).expand(len(k), self.heads, -1, -1)
             w = self.read(q[:, :, rows], k[:, :, rows], one_hot, x[:, rows], past, hidden - start)
             if start >= T - R:
                 yield w
@@ -755,20 +657,17 @@ class Recurrent(Layer):
         q, v = F.pad(q, (0, 0, T - R, 0)), self.prepare(q, k, self.projected(x, None)[2])[2]
         generator = torch.Generator().manual_seed(0)
         signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=generator).to(v) * 2 - 1
-        for start, stop in blocks(T - R, T):
-            until = (y[..., :stop, :] for y in (q, k, v, x))
-            yield F.pad(self.derivatives_of(start, signs, hidden, *until), (0, T - stop))
-
-    @torch.enable_grad()
-    def derivatives_of(self, start, signs, hidden, q, k, v, x):
-        """`derivatives` of the rows from start on, (B, H, T - start, T), a few rows at a time to save memory."""
-        q, k, v, x = (y.detach() for y in (q, k, v, x))
-        o = self.read(q, k, v.requires_grad_(), x, hidden=hidden)
-        outputs = (o * signs)[:, :, start:].sum((0, 1, 3))              # (T - start,): a number for each row
-        few = max(1, 2**22 // v.numel())
-        gradients = [torch.autograd.grad(outputs, v, rows, retain_graph=True, is_grads_batched=True)[0]
-                     for rows in torch.eye(len(outputs), device=v.device, dtype=outputs.dtype).split(few)]
-        return torch.cat([(dv * signs).mean(-1) for dv in gradients]).movedim(0, 2)     # dv (few, B, H, T, E)
+        for start in range(T - R, T, kernels.BLOCK):
+            stop = min(start + kernels.BLOCK, T)
+            with torch.enable_grad():
+                qs, ks, vs, xs = (y[..., :stop, :].detach() for y in (q, k, v, x))
+                o = self.read(qs, ks, vs.requires_grad_(), xs, hidden=hidden)
+                outputs = (o * signs)[:, :, start:].sum((0, 1, 3))      # (stop - start,): a number for each row
+            few = max(1, 2**22 // vs.numel())   # rows at a time, to save memory
+            gradients = [torch.autograd.grad(outputs, vs, rows, retain_graph=True, is_grads_batched=True)[0]
+                         for rows in torch.eye(len(outputs), device=v.device, dtype=outputs.dtype).split(few)]
+            w = torch.cat([(dv * signs).mean(-1) for dv in gradients]).movedim(0, 2)    # dv (few, B, H, stop, E)
+            yield F.pad(w, (0, T - stop))
 
     @torch.no_grad()
     def slowed(self, x):
@@ -785,7 +684,7 @@ class Recurrent(Layer):
     @staticmethod
     def obstacles(config, device):
         """Triples (kernel, condition under which it cannot run on this device, reason)."""
-        yield "triton", not RULES[config.rule].linear, f"rule {config.rule} of a state has no kernel"
+        yield "triton", not RULES[config.rule].has_weights, f"rule {config.rule} of a state has no kernel"
         yield "triton", config.head_width > 256, "its heads are wider than 256"
         yield from triton_obstacles(config, device)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

@@ -1,7 +1,7 @@
 """The state of mixers/recurrent.py in Triton: `one_chunk` for all chunks of a sequence, forward and backward.
 
 One chunk takes the state S before it to S' after it. c is the sum of log forget since the chunk began, `end` its last
-value, and decay_ij = exp(c_i - c_j) for j <= i, otherwise 0. `below` keeps the entries below the diagonal:
+value, and decay_ij = exp(c_i - c_j) for j <= i, otherwise 0. below(..) keeps the entries below the diagonal:
 
     w = (k exp(c)) S + below(k k^T decay) u     what the state returns for each key: from earlier chunks and this one
     u = v - erase w                             solved for u: u = X (v - erase (k exp(c)) S), where X = (1 + A)^-1
@@ -81,22 +81,17 @@ def my_chunk(inputs, c: tl.constexpr):
 
 
 @jit
-def tile(i, stride, T, left, D: tl.constexpr, BD: tl.constexpr):
-    """Offsets of rows i and of BD columns from `left` on in a (T, D) matrix, and a mask of those that exist."""
-    d = left + tl.arange(0, BD)
-    return i[:, None] * stride + d[None, :], (i < T)[:, None] & (d < D)[None, :]
-
-
-@jit
 def load(at, stride, i, T, left, D: tl.constexpr, BD: tl.constexpr):
-    offsets, mask = tile(i, stride, T, left, D, BD)
-    return tl.load(at + offsets, mask=mask, other=0.)                           # (rows, BD)
+    """Rows i and BD columns from `left` on of a (T, D) matrix, 0 beyond its ends: (rows, BD)."""
+    d = left + tl.arange(0, BD)
+    return tl.load(at + (i[:, None] * stride + d[None, :]), mask=(i < T)[:, None] & (d < D)[None, :], other=0.)
 
 
 @jit
 def save(at, value, stride, i, T, left, D: tl.constexpr, BD: tl.constexpr):
-    offsets, mask = tile(i, stride, T, left, D, BD)
-    tl.store(at + offsets, value.to(at.dtype.element_ty), mask=mask)
+    d = left + tl.arange(0, BD)
+    mask = (i < T)[:, None] & (d < D)[None, :]
+    tl.store(at + (i[:, None] * stride + d[None, :]), value.to(at.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -182,13 +177,6 @@ def scores(at, stride, inputs, head, start, c: tl.constexpr):
 
 
 @jit
-def below(p, c: tl.constexpr):
-    """p.tril(-1): pairs of a token with an earlier one."""
-    i = tl.arange(0, c.C)
-    return tl.where(i[:, None] > i[None, :], p, 0.)
-
-
-@jit
 def load_erase(inputs, head, i):
     return tl.load(inputs.erase + head.rows + i, mask=i < inputs.T, other=0.)[:, None]                      # (C, 1)
 
@@ -202,7 +190,8 @@ def invert(inputs, X, c: tl.constexpr):
     A series in powers of A would be shorter. But those powers can be large, while the inverses of blocks stay small."""
     head, start = my_chunk(inputs, c)
     i, t = start + tl.arange(0, c.C), tl.arange(0, c.C)
-    A = load_erase(inputs, head, i) * below(scores(head.k, inputs.k.row, inputs, head, start, c), c)
+    erase, p = load_erase(inputs, head, i), scores(head.k, inputs.k.row, inputs, head, start, c)
+    A = erase * tl.where(t[:, None] > t[None, :], p, 0.)
     x = tl.where(t[:, None] == t[None, :], 1., 0.)
     size = 1
     while size < c.C:
@@ -326,7 +315,8 @@ def gradients(inputs, U, States, DStates, DO, DR, DQ, DK, DC, DErase, c: tl.cons
     dc = q * dq                                                                 # exp(c) multiplies each query
     if inputs.erase is not None:
         erase = load_erase(inputs, head, i)
-        dw_pairs, dk_pairs = pairs_back(below(da, c), (erase * k).to(k.dtype), k, decay, c)
+        da = tl.where(i[:, None] > i[None, :], da, 0.)
+        dw_pairs, dk_pairs = pairs_back(da, (erase * k).to(k.dtype), k, decay, c)
         dw = dw * from_start + dw_pairs
         dk += dk_pairs
         dc += erase * k * dw
@@ -351,8 +341,7 @@ def recur(q, k, v, forget=None, erase=None):
 
     q, k (B, H or 1, T, D), v (B, H, T, E), multiplied by write, of one dtype: float32, float16 or bfloat16. forget
     (B, H, T, 1 or D), logarithms; None: no forgetting. erase (B, H, T, 1); None: no erasing. Differentiable once.
-    Raises ValueError on inputs that the kernels cannot compute.
-    """
+    Raises ValueError on inputs that the kernels cannot compute."""
     for bad, why in problems(q, k, v, forget, erase):
         if bad:
             raise ValueError(why)
@@ -392,26 +381,21 @@ SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? c, Tensor? erase"
 @torch.library.custom_op("nanoattention::recur", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
 def run_forward(q, k, v, c, erase):
     o, X = allocate_forward(q, k, v, c, erase)
-    inputs, sizes = described(q, k, v, c, erase)
-    if erase is not None:
-        launch(invert, inputs, sizes, (X,))
-    U, States = scanned(inputs, sizes, X, v)
+    inputs, sizes, U, States = scanned(q, k, v, c, erase, X, solve=True)
     launch(read, inputs, sizes, (U, States, o), sizes.BE)
     return o, X
 
 
 @run_forward.register_fake
 def allocate_forward(q, k, v, c, erase):
-    size = described_sizes(q, v, c).C
-    return contiguous_like(v), q.new_empty((0,) if erase is None else (*v.shape[:3], size))
+    return v.new_empty(v.shape), q.new_empty((0,) if erase is None else (*v.shape[:3], sizes_of(q, v, c).C))
 
 
 @torch.library.custom_op("nanoattention::recur_backward", mutates_args=(),
                          schema=f"({SCHEMA}, Tensor X, Tensor do) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def run_backward(q, k, v, c, erase, X, do):
     grads = dq, dk, dv, dc, derase = allocate_backward(q, k, v, c, erase, X, do)
-    inputs, sizes = described(q, k, v, c, erase)
-    U, States = scanned(inputs, sizes, X, v)
+    inputs, sizes, U, States = scanned(q, k, v, c, erase, X)
     DStates = torch.empty_like(States)
     launch(read_back, inputs, sizes, (do, dv), sizes.BE)
     launch(scan_back, inputs, sizes, (X, do, dv, DStates), sizes.BE)
@@ -422,19 +406,15 @@ def run_backward(q, k, v, c, erase, X, do):
 
 @run_backward.register_fake
 def allocate_backward(q, k, v, c, erase, X, do):
-    sizes = described_sizes(q, v, c)
+    sizes = sizes_of(q, v, c)
     parts = count(sizes.D, sizes.BD)                                            # tiles that add to a row's gradients
     dc = (0,) if c is None else c.shape if sizes.channels else (*v.shape[:3], parts)
     derase = (0,) if erase is None else (*v.shape[:3], parts)
     rows = [q.new_empty(shape, dtype=torch.float32) for shape in (dc, derase)]
-    return contiguous_like(q), contiguous_like(k), contiguous_like(v), *rows
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows
 
 
-def contiguous_like(y):
-    return torch.empty_like(y, memory_format=torch.contiguous_format)
-
-
-def described_sizes(q, v, c):
+def sizes_of(q, v, c):
     """The Sizes of a call, as plain numbers."""
     D, E, channels = q.shape[3], v.shape[3], c is not None and c.shape[3] > 1
     C, BD, BE, _ = tiles(q, channels)
@@ -442,18 +422,17 @@ def described_sizes(q, v, c):
     return Sizes(C, D, padded(D), min(BD, padded(D)), E, min(BE, padded(E)), channels, invert)
 
 
-def described(q, k, v, c, erase):
-    """Inputs and Sizes, the arguments of all kernels."""
-    q, k, v = (matrix(part, name) for part, name in ((q, "q"), (k, "k"), (v, "v")))
-    return Inputs(q, k, v, c, erase, v.at.shape[1], v.at.shape[2]), described_sizes(q.at, v.at, c)
-
-
-def scanned(inputs, sizes, X, v):
-    """u as a Matrix (v itself without erasing), and the states before all chunks."""
-    U = inputs.v if inputs.erase is None else matrix(contiguous_like(v))
+def scanned(q, k, v, c, erase, X, solve=False):
+    """Scan the chunks; with `solve`, compute X first. Returns the Inputs and Sizes of all kernels, u as a Matrix (v
+    itself without erasing), and the states before all chunks."""
+    matrices = (matrix(part, name) for part, name in ((q, "q"), (k, "k"), (v, "v")))
+    inputs, sizes = Inputs(*matrices, c, erase, *v.shape[1:3]), sizes_of(q, v, c)
+    if solve and erase is not None:
+        launch(invert, inputs, sizes, (X,))
+    U = inputs.v if erase is None else matrix(v.new_empty(v.shape))
     States = v.new_empty(*v.shape[:2], count(v.shape[2], sizes.C), sizes.D, sizes.E)
     launch(scan, inputs, sizes, (X, U, States), sizes.BE)
-    return U, States
+    return inputs, sizes, U, States
 
 
 def launch(kernel, inputs, sizes, tensors, columns=None):
@@ -470,10 +449,6 @@ def launch(kernel, inputs, sizes, tensors, columns=None):
         kernels.launch_with(kernel, grid, (inputs, *tensors, Sizes(*map(tl.constexpr, sizes))), warps, stages)
 
 
-def setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, output[1])
-
-
 def backward(ctx, do, _):
     q, k, v, c, erase, X = ctx.saved_tensors
     dq, dk, dv, dc, derase = run_backward(q, k, v, c, erase, X, do.contiguous())
@@ -481,7 +456,8 @@ def backward(ctx, do, _):
     return dq, dk, dv, dc, None if erase is None else derase.sum(-1)
 
 
-run_forward.register_autograd(backward, setup_context=setup_context)
+run_forward.register_autograd(backward, setup_context=(
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1])))
 run_backward.register_autograd(kernels.refuse)
 
 

@@ -30,13 +30,10 @@ from torch.nn import functional as F
 
 import kernels
 from attention import Rule, softmax
-from axes import options
 from axes.base import Constant, Fixed, only, wide
-from axes.layer import Layer
-from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
-from axes.positions import WITHOUT_BIAS
-from axes.queries_keys import QK_NORMS, SCALES
+from axes.queries_keys import SCALES
 from axes.sight import visible
+from mixers.base import Mixer, axes_of
 
 
 def random_directions(layer):
@@ -50,14 +47,12 @@ CLUSTERED = Rule(learns=random_directions, args={
     "clusters": Constant(8, 1, 65536),
     "cluster_size": Constant(0, 0, 2**31)},     # w; 0: T / K, so that a token is in one cluster on average
     weights=softmax)
-AXES = options.defaults_but(
-    {"softmax": CLUSTERED}, qk_norm=QK_NORMS, scale=only(SCALES, "sqrt_d", "one"), pos=WITHOUT_BIAS,
-    value_bias=VALUE_BIASES, out_norm=OUT_NORMS, gate=GATES)
 
 
-class Routing(Layer):
+class Routing(Mixer):
     """A layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
-    axes, numbers, causal, cached, added = AXES, {}, False, False, ("means", "moves")
+    axes = axes_of({"softmax": CLUSTERED}, scale=only(SCALES, "sqrt_d", "one"))
+    causal, cached, added = False, False, ("means", "moves")
     refused = {                                 # {axis: why routing does not accept its values}
         "window": "clusters decide which keys a query sees; set their size with --attn_args=cluster_size=N",
         "window_every": "it has no window", "first": "it has no window",
@@ -67,20 +62,9 @@ class Routing(Layer):
         super().__init__(config, layer)
         self.sums = 0                           # (H, K, D): sums of unit queries and keys nearest to each centroid
 
-    def forward(self, x, past=None):
-        """x (B, R, C), the layer's normed input."""
-        q, k, v = self.heads_of(self.c_attn(x))
-        if past is not None:
-            k, v, _ = self.recall(past, k, v)
-        if self.choices["pos"].rotates:
-            q, k = self.rotated(q, k)
-        return self.output(self.attend(q, k, v, x, None))
-
     def attend(self, q, k, v, x, table=None, sight=None):
-        """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
-        `hidden`."""
-        self.refuse_table(table)
+        """Softmax inside each cluster; in training its tokens also move the centroids. See Mixer."""
+        self.check(k, x, table)
         q, k, v = self.prepare_heads(q, k, v)
         if self.training:
             self.add_to_sums(q, k)
@@ -89,9 +73,7 @@ class Routing(Layer):
         o = w @ gathered(wide(v), keys)         # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
-        o = self.choices["value_bias"].corrected(self, o)
-        o = self.choices["out_norm"].normed(self, o)
-        return self.choices["gate"].gated(self, o, x).to(v.dtype)
+        return self.finished(o, x, v.dtype)
 
     def prepare_heads(self, q, k, *v):
         """Apply norms to queries and keys, and repeat keys (and values) for every head."""
@@ -115,24 +97,23 @@ class Routing(Layer):
         """The positions of the w tokens nearest to each centroid: x (B, H, T, D) to (B, H, K, w)."""
         T, K = x.shape[2], self.means.shape[1]
         size = min(self.args["cluster_size"] or -(-T // K), T)
-        return self.closeness(x).topk(size, dim=2).indices.mT
+        return self.closeness(F.normalize(wide(x), dim=-1)).topk(size, dim=2).indices.mT
 
-    def closeness(self, x):
-        """Cosine with each centroid times the centroid's length: (B, H, T, D) to (B, H, T, K). The length is at most 1,
-        because a centroid is an average of unit vectors."""
-        x = F.normalize(wide(x), dim=-1)
-        with torch.autocast(x.device.type, enabled=False):
-            return x @ self.means.to(x.dtype).mT
+    def closeness(self, unit):
+        """Cosine of unit vectors (B, H, T, D) with each centroid times the centroid's length, (B, H, T, K). The length
+        is at most 1, because a centroid is an average of unit vectors."""
+        with torch.autocast(unit.device.type, enabled=False):
+            return unit @ self.means.to(unit.dtype).mT
 
     # ------------------------------------------------------------------ how centroids move
 
     @torch.no_grad()
     def add_to_sums(self, q, k):
         """Add queries and keys (B, H, ., D) of a training batch to the sums of their nearest centroids."""
-        x = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)
-        nearest = F.one_hot(self.closeness(x).argmax(-1), self.means.shape[1]).to(x.dtype)          # (B, H, ., K)
-        with torch.autocast(x.device.type, enabled=False):
-            self.sums = self.sums + (nearest.mT @ x).sum(0)
+        unit = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)
+        nearest = F.one_hot(self.closeness(unit).argmax(-1), self.means.shape[1]).to(unit.dtype)    # (B, H, ., K)
+        with torch.autocast(unit.device.type, enabled=False):
+            self.sums = self.sums + (nearest.mT @ unit).sum(0)
 
     @torch.no_grad()
     def finish_step(self, machine):
@@ -148,9 +129,8 @@ class Routing(Layer):
 
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """The w_ij of o_i = sum_j w_ij v_j before value bias, norm and gate, a block of rows at a time: yields
-        (B, H, BLOCK or fewer, T). Memory is O(R T), because a cluster's rows come from the whole sequence."""
-        self.refuse_table(table)
+        """See Mixer. Memory is O(R T), because a cluster's rows come from the whole sequence."""
+        self.check(k, x, table)
         q, k = self.prepare_heads(q, k)
         rows, keys, w, count = self.clusters(q, k, sight)
         R, T = q.shape[2], k.shape[2]

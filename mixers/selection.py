@@ -30,18 +30,17 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 import kernels
 from attention import RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, only, wide
-from axes.layer import Layer
-from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
-from axes.positions import WITHOUT_BIAS
-from axes.queries_keys import QK_NORMS, SCALES
-from axes.rows import SINKS, normalised_output, share_of_keys
+from axes.queries_keys import SCALES
+from axes.rows import SINKS, normalised_output
 from axes.sight import visible, visible_count
 from kernels import grouped, scaled_scores, weighted_sum
+from mixers.base import Mixer, axes_of
 
 # ------------------------------------------------------------------------------- the axis select: which keys a row sees
 
@@ -211,9 +210,7 @@ SELECTS = {
                        log_chance=log_collision_chance, scanned=lambda layer, k, index: index["codes"].nbytes),
 }
 
-AXES = options.defaults_but(
-    only(RULES, "softmax"), select=SELECTS, pos=WITHOUT_BIAS, qk_norm=QK_NORMS, scale=SCALES, value_bias=VALUE_BIASES,
-    out_norm=OUT_NORMS, gate=GATES, sink=SINKS)
+AXES = axes_of(only(RULES, "softmax"), select=SELECTS, scale=SCALES, sink=SINKS)
 
 # ---------------------------------------------------------------------------------------------------------- the layer
 
@@ -225,20 +222,10 @@ def picked(y, places):
     return y[batch[:, None, None], head[:, None], places]
 
 
-def places_of(mask):
-    """Where a mask (B, H, 1, T) is true: the places (B, H, m), and whether they count (B, H, 1, m), because m is the
-    largest number of places of a head."""
-    counts = mask.sum(-1)                       # (B, H, 1)
-    places = torch.nn.utils.rnn.pad_sequence(mask.nonzero()[:, -1].split(counts.flatten().tolist()), batch_first=True)
-    places = places.view(*mask.shape[:2], -1)
-    return places, torch.arange(places.shape[-1], device=mask.device) < counts[..., None]
-
-
-class Selection(Layer):
+class Selection(Mixer):
     """A layer of softmax attention over selected keys: (B, T, C) to (B, T, C).
 
-    past, the cache of generation, also holds the index of the keys.
-    """
+    past, the cache of generation, also holds the index of the keys."""
     axes, added, trains = AXES, ("planes",), False
     numbers = {"topk": options.Number(0)}
     refused = {
@@ -246,34 +233,23 @@ class Selection(Layer):
         "pos": "its indexes know nothing of a bias by distance: use rope, none, sinusoidal or learned",
         "rule": "it selects keys for softmax"}
 
-    def forward(self, x, past=None):
-        """x (B, R, C), the layer's normed input. past: a dict, the cache of keys, values and their index."""
-        q, k, v = self.heads_of(self.c_attn(x))
-        if past is not None:
-            k, v, _ = self.recall(past, k, v)
-        if self.choices["pos"].rotates:
-            q, k = self.rotated(q, k)
-        indexed = {}                            # without a cache attend makes the index
-        if past is not None:
-            past["index"] = self.choices["select"].index(self, self.featured(k), v, past.get("index"))
-            indexed = {"index": past["index"]}
-        return self.output(self.attend(q, k, v, x, None, **indexed))
+    def remember(self, past, x, k, v):
+        """The index of all keys."""
+        past["index"] = self.choices["select"].index(self, self.featured(k), v, past.get("index"))
+        return {"index": past["index"]}
 
     def attend(self, q, k, v, x, table=None, sight=None, index=None):
-        """From rotated queries and keys, values and the layer's input x (B, R, C) to each head's output (B, H, R, E).
-        With fewer queries than keys, the queries are the last positions. sight: the layer's own, or with another
-        `hidden`. index: of all T keys."""
-        self.refuse_table(table)
+        """Softmax over the selected keys, see Mixer. index: of all T keys; None: made here."""
+        self.check(k, x, table)
         dtype, sight = v.dtype, sight or self.sight
         q, k, index = self.prepare(q, k, v, sight, index)
         if q.shape[2] == 1 and sight.hidden < 0:
             o, *r = self.step(q, k, v, index)
         else:
-            o, *r = kernels.run_blocks(partial(self.block, index, sight), sight, ("rows", "keys", "keys"), q, k, v)
+            one_block = partial(self.block, partial(self.row_weights, index, sight))
+            o, *r = kernels.run_blocks(one_block, sight, ("rows", "keys", "keys"), q, k, v)
         o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
-        o = self.choices["value_bias"].corrected(self, o)
-        o = self.choices["out_norm"].normed(self, o)
-        return self.choices["gate"].gated(self, o, x).to(dtype)
+        return self.finished(o, x, dtype)
 
     def prepare(self, q, k, v, sight, index=None):
         """q and k after norm and learned factor, and the index of all keys, in which a hidden key is 0."""
@@ -286,26 +262,25 @@ class Selection(Layer):
             q = (q * self.choices["scale"].factor(self, visible_count(i, sight).to(wide(q).dtype))).to(q.dtype)
         return q, k, index
 
-    @property
-    def dropout(self):
-        return self.config.dropout if self.training else 0.0
-
     def step(self, q, k, v, index):
         """One query, which reads only the keys and values that it selects: output (B, H, 1, E), and the log-sum-exp if
         an extra key needs it."""
-        T, i = k.shape[2], torch.tensor([k.shape[2] - 1], device=k.device)
-        kept, mass = self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, T, dtype=torch.bool))
-        places, count = places_of(kept)
-        w, *r = self.weights(q, picked(k, places), index, count, i, places[:, :, None])
+        i, kept, mass = self.kept_now(q, k, index)
+        counts = kept.sum(-1)                   # (B, H, 1): how many keys each head selects
+        places = pad_sequence(kept.nonzero()[:, -1].split(counts.flatten().tolist()), batch_first=True)
+        places = places.view(*kept.shape[:2], -1)                       # (B, H, m): of the selected keys, then padding
+        real = torch.arange(places.shape[-1], device=kept.device) < counts[..., None]           # (B, H, 1, m)
+        w, *r = self.weights(q, picked(k, places), index, real, i, places[:, :, None])
         o = weighted_sum(w, picked(v, places), self.dropout)
         if mass is not None:
-            o = mass * o + (1 - mass) * self.for_score_heads(index["total"], 1) / T
+            o = mass * o + (1 - mass) * self.for_score_heads(index["total"], 1) / k.shape[2]
         return o, *r
 
-    def block(self, index, sight, i, q, k, v):
-        """The rows at positions i, computed with all scores and a mask."""
-        w, *r = self.row_weights(index, sight, i, q, k)
-        return weighted_sum(w, v, self.dropout), *r
+    def kept_now(self, q, k, index):
+        """For the last query: its position (1,), and the mask of the keys that it selects with their share of softmax,
+        see `Select.kept`."""
+        i = torch.tensor([k.shape[2] - 1], device=k.device)
+        return i, *self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, k.shape[2], dtype=torch.bool))
 
     def row_weights(self, index, sight, i, q, k):
         """The weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if it is needed."""
@@ -326,23 +301,19 @@ class Selection(Layer):
     # ------------------------------------------------------------------ for instruments
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """weights_of one block of rows at a time: yields (B, H, BLOCK or fewer, T or 1 + T)."""
-        self.refuse_table(table)
+        """See Mixer. A mask replaces the selection of keys."""
+        self.check(k, x, table)
         sight = sight or self.sight
         q, k, index = self.prepare(q, k, k, sight)                      # the values do not change the weights
-        R, T = q.shape[2], k.shape[2]
-        for block, i in kernels.row_blocks(R, T, q.device):
-            end = i[-1] + 1
-            w, *r = self.row_weights(index, sight, i, q[:, :, block], k[:, :, :end])
-            share = share_of_keys(self, q[:, :, block], r[0] if r else None, None)
-            w = F.pad(w if share is None else w * share, (0, T - end))
-            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
+        for block, i in kernels.row_blocks(q.shape[2], k.shape[2], q.device):
+            qb = q[:, :, block]
+            w, *r = self.row_weights(index, sight, i, qb, k[:, :, :i[-1] + 1])
+            yield self.with_extra_key(w, qb, r[0] if r else None, k.shape[2])
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
         """What the choice reads, and the selected keys and values of every head."""
-        T, i = k.shape[2], torch.tensor([k.shape[2] - 1], device=k.device)
         q, k = self.featured(q), self.featured(k)
-        kept = self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, T, dtype=torch.bool))[0]
+        kept = self.kept_now(q, k, index)[1]
         found = kept.sum().item() * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
         return self.choices["select"].scanned(self, k, index) + found
 

@@ -89,7 +89,7 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
     agree(found, expected, 64 * T)
     with torch.no_grad():                       # there Focus uses torch's fused kernel, which sums in float32
         agree([module.attend(*qkvx)], expected[:1], T, torch.float32 if module.config.mixer == "focus" else None)
-        if module.exact:                        # otherwise weights_of has derivatives
+        if module.has_weights:                        # otherwise weights_of has derivatives
             agree([module.weights_of(q, k, x)], [reference.weights(module, q, k, x)], 64 * T)
 
 

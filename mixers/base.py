@@ -1,0 +1,73 @@
+"""What the mixers share: the choices that all accept, the cache of keys, and what happens to the outputs of the heads.
+"""
+import torch
+from torch.nn import functional as F
+
+from axes import options
+from axes.layer import Layer
+from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
+from axes.positions import WITHOUT_BIAS
+from axes.queries_keys import QK_NORMS
+from axes.rows import share_of_keys
+from kernels import weighted_sum
+
+
+def axes_of(rules, **known):
+    """The axes of a mixer with these rules: those that all mixers accept, these further ones, and of every other axis
+    only the default value."""
+    shared = {"pos": WITHOUT_BIAS, "qk_norm": QK_NORMS, "value_bias": VALUE_BIASES, "out_norm": OUT_NORMS,
+              "gate": GATES}
+    return options.defaults_but(rules, **shared | known)
+
+
+class Mixer(Layer):
+    """A layer whose queries attend to cached keys, or to a state: (B, T, C) to (B, T, C).
+
+    attend(q, k, v, x, None, sight) takes rotated queries (B, heads, R, D), the last R of T positions, keys, values and
+    the layer's input x to the output of each head, (B, H, R, E). sight: the layer's own, or with another `hidden`.
+    weight_blocks(q, k, x, None, sight) yields the weights, (B, H, BLOCK rows or fewer, T), without value bias, norm and
+    gate; an extra key has a column before the others."""
+    decided_by_x = ""                           # what x decides at every token; "": attend needs no x before its R rows
+
+    @property
+    def dropout(self):
+        """The share of the attention weights that is dropped."""
+        return self.config.dropout if self.training else 0.0
+
+    def forward(self, x, past=None):
+        """x (B, R, C), the layer's normed input. past: a dict, the cache, which the call updates."""
+        q, k, v = self.projected(x, past)
+        cached = {} if past is None else self.remember(past, x, k, v)
+        return self.output(self.attend(q, k, v, x, None, **cached))
+
+    def projected(self, x, past):
+        """Queries (B, H, R, D) of x, and keys (B, Hk, T, D) and values (B, Hk, T, E) of all cached tokens and of x."""
+        q, k, v = self.heads_of(self.c_attn(x))
+        if past is not None:
+            k, v, _ = self.recall(past, k, v)
+        return *(self.rotated(q, k) if self.choices["pos"].rotates else (q, k)), v
+
+    def remember(self, past, x, k, v):
+        """Update what a mixer caches besides keys and values. Returns it by the names of `attend`'s arguments."""
+        return {}
+
+    def check(self, k, x, table):
+        """Raise ValueError on inputs that a mixer cannot use."""
+        self.refuse_table(table)
+        if self.decided_by_x and x.shape[1] != k.shape[2]:
+            raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: --attn={self.config.attn} needs the "
+                             f"layer's input at every token, which decides {self.decided_by_x}")
+
+    def block(self, weights, i, q, k, v, *parts):
+        """The output (B, H, R, E) of the rows at positions i, and their log-sum-exp if an extra key needs it. weights:
+        a function of i, q, k and these parts of other tensors that returns the weights (B, H, R, keys), and maybe it.
+        """
+        w, *r = weights(i, q, k, *parts)
+        return weighted_sum(w, v, self.dropout), *r
+
+    def with_extra_key(self, w, q, r, T):
+        """Softmax weights w (B, H, R, keys) of the first keys, extended to all T. The extra key, if there is one, comes
+        first and takes its share. r: the log-sum-exp of each row."""
+        share = share_of_keys(self, q, r, None)
+        w = F.pad(w if share is None else w * share, (0, T - w.shape[-1]))
+        return torch.cat([1 - share, w], -1) if self.has_extra_key else w
