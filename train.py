@@ -83,7 +83,7 @@ class Train:
     lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
     min_lr: float = knob(-1.0, "learning rate at the end; negative: a tenth of learning_rate")
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
-    head_balance: float = knob(0.0, "weight of the head-balancing loss (lambda of eq. 9): 0 if heads are equal")
+    head_balance: float = knob(0.0, "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads")
     balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all but those that the next two flags "
                                        "exclude (eq. 9)", ("routed", "all"))
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
