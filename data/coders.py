@@ -210,8 +210,8 @@ class GPT2(Tokenizer):
         found = []
         for name, (size, digest) in self.PARTS.items():
             if parts and hashlib.sha256(parts[name]).hexdigest() != digest:
-                raise ValueError(f"{name} is missing or is not the GPT-2 tokenizer's: name a folder with OpenAI's "
-                                 "vocab.bpe and encoder.json")
+                raise ValueError(f"{name} is missing or is not the GPT-2 tokenizer's: give --tokenizer_files=FOLDER "
+                                 "with OpenAI's vocab.bpe and encoder.json")
             place = cache / hashlib.sha1((self.ADDRESS + name).encode()).hexdigest()         # tiktoken's name for it
             is_cached = place.exists() and files.sha256(place) == digest
             if parts and not is_cached:
