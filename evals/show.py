@@ -69,7 +69,10 @@ def page_of(name, meta=None):
     a run. Then the page has the run's sizes, and its recipe if the name is empty."""
     config = model_config(meta["knobs"] if meta else SIZES | {"attn": "elastic"}, {"attn": name} if name else {})
     layer, where, sections = mixers.layer_of(config, 0), recipe_place(config.attn), {}
-    called, fused, axes = pytorch_of(layer), triton_of(layer), {axis: getattr(config, axis) for axis in mixers.DEFAULTS}
+    axes = {axis: getattr(config, axis) for axis in mixers.DEFAULTS}
+    functions = {(axis, part): getattr(layer.choices.get(axis), part, None) for axis, part in PASS}
+    functions = {choice: f for choice, f in functions.items() if f not in (None, unchanged)}
+    called, fused = pytorch_of(layer, functions), triton_of(layer)
     numbers = {"recipe": config.attn, "where": where, "axes": axes, "args": layer.args,
                "learns": {name: list(p.shape) for name, p in layer.named_parameters()},
                "pytorch": {f.__name__: place(f) for f in called}, "triton": {f.__name__: place(f) for _, f in fused}}
@@ -80,7 +83,8 @@ def page_of(name, meta=None):
         sections["the run"] = [entry("weights", origin(meta))]
         sections["the run"][:0] = [entry(name, f"{value:.10g}" if isinstance(value, float) else str(value) or "none",
                                          meanings[name]) for name, value in sizes.items()]
-    sections |= {"its choices": choices(layer, axes), "in PyTorch": "\n\n".join(map(source, called)).splitlines(),
+    sections |= {"its choices": choices(layer, axes, functions),
+                 "in PyTorch": "\n\n".join(map(source, called)).splitlines(),
                  "in Triton": "\n\n".join(source(function, role) for role, function in fused).splitlines()
                               or ["this rule has no kernel: PyTorch computes it everywhere"],
                  "what a layer learns": learned(layer)}
@@ -105,7 +109,7 @@ def origin(meta):
             f"{', instruction-tuned' * given['instruction_tuned']}; licence: {given['licence'] or 'not stated'}")
 
 
-def choices(layer, axes):
+def choices(layer, axes, functions):
     """A line for the rule, the positions, each axis that the recipe names, and each that differs from its default: the
     value and its effect, which is the first sentence of the docstring of the choice's function."""
     lines, usual, own = [], [], ("rule", "pos", *attention.ATTENTIONS.get(layer.config.attn, ()))
@@ -113,9 +117,8 @@ def choices(layer, axes):
         if value == mixers.DEFAULTS[axis] and axis not in own:
             usual.append(f"{axis} {value}")
             continue
-        functions = (function_of(layer, of, part) for of, part in PASS
-                     if of == axis and part not in ("inputs", "row_input", "start"))
-        function = next(filter(None, functions), None)
+        function = next((f for (of, part), f in functions.items()
+                         if of == axis and part not in ("inputs", "row_input", "start")), None)
         text = function and inspect.getdoc(getattr(function, "func", function)) or ""
         lines.append(entry(axis, value, re.split(r"\n\n|(?<=[a-z\])])\. ", text)[0].replace("\n", " ")))
     if layer.args:
@@ -123,20 +126,11 @@ def choices(layer, axes):
     return [*lines, entry("as usual", ", ".join(usual))]
 
 
-def function_of(layer, axis, part):
-    """The function in this field of the chosen row, or None."""
-    function = getattr(layer.choices.get(axis), part, None)
-    return None if function is unchanged else function
-
-
-def pytorch_of(layer):
+def pytorch_of(layer, functions):
     """The functions of every choice, in the order of a pass through the layer."""
     found, plain = [], type(layer).attend is attention.Attention.attend
-    for axis, part in PASS:
-        function = function_of(layer, axis, part)
-        found += [function, *called_by(function)]
-        if function and plain:
-            found.append(AROUND.get((axis, part)))
+    for choice, function in functions.items():
+        found += [function, *called_by(function), AROUND.get(choice) if plain else None]
     found += [visible, attention.Attention.rotated] if layer.config.window else []
     return list(dict.fromkeys(filter(None, found)))
 
