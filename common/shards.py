@@ -123,9 +123,6 @@ def load_parts(folder, weights, model, optimizer, scaler):
     groups = copy.deepcopy(averages["param_groups"])
     state = read_parts(folder, {                # each rank reads its parts, into these tensors
         "model": weights, "optimizer": averages, "step": 0, "scaler": scaler.state_dict()})
-    numbers = {"step": state["step"]} | state.get("scaler", {})
-    if not all(isinstance(number, int | float) and number >= 0 for number in numbers.values()):
-        raise unreadable(folder, f"it holds {numbers}")
     set_optimizer_state_dict(model, optimizer, state["optimizer"] | {"param_groups": groups})
     scaler.load_state_dict(scaler.state_dict() | state.get("scaler", {}))
     return state["step"]
@@ -186,15 +183,14 @@ def read_parts(folder, state=None):
         has_scaler = "scaler.scale" in metadata.state_dict_metadata     # it was trained in float16
         state = {name: part for name, part in (state or {}).items() if name != "scaler" or has_scaler}
         _load_state_dict(state, dcp.FileSystemReader(folder), planner=Planner(), no_dist=not dist.is_initialized())
+        numbers = {"step": state["step"]} | state.get("scaler", {})
+        if not all(isinstance(number, int | float) and number >= 0 for number in numbers.values()):
+            raise ValueError(f"it holds {numbers}")
     except (Exception, dcp.CheckpointException) as e:                   # the latter is no Exception
-        raise unreadable(folder, repr(next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException)
-                                      else e)) from None
+        cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
+        raise ValueError(f"{folder} is no readable checkpoint ({repr(cause).splitlines()[0]}): restore it, or delete "
+                         "it and start again") from None
     return state
-
-
-def unreadable(folder, why):
-    return ValueError(f"{folder} is no readable checkpoint ({why.splitlines()[0]}): restore it, or delete it and start "
-                      "again")
 
 
 if __name__ == "__main__":
