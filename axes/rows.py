@@ -109,8 +109,8 @@ def share_of_keys(layer, q, r, n):
     """The factor on the weights of a row's real keys, (B, H, R, 1): 1 / the row normaliser, or 1 minus the weight of
     the extra key. None: no factor.
 
-    An extra key of score c leaves them the share e^r / (e^r + e^c), where r is the log-sum-exp of their scores. That is
-    a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
+    An extra key of score c leaves the real keys the share e^r / (e^r + e^c) of their weights, where r is the
+    log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
     Source: The Attention Sink as Native MoE, eq. 2 to 4."""
     if layer.choices["normalize"].divisor:
         return 1 / layer.choices["normalize"].divisor(r, n[:, None])

@@ -132,8 +132,9 @@ def recorded(name):
                         "about": meaning})
     with torch.no_grad(), Tape(inputs) as tape:
         results = row_weights(layer, **inputs)
-    card = layer.choices["sink"] if layer.has_extra_key else attention.RULES[layer.config.rule].weights
-    about = (inspect.getdoc(card) or "").split("\n\n")[0].split("\nSource")[0]
+    # the first paragraph of the rule's docstring, or the second one of share_of_keys, which is about an extra key
+    paragraph, function = (1, rows.share_of_keys) if layer.has_extra_key else (0, layer.rule.weights)
+    about = (inspect.getdoc(getattr(function, "func", function)) or "").split("\n\n")[paragraph].split("\nSource")[0]
     users = {user: axes for user, axes in attention.ATTENTIONS.items() if axes.get("rule") == name}
     if users and all((axes.get("qk_norm"), axes.get("scale")) == ("l2", "one") for axes in users.values()):
         about += f" In its recipes ({', '.join(users)}) scores are cosines, from -1 to 1."
