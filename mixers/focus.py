@@ -229,13 +229,10 @@ AXES = axes_of(only(RULES, "softmax"), balance=BALANCES, affinity=AFFINITIES,
 def sparse(q, k, v, members, local, scale, fused=False):
     """Attention with hard gates that skips shut pairs: o (B, H, T, E) and log-sum-exp (B, H, T, 1). members (B, T, K).
 
-    Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near pairs that do not. It
-    merges the outputs of both by their log-sum-exps. That is exact: a softmax over both parts is the mean of their
-    outputs, weighted by their sums of exponentials.
-
-    The paper has one group for each token. With k groups a pair may share several and must count once. So tokens are
-    sorted by their set of groups, and the rows of one set see all keys whose sets share a group with it, in one
-    softmax."""
+    Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near pairs that do not. A
+    softmax over both is exactly the mean of their outputs, weighted by their sums of exponentials. The paper has one
+    group for each token. With k groups a pair may share several and must count once. So tokens are sorted by their set
+    of groups, and the rows of one set see all keys whose sets share a group with it, in one softmax."""
     sequences = [sparse_sequence(*parts, local, scale, fused)
                  for parts in zip(*(y.split(1) for y in (q, k, v)), members, strict=True)]
     return tuple(torch.cat(parts) for parts in zip(*sequences, strict=True))

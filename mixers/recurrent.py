@@ -25,11 +25,8 @@ ttt and titans write by gradient descent: u is a step that makes the state retur
 the state before the chunk of tokens that t is in. In ttt the loss has a LayerNorm; in titans an MLP replaces S.
 
 The weights of a row need not sum to 1, so no row needs a sink (except with --normalize=sum, which divides by the sum
-of the weights). A query can read only what was written to the state earlier. The size of the state does not depend on
-the number of tokens.
-
-The recurrence is sequential and slow. Training therefore takes a chunk of C tokens at once, by matrix products
-(`one_chunk`), and `mixers/recurrent_kernels.py` does the same in Triton. Decoding takes chunks of one token.
+of the weights). The size of the state does not depend on the number of tokens. Training takes a chunk of C tokens at
+once, by matrix products (`one_chunk`), and `mixers/recurrent_kernels.py` does the same in Triton.
 
 As in the papers' code, a state runs through the whole sequence: document separators do not reset it, and padding is a
 token like any other.
@@ -336,8 +333,6 @@ def chunk_inputs_titans(layer, q, k, v, forget, write, x):
     rate, share = write / layer.width**0.5, torch.sigmoid(-logits) / layer.args["chunk"]
     return q, k, unit_square(layer, v), rate, share, forget, F.logsigmoid(logits)
 
-
-# ------------------------------------------------------------------------------------------- the axis rule: its table
 
 CHUNK = {"chunk": Constant(64, 1, 65536)}       # tokens taken at once; ttt and titans take one gradient for each chunk
 

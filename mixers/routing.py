@@ -67,7 +67,10 @@ class Routing(Mixer):
         self.check(k, x, table)
         q, k, v = self.prepare_heads(q, k, v)
         if self.training:
-            self.add_to_sums(q, k)
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                unit = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)
+                nearest = F.one_hot(self.closeness(unit).argmax(-1), self.means.shape[1])   # (B, H, R + T, K)
+                self.sums = self.sums + (nearest.to(unit.dtype).mT @ unit).sum(0)
         rows, keys, w, count = self.clusters(q, k, sight)
         w = F.dropout(w, self.config.dropout, self.training)
         o = w @ gathered(wide(v), keys)         # (B, H, K, w, E)
@@ -104,16 +107,6 @@ class Routing(Mixer):
         is at most 1, because a centroid is an average of unit vectors."""
         with torch.autocast(unit.device.type, enabled=False):
             return unit @ self.means.to(unit.dtype).mT
-
-    # ------------------------------------------------------------------ how centroids move
-
-    @torch.no_grad()
-    def add_to_sums(self, q, k):
-        """Add queries and keys (B, H, ., D) of a training batch to the sums of their nearest centroids."""
-        unit = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)
-        nearest = F.one_hot(self.closeness(unit).argmax(-1), self.means.shape[1]).to(unit.dtype)    # (B, H, ., K)
-        with torch.autocast(unit.device.type, enabled=False):
-            self.sums = self.sums + (nearest.mT @ unit).sum(0)
 
     @torch.no_grad()
     def finish_step(self, machine):
