@@ -275,17 +275,10 @@ class Inputs(NamedTuple):
     scale: float
 
 
-class Head(NamedTuple):
-    """One head: its indices, and pointers to its matrices (64 bits; inside a head 32 bits are enough)."""
-    batch: Any
-    number: Any                 # 0 .. H-1
-    out: Any                    # its number in the output: the same, or number // 2 where two views share one
-    rows: Any                   # the offset of its rows in a row vector (B, H, T)
-    q: Any
-    k: Any
-    v: Any
-    tail: Any                   # tail and slope of far, for this head
-    slope: Any
+# One head: its batch index; its number among the H heads; the number of its output (half of that, where two views share
+# one); the offset of its rows in a row vector (B, H, T); pointers to its matrices (64 bits; inside a head 32 bits are
+# enough); its tail and slope
+Head = namedtuple("Head", "batch number out rows q k v tail slope")
 
 
 # -------------------------------------------------------------------------------------------------------- who sees whom
@@ -581,6 +574,7 @@ def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.co
 def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
     number, keys, head, i, q, t, second = my_rows(inputs, c)
+    held = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))          # of (B, H, row tiles, key tiles)
 
     # the statistic, where the output needs it; then the output
     r = tl.full((c.BM,), rule.floor, tl.float32)
@@ -589,7 +583,6 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     zero = tl.zeros((c.BM,), tl.float32)
     empty = tl.zeros((c.BM, c.EP), tl.float32)
     state = (r, zero, zero, empty, empty)       # the compiler removes the sums and U where a rule does not use them
-    held = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))          # of (B, H, row tiles, key tiles)
     top, sum_w, sum_z, o, u = walk(state, add_to_output, held, keys, None, inputs, head, rule, c, c.BN)
     if rule.settle is not None and not rule.passes:                             # statistic and output in one pass
         r = rule.settle(top, t, rule.power, sum_w, sum_z, True)
