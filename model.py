@@ -7,7 +7,6 @@ SwiGLU and RoPE follow LLaMA (Touvron et al. 2023), the mixture of experts GPT-O
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size, E = n_expert.
 """
 import copy
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import attention
 import mixers
 from axes.positions import POSITIONS, parse_rope_scaling
 from axes.rows import SINKS
-from common.flags import knob
+from common.flags import Knobs, knob
 from common.machine import check_memory
 from common.shards import draw, generator_of
 
@@ -164,33 +163,30 @@ class Block(nn.Module):
 
 def axis(name, meaning):
     """A field of GPTConfig for one axis. None: the recipe's value or, if it has none, the axis' default."""
-    return knob(None, meaning, mixers.AXES.get(name))
-
-
-# the smallest value of each whole number; of those that are not listed 0
-LEAST = {name: number.default for name, number in mixers.NUMBERS.items()} | dict.fromkeys((
-    "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_expert", "n_active", "bias_range"), 1)
+    least = mixers.NUMBERS[name].default if name in mixers.NUMBERS else None
+    return knob(None, meaning, mixers.AXES.get(name), least)
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(Knobs):
     """Sizes and choices of one model. The recipe `attn` fills in the axes (see axes/base.py) that are None.
 
     Raises ValueError if no model can be built from them."""
     # sizes
-    block_size: int = knob(1024, "context length T in tokens")
-    vocab_size: int = knob(50304, "number of token ids V; 0 in train.py: take it from the data set")
-    n_layer: int = knob(12, "number of blocks")
-    n_head: int = knob(12, "attention heads per block")
+    block_size: int = knob(1024, "context length T in tokens", least=1)
+    vocab_size: int = knob(50304, "number of token ids V; 0 in train.py: take it from the data set", least=1)
+    n_layer: int = knob(12, "number of blocks", least=1)
+    n_head: int = knob(12, "attention heads per block", least=1)
     n_kv_head: int = knob(0, "key and value heads, each shared by a group of heads; 0: n_head")
-    n_embd: int = knob(768, "width C of the residual stream")
+    n_embd: int = knob(768, "width C of the residual stream", least=1)
     head_dim: int = knob(0, "width of each query and key; 0: n_embd / n_head")
     n_inner: int = knob(0, "hidden width of the MLP, or of each expert; 0: 4 C (swiglu, moe: 8/3 C, rounded up to a "
                            "multiple of 32)")
-    n_expert: int = knob(8, "mlp=moe: experts in each block")
-    n_active: int = knob(2, "mlp=moe: experts that each token uses")
+    n_expert: int = knob(8, "mlp=moe: experts in each block", least=1)
+    n_active: int = knob(2, "mlp=moe: experts that each token uses", least=1)
     # around the attention
-    dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block")
+    dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block",
+                           least=0, below=1)
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
     qkv_bias: bool = knob(False, "biases of queries, keys and values, even without --bias")
     norm: str = knob("layernorm", "kind of norm, in each block and before the output layer", ("layernorm", "rmsnorm"))
@@ -208,7 +204,7 @@ class GPTConfig:
     rope_scaling: str = knob(
         "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), "
         "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1), or yarn:FACTOR,FAST,SLOW,ORIGINAL (as in GPT-OSS)")
-    bias_range: int = knob(512, "number of distances that a learned distance bias covers; it is 0 beyond them")
+    bias_range: int = knob(512, "number of distances that a learned distance bias covers; it is 0 beyond them", least=1)
     # the attention: a recipe, its constants, the code that computes it
     attn: str = knob(
         next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless their flags are given",
@@ -270,20 +266,12 @@ class GPTConfig:
                 setattr(self, name, self.recipe.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
         # then each value by itself, several numbers together, and the axes together
-        for field in dataclasses.fields(self):
-            name, value, kind, choices = field.name, getattr(self, field.name), field.type, field.metadata["choices"]
-            if choices and value not in choices:
-                raise ValueError(f"{name}={value} is not among {', '.join(choices)}")
-            if kind in (int, float, int | None) and (isinstance(value, bool) or not isinstance(value, kind | int)):
-                raise ValueError(f"{name}={value!r} must be a {'whole ' * (kind is not float)}number")
-            if isinstance(value, int) and not LEAST.get(name, 0) <= value < 1 << 31:
-                raise ValueError(f"{name}={value} must be at least {LEAST.get(name, 0)} and below 2**31")
+        super().__post_init__()
         divisible = self.n_embd % self.n_head == 0
         for name, valid, message in (
                 ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
                 ("n_head", self.n_head % self.n_kv_head == 0, f"is not divisible by n_kv_head={self.n_kv_head}"),
                 ("n_active", self.n_active <= self.n_expert, f"is more than n_expert={self.n_expert}"),
-                ("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)"),
                 ("norm_eps", 0 < self.norm_eps < 1, "must lie between 0 and 1"),
                 ("rope_base", 0 < self.rope_base < math.inf, "must be a positive number"),
                 ("rope_base", self.rope_base > 1 or "yarn" not in self.rope_scaling, "must be above 1 with YaRN"),

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mixers
 from common import files
-from common.flags import Parser, add_flags, at_least, fields_of, given_flags, knob
+from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob
 from common.machine import Machine, check_memory
 from common.runs import Run, as_base, last_checkpoint, made_by, read_run
 from common.shards import whole
@@ -51,7 +51,7 @@ from training.weights import (
 
 
 @dataclass
-class Train:
+class Train(Knobs):
     """Flags of training"""
     # model, data, and the run's folder
     preset: str = knob("tiny", "a named set of values for the other knobs", tuple(PRESETS))
@@ -64,37 +64,41 @@ class Train:
         "all", f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds to plain attention; "
         "lora: only LoRA on attention's projections. All others stay as in --init_from, and such a run saves an "
         "adapter, which holds only the trained weights", ("all", *mixers.RETROFITS, "lora"))
-    lora_rank: int = knob(4, "rank of the matrices that --train_only=lora adds to each projection")
+    lora_rank: int = knob(4, "rank of the matrices that --train_only=lora adds to each projection", least=1)
     lora_on: str = knob("both", "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
                         tuple(PROJECTIONS))
     # how much
-    max_iters: int = knob(1000, "optimizer steps")
-    batch_size: int = knob(16, "largest number of sequences per forward pass on one device")
-    gradient_accumulation_steps: int = knob(1, "sequences per step, over all ranks, as a multiple of batch_size")
+    max_iters: int = knob(1000, "optimizer steps", least=1)
+    batch_size: int = knob(16, "largest number of sequences per forward pass on one device", least=1)
+    gradient_accumulation_steps: int = knob(1, "sequences per step, over all ranks, as a multiple of batch_size",
+                                            least=1)
     # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
-    head_lr: float = knob(1.0, "factor on the learning rate of parameters outside linear layers, such as tau")
-    weight_decay: float = knob(0.1, "weight decay of matrices and embeddings; nothing else decays")
-    beta1: float = knob(0.9, "AdamW's first beta")
-    beta2: float = knob(0.95, "AdamW's second beta")
-    grad_clip: float = knob(1.0, "largest gradient norm; 0: no limit")
+    head_lr: float = knob(1.0, "factor on the learning rate of parameters outside linear layers, such as tau", least=0)
+    weight_decay: float = knob(0.1, "weight decay of matrices and embeddings; nothing else decays", least=0)
+    beta1: float = knob(0.9, "AdamW's first beta", least=0, below=1)
+    beta2: float = knob(0.95, "AdamW's second beta", least=0, below=1)
+    grad_clip: float = knob(1.0, "largest gradient norm; 0: no limit", least=0)
     decay_lr: bool = knob(True, "cosine decay of the learning rate; 0: constant after the warm-up")
     warmup_iters: int = knob(100, "steps of linear warm-up")
     lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
     min_lr: float = knob(-1.0, "learning rate at the end; negative: a tenth of learning_rate")
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
-    head_balance: float = knob(0.0, "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads")
+    head_balance: float = knob(0.0, "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads",
+                                least=0)
     balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all but those that the next two flags "
                                        "exclude (eq. 9)", ("routed", "all"))
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
-    balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes")
+    balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes",
+                                  least=0, below=1)
     expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of --mlp=moe, which is 1 in "
                                       "each layer with an even load; 0.01 is usual. Like head_balance, it balances "
-                                      "the sequences that all ranks read at once, so it depends on batch_size x ranks")
+                                      "the sequences that all ranks read at once, so it depends on batch_size x ranks",
+                                  least=0)
     # evaluations and checkpoints
-    eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint")
-    eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones")
-    log_interval: int = knob(10, "steps between rows of log.csv")
+    eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint", least=1)
+    eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones", least=1)
+    log_interval: int = knob(10, "steps between rows of log.csv", least=1)
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the fastest one here")
@@ -106,10 +110,7 @@ class Train:
                                      "more per rank, in out_dir/sharded_ckpt, which all ranks must see")
 
     def __post_init__(self):
-        at_least(self, max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, eval_iters=1,
-                 log_interval=1, head_lr=0, weight_decay=0, grad_clip=0, warmup_iters=0, lr_decay_iters=0, seed=0,
-                 lora_rank=1, head_balance=0, balance_skip=0, expert_balance=0)
-        at_least(self, below=1, balance_shared=0, beta1=0, beta2=0)
+        super().__post_init__()
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
                              "from a run: name it with --init_from")

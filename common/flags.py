@@ -10,14 +10,39 @@ import argparse
 import dataclasses
 import difflib
 import inspect
-import math
 from functools import partial
 from typing import get_type_hints
 
-def knob(default, meaning, choices=None, positional=False):
-    """A dataclass field that is also a flag: its default, its help text, and its valid values if they are few.
-    positional: it is given without its name."""
-    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices, "positional": positional})
+
+def knob(default, meaning, choices=None, least=None, below=None, positional=False):
+    """A dataclass field that is also a flag: its default, its help text, and its valid values: `choices` if they are
+    few, or from `least` to `below`. A whole number is at least 0. positional: it is given without its name."""
+    return dataclasses.field(default=default, metadata={
+        "help": meaning, "choices": choices, "least": least, "below": below, "positional": positional})
+
+
+class Knobs:
+    """The base of dataclasses of knobs. It raises ValueError if a value has another type than its default, or is not
+    among the valid ones."""
+
+    def __post_init__(self):
+        types = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            name, value, kind, about = field.name, getattr(self, field.name), types[field.name], field.metadata
+            if about["choices"] and value not in about["choices"]:
+                raise ValueError(f"--{name}={value} is not among {', '.join(about['choices'])}"
+                                 f"{nearest(value, about['choices'])}")
+            if kind not in (int, float, int | None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind | int):
+                raise ValueError(f"--{name}={value!r} must be a {'whole ' * (kind is not float)}number")
+            least, below = about["least"], about["below"]
+            if kind is not float:
+                least, below = least or 0, below or 1 << 31
+            if least is not None and not value >= least:
+                raise ValueError(f"--{name}={value} must be at least {least}")
+            if below is not None and not value < below:
+                raise ValueError(f"--{name}={value} must be below {'2**31' if below == 1 << 31 else below}")
 
 
 def add_flags(parser, *groups):
@@ -129,15 +154,3 @@ def with_recipe(base, given, recipes, axes):
         base = {name: value for name, value in base.items() if name not in axes or before.get(name) != value}
         base |= {"attn_args": ""} | recipes[given["attn"]]
     return base | given
-
-
-def at_least(knobs, below=math.inf, **bounds):
-    """Raise ValueError if a knob is less than its bound, not less than `below`, or a whole number that is too large for
-    32 bits."""
-    for name, bound in bounds.items():
-        value = getattr(knobs, name)
-        if not bound <= value < below:
-            upper = f" and below {below}" if below < math.inf else ""
-            raise ValueError(f"--{name}={value} must be a number of at least {bound}{upper}")
-        if isinstance(value, int) and value >= 1 << 31:
-            raise ValueError(f"--{name}={value} must be below 2**31")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from data import benchmarks
 from evals.instrument import explained, mean_and_error
 from evals.likelihood import listen, page_requests, row_requests, text_tokenizer
@@ -35,17 +35,14 @@ EIGHT = ("lambada", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challeng
 
 
 @dataclass
-class Bench:
+class Bench(Knobs):
     """Flags of bench"""
     tasks: str = knob("", f"tasks, separated by commas: {', '.join(MEASURES)}; or all; empty: those with a file")
     source: str = knob("", "folder of these files; empty: data/benchmarks, where python data/benchmarks.py puts them")
     limit: int = knob(0, "rows of each task, spread evenly over its file; 0: all")
     bos: bool = knob(False, "begin every context with the separator, like the texts in training")
     length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; 0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer row gets a pass of its own")
-
-    def __post_init__(self):
-        at_least(self, limit=0, length=0, batch_size=1)
+    batch_size: int = knob(4096, "tokens per forward pass; a longer row gets a pass of its own", least=1)
 
 
 def command(args, run):

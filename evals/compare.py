@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import attention
 import mixers
-from common.flags import at_least, knob
+from common.flags import knob
 from common.runs import read_run
 from evals.instrument import Windows, first_line, legend, markdown, table
 from evals.loss import bits_per_byte, loss_and_error
@@ -36,13 +36,9 @@ FREE = ("seed", "out_dir", "preset", "device", "dtype", "kernel", "compile", "ev
 class Compare(Windows):
     """Flags of compare"""
     windows: int = knob(0, "fixed windows for the losses, spread evenly; 0: as many as fit")
-    probe_windows: int = knob(16, "fixed windows for the measures of attention")
+    probe_windows: int = knob(16, "fixed windows for the measures of attention", least=1)
     md: bool = knob(False, "print the table as markdown")
     anyway: bool = knob(False, "also compare runs with different data, budgets or sizes")
-
-    def __post_init__(self):
-        super().__post_init__()
-        at_least(self, probe_windows=1)
 
 
 def command(args, run):

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import kernels
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from evals.instrument import progress, table, whole_numbers
 from mixers import recurrent_kernels
 
@@ -51,18 +51,18 @@ for _call, (_rates, _) in STATES.items():
 
 
 @dataclass
-class Compile:
+class Compile(Knobs):
     """Flags of compile"""
     sm: str = knob("80,90", "generations of GPUs, separated by commas: compute capability times 10")
     width: str = knob("64,128,256", "head dimensions, separated by commas")
     dtype: str = knob(",".join(DTYPES), "data types of q, k and v, separated by commas")
     calls: str = knob(",".join(CALLS), "compile the kernels of these calls, separated by commas: names in the "
                                        "column `call`, or groups")
-    processes: int = knob(1, "how many calls to compile at a time")
+    processes: int = knob(1, "how many calls to compile at a time", least=1)
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
-        at_least(self, processes=1)
+        super().__post_init__()
         for flag, valid in (("calls", (*CALLS, *ATTENTION, *STATES)), ("dtype", DTYPES)):
             for name in getattr(self, flag).split(","):
                 if name not in valid:

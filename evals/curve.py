@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from axes import rows
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from evals.instrument import recipe_names, table
 from evals.pictures import figure_of, frame, save_page
 from model import GPTConfig
@@ -29,17 +29,14 @@ WIDTH = 64                                      # head dimension
 
 
 @dataclass
-class Curve:
+class Curve(Knobs):
     """Flags of curve"""
     recipes: str = knob("softmax,elastic,entmax,tda", "recipes, separated by commas", positional=True)
-    spread: float = knob(4.0, "the largest score of the row; the smallest is minus that")
-    keys: int = knob(64, "how many keys the row sees")
+    spread: float = knob(4.0, "the largest score of the row; the smallest is minus that", least=0)
+    keys: int = knob(64, "how many keys the row sees", least=2)
     html: str = knob("", "also write a page for a browser into this file, on which one drags the scores and sees the "
                          "weights under every rule")
     json: bool = knob(False, "print JSON instead of a table")
-
-    def __post_init__(self):
-        at_least(self, keys=2, spread=0)
 
 
 def command(args, run=None):

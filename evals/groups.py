@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from common.flags import at_least, knob
+from common.flags import knob
 from evals.instrument import Windows, batches, explained, first_line, watch
 from evals.pictures import figure_of, frame, line_panel, pyplot, whole_ticks
 from mixers.focus import Focus, entropy
@@ -32,14 +32,11 @@ MOST = 4                                        # the largest of these k
 @dataclass
 class Groups(Windows):
     """Flags of groups"""
-    windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window")
+    windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window", least=1)
     against: str = knob("", "compare groups with this run of the same model, such as an earlier checkpoint")
-    layer: int = knob(-1, "layer whose groups are listed, counted from 0; -1: the one with the most even groups")
-    top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs")
-
-    def __post_init__(self):
-        super().__post_init__()
-        at_least(self, layer=-1, top=1)
+    layer: int = knob(-1, "layer whose groups are listed, counted from 0; -1: the one with the most even groups",
+                      least=-1)
+    top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs", least=1)
 
 
 def command(args, run):

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import torch
 
-from common.flags import at_least, knob
+from common.flags import knob
 from data import tokens
 from evals.ablate import ablations, costs, draw_costs
 from evals.instrument import Windows, explained, first_line, progress, table, watch, whole_numbers, window_batches
@@ -35,20 +35,19 @@ FIGURES = {                                     # over all heads
 @dataclass
 class Heads(Windows):
     """Flags of heads"""
-    local: int = knob(8, "alpha_local is the weight on this number of last keys")
+    local: int = knob(8, "alpha_local is the weight on this number of last keys", least=1)
     threshold: float = knob(0.5, "a head is dormant if its alpha_sink is above this")
     early: int = knob(-1, "compute the variation of importance again without this number of first layers; -1: "
-                          "a fifth of all layers (the paper: 7 of 36 in Qwen3-8B)")
+                          "a fifth of all layers (the paper: 7 of 36 in Qwen3-8B)", least=-1)
     against: str = knob("", "also measure alpha_sink on this data set, to see whether the same heads are dormant")
     cost: bool = knob(False, "also measure how much each ablation raises the loss, in some 30 passes over the windows")
     prune: str = knob("5,14,30", "with --cost: percentages of heads to silence")
-    other: int = knob(8, "with --cost: token whose value is zeroed, for comparison with the first token's")
-    draws: int = knob(3, "with --cost: number of random draws of heads")
+    other: int = knob(8, "with --cost: token whose value is zeroed, for comparison with the first token's", least=1)
+    draws: int = knob(3, "with --cost: number of random draws of heads", least=1)
     seed: int = knob(1337, "with --cost: seed of these draws")
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(self, local=1, early=-1, other=1, draws=1, seed=0)
         if max(whole_numbers(self.prune, "prune")) > 100:
             raise ValueError(f"--prune={self.prune} has a percentage above 100: give percentages of the heads")
 

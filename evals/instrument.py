@@ -34,7 +34,7 @@ import attention
 import mixers
 from axes.positions import POSITIONS
 from common import files
-from common.flags import at_least, fields_of, knob, with_recipe
+from common.flags import Knobs, fields_of, knob, with_recipe
 from common.machine import Machine
 from common.runs import flags_to_finish, load_weights, process_of, read_run, read_weights, run_with, what_is_new
 from data import tokens
@@ -42,7 +42,7 @@ from model import GPT, GPTConfig
 
 
 @dataclass
-class Common:
+class Common(Knobs):
     """Flags of every command that looks at a run"""
     out_dir: str = knob("", "folder of the run; several runs: out/a,out/b or 'out/lab/*'")
     dataset: str = knob("", "data set in the run's tokenizer: a name in data/ or the path of a folder; "
@@ -64,16 +64,13 @@ LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help o
 
 
 @dataclass
-class Windows:
+class Windows(Knobs):
     """The fixed windows that an instrument reads. Its own flags inherit these and may have another default, such as 0
     windows for as many as fit"""
     split: str = knob("val", "split of the data set", ("train", "val"))
-    windows: int = knob(16, "fixed windows, spread evenly")
+    windows: int = knob(16, "fixed windows, spread evenly", least=1)
     length: int = knob(0, LENGTH)
-    batch_size: int = knob(4, "windows per forward pass")
-
-    def __post_init__(self):
-        at_least(self, windows=min(1, type(self).windows), length=0, batch_size=1)
+    batch_size: int = knob(4, "windows per forward pass", least=1)
 
 
 # these fields of GPTConfig are also flags of the instruments, which can change them in a trained model

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.flags import at_least, knob, shown
+from common.flags import Knobs, knob, shown
 from evals.instrument import (
     legend, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import token_losses
@@ -23,20 +23,17 @@ from evals.pictures import figure_of, line_panel, powers_of_two
 
 
 @dataclass
-class Lengths:
+class Lengths(Knobs):
     """Flags of lengths"""
     split: str = knob("val", "split of the data set", ("train", "val"))
     lengths: str = knob("", "tokens of a window, separated by commas; each divides the longest; "
                             "empty: 1, 2 and 4 times the training length")
     windows: int = knob(-1, "spans of the longest length, spread evenly; 0: as many as fit; -1: 65,536 tokens in all, "
-                            "but at least 2 spans")
-    batch_size: int = knob(1, "spans per forward pass")
+                            "but at least 2 spans", least=-1)
+    batch_size: int = knob(1, "spans per forward pass", least=1)
     finetune: int = knob(0, "first train for so many steps at each length beyond the training length, with a tenth of "
                             "the learning rate and as many tokens per step; the new run is OUT_DIR-LENGTH")
     train_args: str = knob("", "with --finetune: further flags of train.py, separated by spaces")
-
-    def __post_init__(self):
-        at_least(self, windows=-1, batch_size=1, finetune=0)
 
 
 def command(args, run):

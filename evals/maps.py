@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from common.flags import knob
+from common.flags import Knobs, knob
 from evals.ablate import costs, output_zeroed
 from evals.instrument import table, watch, whole_numbers
 from evals.measures import MEASURES, Probe
@@ -27,7 +27,7 @@ MOST = 100                                      # labels of more tokens are too 
 
 
 @dataclass
-class Maps:
+class Maps(Knobs):
     """Flags of maps"""
     text: str | None = knob(None, f"the sentence, of at most {MOST} tokens; default: {SHOWN} tokens about Alice and a "
                                   "rabbit, or of the held-out data if tokens are not text")
@@ -41,6 +41,7 @@ class Maps:
                              "one pass per head")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.text is not None and not self.text.strip():
             raise ValueError("--text is empty: write a sentence, or leave the flag out")
         if self.html and (self.layers or self.heads or self.views):

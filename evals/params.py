@@ -72,7 +72,7 @@ RANGES = {                                      # of distances, from Lazy Attent
 class Params(Windows):
     """Flags of params"""
     split: str = knob("val", "split for gates and lambdas that depend on the text", ("train", "val"))
-    windows: int = knob(8, "fixed windows of the split, spread evenly")
+    windows: int = knob(8, "fixed windows of the split, spread evenly", least=1)
 
 
 def command(args, run):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
 from evals.likelihood import Request, generated, listen, text_tokenizer
 from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
@@ -42,17 +42,15 @@ SCORES = {                                      # {score of a trial: (name in th
 
 
 @dataclass
-class Passkey:
+class Passkey(Knobs):
     """Flags of passkey"""
     lengths: str = knob("", "tokens of prompt and answer together, separated by commas; empty: 500,1000,...,4000, "
                             "up to the number of the model's positions")
-    trials: int = knob(100, "prompts of each length")
+    trials: int = knob(100, "prompts of each length", least=1)
     seed: int = knob(0, "seed of the keys and their places")
     bos: bool = knob(False, "begin each prompt with the tokenizer's separator")
-    batch_size: int = knob(8, "largest number of prompts per forward pass; those of a batch have equally many tokens")
-
-    def __post_init__(self):
-        at_least(self, trials=1, seed=0, batch_size=1)
+    batch_size: int = knob(8, "largest number of prompts per forward pass; those of a batch have equally many tokens",
+                           least=1)
 
 
 def command(args, run):

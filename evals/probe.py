@@ -10,7 +10,7 @@ from statistics import fmean
 
 import torch
 
-from common.flags import at_least, knob
+from common.flags import knob
 from evals.instrument import Windows, explained, first_line, table, watch, whole_numbers, window_batches
 from evals.measures import MEASURES, Probe, mean_of
 from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
@@ -47,20 +47,19 @@ MAPS = {"sink": "weight on the first token", "value_norm_ratio": "norm of its va
 class ProbeFlags(Windows):
     """Flags of probe"""
     windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: 25,600 tokens in all, but at most "
-                            "100 windows")
+                            "100 windows", least=-1)
     lengths: str = knob("", "several lengths, such as 64,256,1024: print one line of means for each")
     input: str = knob("data", "what the model reads. data: windows of the data; repeat: the first token of each, "
                               "repeated; random: random ids; bos: the separator, then the data",
                       ("data", "repeat", "random", "bos"))
-    k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1")
-    eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink")
+    k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1", least=1)
+    eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink", least=0)
     heads: bool = knob(False, "print a line for each head")
     all: bool = knob(False, "print all columns")
-    layer: int = knob(-1, "also list norms and variances by position in this layer, counted from 0")
+    layer: int = knob(-1, "also list norms and variances by position in this layer, counted from 0", least=-1)
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(self, k=1, eps=0, layer=-1)
         whole_numbers(self.lengths or "0", "lengths")       # raises ValueError
         if self.k > Probe.ROWS:
             raise ValueError(f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens: lower it")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import mixers
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from common.runs import load_weights
 from evals import groups
 from evals.instrument import (
@@ -43,25 +43,25 @@ DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": 
 
 
 @dataclass
-class Routers:
+class Routers(Knobs):
     """Flags of routers"""
     k: str = knob("", "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4, up to the "
                       "number of groups")
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
     split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
-    batch_size: int = knob(4, "windows per forward pass")
-    repeats: int = knob(5, "timed rounds over all forms; the result is the median")
+    batch_size: int = knob(4, "windows per forward pass", least=1)
+    repeats: int = knob(5, "timed rounds over all forms; the result is the median", least=1)
     sweep: str = knob("", "on a run of plain attention, train routers with several values of this knob (all: of each)",
                       ("", *SWEEPS, "all"))
     values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
-    steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)")
+    steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)", least=1)
     balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers; the paper uses sinkhorn, the only one "
                                       "that has iterations", tuple(mixers.AXES["balance"]))
     train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
-        at_least(self, windows=0, batch_size=1, repeats=1, steps=1)
+        super().__post_init__()
         whole_numbers(self.k or "0", "k")       # raises ValueError, as the next line does
         whole_numbers(self.lengths or "0", "lengths")
         for value in self.values.split(",") if self.values else ():

@@ -9,26 +9,26 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 
 
 @dataclass
-class Sample:
+class Sample(Knobs):
     """Flags of sample"""
     prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, otherwise the "
                            "first token of the held-out data")
     chat: bool = knob(False, "the prompt is a question to an instruction-tuned model: print only its answer")
     system: str = knob("", "with --chat: the system message; empty: for smollm2 the message that it was trained with, "
                            "otherwise none")
-    tokens: int = knob(300, "tokens to generate; fewer if the model ends its text")
-    samples: int = knob(1, "number of continuations")
-    temperature: float = knob(0.8, "divisor of the logits; 0: always the likeliest token")
+    tokens: int = knob(300, "tokens to generate; fewer if the model ends its text", least=1)
+    samples: int = knob(1, "number of continuations", least=1)
+    temperature: float = knob(0.8, "divisor of the logits; 0: always the likeliest token", least=0)
     top_k: int = knob(50, "draw from the k likeliest tokens only; 0: from all")
-    top_p: float = knob(0.0, "draw from the fewest tokens whose probabilities reach p; 0: from all")
+    top_p: float = knob(0.0, "draw from the fewest tokens whose probabilities reach p; 0: from all", least=0)
     seed: int = knob(0, "seed of the draws")
 
     def __post_init__(self):
-        at_least(self, tokens=1, samples=1, temperature=0, top_k=0, top_p=0, seed=0)
+        super().__post_init__()
         if self.chat and not self.prompt:
             raise ValueError("--chat needs a question: give it as --prompt=...")
         if self.system and not self.chat:

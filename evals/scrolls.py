@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import files
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from data.benchmarks import rows_of
 from evals.instrument import mean_and_error, table
 from evals.likelihood import Request, generated, listen, text_tokenizer
@@ -50,7 +50,7 @@ TITLES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "f1": "
 
 
 @dataclass
-class Scrolls:
+class Scrolls(Knobs):
     """Flags of scrolls"""
     source: str = knob("", "folder of the benchmark's files (evals/scrolls.py says where to get them)")
     tasks: str = knob("all", "tasks, separated by commas; all: every task whose file exists")
@@ -59,12 +59,12 @@ class Scrolls:
     limit: int = knob(0, "questions of each task, spread evenly; 0: all")
     length: int = knob(0, "most tokens of prompt and answer together; 0: block_size. A prompt that is too long "
                           "loses the beginning of its document")
-    tokens: int = knob(256, "most tokens of an answer (summaries of gov_report have about 600)")
+    tokens: int = knob(256, "most tokens of an answer (summaries of gov_report have about 600)", least=1)
     rank: bool = knob(True, "in quality and contract_nli, answer with the likeliest choice; 0: generate the answer")
     bos: bool = knob(False, "put the tokenizer's separator before each prompt")
 
     def __post_init__(self):
-        at_least(self, limit=0, length=0, tokens=1)
+        super().__post_init__()
         if not self.source:
             raise ValueError("--source is missing: give --source=FOLDER, where you unpacked the benchmark's public zip "
                              "files (evals/scrolls.py has the addresses)")

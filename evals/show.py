@@ -25,7 +25,7 @@ from axes import rows
 from axes.base import unchanged
 from axes.positions import Distance
 from axes.sight import visible
-from common.flags import knob
+from common.flags import Knobs, knob
 from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
@@ -45,7 +45,7 @@ SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_siz
 
 
 @dataclass
-class Show:
+class Show(Knobs):
     """Flags of show"""
     recipe: str = knob("", "the recipe; default: elastic, or with --out_dir the run's own",
                        ("", *attention.ATTENTIONS), positional=True)

@@ -18,7 +18,7 @@ import kernels
 import mixers
 from axes.sight import visible
 from common import files
-from common.flags import at_least, knob
+from common.flags import Knobs, knob
 from common.machine import Machine, gpu_name, load_average
 from common.runs import ROOT
 from evals.instrument import Common, OpenedRun, recipe_names, table, watch, whole_numbers, window_batches
@@ -36,7 +36,7 @@ LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' 
 
 
 @dataclass
-class Speed:
+class Speed(Knobs):
     """Flags of speed"""
     attn: str = knob("all", "recipes, separated by commas")
     lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; with --kernels 1024,4096,16384 "
@@ -46,11 +46,11 @@ class Speed:
                                           "empty: skip it")
     tokens: int = knob(0, "tokens of a training step, or of a call of a kernel; "
                           "0: 2048; with --kernels 16384 (on a CPU 128)")
-    n_layer: int = knob(4, "blocks of the timed model")
-    n_head: int = knob(2, "heads of the timed model")
+    n_layer: int = knob(4, "blocks of the timed model", least=1)
+    n_head: int = knob(2, "heads of the timed model", least=1)
     n_embd: int = knob(0, "width of the timed model; 0: 128; with --kernels 2048 (on a CPU 128)")
-    vocab_size: int = knob(257, "token ids of the timed model")
-    repeats: int = knob(20, "timed rounds over all recipes; the result is the median")
+    vocab_size: int = knob(257, "token ids of the timed model", least=1)
+    repeats: int = knob(20, "timed rounds over all recipes; the result is the median", least=1)
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
     dtype: str = knob("auto", "precision of matrix products", ("auto", "float32", "bfloat16", "float16"))
     kernels: bool = knob(False, "instead, time our fused kernels and torch's own, without a model")
@@ -66,7 +66,7 @@ class Speed:
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
-        at_least(self, tokens=0, n_layer=1, n_head=1, n_embd=0, vocab_size=1, repeats=1)
+        super().__post_init__()
         for name in ("lengths", "memory", "widths"):
             if getattr(self, name):
                 whole_numbers(getattr(self, name), name, least=1)       # raises ValueError

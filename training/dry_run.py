@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 import mixers
-from common.flags import knob
+from common.flags import Knobs, knob
 from common.machine import PEAK_TFLOPS, LiveMemory, Machine
 from model import GPT
 from training.balance import losses
@@ -18,13 +18,14 @@ from training.weights import train_only
 
 
 @dataclass
-class DryRun:
+class DryRun(Knobs):
     """Flags of a dry run"""
     dry_run: bool = knob(False, "print what the run would need, and stop: parameters, tokens, memory, FLOPs, hours")
     gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu={self.mfu} must lie in (0, 1]")
 
