@@ -19,6 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
 from common import files
 
+
 def is_split(x):
     """Is this a tensor of which each rank holds a part, a DTensor?"""
     return hasattr(x, "full_tensor")

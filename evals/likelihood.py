@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from evals.instrument import progress
 
+
 class Request(NamedTuple):
     """Token ids of a context and its continuation, the last `count` of them. cut: were the first ids cut off?"""
     ids: list[int]

@@ -8,6 +8,7 @@ import pytest
 
 from data import benchmarks
 
+
 def exam(stem, key, **choices):
     choices = [{"text": text, "label": label} for label, text in choices.items()]
     return {"question": {"stem": stem, "choices": choices}, "answerKey": key}

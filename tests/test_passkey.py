@@ -19,6 +19,7 @@ from evals.passkey import is_correct, make_trial, prompt_text
 
 BYTES = tokens.tokenizer("bytes")
 
+
 @given(st.integers(0, 400), st.floats(0, 1, exclude_max=True))
 def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(characters, depth):
     """Appendix C prints the five blocks."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from common import files
 from data import coders, tokens
 
+
 def test_every_script_that_makes_a_data_set_is_known():
     scripts = (path.stem for path in tokens.HERE.glob("*.py") if "tokens.settle(" in path.read_text())
     assert {"backcopy", *scripts} == {*tokens.DATA_SETS}

@@ -13,6 +13,7 @@ from common.runs import how_to_join, last_checkpoint
 from training.presets import PRESETS
 from training.weights import num_trained
 
+
 def introduce(knobs, model, machine, data, batches, kernel, first):
     """Print the first lines of a run: the model, the machine, the data. data: the data set's meta.json."""
     if not machine.main:
