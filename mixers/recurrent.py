@@ -557,7 +557,7 @@ class Recurrent(Mixer):
         of many products. past: the cache, which the call updates. hidden: a position that writes nothing. chunk: a
         function that replaces the rule's `chunk`."""
         dtype = v.dtype
-        q, k, v = self.prepare(q, k, v)
+        q, k, v = self.rule_inputs(q, k, v)
         log_forget = self.choices["forget"].log_kept
         amount = self.choices["write"].amount
         divisor = self.choices["normalize"].divisor
@@ -577,7 +577,7 @@ class Recurrent(Mixer):
                 o = o[..., :-1] / divisor(o[..., -1:], None)
             return self.rule.after(self, o, q, v)
 
-    def prepare(self, q, k, v):
+    def rule_inputs(self, q, k, v):
         """Queries, keys and values in the shapes of the rule: q and k (B, H or 1, T, D), v (B, H, T, E)."""
         q, k = wide(self.featured(q)) * self.sight.scale, wide(self.featured(k))
         q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))                # positions without a query get 0
@@ -649,7 +649,7 @@ class Recurrent(Mixer):
         It is estimated along one direction of random signs, the same for every token (Hutchinson), at the values that
         the layer computes from x. Costs O(T^2): each row needs a backward pass."""
         R, T = q.shape[2], k.shape[2]
-        q, v = F.pad(q, (0, 0, T - R, 0)), self.prepare(q, k, self.projected(x, None)[2])[2]
+        q, v = F.pad(q, (0, 0, T - R, 0)), self.rule_inputs(q, k, self.projected(x, None)[2])[2]
         generator = torch.Generator().manual_seed(0)
         signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=generator).to(v) * 2 - 1
         for start in range(T - R, T, kernels.BLOCK):

@@ -242,7 +242,7 @@ class Selection(Mixer):
         """Softmax over the selected keys, see Mixer. index: of all T keys; None: made here."""
         self.check(k, x, table)
         dtype, sight = v.dtype, sight or self.sight
-        q, k, index = self.prepare(q, k, v, sight, index)
+        q, k, index = self.rule_inputs(q, k, v, sight, index)
         if q.shape[2] == 1 and sight.hidden < 0:
             o, *r = self.step(q, k, v, index)
         else:
@@ -251,7 +251,7 @@ class Selection(Mixer):
         o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
         return self.finished(o, x, dtype)
 
-    def prepare(self, q, k, v, sight, index=None):
+    def rule_inputs(self, q, k, v, sight, index=None):
         """q and k after norm and learned factor, and the index of all keys, in which a hidden key is 0."""
         q, k = self.featured(q), self.featured(k)
         if index is None:
@@ -304,7 +304,7 @@ class Selection(Mixer):
         """See Mixer. A mask replaces the selection of keys."""
         self.check(k, x, table)
         sight = sight or self.sight
-        q, k, index = self.prepare(q, k, k, sight)                      # the values do not change the weights
+        q, k, index = self.rule_inputs(q, k, k, sight)                      # the values do not change the weights
         for block, i in kernels.row_blocks(q.shape[2], k.shape[2], q.device):
             qb = q[:, :, block]
             w, *r = self.row_weights(index, sight, i, qb, k[:, :, :i[-1] + 1])
