@@ -126,14 +126,14 @@ class Batches:
     """Training batches as a pure function of (seed, step, number of the sequence).
 
     So a resumed run needs no stored state, and the tokens of a step do not depend on the number of ranks and
-    micro-batches. stride: sequences begin at its multiples."""
+    micro-batches."""
 
-    def __init__(self, split, config, knobs, machine, stride):
-        self.split, self.config, self.knobs, self.machine, self.stride = split, config, knobs, machine, stride
+    def __init__(self, split, config, knobs, machine):
+        self.split, self.config, self.knobs, self.machine = split, config, knobs, machine
         self.thread = ThreadPoolExecutor(1)
         self.ahead = {}                         # {the next step: the Future of its batches}
         self.waited = 0.0                       # seconds that the loop has waited for batches
-        self.choices = (len(split) - config.block_size - 1) // stride + 1               # number of possible starts
+        self.choices = (len(split) - config.block_size - 1) // split.stride + 1         # number of possible starts
         if self.choices < 1:
             raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
                              f"block_size={config.block_size}: lower --block_size or add data")
@@ -148,10 +148,10 @@ class Batches:
     def read(self, step):
         """This rank's micro-batches of a step: pairs of inputs and targets, each (at most batch_size, T)."""
         # every rank draws the windows of all ranks and takes its own part
-        starts = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total) * self.stride
-        own = starts.reshape(self.machine.world, -1)[self.machine.rank]
+        drawn = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total)
+        starts = drawn.reshape(self.machine.world, -1)[self.machine.rank] * self.split.stride
         micro_batches = []
-        for part in np.split(own, range(self.knobs.batch_size, len(own), self.knobs.batch_size)):
+        for part in np.split(starts, range(self.knobs.batch_size, len(starts), self.knobs.batch_size)):
             rows = torch.from_numpy(self.split.windows(part, self.config.block_size + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
                 rows = rows.pin_memory()        # from pinned memory, the GPU copies while it computes
@@ -196,10 +196,9 @@ class Training:
         self.knobs, self.config, self.machine = knobs, config, machine
         kernel = mixers.choose_kernel(config, machine.device.type)
         # the data: batches to train on, and a split to evaluate on
-        stride = data.get("stride", 1)          # windows begin where sequences begin, if the data set has sequences
-        self.batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine, stride)
+        self.batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val")
-        fit = len(tokens.fixed_windows(self.val, config.block_size, 0, stride))         # raises if it is too short
+        fit = len(tokens.fixed_windows(self.val, config.block_size, 0))                 # raises if it is too short
         self.windows = knobs.eval_iters * knobs.batch_size
         # the default may read a short split to its end; who asks for more learns what there is
         if not stored and knobs.eval_iters > Train.eval_iters and self.windows > fit:
@@ -325,7 +324,7 @@ class Training:
         knobs, run, step = self.knobs, self.run, row["step"]
         if evaluate:
             row["val_loss"] = mean_loss(self.model, self.val, self.machine, self.windows, knobs.batch_size,
-                                        self.batches.stride, share=not is_sharded(self.model))
+                                        share=not is_sharded(self.model))
             if not math.isfinite(row["val_loss"]):
                 raise run.diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped")
             run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}

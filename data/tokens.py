@@ -366,7 +366,8 @@ def check_vocabulary(config, meta, dataset):
 
 
 class Tokens:
-    """The shards of one split as one long array, which may be larger than memory. len() is its number of tokens."""
+    """The shards of one split as one long array, which may be larger than memory. len() is its number of tokens.
+    Windows begin at multiples of its stride: the length of a stored sequence, or 1."""
 
     def __init__(self, folder, split):
         folder = Path(folder)
@@ -379,6 +380,7 @@ class Tokens:
             raise ValueError(f"{self.name}_*.bin are of two data sets (their tokens have two sizes): delete them and "
                              f"run {script_of(folder)} again")
         self.ends = np.cumsum([len(s) for s in self.shards])
+        self.stride = meta_of(folder).get("stride", 1)
 
     def __len__(self):
         return int(self.ends[-1])
@@ -402,15 +404,15 @@ class Tokens:
         return rows
 
 
-def fixed_windows(split, length, count, stride=1):
+def fixed_windows(split, length, count):
     """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every call; fewer if the
     split is short. count 0: as many as fit side by side, and at most one for each multiple of the stride."""
-    last = (len(split) - length - 1) // stride
+    last = (len(split) - length - 1) // split.stride
     if last < 0:
         raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of {length}: "
                          "lower --block_size (in eval.py --length), or add data")
     fit = min(last + 1, (len(split) - 1) // length)
-    return np.linspace(0, last, min(count, fit) if count else fit).astype(np.int64) * stride
+    return np.linspace(0, last, min(count, fit) if count else fit).astype(np.int64) * split.stride
 
 
 # ------------------------------------------------------------------------------------------ flags of the data scripts

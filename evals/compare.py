@@ -45,9 +45,8 @@ def command(args, run):
     """Losses, sinks, sizes and costs of several runs in one table; seeds of one recipe become a mean and a deviation.
     Runs with different data, budgets or sizes need --anyway."""
     split, length, config = run.split(args.split), run.window(args.length), run.model.config
-    loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, run.stride,
-                                          length)
-    mean = probe(run.model, split, run.machine, args.probe_windows, args.batch_size, run.stride, length, True)["mean"]
+    loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, length)
+    mean = probe(run.model, split, run.machine, args.probe_windows, args.batch_size, length, True)["mean"]
     tokens, began = budget(run.meta)
     knobs = run.meta["knobs"] | asdict(config) | {"init_from": began}                       # with --attn and other axes
     numbers = run.reads(args.split, windows, length) | {

@@ -60,9 +60,9 @@ def command(args, run):
         raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "
                          "lower them, or raise --length")
     maps, windows = [], []                      # for the run's data set, and for --against
-    for folder, meta in [run.data, *([run.data_of(args.against)] if args.against else [])]:
-        rows, = window_batches(run.model, tokens.Tokens(folder, args.split), machine, T, args.windows, args.windows,
-                               meta.get("stride", 1))                   # (N, T + 1)
+    for folder, _ in [run.data, *([run.data_of(args.against)] if args.against else [])]:
+        split = tokens.Tokens(folder, args.split)
+        rows, = window_batches(run.model, split, machine, T, args.windows, args.windows)            # (N, T + 1)
         probes = [Probe(local=args.local) for _ in run.model.transformer.h]
         for some in progress(rows.split(args.batch_size), machine.main):
             watch(run.model, lambda layer, *inputs, probes=probes: probes[layer].see(*inputs), some[:, :-1], machine)

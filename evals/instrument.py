@@ -122,8 +122,6 @@ class OpenedRun:
         return self.data_of(self.dataset)
 
     data_meta = property(lambda self: self.data[1])
-    # the length of a stored sequence, or 1; windows begin at multiples of it, where sequences begin
-    stride = property(lambda self: self.data_meta.get("stride", 1))
 
     @cached_property
     def tokenizer(self):
@@ -154,8 +152,8 @@ class OpenedRun:
         config = self.model.config
         self.check_positions(length, flag)
         if length >= self.data_meta.get("stride", math.inf):
-            raise ValueError(f"--{flag}={length}, but the sequences of {self.data[0]} have {self.stride - 1} tokens: "
-                             f"give a smaller --{flag}")
+            raise ValueError(f"--{flag}={length}, but the sequences of {self.data[0]} have "
+                             f"{self.data_meta['stride'] - 1} tokens: give a smaller --{flag}")
         length = length or min(config.block_size, LONG)
         if length <= config.window and self.machine.main:
             print(f"note: the model reads {length} tokens at a time, so --window={config.window} hides none of them: "
@@ -228,15 +226,14 @@ def train_if_missing(folder, flags):
 def batches(run, args, length):
     """The windows of `length` tokens that the flags of Windows name, in batches (B, length + 1)."""
     return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size,
-                          run.stride, bar=True)
+                          bar=True)
 
 
-def window_batches(model, split, machine, length, count, batch_size, stride=1, bar=False, share=False):
+def window_batches(model, split, machine, length, count, batch_size, bar=False, share=False):
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last token is only a
     target. The windows are spread evenly over the split, and every call yields the same ones. count: how many windows,
-    0 for as many as fit. stride: windows begin at multiples of it. bar: show the progress. share: the ranks share the
-    windows; then a rank may have none."""
-    starts = tokens.fixed_windows(split, length, count, stride)
+    0 for as many as fit. bar: show the progress. share: the ranks share the windows; then a rank may have none."""
+    starts = tokens.fixed_windows(split, length, count)
     if share:
         starts = starts[machine.rank::machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):

@@ -97,7 +97,7 @@ def lab_figures(model, split, data_meta, machine, count=256):
     zero, hide_cost the increase when no later row sees the first key (the rows' counts n do not change).
     """
     T = model.config.block_size
-    rows, = window_batches(model, split, machine, T, count, count, data_meta["stride"])     # whole sequences (N, T + 1)
+    rows, = window_batches(model, split, machine, T, count, count)             # whole sequences (N, T + 1)
     bayes, trigger = true_process(rows, data_meta)
     late = torch.arange(T, device=rows.device) >= FIRST_ROW
     kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # of queries, (N, T)

@@ -49,7 +49,7 @@ def command(args, run):
     losses = {}                                 # {length: the loss of every token, (spans, longest)}
     for length in lengths:
         model, found = finetuned(run, length, args) if args.finetune and length > trained else run.model, []
-        for rows in window_batches(model, split, machine, longest, count, args.batch_size, run.stride, bar=True):
+        for rows in window_batches(model, split, machine, longest, count, args.batch_size, bar=True):
             windows = rows.unfold(1, length + 1, length).flatten(0, 1)  # (B longest / length, length + 1)
             with torch.no_grad():
                 found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())

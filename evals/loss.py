@@ -20,8 +20,8 @@ class Loss(Windows):
 def command(args, run):
     """Mean loss of a split on fixed windows."""
     T = run.window(args.length)
-    loss, error, windows = loss_and_error(run.model, run.split(args.split), run.machine, args.windows, args.batch_size,
-                                          run.stride, T)
+    loss, error, windows = loss_and_error(run.model, run.split(args.split), run.machine, args.windows,
+                                          args.batch_size, T)
     bpb = bits_per_byte(loss, run.data_meta, args.split)
     numbers = run.reads(args.split, windows, T) | {"loss": loss, "loss_error": error, "bits_per_byte": bpb}
     text = table([[args.split, loss, error, bpb]], ["split", "loss", "+-", "bits per byte"])
@@ -29,12 +29,12 @@ def command(args, run):
 
 
 @torch.no_grad()
-def mean_loss(model, split, machine, count, batch_size, stride=1, share=True):
+def mean_loss(model, split, machine, count, batch_size, share=True):
     """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share: the ranks share the
     windows. A sharded model needs all ranks for each pass, so there every rank reads every window."""
     training, total, seen = model.training, 0.0, 0
     model.eval()                                # no dropout; train.py calls this between two steps
-    for rows in window_batches(model, split, machine, model.config.block_size, count, batch_size, stride, share=share):
+    for rows in window_batches(model, split, machine, model.config.block_size, count, batch_size, share=share):
         with machine.autocast():                # a mean over B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
         seen += len(rows)
@@ -44,11 +44,11 @@ def mean_loss(model, split, machine, count, batch_size, stride=1, share=True):
 
 
 @torch.no_grad()
-def loss_and_error(model, split, machine, count, batch_size, stride, length):
+def loss_and_error(model, split, machine, count, batch_size, length):
     """The mean loss of a model in eval mode, its standard error over the windows (None for one window), and the number
     of windows. The ranks share the windows."""
     total, squares, seen = 0.0, 0.0, 0
-    for rows in window_batches(model, split, machine, length, count, batch_size, stride, bar=True, share=True):
+    for rows in window_batches(model, split, machine, length, count, batch_size, bar=True, share=True):
         losses = token_losses(model, rows, machine).double().mean(1)    # (B,)
         total, squares, seen = total + losses.sum().item(), squares + losses.square().sum().item(), seen + len(rows)
     total, squares, seen = machine.sum(total, squares, seen)

@@ -78,8 +78,8 @@ def command(args, run):
     by_length = {}
     for T in sorted(lengths, reverse=True):     # the longest may fail
         count = max(1, min(100, 25_600 // T)) if args.windows < 0 else args.windows
-        by_length[T] = probe(run.model, run.split(args.split), run.machine, count, args.batch_size, run.stride, T,
-                             bar=True, change=change_of(args.input, run), k=args.k, eps=args.eps)
+        by_length[T] = probe(run.model, run.split(args.split), run.machine, count, args.batch_size, T, bar=True,
+                             change=change_of(args.input, run), k=args.k, eps=args.eps)
     longest = by_length[max(lengths)]           # all numbers besides "lengths" are those of the longest
     numbers = run.reads(args.split, longest["windows"], max(lengths)) | longest | {
         "input": args.input, "k": args.k, "eps": args.eps}
@@ -106,8 +106,7 @@ def change_of(kind, run):
 
 
 @torch.no_grad()
-def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, bar=False, change=lambda idx: idx, k=1,
-          eps=0.3):
+def probe(model, split, machine, count=100, batch_size=4, length=0, bar=False, change=lambda idx: idx, k=1, eps=0.3):
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit: {"windows": their number,
     "length": tokens in each, "mean": {measure: value}, "layers": [{measure: [per head]}], "stream": [Stream.result of
     each layer, and after the last]}. A value is None if it is undefined.
@@ -124,7 +123,7 @@ def probe(model, split, machine, count=100, batch_size=4, stride=1, length=0, ba
         streams[layer].see(module, q, k, v, x)
 
     with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
-        for rows in window_batches(model, split, machine, T, count, batch_size, stride, bar):
+        for rows in window_batches(model, split, machine, T, count, batch_size, bar):
             watch(model, see, change(rows[:, :-1]), machine)            # (B, T)
             windows += len(rows)
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}

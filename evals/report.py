@@ -16,9 +16,8 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     main rank prints; the others get {}."""
     model.eval()                                # no dropout: nothing is trained after this
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
-    stride = data_meta.get("stride", 1)
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
-    losses = {name: mean_loss(model, split, machine, windows, batch_size, stride, share=not in_parts)
+    losses = {name: mean_loss(model, split, machine, windows, batch_size, share=not in_parts)
               for name, split in splits.items()}
     if not machine.main:                        # the ranks do not share the rest
         return {}
@@ -26,12 +25,12 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
     if in_parts:
         return losses
-    shares = load_of_experts(model, splits["val"], machine, stride) if model.config.mlp == "moe" else {}
+    shares = load_of_experts(model, splits["val"], machine) if model.config.mlp == "moe" else {}
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)
         print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
         return losses | shares | found
-    mean = probe(model, splits["val"], machine, 16, 4, stride)["mean"]
+    mean = probe(model, splits["val"], machine, 16, 4)["mean"]
     print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
           f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"
           f"{'' if model.transformer.h[0].attn.has_weights else ', all of derivatives in place of weights'}\n")
@@ -44,10 +43,10 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
 
 
 @torch.no_grad()
-def load_of_experts(model, split, machine, stride):
+def load_of_experts(model, split, machine):
     """Print how evenly the layers use their experts on 16 windows. Returns the mean over layers of the smallest and the
     largest share of all choices that an expert gets."""
-    rows, = window_batches(model, split, machine, model.config.block_size, 16, 16, stride)
+    rows, = window_batches(model, split, machine, model.config.block_size, 16, 16)
     with machine.autocast():
         model(rows[:, :-1])
     shares = model.expert_load()[:, 0]                                  # (layers, E)

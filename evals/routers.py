@@ -120,7 +120,7 @@ def at_length(args, run, forms, T):
 
     in_form("soft")
     mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
-    one, = window_batches(run.model, run.split(args.split), machine, T, 1, 1, run.stride)
+    one, = window_batches(run.model, run.split(args.split), machine, T, 1, 1)
     seconds = machine.race({form: partial(read, form) for form in forms}, args.repeats)
     for rows in batches(run, args, T):
         for form in forms:                      # the loss of each window

@@ -301,7 +301,7 @@ def time_live_tiles(args, machine, lengths, numbers):
 
     for T in lengths or [run.model.config.block_size]:
         inputs.clear()
-        idx, = window_batches(run.model, run.split("val"), run.machine, T, 4, 4, run.stride)        # (4, T + 1)
+        idx, = window_batches(run.model, run.split("val"), run.machine, T, 4, 4)        # (4, T + 1)
         watch(run.model, keep, idx[:, :-1], run.machine)
         layers = numbers["lengths"][T] = [
             live_tiles(module, *parts) | {"gain": gain_of_skipping(module, machine, args.repeats, *parts)}

@@ -17,7 +17,7 @@ from model import GPT
 
 def opened(data, gpt, **knobs):
     """An opened run of this model on this data, which was never saved."""
-    return SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), meta={"knobs": knobs}, stride=1,
+    return SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), meta={"knobs": knobs},
                            split=lambda name: tokens.Tokens(data, name), window=lambda length: gpt.config.block_size)
 
 

@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(eval_inte
 def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     machine = SimpleNamespace(world=world, rank=rank, device=torch.device("cpu"))
     knobs = train_script.Train(batch_size=batch_size, gradient_accumulation_steps=steps, **knobs)
-    return train_script.Batches(tokens.Tokens(data, "train"), tiny_config(vocab_size=257), knobs, machine, 1)
+    return train_script.Batches(tokens.Tokens(data, "train"), tiny_config(vocab_size=257), knobs, machine)
 
 
 @given(world=st.integers(1, 6), batch_size=st.integers(1, 12), steps=st.integers(1, 6), step=st.integers(1, 99),

@@ -115,7 +115,7 @@ CHECKS = {check.__name__: check for check in (random_scores, fixed_sum, survivor
 def opened(place, dataset="", count=256):
     """A run, and `count` fixed sequences (N, T + 1) of its own or another data set."""
     run = OpenedRun(Common(out_dir=place, dataset=dataset), {})
-    rows, = window_batches(run.model, run.split("val"), run.machine, run.stride - 1, count, count, run.stride)
+    rows, = window_batches(run.model, run.split("val"), run.machine, run.data_meta["stride"] - 1, count, count)
     return run, rows
 
 

@@ -206,8 +206,7 @@ def shut(place, windows=16):
     def see(layer, module, q, k, v, x, table):
         found.append(shut_in(module, q, k, x))
 
-    for rows in window_batches(run.model, run.split("val"), run.machine, run.model.config.block_size, windows, 1,
-                               run.stride):
+    for rows in window_batches(run.model, run.split("val"), run.machine, run.model.config.block_size, windows, 1):
         watch(run.model, see, rows[:, :-1], run.machine)
     return dict(zip(("with the gate", "without", "pairs"), np.mean(found, 0).tolist(), strict=True))
 
