@@ -19,7 +19,7 @@ from evals import (
     bench, claims, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe, routers,
     sample, scrolls, show, speed)
 from evals.instrument import (
-    Common, OpenedRun, Overrides, Picture, check_overrides, one_after_another, recipe_names, runs_named)
+    Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, recipe_names, runs_named)
 
 
 class Command(NamedTuple):
@@ -105,7 +105,7 @@ def look(command, args, parsed):
         command.check(args, places)
     for place, changed in cases.values():
         if changed and len(cases) > 1:
-            check_overrides(place, changed)
+            new_parameters(place, changed)      # raises ValueError
     found, texts = {}, {}
     for name, (place, changed) in cases.items():
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)

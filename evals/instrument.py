@@ -176,12 +176,11 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     multiply, so not a tied embedding table, are of type dtype. Otherwise autocast would convert them in every pass."""
     meta, path = read_run(out_dir)
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
-    with torch.device("meta"):
-        model = GPT(config)                     # shapes only
-    new = model.additions_to(model_config(meta["knobs"], {})) if overrides else []
+    new = new_parameters(out_dir, overrides) if overrides else []
+    # only new parameters need initial values; without them, shapes are enough
+    with contextlib.nullcontext() if new else torch.device("meta"):
+        model = GPT(config)
     state = read_weights(path)
-    if new:
-        model = GPT(config)                     # for the initial values of the new parameters
     large = tuple(f"{name}.weight" for name in ("c_attn", "c_proj", "c_fc", "c_gate", *["lm_head"] * (not config.tied)))
     state = {name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
              for name, value in state.items()}
@@ -191,12 +190,15 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     return model.to(device).eval(), meta
 
 
-def check_overrides(out_dir, overrides):
-    """Raise ValueError if overrides do not fit a run. It compares shapes, and does not read the weights."""
+def new_parameters(out_dir, overrides):
+    """The names of the parameters that overrides add to a run. Raises ValueError if the run's own do not fit. It
+    compares shapes, and does not read the weights."""
     meta, path = read_run(out_dir)
     with torch.device("meta"):
         model, own = (GPT(model_config(meta["knobs"], given)) for given in (overrides, {}))
-    load_weights(model, own.state_dict(), path, model.additions_to(own.config), copy=False)
+    new = model.additions_to(own.config)
+    load_weights(model, own.state_dict(), path, new, copy=False)
+    return new
 
 
 def model_config(stored, given):
