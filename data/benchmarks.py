@@ -185,27 +185,12 @@ def read(name, folder, path=None):
         if name == "wikitext":
             rows = pages(tokens.read_text(path))
         else:
-            rows = list(rows_of(path, name, partial(question, name)))
+            rows = list(tokens.jsonl_rows(path, partial(question, name), f"row of {name}"))
     except (EOFError, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
     if not rows:
         raise ValueError(f"{path} has no rows of {name}: fetch it again")
     return rows
-
-
-def rows_of(path, name, read):
-    """Yield read(value) of each line of a JSONL file, compressed or not, without empty lines. Raises ValueError on a
-    line that it cannot read. name: the task, for the message."""
-    with tokens.unpacked(path) as f:
-        for number, line in tokens.lines_of(f):
-            if not line.strip():
-                continue
-            try:
-                yield read(files.parsed(line))
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-                what = f"it lacks {e}" if isinstance(e, KeyError) else e
-                raise ValueError(f"{path}, line {number} is no row of {name} ({what}): fetch the public file again"
-                                 ) from None
 
 
 class Remote(io.RawIOBase):

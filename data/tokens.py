@@ -64,9 +64,16 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
     rows are left out."""
-    read = {".parquet": parquet_texts, ".jsonl": jsonl_texts}.get(ending(path), lambda path: [read_text(path)])
+    match ending(path):
+        case ".parquet":
+            texts = parquet_texts(path)
+        case ".jsonl":                          # JSON can hold lone surrogates, UTF-8 cannot
+            texts = jsonl_rows(path, lambda row: row["text"].encode("utf-8", "replace").decode(),
+                               'JSON object with a string "text"')
+        case _:
+            texts = [read_text(path)]
     try:
-        yield from (text for text in read(path) if text and not text.isspace())
+        yield from (text for text in texts if text and not text.isspace())
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
 
@@ -83,26 +90,23 @@ def parquet_texts(path):
         raise ValueError(f"{path} cannot be read as parquet ({e}): fetch it again") from None
 
 
-def jsonl_texts(path):
-    with unpacked(path) as f:
-        for number, line in lines_of(f):
-            if line.strip():
-                try:
-                    text = files.parsed(line)["text"]
-                    yield text.encode("utf-8", "replace").decode()      # JSON can hold lone surrogates, UTF-8 cannot
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f'{path}, line {number} is no JSON object with a string "text": mend it') from None
-
-
 LONGEST = 1 << 30                               # bytes of one text: a small .gz can hold a line that fills all memory
 
 
-def lines_of(f):
-    """(number, line) of an open file. Raises ValueError on a line that is too long for memory."""
-    for number, line in enumerate(iter(lambda: f.readline(LONGEST + 1), b""), 1):
-        if len(line) > LONGEST:
-            raise ValueError(f"{f.name}, line {number} is longer than {LONGEST:,} bytes: cut it into several")
-        yield number, line
+def jsonl_rows(path, read, what):
+    """Yield read(value) of each line of a JSONL file, compressed or not, without empty lines. Raises ValueError on a
+    line that is too long for memory, or that it cannot read: it is no `what`."""
+    with unpacked(path) as f:
+        for number, line in enumerate(iter(lambda: f.readline(LONGEST + 1), b""), 1):
+            if len(line) > LONGEST:
+                raise ValueError(f"{path}, line {number} is longer than {LONGEST:,} bytes: cut it into several")
+            if line.strip():
+                try:
+                    yield read(files.parsed(line))
+                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+                    why = f"it lacks {e}" if isinstance(e, KeyError) else e
+                    raise ValueError(f"{path}, line {number} is no {what} ({why}): mend it, or fetch the "
+                                     "file again") from None
 
 
 def read_text(path):

@@ -25,7 +25,7 @@ import numpy as np
 
 from common import files
 from common.flags import Knobs, knob
-from data.benchmarks import rows_of
+from data import tokens
 from evals.instrument import mean_and_error, table
 from evals.likelihood import Request, generated, listen, text_tokenizer
 
@@ -133,7 +133,7 @@ def read_questions(path, name, limit=0):
         return found
 
     inputs, answers, found = {}, {}, []
-    for number, text, output in rows_of(path, name, strings):
+    for number, text, output in tokens.jsonl_rows(path, strings, f"row of {name}"):
         inputs.setdefault(number, text)
         answers.setdefault(number, []).append(output)
     if not inputs:
