@@ -156,18 +156,6 @@ def check_launcher():
         raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it again") from None
 
 
-def gpu_name(device):
-    """The name of a GPU in the names of files: h200, a100-sxm4-80gb. For another device its type, such as cpu."""
-    if device.type != "cuda":
-        return device.type
-    return re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower().removeprefix("nvidia "))
-
-
-def load_average():
-    """How busy the machine was in the last 1, 5 and 15 minutes; None on Windows, which does not count it."""
-    return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
 def pick_device(name, local_rank):
     """cuda, then mps, then cpu; each rank gets a GPU of its own."""
     if name == "auto":

@@ -6,6 +6,8 @@ alike, so ratios are reliable even if seconds are not. evals/everything.sh runs 
 Each kind of measurement is a function, see MODES at the end. It is called as measure(args, machine, lengths, numbers),
 adds its figures to the dict `numbers`, and yields a text after every part.
 """
+import os
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +21,7 @@ import mixers
 from axes.sight import visible
 from common import files
 from common.flags import Knobs, knob
-from common.machine import Machine, gpu_name, load_average
+from common.machine import Machine
 from common.runs import ROOT
 from evals.instrument import Common, OpenedRun, recipe_names, table, watch, whole_numbers, window_batches
 from evals.kernels import time_kernels
@@ -79,11 +81,15 @@ def command(args, run):
     machine = Machine(args.device, args.dtype)
     gpu = machine.device.type == "cuda"
     lengths = args.lengths or (long if gpu else short)
-    out = args.out or (ROOT / "results" / f"{stem}-{gpu_name(machine.device)}.json" if gpu and stem else "")
+    out = args.out
+    if gpu and stem and not out:                # results/kernels-h200.json
+        name = torch.cuda.get_device_name(machine.device).lower().removeprefix("nvidia ")
+        out = ROOT / "results" / f"{stem}-{re.sub('[^a-z0-9]+', '-', name)}.json"
     triton = kernels.triton.__version__ if kernels.AVAILABLE else None
-    # the load average shows how busy the machine was
-    numbers = {"machine": str(machine), "triton": triton, "load_average": load_average()}
-    text = [f"{machine}, triton {triton}; load average {numbers['load_average']}"]
+    # how busy the machine was in the last 1, 5 and 15 minutes; Windows does not count it
+    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    numbers = {"machine": str(machine), "triton": triton, "load_average": load}
+    text = [f"{machine}, triton {triton}; load average {load}"]
     for part in measure(args, machine, whole_numbers(lengths, "lengths") if lengths else [], numbers):
         text.append(part)
         if out:                                 # after every part: the next one may be too large for the memory
