@@ -1,42 +1,38 @@
 """The ledger: the claims of five papers, and our result for each.
 
     python eval.py claims                               counts, surprises, and one line for each claim
-    python eval.py claims --show=lazy-sink-gone         everything about one claim
+    python eval.py claims --show=lazy-sink-gone         one claim: its verdict, its bounds and our numbers
+    python eval.py claims --show=lazy-sink-gone --all   everything about it, with each seed and the commands
     python eval.py claims --run=lab                     measure the missing numbers of a cost class, or of ID,ID@SETUP
     python eval.py claims --run=lazy-sink-gone@ --seeds=31 --results=out/mine.json      as written, with your own seed
-    python eval.py claims --pages=docs/claims           write a page with a picture for each paper
+    python eval.py claims --pages=results/claims        write a page with a picture for each paper
 
-A claim is a row of data in the file of its paper: ledger/lazy.py, threshold.py, focus.py, native_moe.py or emerges.py.
-It has the paper's statement and figures, the numbers to read from our runs, and the bounds that decide it: claim.py.
-lab_runs.py names the runs, ledger/experiments.py turns them into jobs, checks.py and routing.py measure what no other
-instrument measures. book.py collects all claims, changes.py logs changed bounds, and view.py shows everything.
+A claim is a table in the file of its paper, ledger/lazy.toml, threshold.toml, focus.toml, native_moe.toml or
+emerges.toml: the paper's statement and figures, the numbers to read from our runs, and the bounds that decide it.
+ledger/claim.py reads and judges them; quantities.py has what is more than a column. lab_runs.py names the runs,
+ledger/experiments.py what is measured on them, jobs.py does it, and ledger/view.py shows everything.
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed
 numbers alone, and prints both verdicts.
 """
-import difflib
-import itertools
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from common import files
-from common.flags import knob
+from common.flags import knob, nearest
 from common.machine import Machine
 from common.runs import ROOT, made_by
 from evals.instrument import whole_numbers
+from evals.jobs import Place, all_jobs, do_all, result_of
 from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger import view
-from evals.ledger.book import CLAIMS, FILES, cost_of, jobs_of, readable, runs_of, seeds_of, verdicts_of
-from evals.ledger.changes import version_of
-from evals.ledger.claim import COSTS, NOT_RUN, readings
-from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, Place, all_jobs, do, result_of
+from evals.ledger.claim import CLAIMS, COSTS, NOT_RUN, readable
+from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, jobs_of
 
 draw = view.draw
 COMMITTED = ROOT / "results/claims.json"
@@ -45,7 +41,8 @@ COMMITTED = ROOT / "results/claims.json"
 @dataclass
 class ClaimsFlags:
     """Flags of claims"""
-    show: str = knob("", "print everything about this claim")
+    show: str = knob("", "print the verdict, the bounds and our numbers of this claim")
+    all: bool = knob(False, "with --show: print everything else about it")
     run: str = knob("", f"measure the missing numbers of a cost class ({', '.join([*COSTS][:-1])}) or of claims "
                         "(ID,ID); ID@SETUP names one reading of a claim, ID@ the one as written")
     pages: str = knob("", "write a page for each paper into this folder, with a picture")
@@ -63,15 +60,14 @@ class ClaimsFlags:
         whole_numbers(self.seeds, "seeds")
         named = [part.partition("@")[::2] for part in asked_for(self.run)]
         for name, where in named:
-            if name in CLAIMS and where and where not in readings(CLAIMS[name]):
+            if name in CLAIMS and where and where not in CLAIMS[name].readings:
                 raise ValueError(f"--run={name}@{where}: {name} has no such reading; it has "
-                                 f"{', '.join(filter(None, readings(CLAIMS[name])))}")
+                                 f"{', '.join(filter(None, CLAIMS[name].readings))}")
         for name in [*([self.show] if self.show else []), *(name for name, _ in named)]:
-            if name not in CLAIMS and not (name in COSTS and name != self.show):
-                near = difflib.get_close_matches(name, [*COSTS, *CLAIMS], n=1)
-                hint = f", did you mean {near[0]}?" if near else "."
+            if name not in CLAIMS and (name not in COSTS or name == self.show):
                 more = "" if name == self.show else f"; --run also takes {', '.join([*COSTS][:-1])}"
-                raise ValueError(f"there is no claim {name!r}{hint} python eval.py claims names them all{more}")
+                raise ValueError(f"there is no claim {name!r}{nearest(name, [*COSTS, *CLAIMS]) or '.'} "
+                                 f"python eval.py claims names them all{more}")
 
 
 def asked_for(text):
@@ -90,10 +86,14 @@ def command(args, run):
         files.write_json(place, results)
     found = results["claims"]
     if args.pages:
-        write_pages(Path(args.pages), results)
-    verdicts = {name: verdicts_of(claim, found.get(name, {})) for name, claim in CLAIMS.items()}
-    names = {claim.id for claim, *_ in asked} or CLAIMS.keys()
-    text = view.shown(CLAIMS[args.show], found, folders) if args.show else view.ledger(found, names)
+        view.write_pages(Path(args.pages), results)
+    verdicts = {name: claim.verdicts(found.get(name, {})) for name, claim in CLAIMS.items()}
+    if args.show:
+        claim, here = CLAIMS[args.show], found.get(args.show, {})
+        more = view.details(claim, here, folders) if args.all else "--all adds the rest: notes, seeds, commands"
+        text = f"{view.section(claim, here, words=args.all)}\n\n{more}"
+    else:
+        text = view.ledger(found, {claim.id for claim, *_ in asked} or CLAIMS.keys())
     if asked and place.resolve() != COMMITTED.resolve():
         text += (f"\n{compared(asked, found, stored(COMMITTED))}\n\nnext:  python eval.py claims "
                  f"--show={asked[0][0].id} --results={place}    these numbers beside the bounds")
@@ -107,7 +107,7 @@ def compared(asked, found, committed):
         if where not in here:
             return NOT_RUN
         seeds = view.said_seeds(here[where])
-        return verdicts_of(claim, here)[where] + (f" ({seeds})" if seeds else "")
+        return claim.verdicts(here)[where] + (f" ({seeds})" if seeds else "")
     return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}; "
                      f"committed: {verdict(claim, where, committed)}" for claim, where, _ in asked)
 
@@ -118,54 +118,33 @@ def stored(place):
     try:
         found = readable(content["claims"])
         for name in found:                      # raises if the numbers are no numbers
-            verdicts_of(CLAIMS[name], found[name])
+            CLAIMS[name].verdicts(found[name])
         return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise ValueError(f"{place} holds no results of claims: restore it, or name another file by --results") from None
 
 
-def write_pages(folder, results):
-    """A page and a forest plot for each paper, and the log of changed bounds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for paper in FILES:
-        name = paper.__name__.rpartition(".")[2]
-        view.draw(folder / f"{name}.png", results, paper.TITLE)
-        with files.replacing(folder / f"{name}.md", "w") as f:
-            f.write(view.page(paper.TITLE, results["claims"], f"{name}.png"))
-    with files.replacing(folder / "changes.md", "w") as f:
-        f.write(view.log_page())
-
-
-# ------------------------------------------------------------------------------------------------------ the readings
-
-
 def wanted(args):
     """The readings that --run names, [(claim, where, Reading)]: all readings of a cost class, one reading ID@SETUP, or
-    those of a claim that cost no more than the claim. Raises ValueError if there is nothing to measure, or if that
-    needs a GPU."""
+    those of a claim that cost no more than the claim. Without a GPU no timings, and large models only if --train_args
+    make them small. Raises ValueError if nothing is left to measure."""
     names, costs = asked_for(args.run), list(COSTS)
-    asked = [(claim, where, reading) for claim in CLAIMS.values() for where, reading in readings(claim).items()
-             if cost_of(claim, where) in names or f"{claim.id}@{where}" in names or (
-                 claim.id in names and costs.index(cost_of(claim, where)) <= costs.index(claim.cost))]
+    asked = [(claim, where, reading) for claim in CLAIMS.values() for where, reading in claim.readings.items()
+             if claim.cost_of(where) in names or f"{claim.id}@{where}" in names or (
+                 claim.id in names and costs.index(claim.cost_of(where)) <= costs.index(claim.cost))]
     if not asked:
         raise ValueError(f"--run={args.run} has nothing to measure, because it is out of reach: --show=ID says why")
-    return asked if torch.cuda.is_available() else without_gpu(asked, args)
-
-
-def without_gpu(asked, args):
-    """The readings that are possible without a GPU: no timings, and large models only if --train_args make them small.
-    Raises ValueError if there is none."""
-    def possible(runs):
-        return TIMED.keys().isdisjoint(runs) and (args.train_args or not any("@gpu" in run for run in runs))
-    stay = [row for row in asked if possible(runs_of(row[2]))]
-    gone = [f"{claim.id}@{where}" for claim, where, reading in asked if not possible(runs_of(reading))]
-    if not stay:
+    if torch.cuda.is_available():
+        return asked
+    possible = [row for row in asked if TIMED.keys().isdisjoint(row[2].runs) and (
+        args.train_args or not any("@gpu" in run for run in row[2].runs))]
+    if not possible:
         raise ValueError(f"--run={args.run} times kernels or trains models of 30M parameters and wants a GPU; to try "
                          "small models, add --train_args='--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 "
                          "--eval_interval=3'")
-    if gone:
-        print(f"left out, because they need a GPU: {', '.join(gone)}", file=sys.stderr)
-    return stay
+    if left_out := [f"{claim.id}@{where}" for claim, where, _ in asked if (claim, where, _) not in possible]:
+        print(f"left out, because they need a GPU: {', '.join(left_out)}", file=sys.stderr)
+    return possible
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -175,28 +154,22 @@ def measure(asked, args, folders, results):
     """Do the missing jobs of these readings, and put their numbers into the results. If jobs fail, the end of the
     output names them, and their claims keep their old numbers."""
     seeds = whole_numbers(args.seeds, "seeds")
-    jobs = {(claim.id, where): jobs_of(reading, seeds_of(claim, reading, seeds), folders)
-            for claim, where, reading in asked}
-    do_all(all_jobs(job for several in jobs.values() for row in several.values() for job in row), args.workers)
+    jobs = [jobs_of(reading, claim.seeds_of(reading, seeds), folders) for claim, _, reading in asked]
+    do_all(all_jobs(job for group in jobs for row in group.values() for job in row), args.workers)
     about = made_by()
-    for claim, where, reading in asked:
+    for (claim, where, reading), group in zip(asked, jobs, strict=True):
         try:
-            numbers = numbers_of(reading, jobs[claim.id, where])
+            numbers = numbers_of(reading, group)
         except ValueError as e:                 # one claim without numbers must not stop the others
             print(e, file=sys.stderr)
             continue
         if numbers:
-            found = {**about, "machine": machine_of(jobs[claim.id, where]), "version": version_of(claim.id),
-                     "seeds": seeds_of(claim, reading, seeds), "numbers": numbers}
+            runs = [job for job in all_jobs(job for row in group.values() for job in row) if job.words[0] == "train.py"]
+            machines = sorted({files.read_json(run.place / "meta.json")["machine"] for run in runs})
+            found = {**about, "machine": " and ".join(machines) or str(Machine()), "version": claim.version,
+                     "seeds": claim.seeds_of(reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})
             kept[where] = merged(kept[where], found) if where in kept else found
-
-
-def machine_of(jobs):
-    """The machines on which a reading's runs were trained; this one if they were not trained here."""
-    runs = [job for job in all_jobs(job for group in jobs.values() for job in group) if job.words[0] == "train.py"]
-    found = {files.read_json(run.place / "meta.json")["machine"] for run in runs}
-    return " and ".join(sorted(found)) or str(Machine())
 
 
 def merged(old, new):
@@ -210,36 +183,6 @@ def merged(old, new):
                for column, group in new["numbers"].items()}
     earlier = {name: value for name, value in old.items() if name != "numbers"} | {"seeds": stay}
     return new | {"seeds": seeds, "numbers": numbers, "earlier": earlier}
-
-
-def do_all(jobs, workers):
-    """Do the missing jobs, several at a time, each after the jobs that it needs. jobs: in such an order."""
-    depths, failed = {}, []                     # depths: of the missing jobs, and of the jobs that need them
-    for job in jobs:
-        if result_of(job) is None or not depths.keys().isdisjoint(job.after):
-            depths[job] = depth(job)
-    missing = sorted(depths, key=depths.get)
-    workers = workers or (1 if torch.cuda.is_available() else 2)
-    with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar, ThreadPoolExecutor(
-            workers) as pool:
-        for _, stage in itertools.groupby(missing, depths.get):
-            for error in (pool.map if workers > 1 else map)(tried, stage):
-                failed += [error] if error else []
-                bar.update()
-    print("".join(f"{error}\n" for error in failed), end="", file=sys.stderr)
-
-
-def depth(job):
-    """The length of the longest chain of jobs that ends with this one."""
-    return 1 + max(map(depth, job.after), default=0)
-
-
-def tried(job):
-    """Do a job. Returns the error as text, or None."""
-    try:
-        do(job)
-    except (ValueError, OSError, RuntimeError) as e:                    # a failure must not stop the others
-        return f"{job.place}: {e}"
 
 
 def numbers_of(reading, jobs):

@@ -8,7 +8,6 @@ and writes the figures to meta.json. The command collects them in a table, a JSO
 """
 import dataclasses
 import math
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +21,9 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
-    markdown, recipe_names, seeing, table, train_if_missing, whole_numbers, window_batches)
-from evals.lab_runs import OUT_DIR, SEEDS, folder_of, train_flags
+    markdown, recipe_names, seeing, table, whole_numbers, window_batches)
+from evals.jobs import Place, all_jobs, do_all, result_of, train_job
+from evals.lab_runs import OUT_DIR, SEEDS
 from evals.measures import Probe, mean_of
 from evals.pictures import draw_recipes
 from evals.sweeps import SWEEPS
@@ -64,14 +64,14 @@ class Lab:
 def command(args, run):
     """Train every recipe in the sink lab, on the same data with the same seeds, and compare them."""
     recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds, "seeds")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")       # so small a model is faster on one thread
     models = ({what: name for what, (name, *_) in SWEEPS[args.sweep].items()} if args.sweep else
               {name: name for name in [*recipes, "blind"]})
-    metas = {what: [] for what in models}       # of each seed
-    for seed in seeds:                          # an interrupted lab has all models of its first seeds
-        for what, name in models.items():
-            flags = train_flags(name, seed, args.out_dir, args.train_args)
-            metas[what].append(train_if_missing(folder_of(name, seed, args.out_dir), flags))
+    place = Place(args.out_dir, train_args=args.train_args)
+    jobs = {(what, seed): train_job(name, seed, place) for seed in seeds for what, name in models.items()}
+    do_all(all_jobs(jobs.values()), 1)          # seed by seed: an interrupted lab has all models of its first seeds
+    if failed := [str(job.place) for job in jobs.values() if result_of(job) is None]:
+        raise ValueError(f"{', '.join(failed)} not finished: read the errors above, change flags with --train_args")
+    metas = {what: [files.read_json(jobs[what, seed].place / "meta.json") for seed in seeds] for what in models}
     runs = {what: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
             for what, group in metas.items()}
     about = {key: next(iter(metas.values()))[0][key] for key in ("machine", "versions")}

@@ -18,14 +18,14 @@ import eval as eval_script
 import train as train_script
 from common import files
 from common.flags import Parser, add_flags, fields_of, given_flags
-from evals import claims
+from evals import claims, jobs
 from evals.instrument import Common, Overrides
+from evals.jobs import Job, Place, all_jobs
 from evals.lab_runs import RECIPES, SETUPS, train_flags
-from evals.ledger import checks, claim, experiments, lazy, native_moe, routing, threshold
-from evals.ledger.book import CLAIMS, PAPERS, decided_by, fits, grade_of, jobs_of, readable, seeds_of
-from evals.ledger.changes import LOG
-from evals.ledger.claim import HAS_SINK, SOFTMAX_SINK, T95, Bound, Reading, interval, judge, readings
-from evals.ledger.experiments import COMMANDS, LOOKS, Job, Place, all_jobs
+from evals.ledger import checks, claim, experiments, quantities, routing, view
+from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Reading, judge, readable
+from evals.ledger.experiments import COMMANDS, LOOKS, jobs_of
+from evals.ledger.quantities import T95, interval
 from evals.sweeps import SWEEPS
 from model import GPTConfig
 
@@ -51,8 +51,8 @@ def judged(draw):
     for name in ("a", "b", "c")[:draw(st.integers(1, 3))]:
         values = GRID | st.just(math.nan) if draw(st.booleans()) else GRID
         found[name] = numbers(values, draw(st.sampled_from(["x", "xy"])))
-        parts.append(Bound(what=name, column=name, agrees=draw(CONDITIONS), contradicts=draw(CONDITIONS),
-                           needs=draw(st.just("") | CONDITIONS), means=draw(st.booleans()),
+        parts.append(Bound(what=name, quantity=name, agrees=draw(CONDITIONS), contradicts=draw(CONDITIONS),
+                           needs=draw(st.just("") | CONDITIONS), means=draw(st.sampled_from(["", "alone"])),
                            error=draw(st.sampled_from(["", "", "error"])),
                            sink=draw(st.sampled_from(["", "", "sink", "sink/x"]))))
     return Reading(reads={}, bounds=tuple(parts), fails=draw(st.sampled_from(["all", "any"]))), found
@@ -79,7 +79,7 @@ def test_a_verdict_is_what_the_conditions_say(case):
     says, tested, lost = {"agrees": [], "contradicts": [], "needs": []}, 0, 0
     for bound in reading.bounds:
         sinks = numbers["sink"]["x@lab"] + (numbers["sink"]["y@lab"] if bound.sink == "sink" else [])
-        for values in numbers[bound.column].values():
+        for values in numbers[bound.quantity].values():
             if bound.sink and min(sinks) < 4 or any(map(math.isnan, values)):
                 lost += 1
                 continue
@@ -102,7 +102,7 @@ def test_verdicts_obey_their_algebra(values, one, other):
     low, high = sorted((one, other + 0.25))
 
     def verdict(values, agrees=f"<= {low}", contradicts=f">= {high}"):
-        bound = Bound(what="it", column="it", agrees=agrees, contradicts=contradicts)
+        bound = Bound(what="it", quantity="it", agrees=agrees, contradicts=contradicts)
         return judge(Reading(reads={}, bounds=(bound,), fails="all"), {"it": {"x@lab": values}})
 
     found = verdict(values)
@@ -127,42 +127,43 @@ def test_the_interval_is_that_of_students_t():
 def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_rank():
     """The pages have all other kinds of quantities."""
     numbers = {"raw": {"softmax@lab": [1, 2], "elastic@lab": [5, 6]}, "cost": {"softmax@lab": [2], "elastic@lab": [4]}}
-    found = judge(Reading(reads={}, bounds=(Bound(what="it", column="raw", over="cost"),)), numbers).quantities
+    found = judge(Reading(reads={}, bounds=(Bound(what="it", quantity="raw / cost"),)), numbers).quantities
     close(np.stack([part.values for part in found]), [[0.5, 1], [1.25, 1.5]])
     ranked = ([1, 2, 2, 4], [1, 3, 3, 9]), ([1, 1], [1, 2]), ([1, 2, 3, 3], [1, 2, 4, 3])
-    close([claim.rank_correlation(*pair) for pair in ranked], [1, 0, 3 / 10 ** 0.5])    # as in scipy.stats.spearmanr
+    close([quantities.rank_correlation(*pair) for pair in ranked], [1, 0, 3 / 10 ** 0.5])  # as in scipy.stats
 
 
 def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
-    assert len(CLAIMS) == sum(map(len, PAPERS.values())) and {change.claim for change in LOG} <= CLAIMS.keys()
+    assert len(CLAIMS) == sum(map(len, PAPERS.values())) and sum(len(row.changes) for row in CLAIMS.values()) == 79
     for row in CLAIMS.values():
-        assert row.place and row.says and row.theirs and (row.reads or row.cost == "out of reach"), row.id
-        for where, reading in readings(row).items():
+        assert row.place and row.says and row.theirs and (row.readings or row.cost == "out of reach"), row.id
+        for where, reading in row.readings.items():
             assert any(bound.agrees or bound.contradicts for bound in reading.bounds), (row.id, where)
-            assert (HAS_SINK in reading.bounds) == (SOFTMAX_SINK in reading.reads) >= (where == "nobos"), row.id
+            asks = any(bound.quantity == SOFTMAX_SINK and bound.needs for bound in reading.bounds)
+            assert asks == (SOFTMAX_SINK in reading.reads) >= (where == "nobos"), row.id
 
 
 def test_the_quantities_of_claims_without_committed_numbers():
     """The pages have their bounds, but no numbers of theirs."""
     speeds = {f"{name} at {T}": {"kernels": np.array([speed])} for T, *pair in (
         (1024, 2, 1), (4096, 1, 3), (16_384, 2, 10)) for name, speed in zip(("torch", "TRA"), pair, strict=True)}
-    close(np.concatenate([*threshold.growth_of_speedup(speeds).values()]), [2.5, 2])
+    close(np.concatenate([*quantities.growth_of_speedup(speeds).values()]), [2.5, 2])
     leads = {f"gain at {T}": {"tda": T + np.arange(3), "softmax": np.arange(3)} for T in (512, 1024, 2048)}
     leads |= {f"error at {T}": {"tda": [3] * 3, "softmax": [4] * 3} for T in (512, 1024, 2048)}
-    close([*threshold.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
-    close([*native_moe.growth({"dormant": {"small": [.1, .3], "medium": [.5], "large": [.1]}}).values()], [.3, -.4])
+    close([*quantities.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
+    close([*quantities.growth({"dormant": {"small": [.1, .3], "medium": [.5], "large": [.1]}}).values()], [.3, -.4])
     bias = 1.0 * (np.arange(200) < np.array([[40], [60], [80]]))        # of three heads, smoothed over five distances
-    assert lazy.reach(bias) == 61 and np.isnan(lazy.reach(bias + 0.2))  # the latter does not fade
+    assert quantities.reach(bias) == 61 and np.isnan(quantities.reach(bias + 0.2))  # the latter does not fade
     before, after = ({"alibi-learned": np.array(slopes)} for slopes in ([.5, .25], [.6, .2]))
-    close(lazy.change_of_slopes({"slopes at first": before, "slopes": after}), 0.2)
+    close(quantities.change_of_slopes({"slopes at first": before, "slopes": after}), 0.2)
     ratios = {"forward": {"kernels": [0.5]}, "forward and backward": {"kernels": [0.8]}}
-    found = judge(readings(CLAIMS["elastic-two-pass"])[""], ratios).quantities
+    found = judge(CLAIMS["elastic-two-pass"].readings[""], ratios).quantities
     close(np.concatenate([part.values for part in found]), [2, 1.25])
 
 
 def test_every_command_of_every_reading_is_valid_and_every_recipe_and_look_is_used():
     """The jobs of one seed, and the runs of the sweeps."""
-    every = [reading for row in CLAIMS.values() for reading in readings(row).values()]
+    every = [reading for row in CLAIMS.values() for reading in row.readings.values()]
     words = {job.words for reading in every for group in jobs_of(reading, [2], Place()).values()
              for job in all_jobs(group)}
     swept = {run for sweep in SWEEPS.values() for run, *_ in sweep.values()}
@@ -193,16 +194,16 @@ def test_a_result_is_valid_until_its_run_or_its_words_change(tmp_path, elastic_r
     job, meta_json = Job(("probe", "x"), place, (run,)), run.place / "meta.json"
     files.write_json(meta_json, {})
     files.write_json(place, {"words": ["probe", "x"], "found": {"loss": 1}})
-    assert experiments.result_of(job) == {"loss": 1}
-    assert experiments.result_of(job._replace(words=("probe", "y"))) is None
+    assert jobs.result_of(job) == {"loss": 1}
+    assert jobs.result_of(job._replace(words=("probe", "y"))) is None
     os.utime(meta_json, (2e9, 2e9))             # trained again
-    assert experiments.result_of(job) is None
+    assert jobs.result_of(job) is None
     meta_json.unlink()
-    assert experiments.result_of(job) is None
+    assert jobs.result_of(job) is None
     found = {"stream": [{"a": 1}, {"b": 2}, {"a": 3}], "changes": [{"what": "zero", "where": "all", "loss": 4}]}
     assert claims.value_at(found, "probe/stream/*/a", job) == [1, 3]    # the name of the look is no part of the path
     assert claims.value_at(found, "changes/zero, all/loss", job) == 4 and claims.value_at(found, "stream/1/b", job) == 2
-    assert experiments.best_loss(elastic_run) == min(float(row[2]) for row in log_rows(elastic_run)[1:] if row[2])
+    assert jobs.best_loss(elastic_run) == min(float(row[2]) for row in log_rows(elastic_run)[1:] if row[2])
 
 
 def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
@@ -210,11 +211,11 @@ def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
     run, other, done = Job(("train.py",), "run"), Job(("eval.py",), "other"), []
     look = Job(("eval.py",), "look", (run,))
     last = Job(("eval.py",), "last", (look, other))
-    monkeypatch.setattr(claims, "do", done.append)
+    monkeypatch.setattr(jobs, "do", done.append)
     for missing, expected in (([run], [run, look, last]), ([run, other, look, last], [run, other, look, last])):
-        monkeypatch.setattr(claims, "result_of", lambda job, missing=missing: None if job in missing else {})
+        monkeypatch.setattr(jobs, "result_of", lambda job, missing=missing: None if job in missing else {})
         done.clear()
-        claims.do_all([run, look, other, last], 1)
+        jobs.do_all([run, look, other, last], 1)
         assert done == expected
 
 
@@ -231,17 +232,17 @@ def test_only_readings_that_fit_the_machine_are_run(monkeypatch):
     assert "pe-all-sink@gpu" in small and {"focus-speed@", "tda-kernel@", "elastic-two-pass@"}.isdisjoint(small)
     with pytest.raises(ValueError, match="trains models of 30M parameters and wants a GPU"):
         wanted("pe-all-sink@gpu", "")
-    assert decided_by(CLAIMS["lazy-sink-gone"], {"lr3e-3": {}}) is None             # a variation, not in place of a GPU
-    row, timed = CLAIMS["early-layers-active"], readings(CLAIMS["tda-kernel"])[""]
-    assert [seeds_of(row, reading, [2, 3]) for reading in (*readings(row).values(), timed)] == [[2], [0], [0]]
-    assert grade_of(timed) == "lab"
+    assert CLAIMS["lazy-sink-gone"].decided_by({"lr3e-3": {}}) is None             # a variation, not in place of a GPU
+    row, timed = CLAIMS["early-layers-active"], CLAIMS["tda-kernel"].readings[""]
+    assert [row.seeds_of(reading, [2, 3]) for reading in (*row.readings.values(), timed)] == [[2], [0], [0]]
+    assert timed.grade == "lab"
 
 
 @pytest.mark.parametrize("name", [by_default(name != "survivors", name) for name in experiments.CHECKS])
 def test_a_check_repeats_its_committed_numbers(name):
     found, compared = experiments.CHECKS[name](2), 0
     for row, where in [(row, where) for row, kept in COMMITTED.items() for where in kept]:
-        for column, (path, runs) in readings(CLAIMS[row])[where].reads.items():
+        for column, (path, runs) in CLAIMS[row].readings[where].reads.items():
             if name in runs.split():
                 kept = np.array(COMMITTED[row][where]["numbers"][column][name][0])
                 error, compared = np.abs(claims.value_at(found, path, None) - kept), compared + 1
@@ -268,9 +269,9 @@ def test_the_ledger_prints_the_stored_verdict_of_each_claim(capsys):
         assert re.search(rf"^  {verdict['']} +.* {name} ", said, re.M), name
     verdicts = [verdict[""] for verdict in found["verdicts"].values()]
     assert said.startswith(f"70 claims of five papers. {verdicts.count(NOT_RUN)} are not run here.")
-    shown = run_claims(capsys, "--show=kbias-shift").out
-    assert shown.startswith(f"kbias-shift: {found['verdicts']['kbias-shift']['']}")
-    assert "python train.py --preset=lab --seed=2" in shown and re.search("run +seed 2 +seed 3 +seed 4", shown)
+    shown = run_claims(capsys, "--show=kbias-shift", "--all").out
+    assert shown.startswith(f"## kbias-shift\n\n**{found['verdicts']['kbias-shift']['']}**")
+    assert "python train.py --preset=lab --seed=2" in shown and re.search("run +. seed 2 +. seed 3 +. seed 4", shown)
 
 
 def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_added(trainings, tmp_path, capsys):
@@ -283,7 +284,7 @@ def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_add
 
     both = "--run=postnorm,gate-identity", "--seeds=3"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiments, "output_of", fails)
+        patch.setattr(jobs, "output_of", fails)
         said, found = measured(*both)
     assert "--norm_place=post" in said.err and "failed: no luck today" in said.err and set(found) == {"gate-identity"}
     _, first = measured(*both)
@@ -299,16 +300,16 @@ def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_add
     said, found = measured("--run=gate-identity", "--seeds=9,2")
     found = found["gate-identity"][""]
     assert found["seeds"] == [2, 3, 9] and "gate-identity" in said.out and "postnorm" not in said.out
-    for column, (path, _) in readings(CLAIMS["gate-identity"])[""].reads.items():
+    for column, (path, _) in CLAIMS["gate-identity"].readings[""].reads.items():
         expected = [checks.gate_identity(seed)[path] for seed in (2, 3, 9)]
         close(found["numbers"][column]["gate_identity"], expected, dtype=torch.float32)
 
 
 def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path):
-    """If not, run python eval.py claims --pages=docs/claims. They have each quantity with its bounds and verdict."""
-    assert all(fits(readings(CLAIMS[name])[where], kept["numbers"])
+    """If not, run python eval.py claims --pages=results/claims. They have each quantity with its bounds and verdict."""
+    assert all(CLAIMS[name].readings[where].fits(kept["numbers"])
                for name, found in COMMITTED.items() for where, kept in found.items())
-    claims.write_pages(tmp_path, {"claims": readable(COMMITTED)})
+    view.write_pages(tmp_path, {"claims": readable(COMMITTED)})
     written = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
-    assert written == {page.name: page.read_text() for page in (ROOT / "docs/claims").glob("*.md")}
+    assert written == {page.name: page.read_text() for page in (ROOT / "results/claims").glob("*.md")}
     assert {page.stem for page in tmp_path.glob("*.png")} == {*map(lambda name: name[:-3], written)} - {"changes"}

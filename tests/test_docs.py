@@ -15,8 +15,7 @@ from conftest import ROOT, TINY, needs_triton, run
 import attention
 import mixers
 from common.flags import fields_of, given_flags, with_recipe
-from evals.ledger.book import CLAIMS, verdicts_of
-from evals.ledger.claim import VERDICTS
+from evals.ledger.claim import CLAIMS, VERDICTS
 from model import GPTConfig
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
@@ -98,7 +97,7 @@ def test_quoted_code_is_the_files_own(page):
 
 def with_additions(folder, *additions):
     """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where it matches)."""
-    for path in (path for files in ("*.py", "*/*.py", "evals/ledger/*.py") for path in ROOT.glob(files)):
+    for path in (path for files in ("*.py", "*/*.py", "evals/ledger/*.*") for path in ROOT.glob(files)):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
@@ -170,8 +169,8 @@ def test_verdicts_are_those_of_the_ledger(page):
     text = " ".join(PAGES[page].split())
     said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", text)
     for name, verdict in [pair for pair in said if pair[0] in CLAIMS]:
-        assert verdict in verdicts_of(CLAIMS[name], found.get(name, {})).values(), name
-    verdicts = [verdicts_of(claim, found.get(name, {}))[""] for name, claim in CLAIMS.items()]
+        assert verdict in CLAIMS[name].verdicts(found.get(name, {})).values(), name
+    verdicts = [claim.verdicts(found.get(name, {}))[""] for name, claim in CLAIMS.items()]
     count = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     tested = [len(CLAIMS) - count["not run here"], *(count[verdict] for verdict in (
         "agrees", "contradicts", "mixed", "not testable"))]

@@ -14,12 +14,11 @@ import eval as eval_script
 from attention import ATTENTIONS
 from common.machine import Machine
 from data import tokens
-from evals import lab, sweeps
+from evals import jobs, lab, sweeps
 from evals.ablate import every_head, key_hidden, losses_with, unchanged, value_zeroed
 from evals.claims import ClaimsFlags
 from evals.instrument import markdown
 from evals.lab_runs import RECIPES, folder_of, train_flags
-from evals.ledger import experiments
 from evals.measures import Probe
 from mixers import trained_recipes
 from model import GPT
@@ -79,12 +78,12 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
 
 def test_the_lab_its_sweeps_and_the_ledger_share_runs():
     """The same model has the same folder and flags, so the second command finds it trained."""
-    job, run = experiments.train_job("postnorm", 3, experiments.Place()), sweeps.SWEEPS["norm_place"]["post"][0]
+    job, run = jobs.train_job("postnorm", 3, jobs.Place()), sweeps.SWEEPS["norm_place"]["post"][0]
     assert job.place == folder_of(run, 3, lab.Lab().out_dir) and lab.Lab().seeds == ClaimsFlags().seeds
     assert list(job.words[1:]) == train_flags(run, 3, lab.Lab().out_dir)
-    tuned = experiments.train_job("heads-eq9@long", 3, experiments.Place())
+    tuned = jobs.train_job("heads-eq9@long", 3, jobs.Place())
     assert f"--init_from={folder_of('heads@long', 3, 'out/lab')}" in tuned.words
-    assert tuned.after[1] == experiments.train_job("heads@long", 3, experiments.Place())
+    assert tuned.after[1] == jobs.train_job("heads@long", 3, jobs.Place())
     assert train_flags("tra", 3, "out")[-1] == "--attn_args=beta_init=0.1"     # with its own beta hardly any key passes
     assert RECIPES.keys().isdisjoint(ATTENTIONS)                        # or the lab would train another set-up
 

@@ -1,14 +1,35 @@
-"""A row of the ledger: a claim of a paper, what is measured for it, and the bounds that decide it.
+"""The claims of the ledger, read from a .toml file for each paper, and the algebra that decides them.
 
-A Bound is data: a quantity, the values with which the claim holds, and those with which it fails. Verdicts, sentences,
-tables and pictures all come from the bounds.
+A claim has the paper's statement and figures in words, `reads` (which numbers of which runs), `bounds` (the values with
+which it holds, and those with which it fails) and `changes` (bounds that were changed after numbers had been seen).
+Verdicts, sentences, tables and pictures all come from the bounds. In a .toml file
+
+    about       place in the paper, class of COSTS, and what differs from the defaults of Claim and Reading
+    reads       a line for some runs: "RUN RUN @SETUP: COLUMN = PATH | COLUMN = PATH". Braces stand for several columns:
+                "at {64,128} = lengths/{0,1}/sink"
+    bounds      "words | quantity | agrees CONDITION | contradicts CONDITION | ..", with the fields of Bound
+    changes     "date | before -> after | verdict before -> after | why"
+    [ID.NAME]   another reading: the same question about other runs
+
+and a line that begins with a space continues the one before.
 """
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import re
+import sys
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from evals.lab_runs import PUBLIC, SETUPS
+from evals.ledger import quantities
+from evals.ledger.experiments import CONSTANT, TIMED
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 COSTS = {                                       # class: what a measurement needs
     "lab": "one-layer models and exact checks, on a CPU",
@@ -25,40 +46,41 @@ GRADES = {                                      # what kind of evidence numbers 
     "small text": "a model of 30M parameters on text",
     "real model": "GPT-2, or SmolLM2 (135M parameters)",
     "the paper's own": "the paper's models or printed numbers"}
+GRADE_OF = {"lab": "lab", "cpu-minutes": "tiny text", "gpu-minutes": "small text", "cpu-hours": "real model",
+            "public-weights": "real model"}
 
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 
-# ------------------------------------------------------------------------------------------------------- what a row is
+# A claim about sinks needs runs in which softmax has one. Readings with the column SOFTMAX_SINK ask for it
+SOFTMAX_SINK = "softmax itself, x uniform"
+LEAST_SINK = 4                                  # times the weight of an even spread
+
+# -------------------------------------------------------------------------------------------------------- what a row is
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bound:
     """One quantity, which has a number for each seed, and conditions on it.
 
-    The quantity is a column of the reading, for each of its runs. `over` divides it by another number, and `less`
-    subtracts one. `value` computes any other quantity.
     Every seed must meet a condition: "<= 0.1", "> 4", "== 0" or "0.4 to 0.8". "clearly < 0" holds if the whole 95 %
     interval of the mean lies below 0, "could be 0" if the interval contains 0. "not " in front negates a condition.
     """
     what: str                                   # the quantity in words
-    column: str = ""                            # of the reading
-    of: str = ""                                # its runs, separated by spaces; empty: all
-    over: str = ""                              # divide by another column, or by a run of the same column
-    less: str = ""                              # subtract it
-    value: Callable | None = None               # {column: {run: array}} -> (seeds,), or {name: (seeds,)}; nan: it
-                                                # cannot be tested
+    quantity: str                               # COLUMN, or of some of its runs COLUMN[RUN RUN]; perhaps " / " or " - "
+                                                # and another column, or a run of the same one; or a function of
+                                                # quantities.py: FUNCTION(ARGUMENT; ARGUMENT)
     agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
-    means: bool = False                         # conditions are on the mean over seeds
+    means: str = ""                             # if not empty, conditions are on the mean over seeds
     error: str = ""                             # the column of its standard errors, if the seeds do not decide; or
                                                 # "windows": a quantity (seeds, windows), whose windows decide
     sink: str = ""                              # a column of weights on the first token, in multiples of an even
                                                 # spread, or COLUMN/RUN; if one is below 4, this bound is not tested
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reading:
     """What to measure, and the bounds on it.
 
@@ -66,55 +88,158 @@ class Reading:
         of the run's report. If the path begins with a command of experiments.COMMANDS, or with a look (one of LOOKS: a
         measurement of a run that only the ledger makes), it is a path in that one's result. If a run is one of CHECKS,
         it is a path in the result of that check.
-    bounds: if this reading has none, it has those of its claim.
     """
     reads: dict[str, tuple[str, str]]
-    bounds: tuple[Bound, ...] = ()
-    fails: str = ""                             # the claim fails if "all" or "any" of its conditions `contradicts` hold
-    grade: str = ""                             # of GRADES; empty: that of its runs
+    bounds: tuple[Bound, ...]
+    fails: str = "all"                          # the claim fails if "all" or "any" of its conditions `contradicts` hold
+    own_grade: str = ""                         # of GRADES; empty: that of its runs
+
+    @property
+    def runs(self):
+        return " ".join(runs for _, runs in self.reads.values()).split()
+
+    @property
+    def costs(self):
+        """The cost classes of the runs."""
+        return {"public-weights" if run in PUBLIC else "gpu-minutes" if run in TIMED else
+                SETUPS[run.partition("@")[2] or "lab"].cost for run in self.runs}
+
+    @property
+    def grade(self):
+        """What kind of evidence the numbers are, of GRADES. Kernels are timed on random tensors."""
+        return "lab" if set(self.runs) <= TIMED.keys() else self.own_grade or max(
+            (GRADE_OF[cost] for cost in self.costs), key=list(GRADES).index)
+
+    def fits(self, numbers):
+        """Do these numbers have the reading's columns and runs?"""
+        return {column: runs.split() for column, (_, runs) in self.reads.items()} == {
+            column: list(group) for column, group in numbers.items()}
+
+
+class Change(NamedTuple):
+    """One change of a claim's words or bounds. verdicts: before and after, on the same numbers unless `why` says
+    otherwise."""
+    date: str
+    changed: str
+    verdicts: str
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One claim of a paper, how it is tested, and what decides it."""
     id: str
+    paper: str                                  # its title
     place: str                                  # section, figure or table of the paper
     says: str                                   # the claim in one sentence
     theirs: str                                 # the paper's figures, and where they contradict each other
     cost: str                                   # of COSTS: the cheapest run that can decide it
+    readings: dict[str, Reading]                # as written (""), in the set-ups of `variations`, and on other runs
     tested: str = ""                            # in words, what the bounds have in common
-    reads: dict = field(default_factory=dict)   # as of a Reading; empty: out of reach
-    bounds: tuple[Bound, ...] = ()
-    fails: str = "all"
-    grade: str = ""
-    variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same bounds
-    elsewhere: dict[str, Reading] = field(default_factory=dict)         # {name: the same question about other runs}
     note: str = ""                              # what the bounds leave out, and why
+    variations: tuple[str, ...] = ()            # other set-ups of lab_runs.SETUPS for the same bounds
     seeds: int = 3                              # the most seeds of runs that take long (cpu-hours, gpu-minutes)
+    changes: tuple[Change, ...] = ()            # oldest first; each makes a new version of the claim
+
+    @property
+    def version(self):
+        return 1 + len(self.changes)
+
+    @property
+    def cheapest(self):
+        """The cost class of the cheapest reading, or the claim's own if it has none."""
+        return min(map(self.cost_of, self.readings), key=list(COSTS).index, default=self.cost)
+
+    def cost_of(self, where):
+        """The cost class of one reading: the claim's own, or that of the dearest run which it needs."""
+        return max(self.readings[where].costs, key=list(COSTS).index) if where else self.cost
+
+    def seeds_of(self, reading, seeds):
+        """The seeds of a reading: [0] for runs without seeds, and at most self.seeds for runs that take long."""
+        return ([0] if CONSTANT.issuperset(reading.runs) else
+                seeds[:self.seeds] if {"gpu-minutes", "cpu-hours"} & reading.costs else seeds)
+
+    def decided_by(self, found):
+        """The reading that decides: the first that has numbers, as written ("") or elsewhere; None if it is not run.
+        Another set-up decides only in place of a GPU. found: {where: its numbers}."""
+        elsewhere = [where for where in self.readings if where not in self.variations]
+        others = self.variations if self.cost == "gpu-minutes" else ()
+        return next((where for where in (*elsewhere, *others) if where in found), None)
+
+    def verdicts(self, found):
+        """{where: Verdict} of the readings with numbers. Under "" is that of the reading that decides the claim."""
+        judged = {where: judge(reading, found[where]["numbers"]) for where, reading in self.readings.items()
+                  if where in found}
+        return {"": judged.get(self.decided_by(found), NOT_RUN)} | judged
 
 
-# A claim about sinks needs runs in which softmax has one. Readings with the column SOFTMAX_SINK ask for it
-SOFTMAX_SINK = "softmax itself, x uniform"
-LEAST_SINK = 4                                  # times the weight of an even spread
-HAS_SINK = Bound(what=SOFTMAX_SINK, column=SOFTMAX_SINK, needs=f">= {LEAST_SINK}")
-GPU_SOFTMAX_SINK = {SOFTMAX_SINK: ("times_uniform", "softmax@gpu")}
-NOBOS_SOFTMAX_SINK = {SOFTMAX_SINK: ("times_uniform_idle", "softmax@nobos")}
+# ------------------------------------------------------------------------------------------------------------ the files
 
 
-def readings(claim):
-    """{where: Reading} of a claim: as written (""), in other set-ups, and on other runs."""
-    found = {"": Reading(reads=claim.reads, grade=claim.grade)} if claim.reads else {}
-    for setup in claim.variations:
+def claims_of(path):
+    """A paper's title, its full name, and its claims {id: Claim}."""
+    rows = tomllib.loads(path.read_text(encoding="utf-8"))
+    title, cited = rows.pop("title"), rows.pop("cited")
+    return title, cited, {name: claim_of(name, title, row) for name, row in rows.items()}
+
+
+def claim_of(name, paper, row):
+    """One table of a file."""
+    about = row.pop("about")
+    variations = tuple(about.pop("variations", "").split())
+    how = {key: about.pop(key) for key in ("fails", "own_grade") if key in about}
+    texts = {key: " ".join(row.get(key, "").split()) for key in ("says", "theirs", "tested", "note")}
+    changes = tuple(Change(*line.split(" | ")) for line in lines(row.get("changes", "")))
+    elsewhere = {where: part for where, part in row.items() if isinstance(part, dict)}
+    reads, found = columns_of(row.get("reads", "")), {}
+    if reads:
+        found[""] = Reading(reads, bounds_of(row), **how)
+        how.pop("own_grade", None)
+    for setup in variations:
         moved = {column: (path, " ".join(f"{run.partition('@')[0]}@{setup}" for run in runs.split()))
-                 for column, (path, runs) in claim.reads.items()}
-        found[setup] = Reading(reads=moved | (NOBOS_SOFTMAX_SINK if setup == "nobos" else {}))
-    found |= claim.elsewhere
-    return {where: replace(reading, fails=reading.fails or claim.fails,
-                           bounds=(reading.bounds or claim.bounds) + (HAS_SINK,) * (SOFTMAX_SINK in reading.reads))
-            for where, reading in found.items()}
+                 for column, (path, runs) in reads.items()}
+        needed = {SOFTMAX_SINK: ("times_uniform_idle", "softmax@nobos")} if setup == "nobos" else {}
+        found[setup] = Reading(moved | needed, bounds_of(row), **how)
+    for where, part in elsewhere.items():
+        bounds = bounds_of(part) or bounds_of(elsewhere.get(part.get("bounds_of"), row))
+        found[where] = Reading(columns_of(part["reads"]), bounds, **how | part.get("about", {}))
+    asked = (Bound(SOFTMAX_SINK, SOFTMAX_SINK, needs=f">= {LEAST_SINK}"),)
+    found = {where: replace(reading, bounds=reading.bounds + asked * (SOFTMAX_SINK in reading.reads))
+             for where, reading in found.items()}
+    return Claim(id=name, paper=paper, **texts, **about, variations=variations, readings=found, changes=changes)
 
 
-# ---------------------------------------------------------------------------------------------------------- conditions
+def lines(text):
+    """The lines of a table."""
+    return re.sub(r"\n +", " ", text.strip()).splitlines()
+
+
+def columns_of(text):
+    """The `reads` of a Reading."""
+    found = {}
+    for line in lines(text):
+        runs, _, columns = line.partition(": ")
+        *names, last = runs.split()
+        runs = " ".join(name + last for name in names) if last.startswith("@") else runs
+        for column in columns.split(" | "):
+            braces = re.findall("{(.*?)}", column)                      # of the column, and of its path
+            for values in zip(*(inside.split(",") for inside in braces), strict=True) if braces else [()]:
+                column_of_one = re.sub("{.*?}", "%s", column) % values if values else column
+                name, _, path = column_of_one.partition(" = ")
+                found[name] = (path, runs)
+    return found
+
+
+def bounds_of(part):
+    """The bounds of a claim or of a reading."""
+    found = []
+    for line in lines(part.get("bounds", "")):
+        what, quantity, *conditions = line.split(" | ")
+        found.append(Bound(what, quantity, **dict(condition.split(" ", 1) for condition in conditions)))
+    return tuple(found)
+
+
+# ----------------------------------------------------------------------------------------------------------- conditions
 
 
 SIGNS = {"<=": np.less_equal, "<": np.less, ">=": np.greater_equal, ">": np.greater, "==": np.equal}
@@ -134,26 +259,6 @@ def number(text):
     return float(Fraction(text))
 
 
-# Student's t at 97.5 %, of 1, 2, .. degrees of freedom. With more than 10 seeds the last makes the interval too wide
-T95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
-
-
-def interval(values, errors=None):
-    """The 95 % interval of the mean over seeds, (low, high): Student's t, or 1.96 standard errors if they are given.
-    One seed without an error has none: (-inf, inf)."""
-    mean = np.mean(values)
-    if errors is not None:
-        half = 1.96 * np.sqrt(np.mean(np.square(errors)) / len(values))
-    elif len(values) < 2:
-        half = np.inf
-    else:
-        half = T95[min(len(values) - 2, len(T95) - 1)] * np.std(values, ddof=1) / len(values) ** 0.5
-    return mean - half, mean + half
-
-
-# ------------------------------------------------------------------------------------------------------------ verdicts
-
-
 class Quantity(NamedTuple):
     """What a bound found for one run."""
     name: str
@@ -164,7 +269,7 @@ class Quantity(NamedTuple):
 
     @property
     def interval(self):
-        return interval(self.values, self.errors)
+        return quantities.interval(self.values, self.errors)
 
     def holds(self, condition):
         """Whether a condition is met: one boolean for each seed, or one for the mean or the interval."""
@@ -179,6 +284,9 @@ class Quantity(NamedTuple):
         return met if asked == condition else ~met
 
 
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
 class Verdict(str):
     """One of VERDICTS. quantities: what decided it. why: of a mixed verdict."""
     quantities, why = (), ""
@@ -186,7 +294,7 @@ class Verdict(str):
 
 def judge(reading, numbers):
     """The verdict on numbers {column: {run: [a value for each seed]}}. The set-up is part of the runs' names."""
-    every = quantities(reading, numbers)
+    every = found_by(reading, numbers)
     found = [quantity for quantity in every if quantity.tested]
     asked = [quantity for quantity in found if quantity.bound.agrees]
     yes = [quantity.holds(quantity.bound.agrees) for quantity in asked]
@@ -209,14 +317,13 @@ def judge(reading, numbers):
     return verdict
 
 
-def quantities(reading, numbers):
+def found_by(reading, numbers):
     """What the bounds of a reading found, [Quantity]."""
     arrays = {column: {run.split("@")[0]: np.array(values, float) for run, values in group.items()}
               for column, group in numbers.items()}
     found = []
     for bound in reading.bounds:
-        values = bound.value(arrays) if bound.value else plain(bound, arrays)
-        values = values if isinstance(values, dict) else {"": values}
+        values = values_of(bound.quantity, arrays)
         errors, (column, _, one) = arrays.get(bound.error, {}), bound.sink.partition("/")
         tested = all(np.all(sink >= LEAST_SINK) for run, sink in arrays.get(column, {}).items() if one in ("", run))
         for run, value in values.items():
@@ -228,22 +335,40 @@ def quantities(reading, numbers):
     return found
 
 
-def plain(bound, arrays):
-    """{run: array} of a bound whose quantity is a column, or its ratio or difference to another number."""
-    column = arrays[bound.column]
-    values = {run: column[run] for run in bound.of.split() or column}
+def values_of(quantity, arrays):
+    """{run: array} of the quantity of a bound."""
+    if call := re.fullmatch(r"(\w+)\((.*)\)", quantity):
+        values = getattr(quantities, call[1])(arrays, *(call[2].split("; ") if call[2] else ()))
+        return values if isinstance(values, dict) else {"": values}
+    column, _, other = re.split(" ([/-]) ", f"{quantity} - ")[:3]
+    column, _, runs = column.partition("[")
+    values = {run: arrays[column][run] for run in runs[:-1].split() or arrays[column]}
+    if not other:
+        return values
+    found = {}
+    for run, value in values.items():           # less another column of the same run, or another run of the same column
+        rival = (arrays[other].get(run, next(iter(arrays[other].values()))) if other in arrays else
+                 arrays[column][other])
+        if run != other:
+            found[run] = value / rival if " / " in quantity else value - rival
+    return found
 
-    def other(name, run):                       # another column of the same run, or another run of the same column
-        return arrays[name].get(run, next(iter(arrays[name].values()))) if name in arrays else column[name]
 
-    if bound.over:
-        values = {run: value / other(bound.over, run) for run, value in values.items() if run != bound.over}
-    if bound.less:
-        values = {run: value - other(bound.less, run) for run, value in values.items() if run != bound.less}
-    return values
+# ---------------------------------------------------------------------------------------------------------- all of them
+
+PAPERS, CITED, CLAIMS = {}, {}, {}              # {title: its claims {id: Claim}}, {title: full name}, {id: Claim}
+FILES = {}                                      # {title: the name of its file}
+for name in ("lazy", "threshold", "focus", "native_moe", "emerges"):
+    title, full_name, claims = claims_of(Path(__file__).with_name(f"{name}.toml"))
+    FILES[title], PAPERS[title], CITED[title] = name, claims, full_name
+    CLAIMS |= claims
 
 
-# ------------------------------------------------------------------------------------------------ the bounds in words
+def readable(found):
+    """{claim: {where: numbers}} without numbers of another version of the ledger, which have other columns or runs."""
+    return {claim.id: {where: found[claim.id][where] for where, reading in claim.readings.items()
+                       if where in found[claim.id] and reading.fits(found[claim.id][where]["numbers"])}
+            for claim in CLAIMS.values() if claim.id in found}
 
 
 def in_words(claim, reading):
@@ -252,27 +377,7 @@ def in_words(claim, reading):
              ("testable only with", "needs", "and")]
     said = []
     for label, name, joint in parts:
-        conditions = [f"{bound.what} {condition}{' on average' * (bound.means and 'clearly' not in condition)}"
+        conditions = [f"{bound.what} {condition}{' on average' * (bool(bound.means) and 'clearly' not in condition)}"
                       for bound in reading.bounds if (condition := getattr(bound, name))]
         said += [f"{label}: {f', {joint} '.join(conditions)}"] if conditions else []
     return (f"{claim.tested}: " if claim.tested else "") + "; ".join(said)
-
-
-# ------------------------------------------------------------------------------------------------ for quantities
-
-
-def rank_correlation(a, b):
-    """Spearman's rank correlation of two lists. Equal values share their mean rank. 0 if a list is constant."""
-    a, b = ((x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in (np.ravel(a), np.ravel(b)))
-    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else 0.0
-
-
-def depth_correlation(layers):
-    """The rank correlation of depth and a layer's number, seed by seed. layers (seeds, layers)."""
-    return np.array([rank_correlation(range(len(seed)), seed) for seed in layers])
-
-
-def thirds(layers):
-    """The means of the first, middle and last third of the layers, seed by seed; nan for an empty third.
-    layers (seeds, layers)."""
-    return [part.mean(1) if part.size else np.full(len(part), np.nan) for part in np.array_split(layers, 3, 1)]

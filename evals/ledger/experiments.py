@@ -1,17 +1,9 @@
-"""The jobs behind the ledger: data sets, runs (evals/lab_runs.py), and what instruments measure on them. Claims share
-jobs, and each is done once.
-"""
-import csv
-import json
+"""What the ledger measures: instruments on runs, timings, and the checks and looks that no other instrument makes."""
 import re
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-
-from common import files
-from common.runs import flags_to_finish, output_of, run_with
-from evals.lab_runs import OUT_DIR, PUBLIC, SETUPS, base_of, folder_of, train_flags
+from evals.jobs import Job, data_job, train_job
+from evals.lab_runs import PUBLIC
 from evals.ledger import checks, routing
 
 CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS
@@ -61,47 +53,12 @@ COMMANDS = {
     "public-against": "heads --windows=16 --length=256 --against={data}/smollm2",
 }
 
-# ------------------------------------------------------------------------------------------------------------- the jobs
-
-
-class Place(NamedTuple):
-    """Where runs and data sets go, and flags for every train.py."""
-    out_dir: str = OUT_DIR
-    books: str = "books"
-    train_args: str = ""
-
-
-class Job(NamedTuple):
-    """Something to do once. words: a command from its script on, or a function and its argument. place: the folder of a
-    run or a data set, or the file with the numbers. after: jobs that must be done before."""
-    words: tuple[str, ...]
-    place: Path
-    after: tuple = ()
-
-
-def data_job(name, folders):
-    """The job that makes a set-up's own data set."""
-    folder = Path(folders.out_dir) / "data" / name
-    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=folders.books).split()), folder)
-
-
-def train_job(run, seed, folders):
-    """The job that trains RECIPE or RECIPE@SETUP. Public weights are no job: it has no words."""
-    if run in PUBLIC:
-        return Job((), folder_of(run, seed, folders.out_dir))
-    setup, base = run.partition("@")[2] or "lab", base_of(run)
-    after = (data_job(setup, folders),) if SETUPS[setup].data else ()
-    if base:
-        after += (train_job(base, seed, folders),)
-    words = "train.py", *train_flags(run, seed, folders.out_dir, folders.train_args)
-    return Job(words, folder_of(run, seed, folders.out_dir), after)
-
 
 def job_of(run, path, seed, folders):
     """The job that measures what a Reading reads at this path of this run."""
     look, found = path.split("/")[0], Path(folders.out_dir) / "found"
     if run in CHECKS:
-        return Job((run, str(seed)), found / f"{run}-{seed}.json")
+        return Job((run, str(seed)), found / f"{run}-{seed}.json", (), CHECKS[run])
     if run in TIMED:
         return Job(("eval.py", *TIMED[run].split(), "--json"), found / f"{run}.json")
     base = train_job(run, seed, folders)
@@ -111,54 +68,10 @@ def job_of(run, path, seed, folders):
     data = ["long"] if look == "far" else re.findall(r"{data}/(\w+)", words)
     words = words.format(data=Path(folders.out_dir) / "data").split()
     file = found / f"{base.place.name}-{look}.json"
-    return Job(tuple(words), file, (*(data_job(name, folders) for name in data), base))
+    return Job(tuple(words), file, (*(data_job(name, folders) for name in data), base), LOOKS.get(look))
 
 
-def all_jobs(jobs):
-    """These jobs and all that must be done before them, each once, in a possible order."""
-    found = {}
-    for job in jobs:
-        found |= dict.fromkeys([*all_jobs(job.after), job])
-    return [job for job in found if job.words]
-
-
-def result_of(job):
-    """The numbers of a job, or None if it is not done: a run's report and best loss, or the content of a file. A data
-    set has none: {}."""
-    if job.words[:1] == ("train.py",):
-        meta = run_with(job.place, list(job.words[1:]))
-        return meta["report"] | {"best": best_loss(job.place)} if "report" in meta else None
-    if job.words[0].startswith("data/"):
-        return {} if (job.place / "meta.json").exists() else None
-    kept = files.read_json(job.place) if job.place.exists() else {}
-    needed = [before.place / "meta.json" for before in job.after]
-    if not isinstance(kept, dict) or kept.get("words") != list(job.words) or not all(path.exists() for path in needed):
-        return None
-    up_to_date = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in needed)
-    return kept["found"] if up_to_date else None
-
-
-def best_loss(folder):
-    """The lowest validation loss in a run's log: small models on few books overfit towards the end."""
-    with open(folder / "log.csv", newline="") as f:
-        return min(float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"])
-
-
-def do(job):
-    """Do a job, in a process of its own if it is a command. Raises ValueError if it fails."""
-    name, *rest = job.words
-    for before in job.after:
-        if not (before.place / "meta.json").exists():
-            raise ValueError(f"{before.place} is not there: its own job failed, see above. Public weights come from "
-                             f"python data/weights.py {before.place.name}")
-    if name in CHECKS:
-        found = CHECKS[name](int(rest[0]))
-    elif name in LOOKS:
-        found = LOOKS[name](rest[0])
-    else:
-        threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
-        output = output_of(name, *(flags_to_finish(job.place, rest) if name == "train.py" else rest), **threads)
-        if name != "eval.py":
-            return
-        found = json.loads(output)
-    files.write_json(job.place, {"words": job.words, "found": found})
+def jobs_of(reading, seeds, folders):
+    """{(column, run): [the job of each seed]}."""
+    return {(column, run): [job_of(run, path, seed, folders) for seed in seeds]
+            for column, (path, runs) in reading.reads.items() for run in runs.split()}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from data import benchmarks
 from evals import groups
 from evals.instrument import Common, OpenedRun, read_windows, watch, window_batches
-from evals.ledger.claim import rank_correlation
+from evals.ledger.quantities import rank_correlation
 from evals.likelihood import row_requests
 from mixers import focus
 from model import GPT, GPTConfig

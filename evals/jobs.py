@@ -1,0 +1,122 @@
+"""One runner for the lab, its sweeps and the ledger: data sets, runs (lab_runs.py) and measurements of them, as jobs of
+which each is done once."""
+import csv
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from common import files
+from common.runs import flags_to_finish, output_of, run_with
+from evals.lab_runs import OUT_DIR, PUBLIC, SETUPS, base_of, folder_of, train_flags
+
+
+class Place(NamedTuple):
+    """Where runs and data sets go, and flags for every train.py."""
+    out_dir: str = OUT_DIR
+    books: str = "books"
+    train_args: str = ""
+
+
+class Job(NamedTuple):
+    """Something to do once."""
+    words: tuple[str, ...]                      # a command from its script on, or the name and argument of a function
+    place: Path                                 # the folder of a run or a data set, or the file with the numbers
+    after: tuple = ()                           # jobs that must be done before
+    function: Callable | None = None
+
+
+def data_job(name, folders):
+    """The job that makes a set-up's own data set."""
+    folder = Path(folders.out_dir) / "data" / name
+    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=folders.books).split()), folder)
+
+
+def train_job(run, seed, folders):
+    """The job that trains RECIPE or RECIPE@SETUP. Public weights are no job: it has no words."""
+    if run in PUBLIC:
+        return Job((), folder_of(run, seed, folders.out_dir))
+    setup, base = run.partition("@")[2] or "lab", base_of(run)
+    after = (data_job(setup, folders),) if SETUPS[setup].data else ()
+    if base:
+        after += (train_job(base, seed, folders),)
+    words = "train.py", *train_flags(run, seed, folders.out_dir, folders.train_args)
+    return Job(words, folder_of(run, seed, folders.out_dir), after)
+
+
+def all_jobs(jobs):
+    """These jobs and all that must be done before them, each once, in a possible order."""
+    found = {}
+    for job in jobs:
+        found |= dict.fromkeys([*all_jobs(job.after), job])
+    return [job for job in found if job.words]
+
+
+def result_of(job):
+    """The numbers of a job, or None if it is not done: a run's report and its best loss, or the content of a file. A
+    data set has none: {}."""
+    if job.words[:1] == ("train.py",):
+        meta = run_with(job.place, list(job.words[1:]))
+        return meta["report"] | {"best": best_loss(job.place)} if "report" in meta else None
+    if job.words[0].startswith("data/"):
+        return {} if (job.place / "meta.json").exists() else None
+    kept = files.read_json(job.place) if job.place.exists() else {}
+    needed = [before.place / "meta.json" for before in job.after]
+    if not isinstance(kept, dict) or kept.get("words") != list(job.words) or not all(path.exists() for path in needed):
+        return None
+    up_to_date = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in needed)
+    return kept["found"] if up_to_date else None
+
+
+def best_loss(folder):
+    """The lowest validation loss in a run's log: small models on few books overfit towards the end."""
+    with open(folder / "log.csv", newline="") as f:
+        return min(float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"])
+
+
+def do_all(jobs, workers=0):
+    """Do the missing jobs and those that need one of them, several at a time, each after the jobs that it needs, and
+    name the jobs that failed. jobs: from all_jobs. workers: 0 for two with one thread each, or one on a GPU."""
+    stages, failed = {}, []                     # stages {job: number}: jobs of one stage do not need each other
+    for job in jobs:
+        if result_of(job) is None or not stages.keys().isdisjoint(job.after):
+            stages[job] = 1 + max((stages.get(before, 0) for before in job.after), default=0)
+
+    def tried(job):                             # a failure must not stop the others
+        try:
+            do(job)
+        except (ValueError, OSError, RuntimeError) as e:
+            failed.append(f"{job.place}: {e}")
+
+    missing = sorted(stages, key=stages.get)
+    workers = workers or (1 if torch.cuda.is_available() else 2)
+    with tqdm(total=len(missing), unit="job", disable=not missing, mininterval=1) as bar, ThreadPoolExecutor(
+            workers) as pool:
+        for _, stage in itertools.groupby(missing, stages.get):
+            for _ in (pool.map if workers > 1 else map)(tried, stage):
+                bar.update()
+    print("".join(f"{error}\n" for error in failed), end="", file=sys.stderr)
+
+
+def do(job):
+    """Do a job, in a process of its own if it is a command. Raises ValueError if it fails."""
+    name, *rest = job.words
+    for before in job.after:
+        if not (before.place / "meta.json").exists():
+            raise ValueError(f"{before.place} is not there: its own job failed, see above. Public weights come from "
+                             f"python data/weights.py {before.place.name}")
+    if job.function:
+        found = job.function(int(rest[0]) if rest[0].isdigit() else rest[0])
+    else:
+        threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
+        output = output_of(name, *(flags_to_finish(job.place, rest) if name == "train.py" else rest), **threads)
+        if name != "eval.py":
+            return
+        found = json.loads(output)
+    files.write_json(job.place, {"words": job.words, "found": found})

@@ -1,0 +1,425 @@
+"""The quantities of claims that are more than a column or its ratio or difference to another. A bound in a .toml file
+names one as FUNCTION(ARGUMENT; ..).
+
+Each function takes n, {column: {run: array}} of a reading, and returns an array (seeds,) or {name: (seeds,)}. nan means
+that it cannot be tested. If an error is read over windows, the array is (seeds, windows).
+"""
+from itertools import pairwise
+
+import numpy as np
+
+# Student's t at 97.5 %, of 1, 2, .. degrees of freedom. With more than 10 seeds the last makes the interval too wide
+T95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
+
+
+def interval(values, errors=None):
+    """The 95 % interval of the mean over seeds, (low, high): Student's t, or 1.96 standard errors if they are given.
+    One seed without an error has none: (-inf, inf)."""
+    mean = np.mean(values)
+    if errors is not None:
+        half = 1.96 * np.sqrt(np.mean(np.square(errors)) / len(values))
+    elif len(values) < 2:
+        half = np.inf
+    else:
+        half = T95[min(len(values) - 2, len(T95) - 1)] * np.std(values, ddof=1) / len(values) ** 0.5
+    return mean - half, mean + half
+
+
+def rank_correlation(a, b):
+    """Spearman's rank correlation of two lists. Equal values share their mean rank. 0 if a list is constant."""
+    a, b = ((x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in (np.ravel(a), np.ravel(b)))
+    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else 0.0
+
+
+def thirds(layers):
+    """The means of the first, middle and last third of the layers, seed by seed; nan for an empty third.
+    layers (seeds, layers)."""
+    return [part.mean(1) if part.size else np.full(len(part), np.nan) for part in np.array_split(layers, 3, 1)]
+
+
+def by_depth(layers):
+    """The rank correlation of depth and a layer's number, seed by seed. layers (seeds, layers)."""
+    return np.array([rank_correlation(range(len(seed)), seed) for seed in layers])
+
+
+# ------------------------------------------------------------------------------------------------------ of several runs
+
+
+def means(n, column):
+    return {run: values.mean() for run, values in n[column].items()}
+
+
+def noise(n, column):
+    """The mean over runs of the SD over seeds; nan with one seed."""
+    return np.mean([values.std(ddof=1) for values in n[column].values() if len(values) > 1] or [np.nan])
+
+
+def over_largest(n, column, run):
+    """The mean of a run, less the largest of the others."""
+    found = means(n, column)
+    return found.pop(run) - max(found.values())
+
+
+def over_lowest_in_sd(n, column, run):
+    """The mean of a run, less the lowest, in SD over seeds."""
+    return (n[column][run].mean() - min(means(n, column).values())) / noise(n, column)
+
+
+def range_of_means(n, column, left_out=""):
+    """The largest mean less the smallest, without one run."""
+    return np.ptp([mean for run, mean in means(n, column).items() if run != left_out])
+
+
+def range_in_sd(n, column):
+    return range_of_means(n, column) / noise(n, column)
+
+
+def count_below(n, column, run):
+    """How many runs have a lower mean than this one."""
+    found = means(n, column)
+    return sum(mean < found[run] for mean in found.values())
+
+
+def less_each(n, column, run, others):
+    return {name: n[column][run] - n[column][name] for name in others.split()}
+
+
+def extreme(n, which, column, runs):
+    """The "max" or "min" over runs and seeds."""
+    return getattr(np, which)([n[column][run] for run in runs.split()])
+
+
+def size(n, column, runs):
+    return {run: np.abs(n[column][run]) for run in runs.split()}
+
+
+def distance(n, one, other):
+    """The size of the difference of two columns with one run each."""
+    (one,), (other,) = (n[column].values() for column in (one, other))
+    return np.abs(one - other)
+
+
+def most(n, column, runs):
+    """The largest over layers."""
+    return {run: np.max(n[column][run], 1) for run in runs.split()}
+
+
+def most_over_softmax(n, column, runs):
+    """The largest over layers, over that of softmax."""
+    return {run: np.max(n[column][run], 1) / np.max(n[column]["softmax"], 1) for run in runs.split()}
+
+
+# --------------------------------------------------------------------------------------------------- [1] Lazy Attention
+
+
+def removed(n):
+    return 1 - n["mass"]["elastic"]
+
+
+def zeros_less_removed(n):
+    return n["zeros"]["elastic"] + n["mass"]["elastic"] - 1
+
+
+def largest_lead(n):
+    """The largest mean lead of the fixed token over the first token, over its places."""
+    places = [column.removeprefix("fixed") for column in n if column.startswith("fixed")]
+    return max(np.mean(n[f"fixed{place}"]["softmax"] - n[f"first{place}"]["softmax"]) for place in places)
+
+
+def first_over_others(n, column):
+    """The first token's number over that of the others: the median over the layers after the first."""
+    pairs = n[column]["smollm2"]                # (1, layers, 2)
+    return np.median(pairs[:, 1:, 0] / pairs[:, 1:, 1], 1)
+
+
+def states_apart(n):
+    """The largest distance of the hidden states with relative positions, of trained and of untrained models."""
+    return np.max([values for name, values in n["spread"].items() if name.startswith(("rope", "alibi"))], 0)
+
+
+def change_by_bias(n):
+    loss = n["loss"]
+    return {"softmax": loss["rope+bias"] - loss["softmax"], "elastic": loss["lazy"] - loss["elastic"]}
+
+
+def decay(n):
+    """The decay of each layer's mean bias, (seeds, layers): its mean at distances 1 to 8, less that beyond a quarter of
+    all distances."""
+    curve = n["bias"]["lazy"].mean(2)           # (seeds, layers, W)
+    return curve[..., 1:9].mean(-1) - curve[..., curve.shape[-1] // 4 + 1:].mean(-1)
+
+
+def decay_by_depth(n):
+    return by_depth(decay(n))
+
+
+def decay_over_first(n, third):
+    """The decay in a third of the layers (0, 1, 2), over that of the first layer."""
+    return thirds(decay(n))[int(third)] / decay(n)[:, 0]
+
+
+def layers(n):
+    return n["bias"]["lazy"].shape[1]
+
+
+def inhibiting(n, condition=""):
+    """The shares of the upper half's heads that meet each of three conditions, and all of them; or one of these."""
+    curves = n["bias"]["lazy"][:, layers(n) // 2:]                      # (seeds, layers, heads, W)
+    lowest = curves[..., 1:].argmin(-1) + 1
+    signs = (curves[..., 1] > 0) & (curves[..., 2:11].mean(-1) < 0)
+    place = (lowest >= 2) & (lowest <= 30)
+    back = np.abs(curves[..., 101:].mean(-1)) < 0.5 * np.abs(curves[..., 2:11].mean(-1))
+    met = {"all three": signs & place & back, "signs": signs, "place of the lowest": place, "recovered": back}
+    found = {name: heads.mean((1, 2)) for name, heads in met.items()}
+    return found[condition] if condition else found
+
+
+def first_tau_over(n, which):
+    """The mean tau of layer 1, less the "max" of the layers up to two thirds, or the "min" of all others."""
+    (tau,) = n["tau"].values()                  # (seeds, layers, heads)
+    first, *others = tau.mean(2).T              # each (seeds,)
+    return first - getattr(np, which)(others[:max(1, len(others) * 2 // 3)] if which == "max" else others, 0)
+
+
+def deviation_on_top(n):
+    """The deviation of tau over heads in the upper third of the layers, over that in the middle third."""
+    (tau,) = n["tau"].values()
+    _, middle, upper = thirds(tau.std(2))
+    return upper / middle
+
+
+def increase(n, one, sign, other):
+    """The increase of the loss of one of (softmax, elastic, lazy), over or less that of another, by length."""
+    found = {}
+    for column, (softmax, elastic, lazy) in ((column, group.values()) for column, group in n.items()):
+        more = {"softmax": softmax, "elastic": elastic, "lazy": lazy}
+        found[column] = more[one] / more[other] if sign == "over" else more[one] - more[other]
+    return found
+
+
+def reach(curves):
+    """The distance beyond which the smoothed bias stays below a tenth of its largest, a median over heads. nan for a
+    bias that does not fade: in the last quarter of the distances its mean is above a tenth of its largest."""
+    curves = np.abs(curves).reshape(-1, curves.shape[-1])
+    if np.median(tails(curves)) > 0.1:
+        return np.nan
+    smooth = np.array([np.convolve(curve, np.ones(5) / 5, "same") for curve in curves])
+    return np.median([np.flatnonzero(curve >= curve.max() / 10)[-1] for curve in smooth])
+
+
+def tails(curves):
+    """The mean size of each bias in the last quarter of the distances, over its largest."""
+    sizes = np.abs(curves)
+    return sizes[..., -(sizes.shape[-1] // 4):].mean(-1) / sizes.max(-1)
+
+
+def reach_alone_over_with_rope(n):
+    return reach(n["bias"]["bias-alone"]) / reach(n["bias"]["rope+bias"])
+
+
+def last_quarter(n):
+    return {run: np.median(tails(bias), (1, 2)) for run, bias in n["bias"].items()}
+
+
+def change_of_slopes(n):
+    before, after = (n[column]["alibi-learned"] for column in ("slopes at first", "slopes"))
+    return np.mean(np.abs(after - before) / before)
+
+
+def inverse(n, column):
+    return 1 / n[column]["kernels"]
+
+
+# --------------------------------------------------------------------------------- [2] Threshold Differential Attention
+
+
+def over_theorem(n, column):
+    """The largest over lengths, by kappa: the mean over seeds less 3 standard errors of one seed, over the theorem's
+    bound, kappa "survivors" or an "overlap" of kappa^2 / n."""
+    found, lengths = {}, np.array([64, 512, 4096, 65_536])              # those of checks.survivors
+    for kappa in (1, 4):
+        mean, error = (n[f"{name}, kappa {kappa}"]["survivors"].mean(0) for name in (column, f"{column} error"))
+        theirs = kappa if column == "survivors" else kappa ** 2 / lengths
+        found[f"kappa {kappa}"] = np.max((mean - 3 * error) / theirs)
+    return found
+
+
+def growth_of_entropy(n, name):
+    """The entropy at the longest length, less that at the shortest."""
+    return n[name]["survivors"][:, -1] - n[name]["survivors"][:, 0]
+
+
+def entropy_over_softmax(n):
+    """TRA's entropy at the longest length, over that of softmax."""
+    return n["tra"]["survivors"][:, -1] / n["softmax"]["survivors"][:, -1].mean()
+
+
+def middle_less_others(n, column):
+    """The zeros in the middle third of the layers, less those in the first and in the last third."""
+    first, middle, last = thirds(n[column]["tda"].mean(2))
+    return {"first": middle - first, "last": middle - last}
+
+
+def over_larger_view(n):
+    """The peak of the difference, over the larger of view 1 and lambda times view 2."""
+    peak = n["difference"]["tda"]
+    share = n["lambda"]["tda"].reshape(len(peak), -1).mean(1)
+    return peak / np.maximum(n["view 1"]["tda"], share * n["view 2"]["tda"])
+
+
+def over_lengths(n, run, which):
+    """Of a run's columns "at T", from the shortest length to the longest: the "last", its "growth" over the first, or
+    the "largest"."""
+    lengths = np.array([group[run] for column, group in n.items() if column.startswith("at ")])         # (T, seeds)
+    return {"last": lengths[-1], "growth": lengths[-1] - lengths[0], "largest": lengths.max(0)}[which]
+
+
+THEIR_ORDER = {"tda": 3.1190, "softmax": 3.1196, "diff_rela": 3.1294, "tra": 3.1320, "dex": 3.1349, "ssmax": 3.1369,
+               "gated": 3.1489, "rela": 3.1657, "lssar": 3.1676, "entmax": 3.1941, "diff": 3.1941}
+
+
+def order_of_losses(n, tda):
+    """The rank correlation of our mean losses with the paper's losses. tda: the run that counts as TDA."""
+    return rank_correlation([n["loss"][tda if name == "tda" else name].mean() for name in THEIR_ORDER],
+                            list(THEIR_ORDER.values()))
+
+
+def noise_less_gap(n, tda):
+    """The noise of the order, less the median gap in it; 0 if TDA, which is this run, is clearly above softmax."""
+    gap = np.median(np.diff(sorted(means(n, "loss").values())))
+    return 0 if interval(n["loss"][tda] - n["loss"]["softmax"])[0] > 0 else np.nan_to_num(noise(n, "loss")) - gap
+
+
+def gap_along_window(n, other):
+    """ReLA's gap to another run in the second half of the window, less that in the second quarter. The first quarter,
+    where there is little context, is left out."""
+    gap = n["by place"]["rela"] - n["by place"][other]                  # (seeds, bins)
+    bins = gap.shape[1]
+    return gap[:, bins // 2:].mean(1) - gap[:, bins // 4:bins // 2].mean(1)
+
+
+def lead_in_errors(n):
+    """TDA's mean lead over softmax, over its mean standard error, by length."""
+    def mean(combine, column):
+        return np.mean(combine(n[column]["tda"], n[column]["softmax"]))
+    return {T: mean(np.subtract, f"gain at {T}") / mean(np.hypot, f"error at {T}") for T in (512, 1024, 2048)}
+
+
+def speedup(n):
+    """TRA's speed divided by torch's, by length."""
+    speed = {column: next(iter(group.values())) for column, group in n.items()}         # of one run
+    return {T: speed[f"TRA at {T}"] / speed[f"torch at {T}"] for T in (1024, 4096, 16_384)}
+
+
+def growth_of_speedup(n):
+    """By how much the speedup grows from one length to the next."""
+    ratio = speedup(n)
+    return {f"{one} to {two}": ratio[two] - ratio[one] for one, two in pairwise(ratio)}
+
+
+# ------------------------------------------------------------------------------------------------------------ [3] Focus
+
+# of focus-frozen: a router of 16 dimensions, a window of 128
+WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w256"}
+
+
+def increase_with_window(n):
+    """The increase of the loss from each window size that was run to the next."""
+    return {f"{a} to {b}": n["loss"][WINDOWS[b]] - n["loss"][WINDOWS[a]]
+            for a, b in pairwise(w for w, run in WINDOWS.items() if run in n["loss"])}
+
+
+def better_form_less(n, rival):
+    """The loss of the better of the two causal forms, gate and top-2, less that of a rival, window by window. rival: a
+    column, or "untrained" for the same form without training."""
+    losses = {column: next(iter(group.values())) for column, group in n.items()}        # (seeds, windows)
+    form = min(("gate", "top-2"), key=lambda name: np.mean(losses[name]))
+    return losses[form] - losses[f"untrained {form}" if rival == "untrained" else rival]
+
+
+def growth_of_gap(n):
+    """By how much more top-2 loses at 512 tokens than at 256, by windows in about the same places."""
+    near, far = (n[f"top-2 at {T}"]["focus-short"] - n[f"full at {T}"]["focus-short"] for T in (256, 512))
+    return far - near
+
+
+def loss_and_dominance(n):
+    """The rank correlation of a run's mean loss and its mean dominance over layers."""
+    return rank_correlation(*([*means(n, column).values()] for column in ("loss", "dominance")))
+
+
+# ------------------------------------------------------------------------------------------------------- [4] Native MoE
+
+
+def median_of_layers(n, first="", last=""):
+    """The median ratio of the value norms in layers first .. last, counted from 1, over seeds and heads."""
+    (ratio,) = n["|v0|/|v|"].values()           # (seeds, layers, heads)
+    return np.median(ratio[:, int(first or 1) - 1:int(last or ratio.shape[1])])
+
+
+def drained_layers(n):
+    """The share of the layers after the first whose median ratio is at most 0.3."""
+    (ratio,) = n["|v0|/|v|"].values()           # (seeds, layers, heads)
+    return (np.median(ratio[:, 1:], 2) <= 0.3).mean(1)
+
+
+def sink_by_depth(n):
+    """The rank correlation of a layer's depth and its mean weight on the sink."""
+    (alpha,) = n["sink"].values()               # (seeds, layers, heads)
+    return by_depth(alpha.mean(2))
+
+
+def first_layers(n):
+    """The mean weight on the sink in the first tenth of the layers, at least in one, over that in all layers."""
+    (alpha,) = n["sink"].values()
+    return alpha[:, :max(1, round(alpha.shape[1] / 10))].mean((1, 2)) / alpha.mean((1, 2))
+
+
+def growth(n):
+    """By how much the share of dormant heads grows from each model to the next larger one."""
+    shares = {name: np.mean(values) for name, values in n["dormant"].items()}
+    return {f"{small} to {large}": shares[large] - shares[small] for small, large in pairwise(shares)}
+
+
+def weight_over_plain(n, run):
+    """The mean weight on the sink after balancing, over that without balancing."""
+    return n["sink"][run].mean((1, 2)) / n["sink"]["heads-plain"].mean((1, 2))
+
+
+def variation_over_plain(n, run):
+    """The same of the coefficient of variation of the use, 1 - the weight on the sink, of the heads that eq. 9
+    balances: those of layer 2 but the most used one."""
+    used = [np.sort(1 - n["sink"][name][:, 1])[:, :-1] for name in (run, "heads-plain")]                # (seeds, heads)
+    after, before = (heads.std(1) / heads.mean(1) for heads in used)
+    return after / before
+
+
+def change_by_better_lambda(n):
+    """The change of the loss with the lambda that lowers it most clearly, seed by seed."""
+    changes = [loss - n["loss"]["softmax"] for name, loss in n["loss"].items() if name != "softmax"]
+    return min(changes, key=lambda change: interval(change)[1])
+
+
+# -------------------------------------------------------------------------------------- [5] When Attention Sink Emerges
+
+SUM_TO_ONE = ("softmax", "v_bias", "gated", "entmax", "sparsemax", "lssar", "sigmoid_norm", "elu_norm", "linear")
+NORMS = ("value-norm-0", "value-norm-1", "value-norm-5", "value-norm-20")
+
+
+def share_with_sink(n, measure, rows):
+    """The share of the recipes with a sink, among those whose rows "sum to one" or need not. measure: "shares" asks for
+    3 times the uniform share of a row, "weights" for a raw weight of 0.1 as well."""
+    return np.mean([n["x uniform"][name].mean() >= 3 and (measure == "shares" or n["raw"][name].mean() >= 0.1)
+                    for name in n["raw"] if (name in SUM_TO_ONE) == (rows == "sum to one")])
+
+
+def by_a_sum_of_one(n):
+    """By how much larger the share of recipes with a sink is where rows sum to one, by both measures."""
+    return {measure: share_with_sink(n, measure, "sum to one") - share_with_sink(n, measure, "need not")
+            for measure in ("shares", "weights")}
+
+
+def step_back(n):
+    """The largest step of either weight in the wrong direction, over all norms and seeds."""
+    bias, first = (np.diff([n[column][run] for run in NORMS], axis=0) for column in ("bias", "first"))
+    return max(bias.max(), -first.min())
