@@ -67,9 +67,10 @@ class Bound:
     interval of the mean lies below 0, "could be 0" if the interval contains 0. "not " in front negates a condition.
     """
     what: str                                   # the quantity in words
-    quantity: str                               # COLUMN, or of some of its runs COLUMN[RUN RUN]; perhaps " / " or " - "
-                                                # and another column, or a run of the same one; or a function of
-                                                # quantities.py: FUNCTION(ARGUMENT; ARGUMENT)
+    quantity: str                               # COLUMN, or some of its runs, COLUMN[RUN RUN], perhaps with " / " or
+                                                # " - " and another column or a run of the same one. FUNCTION(..) of
+                                                # quantities.py: of EACH, around any of these or around a COLUMN; or
+                                                # one of the others, FUNCTION(ARGUMENT; ARGUMENT)
     agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
@@ -335,22 +336,23 @@ def found_by(reading, numbers):
     return found
 
 
-def values_of(quantity, arrays):
+def values_of(quantity, n):
     """{run: array} of the quantity of a bound."""
-    if call := re.fullmatch(r"(\w+)\((.*)\)", quantity):
-        values = getattr(quantities, call[1])(arrays, *(call[2].split("; ") if call[2] else ()))
+    if call := re.fullmatch(r"(\w+)\(([^()]*)\)", quantity):
+        name, inside = call.groups()
+        if name in quantities.EACH:
+            return {run: quantities.EACH[name](values) for run, values in values_of(inside, n).items()}
+        values = getattr(quantities, name)(n, *filter(None, inside.split("; ")))
         return values if isinstance(values, dict) else {"": values}
-    column, _, other = re.split(" ([/-]) ", f"{quantity} - ")[:3]
+    column, sign, other = re.fullmatch(r"(.*?)(?: ([/-]) (.*))?", quantity).groups()
     column, _, runs = column.partition("[")
-    values = {run: arrays[column][run] for run in runs[:-1].split() or arrays[column]}
-    if not other:
-        return values
-    found = {}
-    for run, value in values.items():           # less another column of the same run, or another run of the same column
-        rival = (arrays[other].get(run, next(iter(arrays[other].values()))) if other in arrays else
-                 arrays[column][other])
-        if run != other:
-            found[run] = value / rival if " / " in quantity else value - rival
+    every, found = values_of(column, n) if "(" in column else n[column], {}
+    for run in runs[:-1].split() or every:
+        if not sign:
+            found[run] = every[run]
+        elif run != other:                      # to another column of the same run, or to another run of the same column
+            rival = n[other].get(run, next(iter(n[other].values()))) if other in n else every[other]
+            found[run] = every[run] / rival if sign == "/" else every[run] - rival
     return found
 
 

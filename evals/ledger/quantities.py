@@ -1,8 +1,8 @@
-"""The quantities of claims that are more than a column or its ratio or difference to another. A bound in a .toml file
-names one as FUNCTION(ARGUMENT; ..).
+"""The quantities of claims that are more than a column. A bound in a .toml file names one by its function.
 
-Each function takes n, {column: {run: array}} of a reading, and returns an array (seeds,) or {name: (seeds,)}. nan means
-that it cannot be tested. If an error is read over windows, the array is (seeds, windows).
+Functions of EACH take one run's array (seeds, ..) and return (seeds,). All others take n, {column: {run: array}} of a
+reading, and return an array (seeds,) or {name: (seeds,)}. nan means that it cannot be tested. If an error is read over
+windows, arrays are (seeds, windows).
 """
 from itertools import pairwise
 
@@ -41,6 +41,87 @@ def by_depth(layers):
     """The rank correlation of depth and a layer's number, seed by seed. layers (seeds, layers)."""
     return np.array([rank_correlation(range(len(seed)), seed) for seed in layers])
 
+
+# --------------------------------------------------------------------------------------------------------- of one array
+
+
+def decay(bias):
+    """The decay of each layer's mean bias, (seeds, layers): its mean at distances 1 to 8, less that beyond a quarter of
+    all distances. bias (seeds, layers, heads, W)."""
+    curve = bias.mean(2)                        # (seeds, layers, W)
+    return curve[..., 1:9].mean(-1) - curve[..., curve.shape[-1] // 4 + 1:].mean(-1)
+
+
+def tails(bias):
+    """The mean size of each bias in the last quarter of the distances, over its largest."""
+    sizes = np.abs(bias)
+    return sizes[..., -(sizes.shape[-1] // 4):].mean(-1) / sizes.max(-1)
+
+
+def reach(bias):
+    """The distance beyond which the smoothed bias stays below a tenth of its largest, a median over heads. nan for a
+    bias that does not fade: in the last quarter of the distances its mean is above a tenth of its largest."""
+    curves = np.abs(bias).reshape(-1, bias.shape[-1])
+    if np.median(tails(curves)) > 0.1:
+        return np.nan
+    smooth = np.array([np.convolve(curve, np.ones(5) / 5, "same") for curve in curves])
+    return np.median([np.flatnonzero(curve >= curve.max() / 10)[-1] for curve in smooth])
+
+
+def first_tau_over(tau, which):
+    """The mean tau of layer 1, less the "max" of the layers up to two thirds, or the "min" of all others."""
+    first, *others = tau.mean(2).T              # each (seeds,)
+    return first - getattr(np, which)(others[:max(1, len(others) * 2 // 3)] if which == "max" else others, 0)
+
+
+def deviation_on_top(tau):
+    """The deviation over heads in the upper third of the layers, over that in the middle third."""
+    _, middle, upper = thirds(tau.std(2))
+    return upper / middle
+
+
+def use_variation(alpha):
+    """The coefficient of variation of the use, 1 - the weight on the sink, of the heads that eq. 9 of Native MoE
+    balances: those of layer 2 but the most used one."""
+    used = np.sort(1 - alpha[:, 1])[:, :-1]     # (seeds, heads)
+    return used.std(1) / used.mean(1)
+
+
+def gap_along_window(gap):
+    """A gap in the second half of the window, less that in the second quarter. The first quarter, where there is little
+    context, is left out. gap (seeds, bins)."""
+    bins = gap.shape[1]
+    return gap[:, bins // 2:].mean(1) - gap[:, bins // 4:bins // 2].mean(1)
+
+
+EACH = {                                        # alpha: weights on the sink, and v0: ratios of value norms, of each head
+    "size": np.abs,
+    "inverse": lambda x: 1 / x,
+    "removed": lambda mass: 1 - mass,
+    "most": lambda layers: np.max(layers, 1),
+    "growth": lambda lengths: lengths[:, -1] - lengths[:, 0],
+    "decay_by_depth": lambda bias: by_depth(decay(bias)),
+    "middle_over_first": lambda bias: thirds(decay(bias))[1] / decay(bias)[:, 0],
+    "last_over_first": lambda bias: thirds(decay(bias))[2] / decay(bias)[:, 0],
+    "layers": lambda x: x.shape[1],
+    "reach": reach,
+    "last_quarter": lambda bias: np.median(tails(bias), (1, 2)),
+    "first_over_largest": lambda tau: first_tau_over(tau, "max"),
+    "first_over_smallest": lambda tau: first_tau_over(tau, "min"),
+    "deviation_on_top": deviation_on_top,
+    # pairs (1, layers, 2) of the first token and the others: the median over the layers after the first
+    "first_over_others": lambda pairs: np.median(pairs[:, 1:, 0] / pairs[:, 1:, 1], 1),
+    "median": np.median,
+    "median_in_first": lambda v0: np.median(v0[:, :1]),
+    "median_in_later": lambda v0: np.median(v0[:, 1:]),
+    "drained_later": lambda v0: (np.median(v0[:, 1:], 2) <= 0.3).mean(1),
+    "sink_by_depth": lambda alpha: by_depth(alpha.mean(2)),
+    "sink_in_first_tenth": lambda alpha: alpha[:, :max(1, round(alpha.shape[1] / 10))].mean((1, 2))
+    / alpha.mean((1, 2)),
+    "mean_weight": lambda alpha: alpha.mean((1, 2)),
+    "use_variation": use_variation,
+    "gap_along_window": gap_along_window,
+}
 
 # ------------------------------------------------------------------------------------------------------ of several runs
 
@@ -89,31 +170,7 @@ def extreme(n, which, column, runs):
     return getattr(np, which)([n[column][run] for run in runs.split()])
 
 
-def size(n, column, runs):
-    return {run: np.abs(n[column][run]) for run in runs.split()}
-
-
-def distance(n, one, other):
-    """The size of the difference of two columns with one run each."""
-    (one,), (other,) = (n[column].values() for column in (one, other))
-    return np.abs(one - other)
-
-
-def most(n, column, runs):
-    """The largest over layers."""
-    return {run: np.max(n[column][run], 1) for run in runs.split()}
-
-
-def most_over_softmax(n, column, runs):
-    """The largest over layers, over that of softmax."""
-    return {run: np.max(n[column][run], 1) / np.max(n[column]["softmax"], 1) for run in runs.split()}
-
-
 # --------------------------------------------------------------------------------------------------- [1] Lazy Attention
-
-
-def removed(n):
-    return 1 - n["mass"]["elastic"]
 
 
 def zeros_less_removed(n):
@@ -126,12 +183,6 @@ def largest_lead(n):
     return max(np.mean(n[f"fixed{place}"]["softmax"] - n[f"first{place}"]["softmax"]) for place in places)
 
 
-def first_over_others(n, column):
-    """The first token's number over that of the others: the median over the layers after the first."""
-    pairs = n[column]["smollm2"]                # (1, layers, 2)
-    return np.median(pairs[:, 1:, 0] / pairs[:, 1:, 1], 1)
-
-
 def states_apart(n):
     """The largest distance of the hidden states with relative positions, of trained and of untrained models."""
     return np.max([values for name, values in n["spread"].items() if name.startswith(("rope", "alibi"))], 0)
@@ -142,29 +193,9 @@ def change_by_bias(n):
     return {"softmax": loss["rope+bias"] - loss["softmax"], "elastic": loss["lazy"] - loss["elastic"]}
 
 
-def decay(n):
-    """The decay of each layer's mean bias, (seeds, layers): its mean at distances 1 to 8, less that beyond a quarter of
-    all distances."""
-    curve = n["bias"]["lazy"].mean(2)           # (seeds, layers, W)
-    return curve[..., 1:9].mean(-1) - curve[..., curve.shape[-1] // 4 + 1:].mean(-1)
-
-
-def decay_by_depth(n):
-    return by_depth(decay(n))
-
-
-def decay_over_first(n, third):
-    """The decay in a third of the layers (0, 1, 2), over that of the first layer."""
-    return thirds(decay(n))[int(third)] / decay(n)[:, 0]
-
-
-def layers(n):
-    return n["bias"]["lazy"].shape[1]
-
-
 def inhibiting(n, condition=""):
     """The shares of the upper half's heads that meet each of three conditions, and all of them; or one of these."""
-    curves = n["bias"]["lazy"][:, layers(n) // 2:]                      # (seeds, layers, heads, W)
+    curves = n["bias"]["lazy"][:, n["bias"]["lazy"].shape[1] // 2:]     # (seeds, layers, heads, W)
     lowest = curves[..., 1:].argmin(-1) + 1
     signs = (curves[..., 1] > 0) & (curves[..., 2:11].mean(-1) < 0)
     place = (lowest >= 2) & (lowest <= 30)
@@ -172,20 +203,6 @@ def inhibiting(n, condition=""):
     met = {"all three": signs & place & back, "signs": signs, "place of the lowest": place, "recovered": back}
     found = {name: heads.mean((1, 2)) for name, heads in met.items()}
     return found[condition] if condition else found
-
-
-def first_tau_over(n, which):
-    """The mean tau of layer 1, less the "max" of the layers up to two thirds, or the "min" of all others."""
-    (tau,) = n["tau"].values()                  # (seeds, layers, heads)
-    first, *others = tau.mean(2).T              # each (seeds,)
-    return first - getattr(np, which)(others[:max(1, len(others) * 2 // 3)] if which == "max" else others, 0)
-
-
-def deviation_on_top(n):
-    """The deviation of tau over heads in the upper third of the layers, over that in the middle third."""
-    (tau,) = n["tau"].values()
-    _, middle, upper = thirds(tau.std(2))
-    return upper / middle
 
 
 def increase(n, one, sign, other):
@@ -197,37 +214,9 @@ def increase(n, one, sign, other):
     return found
 
 
-def reach(curves):
-    """The distance beyond which the smoothed bias stays below a tenth of its largest, a median over heads. nan for a
-    bias that does not fade: in the last quarter of the distances its mean is above a tenth of its largest."""
-    curves = np.abs(curves).reshape(-1, curves.shape[-1])
-    if np.median(tails(curves)) > 0.1:
-        return np.nan
-    smooth = np.array([np.convolve(curve, np.ones(5) / 5, "same") for curve in curves])
-    return np.median([np.flatnonzero(curve >= curve.max() / 10)[-1] for curve in smooth])
-
-
-def tails(curves):
-    """The mean size of each bias in the last quarter of the distances, over its largest."""
-    sizes = np.abs(curves)
-    return sizes[..., -(sizes.shape[-1] // 4):].mean(-1) / sizes.max(-1)
-
-
-def reach_alone_over_with_rope(n):
-    return reach(n["bias"]["bias-alone"]) / reach(n["bias"]["rope+bias"])
-
-
-def last_quarter(n):
-    return {run: np.median(tails(bias), (1, 2)) for run, bias in n["bias"].items()}
-
-
 def change_of_slopes(n):
     before, after = (n[column]["alibi-learned"] for column in ("slopes at first", "slopes"))
     return np.mean(np.abs(after - before) / before)
-
-
-def inverse(n, column):
-    return 1 / n[column]["kernels"]
 
 
 # --------------------------------------------------------------------------------- [2] Threshold Differential Attention
@@ -242,11 +231,6 @@ def over_theorem(n, column):
         theirs = kappa if column == "survivors" else kappa ** 2 / lengths
         found[f"kappa {kappa}"] = np.max((mean - 3 * error) / theirs)
     return found
-
-
-def growth_of_entropy(n, name):
-    """The entropy at the longest length, less that at the shortest."""
-    return n[name]["survivors"][:, -1] - n[name]["survivors"][:, 0]
 
 
 def entropy_over_softmax(n):
@@ -290,14 +274,6 @@ def noise_less_gap(n, tda):
     return 0 if interval(n["loss"][tda] - n["loss"]["softmax"])[0] > 0 else np.nan_to_num(noise(n, "loss")) - gap
 
 
-def gap_along_window(n, other):
-    """ReLA's gap to another run in the second half of the window, less that in the second quarter. The first quarter,
-    where there is little context, is left out."""
-    gap = n["by place"]["rela"] - n["by place"][other]                  # (seeds, bins)
-    bins = gap.shape[1]
-    return gap[:, bins // 2:].mean(1) - gap[:, bins // 4:bins // 2].mean(1)
-
-
 def lead_in_errors(n):
     """TDA's mean lead over softmax, over its mean standard error, by length."""
     def mean(combine, column):
@@ -317,7 +293,7 @@ def growth_of_speedup(n):
     return {f"{one} to {two}": ratio[two] - ratio[one] for one, two in pairwise(ratio)}
 
 
-# ------------------------------------------------------------------------------------------------------------ [3] Focus
+# ----------------------------------------------------------------------------------------- [3] Focus and [4] Native MoE
 
 # of focus-frozen: a router of 16 dimensions, a window of 128
 WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w256"}
@@ -348,50 +324,10 @@ def loss_and_dominance(n):
     return rank_correlation(*([*means(n, column).values()] for column in ("loss", "dominance")))
 
 
-# ------------------------------------------------------------------------------------------------------- [4] Native MoE
-
-
-def median_of_layers(n, first="", last=""):
-    """The median ratio of the value norms in layers first .. last, counted from 1, over seeds and heads."""
-    (ratio,) = n["|v0|/|v|"].values()           # (seeds, layers, heads)
-    return np.median(ratio[:, int(first or 1) - 1:int(last or ratio.shape[1])])
-
-
-def drained_layers(n):
-    """The share of the layers after the first whose median ratio is at most 0.3."""
-    (ratio,) = n["|v0|/|v|"].values()           # (seeds, layers, heads)
-    return (np.median(ratio[:, 1:], 2) <= 0.3).mean(1)
-
-
-def sink_by_depth(n):
-    """The rank correlation of a layer's depth and its mean weight on the sink."""
-    (alpha,) = n["sink"].values()               # (seeds, layers, heads)
-    return by_depth(alpha.mean(2))
-
-
-def first_layers(n):
-    """The mean weight on the sink in the first tenth of the layers, at least in one, over that in all layers."""
-    (alpha,) = n["sink"].values()
-    return alpha[:, :max(1, round(alpha.shape[1] / 10))].mean((1, 2)) / alpha.mean((1, 2))
-
-
-def growth(n):
+def growth_of_share(n):
     """By how much the share of dormant heads grows from each model to the next larger one."""
     shares = {name: np.mean(values) for name, values in n["dormant"].items()}
     return {f"{small} to {large}": shares[large] - shares[small] for small, large in pairwise(shares)}
-
-
-def weight_over_plain(n, run):
-    """The mean weight on the sink after balancing, over that without balancing."""
-    return n["sink"][run].mean((1, 2)) / n["sink"]["heads-plain"].mean((1, 2))
-
-
-def variation_over_plain(n, run):
-    """The same of the coefficient of variation of the use, 1 - the weight on the sink, of the heads that eq. 9
-    balances: those of layer 2 but the most used one."""
-    used = [np.sort(1 - n["sink"][name][:, 1])[:, :-1] for name in (run, "heads-plain")]                # (seeds, heads)
-    after, before = (heads.std(1) / heads.mean(1) for heads in used)
-    return after / before
 
 
 def change_by_better_lambda(n):
