@@ -58,13 +58,13 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 
 # lines of code that each room may have. A change that needs more says so here
 CEILINGS = {"": 3140, "axes": 1050, "mixers": 2340, "training": 580, "common": 1130, "data": 1550, "pretrained": 830,
-            "evals": 9023, "tests": 9000}
+            "evals": 8760, "tests": 9000}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
 def test_no_room_grows_beyond_its_ceiling(room):
-    """Python, HTML and shell. The five files are the room without a name."""
+    """Python, TOML, HTML and shell. The five files are the room without a name."""
     files = ROOT.glob("*.py") if room == "" else (ROOT / room).rglob("*")
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files
-                if path.suffix in (".py", ".html", ".sh"))
+                if path.suffix in (".py", ".toml", ".html", ".sh"))
     assert lines <= CEILINGS[room]

@@ -350,7 +350,7 @@ def values_of(quantity, n):
     for run in runs[:-1].split() or every:
         if not sign:
             found[run] = every[run]
-        elif run != other:                      # to another column of the same run, or to another run of the same column
+        elif run != other:                      # with another column of the same run, or another run of the column
             rival = n[other].get(run, next(iter(n[other].values()))) if other in n else every[other]
             found[run] = every[run] / rival if sign == "/" else every[run] - rival
     return found

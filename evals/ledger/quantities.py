@@ -94,7 +94,7 @@ def gap_along_window(gap):
     return gap[:, bins // 2:].mean(1) - gap[:, bins // 4:bins // 2].mean(1)
 
 
-EACH = {                                        # alpha: weights on the sink, and v0: ratios of value norms, of each head
+EACH = {                                        # alpha: each head's weight on the sink, v0: its ratio of value norms
     "size": np.abs,
     "inverse": lambda x: 1 / x,
     "removed": lambda mass: 1 - mass,
