@@ -57,8 +57,8 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 
 
 # lines of code that each room may have. A change that needs more says so here
-CEILINGS = {"": 3140, "axes": 1050, "mixers": 2340, "training": 580, "common": 1130, "data": 1550, "pretrained": 830,
-            "evals": 8760, "tests": 9000}
+CEILINGS = {"": 3140, "axes": 1050, "mixers": 2340, "training": 580, "common": 1120, "data": 1540, "pretrained": 830,
+            "evals": 8750, "tests": 9000}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
