@@ -64,15 +64,15 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
     rows are left out."""
-    match ending(path):
-        case ".parquet":
-            texts = parquet_texts(path)
-        case ".jsonl":                          # JSON can hold lone surrogates, UTF-8 cannot
-            texts = jsonl_rows(path, lambda row: row["text"].encode("utf-8", "replace").decode(),
-                               'JSON object with a string "text"')
-        case _:
-            texts = [read_text(path)]
     try:
+        match ending(path):
+            case ".parquet":
+                texts = parquet_texts(path)
+            case ".jsonl":                      # JSON can hold lone surrogates, UTF-8 cannot
+                texts = jsonl_rows(path, lambda row: row["text"].encode("utf-8", "replace").decode(),
+                                   'JSON object with a string "text"')
+            case _:
+                texts = [read_text(path)]
         yield from (text for text in texts if text and not text.isspace())
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
