@@ -1,6 +1,7 @@
 """The machine: device, precision, ranks, clock and memory, all that differs between a laptop, one GPU and many."""
 import contextlib
 import ctypes
+import gc
 import importlib
 import math
 import os
@@ -85,6 +86,7 @@ class Machine:
 
     def close(self):
         if dist.is_initialized():
+            gc.collect()                        # what sharding still holds of the group: its threads must end first
             dist.destroy_process_group()
 
     def peak_flops(self):
