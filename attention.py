@@ -666,6 +666,7 @@ def recipe(name):
     return ATTENTIONS[name]
 
 
+# kernels.py does not know the rules, so it is given their kernels, and two that serve other rules
 kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
     "softplus": SOFTPLUS, "alphamax": ENTMAX._replace(takes_t=True)})
 
@@ -675,7 +676,8 @@ AXES = {"rule": RULES} | options.AXES
 
 
 class Attention(Layer):
-    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C)."""
+    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all mixers share (heads_of,
+    recall, rotated, featured, finished, output) is in axes/layer.py."""
     axes, numbers = AXES, options.NUMBERS
 
     def __init__(self, config, layer):
@@ -716,7 +718,7 @@ class Attention(Layer):
             o, r = kernels.plain_softmax(q, k, v, sight.scale, dropout), None
         else:
             o, r = kernels.block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
-        if self.measures_importance:
+        if self.measures_importance:            # differentiable: --head_balance trains on it
             self.importance = self.importance_of_heads(q, k, x, r, n, distance, sight)
 
         # around the rule: the row normaliser or the extra key, the second view unless the kernel has subtracted it, and

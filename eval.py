@@ -26,10 +26,10 @@ class Command(NamedTuple):
     """An instrument: the dataclass of its flags, and its functions, as evals/instrument.py describes them."""
     flags: type
     run: Callable
-    draw: Callable | None = None
-    tell: Callable | None = None
-    check: Callable | None = None
-    page: Callable | None = None
+    draw: Callable | None = None                # for --png
+    tell: Callable | None = None                # one text for several runs
+    check: Callable | None = None               # raises before the work begins
+    page: Callable | None = None                # for --html
 
 
 OF_A_RUN = {                                    # eval.py opens the trained run that these look at

@@ -6,13 +6,13 @@
     python train.py --preset=paper1-760m --dry_run         only print what a run would need: memory, FLOPs, hours
 
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of --init_from, preset
-(--preset), default. The preset tune alone comes before that run.
+(--preset), default. One exception: the preset tune beats the run of --init_from.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
 and log.csv; common/runs.py describes them, checkpoints in parts (--sharded_ckpt=1), and adapters (--train_only=PART).
 -h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, its default. The default
 preset, tiny, changes some defaults: see the presets at the end of -h all.
 """
-if __name__ == "__main__":                      # the imports take seconds, in which SIGTERM must leave a word as well
+if __name__ == "__main__":                      # the imports take seconds: a SIGTERM then must leave a message, too
     from training.stopping import say_terminated
     say_terminated()
 
