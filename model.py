@@ -144,17 +144,17 @@ class Block(nn.Module):
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays bounded, but every
         # gradient passes through all norms, so training needs a warm-up: 100 steps are enough with --preset=lab
         if self.norm_place == "post":
-            x = self.ln_1(x + self.attn(x, cache))         # (B, T, C)
+            x = self.ln_1(x + self.attn(x, cache))                      # (B, T, C)
             return self.ln_2(x + self.mlp(x))                           # (B, T, C)
         # out: a norm on what each branch adds (OLMo 2). No norm changes the stream itself
         if self.norm_place == "out":
-            x = x + self.ln_1(self.attn(x, cache))         # (B, T, C)
+            x = x + self.ln_1(self.attn(x, cache))                      # (B, T, C)
             return x + self.ln_2(self.mlp(x))                           # (B, T, C)
         # parallel: as pre, but both branches read the same x (GPT-J, GPT-NeoX)
         if self.norm_place == "parallel":
             return x + self.attn(self.ln_1(x), cache) + self.mlp(self.ln_2(x))
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
-        x = x + self.attn(self.ln_1(x), cache)             # (B, T, C)
+        x = x + self.attn(self.ln_1(x), cache)                          # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
 
 

@@ -22,8 +22,8 @@ def knob(default, meaning, choices=None, least=None, below=None, positional=Fals
 
 
 class Knobs:
-    """The base of dataclasses of knobs. It raises ValueError if a value has another type than its default, or is not
-    among the valid ones."""
+    """The base of dataclasses of knobs. It raises ValueError if a value is not among the valid ones, or if a number has
+    another type than its knob."""
 
     def __post_init__(self):
         types = get_type_hints(type(self))
