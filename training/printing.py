@@ -79,9 +79,11 @@ def say_what_next(knobs, config, meta, waited):
         print(f"\nfirst: {how_to_join(last_checkpoint(knobs.out_dir))}    one ckpt.pt, which other commands read")
     print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
           f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
-    again = " ".join(["       python train.py", *meta["flags"]])        # of a flag given twice, the last one counts
-    if "resume" in again:                       # these are only the flags of the last call
+    if "resume" in " ".join(meta["flags"]):     # these are only the flags of the last call
         return
+    replaced = "--attn=" if knobs.train_only == "all" else "--init_from="
+    given = [flag for flag in meta["flags"] if not flag.startswith(replaced)]
+    again = " ".join(["       python train.py", *given])                # of a flag given twice, the last one counts
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"
         print(f"{again} --attn={other} --out_dir={knobs.out_dir}-{other}    the same with another attention")
