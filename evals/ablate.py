@@ -25,8 +25,7 @@ def key_hidden(attend, layer, module, *inputs):
 
 def every_head(model):
     """The mask `chosen` that selects all heads."""
-    blocks = model.transformer.h
-    return torch.ones(len(blocks), blocks[0].attn.heads, dtype=torch.bool)
+    return torch.ones(len(model.transformer.h), model.transformer.h[0].attn.heads, dtype=torch.bool)
 
 
 def value_zeroed(chosen, place=0, to_itself=True):
@@ -66,12 +65,10 @@ def ablations(alpha_sink, threshold, prune, other, draws, seed):
     Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so only later rows read the zero. We added
     the random heads and the heads with the least weight on the sink."""
     every, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
-    in_cache = partial(value_zeroed, to_itself=False)
-    found = [("first key hidden", "all heads", total, [key_hidden]),
-             (f"value at {other} zero", "all heads", total, [in_cache(every, other)]),
-             ("first value zero", "all heads", total, [in_cache(every)]),
-             ("and also in its own row", "all heads", total, [value_zeroed(every)])]
-    dormant = int((alpha_sink > threshold).sum())
+    in_cache, dormant = partial(value_zeroed, to_itself=False), int((alpha_sink > threshold).sum())
+    changes = {"first key hidden": key_hidden, f"value at {other} zero": in_cache(every, other),
+               "first value zero": in_cache(every), "and also in its own row": value_zeroed(every)}
+    found = [(what, "all heads", total, [change]) for what, change in changes.items()]
     counts = [("first value zero", in_cache, dormant)] if dormant else []
     counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total)) for percent in prune]
     for what, change, count in counts:

@@ -1,11 +1,10 @@
 """Focus compared with full attention, and Focus with other settings of its routers (arXiv 2604.03260).
 
     python eval.py routers --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
-        Loss, perplexity, pairs kept and speed in four forms with the same weights: full attention; near pairs alone;
-        soft gates, as in training; and hard groups, where distant tokens must share one of their k largest groups. This
-        is table 7; several lengths are section 3.5. (eval.py lengths --topk=2 reads the same tokens at each length.)
+        The forms of a Focus run, all with the same weights: full attention; near pairs alone; soft gates, as in
+        training; and hard groups, where distant tokens must share one of their k largest groups (table 7, section 3.5)
     python eval.py routers --out_dir=A_BASE --sweep=groups (or window, temperature, iterations, route_dim, all)
-        Routers trained on a run of plain attention, one knob at a time: table 9, and section 2's table of d_g. Each is
+        Routers trained on a run of plain attention, one knob at a time (table 9, and section 2's table of d_g). Each is
         a run in the folder OUT_DIR-focus-KNOB-VALUE, which is trained once.
 
 With --balance=sinkhorn the groups depend on later tokens, as in the paper. Then the perplexities are not those of a
@@ -74,8 +73,24 @@ class Routers(Knobs):
 def command(args, run):
     """Compare Focus with full attention, for several numbers k of groups per token: loss, perplexity, share of distant
     pairs kept, speed. With --sweep, train and compare routers with other settings."""
-    numbers = swept(args, run) if args.sweep else compared(args, run)
-    return numbers, in_words(numbers)
+    if not args.sweep:
+        numbers = compared(args, run)
+        return numbers, in_words(numbers)
+    if run.model.config.mixer != "attention":
+        raise ValueError(f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
+                         f"{run.model.config.attn}: name its base")
+    if args.sweep == "iterations" and args.balancing != "sinkhorn":
+        raise ValueError(f"--balancing={args.balancing} has no iterations: give --balancing=sinkhorn")
+    knobs = {name: args.values.split(",") if args.values else values for name, values in SWEEPS.items()
+             if args.sweep == name or args.sweep == "all" and (name != "iterations" or args.balancing == "sinkhorn")}
+    rows = {name: [router(args, run, name, value) for value in values] for name, values in knobs.items()}
+    numbers = {"dataset": run.dataset, "split": args.split, "balance": args.balancing, "steps": args.steps,
+               "sweep": rows}
+    header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
+    cells = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
+             for name in knobs for row in rows[name]]
+    return numbers, (f"routers after {args.steps} steps on {run.dataset}, --balance={args.balancing}; "
+                     f"perplexity on {args.split}\n\n{table(cells, header)}")
 
 
 def compared(args, run):
@@ -134,23 +149,9 @@ def at_length(args, run, forms, T):
     return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
 
 
-def swept(args, run):
-    """Train and measure routers: {"sweep": {knob: [{"value", ...}]}}, with the perplexity of each router in the soft
-    form and with two groups a token, and how even its groups are."""
-    if run.model.config.mixer != "attention":
-        raise ValueError(f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
-                         f"{run.model.config.attn}: name its base")
-    if args.sweep == "iterations" and args.balancing != "sinkhorn":
-        raise ValueError(f"--balancing={args.balancing} has no iterations: give --balancing=sinkhorn")
-    found = {name: [router(args, run, name, value) for value in (args.values.split(",") if args.values else values)]
-             for name, values in SWEEPS.items() if args.sweep == name or args.sweep == "all" and (
-                 name != "iterations" or args.balancing == "sinkhorn")}
-    return {"dataset": run.dataset, "split": args.split, "balance": args.balancing, "steps": args.steps, "sweep": found}
-
-
 def router(args, run, name, value):
-    """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its perplexities in both
-    forms, its groups, and its size."""
+    """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its size, its
+    perplexities in the soft form and with two groups a token, and how even its groups are."""
     constants, config = DEFAULTS | {name: value}, run.model.config
     # all sweeps share the run with the default values
     ending = "default" if constants == DEFAULTS else f"{name}-{value.replace('/', '-')}"
@@ -178,13 +179,7 @@ def router(args, run, name, value):
 
 
 def in_words(numbers):
-    """A table with a row for each length and form, or for each trained router."""
-    if "sweep" in numbers:
-        rows = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
-                for name, rows in numbers["sweep"].items() for row in rows]
-        header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
-        return (f"routers after {numbers['steps']} steps on {numbers['dataset']}, --balance={numbers['balance']}; "
-                f"perplexity on {numbers['split']}\n\n{table(rows, header)}")
+    """A table with a row for each length and form."""
     rows = [[str(part["length"]), form, *(figures[key] for key in (
         "loss", "loss_error", "more", "more_error", "perplexity", "kept")), f"{figures['speed']:.2f}x"]
         for part in numbers["lengths"] for form, figures in part["forms"].items()]

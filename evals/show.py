@@ -55,7 +55,7 @@ class Show(Knobs):
 
 
 def command(args, run):
-    """A recipe as one page: axes, PyTorch, Triton, learned parameters, and where the code is."""
+    """A recipe as one page: its axes, PyTorch, Triton, learned parameters, and where the code is."""
     meta = read_run(args.out_dir)[0] if args.out_dir else None
     numbers, text = page_of(args.recipe, meta)
     if args.diff:
@@ -80,9 +80,15 @@ def page_of(name, meta=None):
         sizes = {name: getattr(config, name) for name in SHOWN} | {"head_dim": config.head_width}
         numbers |= {"sizes": sizes, "source": meta.get("source")}
         meanings = {field.name: re.split("[;:] ", field.metadata["help"])[0] for field in dataclasses.fields(config)}
-        sections["the run"] = [entry("weights", origin(meta))]
-        sections["the run"][:0] = [entry(name, f"{value:.10g}" if isinstance(value, float) else str(value) or "none",
-                                         meanings[name]) for name, value in sizes.items()]
+        sections["the run"] = [entry(name, f"{value:.10g}" if isinstance(value, float) else str(value) or "none",
+                                     meanings[name]) for name, value in sizes.items()]
+        knobs, given = meta["knobs"], meta.get("source")
+        weights = f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
+        if given:                               # public weights
+            weights = (f"{given['name']}, from {given['from']}, in {given['precision']}"
+                       f"{', instruction-tuned' * given['instruction_tuned']}; "
+                       f"licence: {given['licence'] or 'not stated'}")
+        sections["the run"].append(entry("weights", weights))
     sections |= {"its choices": choices(layer, axes, functions),
                  "in PyTorch": "\n\n".join(map(source, called)).splitlines(),
                  "in Triton": "\n\n".join(source(function, role) for role, function in fused).splitlines()
@@ -100,22 +106,14 @@ def entry(name, *parts):
     return textwrap.fill(line, WIDTH, subsequent_indent=" " * (2 + 11 * len(parts)))
 
 
-def origin(meta):
-    """Where the weights of a run come from."""
-    knobs, given = meta["knobs"], meta.get("source")
-    if not given:
-        return f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
-    return (f"{given['name']}, from {given['from']}, in {given['precision']}"
-            f"{', instruction-tuned' * given['instruction_tuned']}; licence: {given['licence'] or 'not stated'}")
-
-
 def choices(layer, axes, functions):
     """A line for the rule, the positions, each axis that the recipe names, and each that differs from its default: the
-    value and its effect, which is the first sentence of the docstring of the choice's function."""
-    lines, usual, own = [], [], ("rule", "pos", *attention.ATTENTIONS.get(layer.config.attn, ()))
+    value and its effect, which is the first sentence of the docstring of the choice's function. Other axes of its mixer
+    share the last line."""
+    lines, usual, own = [], [], ("rule", "pos", *attention.ATTENTIONS[layer.config.attn])
     for axis, value in axes.items():
         if value == mixers.DEFAULTS[axis] and axis not in own:
-            usual.append(f"{axis} {value}")
+            usual += [f"{axis} {value}"] * (axis in layer.axes or axis in layer.numbers)
             continue
         function = next((f for (of, part), f in functions.items()
                          if of == axis and part not in ("inputs", "row_input", "start")), None)
@@ -130,9 +128,9 @@ def pytorch_of(layer, functions):
     """The functions of every choice, in the order of a pass through the layer."""
     found, plain = [], type(layer).attend is attention.Attention.attend
     for choice, function in functions.items():
-        found += [function, *called_by(function), AROUND.get(choice) if plain else None]
+        found += [function, *called_by(function), *([AROUND[choice]] if plain and choice in AROUND else [])]
     found += [visible, attention.Attention.rotated] if layer.config.window else []
-    return list(dict.fromkeys(filter(None, found)))
+    return list(dict.fromkeys(found))
 
 
 def called_by(function):
@@ -157,20 +155,17 @@ def triton_of(layer):
 
 def learned(layer):
     """A line for each of a layer's parameters and buffers outside its projections: name, shape and initial value."""
-    lines = []
+    lines, config = [], layer.config
     for name, p in [*layer.named_parameters(), *layer.named_buffers()]:
         if name.startswith(("c_attn", "c_proj")):
             continue
         std, (inside, _, last) = layer.init_std.get(name), name.rpartition(".")
         if std is None and isinstance(layer.get_submodule(inside), nn.Linear):
             std = 0.02 if last == "weight" else 0                       # every linear layer's, see GPT.init_weights
-        low, high = p.min().item(), p.max().item()
-        start = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-        if std is not None:
-            start = f"N(0, {std:.3g})" if std else "0"
+        ends = dict.fromkeys(f"{end.item():.4g}" for end in (p.min(), p.max()))
+        start = " to ".join(ends) if std is None else f"N(0, {std:.3g})" if std else "0"
         kept = "" if isinstance(p, nn.Parameter) else ", kept and not learned"
         lines.append(f"{name:18} {str(tuple(p.shape)):14} {start} at first{kept}")
-    config = layer.config
     return [*(lines or ["nothing besides its projections"]),
             f"(with {config.n_head} heads of width {layer.width} and block_size {config.block_size})"]
 
@@ -189,8 +184,6 @@ def place(function):
 
 def recipe_place(name):
     """The line of a recipe's row in attention.py, and the row."""
-    lines = Path(attention.__file__).read_text(encoding="utf-8").splitlines()
-    table = lines.index("ATTENTIONS = {")
-    row = next(n for n, line in enumerate(lines[table:], table) if line.strip().startswith(f'"{name}":'))
-    end = next(n for n, line in enumerate(lines[row:], row) if line.split("#")[0].rstrip().endswith("},"))
-    return f"attention.py:{row + 1}    {' '.join(line.strip() for line in lines[row:end + 1])}"
+    text = Path(attention.__file__).read_text(encoding="utf-8")
+    row = re.search(rf'^ *"{name}": {{.*?}},( *#[^\n]*)?$', text, re.M | re.S)
+    return f"attention.py:{text.count(chr(10), 0, row.start()) + 1}    {' '.join(map(str.strip, row[0].splitlines()))}"
