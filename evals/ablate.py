@@ -136,8 +136,7 @@ def draw_costs(ax, cost):
     gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
     colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}
     shown = [colours[line["where"].removesuffix(" of each layer")] for line in lines]
-    bars = ax.barh(range(len(lines)), gains, color=shown, xerr=errors,
-                   error_kw={"elinewidth": 1, "ecolor": "#606060"})
+    bars = ax.barh(range(len(lines)), gains, color=shown, xerr=errors, error_kw={"elinewidth": 1, "ecolor": "#606060"})
     ax.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     ax.set_yticks(range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8)
     ax.margins(x=0.15)

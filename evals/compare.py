@@ -13,7 +13,7 @@ from common.flags import knob
 from common.runs import read_run
 from evals.instrument import Windows, first_line, legend, markdown, table
 from evals.loss import bits_per_byte, loss_and_error
-from evals.measures import MEASURES
+from evals.measures import MEASURES, printed
 from evals.pictures import draw_recipes
 from evals.probe import probe
 from model import GPTConfig
@@ -24,7 +24,7 @@ COSTS = {"parameters": "{:,.0f}", "tokens": "{:,.0f}"}
 COLUMNS = LOSSES | dict.fromkeys(PROBED, "{:.3f}") | COSTS
 
 PANELS = {                                      # of the picture, {column: title}
-    "loss": "loss (nats per token)", "sink": "weight on the first token", "row_mass": "sum of a row's weights",
+    "loss": "loss (nats per token)", "sink": "first token, all rows", "row_mass": "row sum",
     "value_norm_ratio": "norm of the first value over the others"}
 
 # these may differ between the seeds of one recipe: the seed, and knobs that do not change the numbers
@@ -71,22 +71,20 @@ def check(args, places):
                  "tokens trained on": tokens, "--init_from": began,
                  **{name: meta["knobs"].get(name, getattr(GPTConfig, name)) for name in sizes}}
         first = first or terms
-        for name, value in terms.items():
-            if value != first[name] and None in (value, first[name]):
+        for name in (name for name in terms if terms[name] != first[name]):
+            if None in (terms[name], first[name]):
                 raise ValueError(f"{places[0] if first[name] is None else place} was not trained here, so its data and "
                                  f"budget are unknown; {advice}")
-            if value != first[name]:
-                raise ValueError(f"{places[0]} and {place} differ in {name}: {first[name]} and {value}; {advice}")
+            raise ValueError(f"{places[0]} and {place} differ in {name}: {first[name]} and {terms[name]}; {advice}")
 
 
 def budget(meta):
     """Tokens that a run was trained on up to its last evaluation, None for public weights; and the weights that it
     began with. A resumed run has no record of these and counts as from scratch."""
-    knobs, step = meta["knobs"], meta["losses"].get("step")
-    began = knobs.get("init_from")
-    tokens = None if step is None else (
-        step * knobs["batch_size"] * knobs["gradient_accumulation_steps"] * knobs["block_size"])
-    return tokens, "scratch" if began == "resume" else began
+    knobs, step, tokens = meta["knobs"], meta["losses"].get("step"), None
+    if step is not None:
+        tokens = step * knobs["batch_size"] * knobs["gradient_accumulation_steps"] * knobs["block_size"]
+    return tokens, "scratch" if knobs.get("init_from") == "resume" else knobs.get("init_from")
 
 
 def groups_of(found):
@@ -108,12 +106,12 @@ def groups_of(found):
 
 
 def tell(args, found):
-    """One row for each recipe, the best first. The best and the second best loss are marked. Below: the meaning of the
-    marks, and whether seeds separate the two."""
+    """One row for each recipe, the best first. If all recipes have three seeds, the best and the second best loss are
+    marked. Below: the meaning of the marks, and whether seeds separate the two."""
     groups = groups_of(found)
     columns = [column for column in COLUMNS if any(n[column] is not None for n in found.values())]
     marks = ("**{}**", "<u>{}</u>", "{}") if args.md else ("{} **", "{} * ", "{}   ")
-    rows, losses = [], []                       # losses: mean and deviation of each recipe
+    rows, ranked = [], len(groups) > 1 and min(map(len, groups.values())) >= 3
     for number, (name, group) in enumerate(groups.items()):
         rows.append([name, str(len(group))])
         for column in columns:
@@ -121,23 +119,21 @@ def tell(args, found):
             shown = [fmean(values)] if values else []
             if len(values) > 1 and column not in COSTS:
                 shown.append(stdev(values))
-            if column == "loss":
-                losses.append(shown)
             cell = " ± ".join(map(COLUMNS[column].format, shown)) or "-"
-            if column in LOSSES and len(groups) > 1:
-                cell = marks[min(number, 2)].format(cell)
-            rows[-1].append(cell)
+            rows[-1].append(marks[min(number, 2)].format(cell) if ranked and column in LOSSES else cell)
     said = [*dict.fromkeys(map(first_line, found.values())), "± is the standard deviation over seeds"]
-    if len(groups) > 1:
+    if ranked:
         said[-1] += "" if args.md else "; ** the best, * the second best"
-        (first, second, *_), ((a, *da), (b, *db)) = groups, losses[:2]
-        if not da or not db:
-            said.append("one seed says little about small differences: train more with --seed")
-        elif b - a <= 2 * max(da + db):
+        (first, a), (second, b) = [(name, [run["loss"] for run in group]) for name, group in groups.items()][:2]
+        if fmean(b) - fmean(a) <= 2 * max(stdev(a), stdev(b)):
             said.append(f"{first} and {second} are closer than two standard deviations: the seeds alone may explain it")
-    meant = {name: MEASURES[name] for name in columns if name in PROBED} | {"tokens": "tokens read in training"}
+    elif len(groups) > 1:
+        said.append("fewer than three seeds say little about small differences: train more with --seed")
+    meant = {printed(name): MEASURES[name] for name in columns if name in PROBED} | {
+        "tokens": "tokens read in training"}
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in meant.items()) if args.md else legend(meant)
-    return "\n".join([(markdown if args.md else table)(rows, ["recipe", "runs", *columns]), "", *said, "", meanings])
+    header = ["recipe", "runs", *map(printed, columns)]
+    return "\n".join([(markdown if args.md else table)(rows, header), "", *said, "", meanings])
 
 
 def draw(path, found):

@@ -120,13 +120,13 @@ def agreement(one, other, K):
     Up to 8 groups it tries all orders; with more it matches greedily, the largest agreement first."""
     both = np.bincount((one.astype(np.int64) * K + other).ravel(), minlength=K * K).reshape(K, K)
     if K <= 8:
-        return float(max(both[range(K), order].sum() for order in map(list, itertools.permutations(range(K))))
-                     / one.size)
-    matched, left = 0, both.astype(float)
+        orders = map(list, itertools.permutations(range(K)))
+        return float(max(both[range(K), order].sum() for order in orders) / one.size)
+    matched = 0
     for _ in range(K):
-        i, j = np.unravel_index(left.argmax(), left.shape)
+        i, j = np.unravel_index(both.argmax(), both.shape)
         matched += both[i, j]
-        left[i], left[:, j] = -1, -1
+        both[i], both[:, j] = -1, -1
     return float(matched / one.size)
 
 
@@ -183,9 +183,8 @@ def in_words(numbers):
     shown = numbers["shown"]
     text = [first_line(numbers), "", explained(lines, meanings, "layer"), "",
             f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]
-    for group, common in enumerate(shown["tokens"]):
-        spelled = "  ".join(f"{token!r} x{count} ({share:.0%})" for token, count, share in common)
-        text.append(f"{group:>3}  {spelled or '(no token)'}")
+    text += [f"{group:>3}  " + ("  ".join(f"{token!r} x{count} ({share:.0%})" for token, count, share in common)
+                                or "(no token)") for group, common in enumerate(shown["tokens"])]
     if shown["pairs"]:
         text += ["", "the pairs of tokens that share a group and are farthest apart in the first window"]
         text += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "

@@ -2,8 +2,7 @@
 or without the head. These are the head-level measures of The Attention Sink as Native MoE, on fixed windows.
 
 The sink is the extra key or the sink token if the recipe has one, else the first token. A head is a head of the output:
-a differential recipe's weights are the difference of its views. The weights are read block by block, so memory is
-linear in T. Maps are (layers, heads).
+a differential recipe's weights are the difference of its views. Maps are (layers, heads).
 """
 import math
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from evals.measures import Probe
 from evals.pictures import SHARES, draw_rows, heat_map, signed
 
 MEASURES = {                                    # name: its meaning, printed under the table
-    "alpha_sink": "weight on the first token, or on the extra key if there is one; mean over rows (eq. 5)",
+    "alpha_sink": "weight on the sink, mean over rows (eq. 5)",
     "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6; our choice of {local})",
     "sigma2": "variance of a row's absolute weights around an even spread, after they are scaled to sum to 1 (eq. 7)",
-    "importance": "weight on all other keys, 1 - alpha_sink if rows sum to 1; for a gated head, its mean gate (eq. 8)",
+    "importance": "weight on all other keys; for a gated head, its mean gate (eq. 8)",
 }
 FIGURES = {                                     # over all heads
-    "depth_rank_correlation": "rank correlation of a layer's depth and its mean alpha_sink",
+    "depth_rank_correlation": "rank correlation of a layer's depth and its mean weight on the sink",
     "importance_cv": "standard deviation of importance over its mean (eq. 8)",
     "importance_cv_late": "the same without the first layers, {early} of them"}
 
@@ -69,7 +68,10 @@ def command(args, run):
         results = [probe.result() for probe in probes]
         maps.append({name: torch.stack([result[name] for result in results]) for name in MEASURES})
         windows.append(rows)
-    numbers = run.reads(args.split, len(windows[0]), T) | {"local": args.local} | summary(maps[0], args)
+    module = run.model.transformer.h[0].attn
+    numbers = run.reads(args.split, len(windows[0]), T) | {
+        "local": args.local, "alpha_sink_is": "extra" if module.has_extra_key or module.ahead else "sink",
+        **summary(maps[0], args)}
     alpha = maps[0]["alpha_sink"]
     if args.against:
         numbers["against"] = compared(alpha, maps[1]["alpha_sink"], Path(args.against).name)
@@ -115,18 +117,21 @@ def compared(here, there, dataset):
 
 def in_words(numbers):
     """A row for each layer, a line for each figure over all heads, and the costs."""
-    maps, threshold = numbers["maps"], numbers["threshold"]
-    lines = {}
+    maps, threshold, lines = numbers["maps"], numbers["threshold"], {}
+    # evals/probe.py has the same number under another key, whose printed name is used here
+    names = {name: name for name in MEASURES} | {"alpha_sink": numbers["alpha_sink_is"]}
     for layer, alpha in enumerate(maps["alpha_sink"]):
         dormant = sum(sink > threshold for sink in alpha)
-        lines[str(layer)] = {name: fmean(values[layer]) for name, values in maps.items()} | {
+        lines[str(layer)] = {names[name]: fmean(values[layer]) for name, values in maps.items()} | {
             "dormant": f"{dormant} of {len(alpha)}"}
-    lines["mean"] = numbers["mean"] | {"dormant": f"{numbers['dormant']:.0%}"}
-    columns = MEASURES | {"dormant": "heads with alpha_sink > {threshold}"}
-    columns = {name: meaning.format(**numbers) for name, meaning in columns.items()}
+    lines["mean"] = {names[name]: value for name, value in numbers["mean"].items()} | {
+        "dormant": f"{numbers['dormant']:.0%}"}
+    columns = {names[name]: meaning.format(**numbers) for name, meaning in MEASURES.items()} | {
+        "dormant": f"heads whose weight on the sink is above {threshold:g}"}
     figures = [[f"{name}, {meaning}".format(**numbers), numbers[name]] for name, meaning in FIGURES.items()]
     if "against" in numbers:
-        figures += [[f"{name} of alpha_sink on {numbers['against']['dataset']}", numbers["against"][name]]
+        figures += [[f"{name} of the weights on the sink, here and on {numbers['against']['dataset']}",
+                     numbers["against"][name]]
                     for name in ("correlation", "mean_difference")]
     texts = [first_line(numbers), explained(lines, columns, "layer"), table(figures, ["over all heads", ""])]
     if "cost" in numbers:
@@ -141,9 +146,8 @@ def in_words(numbers):
 
 
 def draw(path, found):
-    """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11); with --against alpha_sink on both
-    data sets and the difference (figure 6); with --cost the increases of the loss. Several runs: alpha_sink side by
-    side (figure 12)."""
+    """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11), with --against alpha_sink on both
+    data sets and the difference (figure 6), with --cost the costs. Several runs: their alpha_sink (figure 12)."""
     panels = {f"{place}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}":
               (numbers["maps"]["alpha_sink"], SHARES) for place, numbers in found.items()}
     first, cost = next(iter(found.values())), None

@@ -38,6 +38,7 @@ from common.flags import Knobs, fields_of, knob, with_recipe
 from common.machine import Machine
 from common.runs import flags_to_finish, load_weights, process_of, read_run, read_weights, run_with, what_is_new
 from data import tokens
+from evals.measures import NAMES, printed
 from model import GPT, GPTConfig
 
 
@@ -85,13 +86,13 @@ Overrides.__doc__ = "Overrides of the run's own choices"
 def runs_named(text):
     """The runs that --out_dir names: "out/a,out/b", or a pattern such as "out/lab/*". Raises ValueError if one of them
     is not a run."""
-    places = []
+    places = {}
     for part in text.split(","):
         matching = sorted(str(Path(meta).parent) for meta in glob.glob(f"{part}/meta.json"))
-        places += matching or [part]            # read_run complains about a missing one
+        places |= dict.fromkeys(matching or [part])                     # read_run complains about a missing one
     for place in places:
         read_run(place)
-    return list(dict.fromkeys(places))
+    return list(places)
 
 
 class OpenedRun:
@@ -249,8 +250,8 @@ def read_windows(split, starts, length, model, machine):
 
 def progress(steps, shown):
     """The same steps, with a progress bar on stderr after three seconds."""
-    return tqdm(steps, disable=not shown, delay=3, leave=False, unit="batch",
-                mininterval=0.5 if sys.stderr.isatty() else 10)
+    interval = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(steps, disable=not shown, delay=3, leave=False, unit="batch", mininterval=interval)
 
 
 @torch.no_grad()
@@ -331,7 +332,16 @@ def explained(lines, meanings, first):
     meanings = {column: meaning for column, meaning in meanings.items()
                 if any(line.get(column) is not None for line in lines.values())}
     rows = [[name, *map(line.get, meanings)] for name, line in lines.items()]
-    return f"{table(rows, [first, *meanings])}\n\n{legend(meanings)}"
+    return (f"{table(rows, [first, *map(printed, meanings)])}\n\n"
+            + legend({printed(column): meaning for column, meaning in meanings.items()}))
+
+
+def with_meanings(figures, meanings):
+    """Figures {key: value} as lines: name, value, meaning, and the key where the name differs from it."""
+    names = {key: printed(key) for key in figures}
+    width = max(map(len, names.values()))
+    return "\n".join(f"{names[key]:{width}}  {value:7.4f}  {meanings[key]}" + f" ({key})" * (names[key] != key)
+                     for key, value in figures.items())
 
 
 def one_after_another(found, texts):
@@ -339,8 +349,8 @@ def one_after_another(found, texts):
     texts: {run: text}."""
     if len(found) == 1:
         return texts[next(iter(found))]
-    columns = [{f"mean {key}": value for key, value in numbers.get("mean", {}).items()} | numbers
-               for numbers in found.values()]
+    columns = [{printed(key) if key in NAMES else f"mean {key}": value
+                for key, value in numbers.get("mean", {}).items()} | numbers for numbers in found.values()]
     keys = dict.fromkeys(key for column in columns for key, value in column.items() if isinstance(value, float))
     rows = [[key, *(column.get(key) for column in columns)] for key in keys]
     parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [table(rows, ["", *found])] * bool(rows)

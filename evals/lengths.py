@@ -65,8 +65,7 @@ def summary(losses, length, base):
     """The numbers of one length. losses (spans, longest): those of all tokens, read in windows of `length`; base: the
     losses of the same tokens at the base length. by_position: means in bins of positions in the window."""
     (loss, error), (more, more_error) = (mean_and_error(part.mean(1)) for part in (losses, losses - base))
-    perplexity = math.exp(min(loss, 700))       # exp of more overflows
-    spans, longest = losses.shape
+    perplexity, (spans, longest) = math.exp(min(loss, 700)), losses.shape               # exp of more overflows
     by_position, mean = [], losses.reshape(spans, -1, length).mean(1)   # (spans, length)
     for start, end in itertools.pairwise([0, *(end for end in bin_ends(longest) if end < length), length]):
         here, its_error = mean_and_error(mean[:, start:end].mean(1))
@@ -88,10 +87,10 @@ def finetuned(run, length, args):
     flags = {"init_from": run.out_dir, "block_size": length, "max_iters": args.finetune, "eval_interval": args.finetune,
              "warmup_iters": args.finetune // 10, "device": run.machine.device}
     if "learning_rate" in knobs:                # public weights lack it; train.py has a preset for them
-        flags |= {name: knobs[name] for name in ("gradient_accumulation_steps", "weight_decay", "beta1", "beta2",
-                                                 "head_lr", "grad_clip", "seed")}
-        flags |= {"batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
-                  "learning_rate": knobs["learning_rate"] / 10}
+        same = ("gradient_accumulation_steps", "weight_decay", "beta1", "beta2", "head_lr", "grad_clip", "seed")
+        flags |= {name: knobs[name] for name in same} | {
+            "batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
+            "learning_rate": knobs["learning_rate"] / 10}
     stored = dataclasses.asdict(model_config(knobs, {}))
     flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # the overrides
     train_if_missing(folder, [*(f"--{name}={shown(value)}" for name, value in flags.items()), f"--out_dir={folder}",
@@ -118,17 +117,17 @@ def draw(path, found):
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
     trained = {numbers["training_length"] for numbers in found.values() if numbers["training_length"] <= longest}
     bases = " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
-    curves = {"perplexity": {}, "more": {}, "loss": {}}
-    for place, numbers in found.items():
-        rows, bins = numbers["lengths"], numbers["lengths"][-1]["by_position"]
-        for name in ("perplexity", "more"):
-            curves[name][Path(place).name] = [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
-        middles = [math.sqrt(b["first"] * b["last"]) for b in bins]
-        curves["loss"][Path(place).name] = middles, [b["loss"] for b in bins], [b["error"] for b in bins]
-    titles = ("perplexity of the same tokens", f"nats a token more than at length {bases}",
-              "nats a token, in the longest window")
+    panels = {"perplexity": "perplexity of the same tokens", "more": f"nats a token more than at length {bases}",
+              "loss": "nats a token, in the longest window"}
     with figure_of(path, [3.9], [4.3] * 3) as axes:
-        for ax, title, (name, lines) in zip(axes[0], titles, curves.items(), strict=True):
-            xlabel = "tokens seen in the window" if name == "loss" else "tokens in a window"
-            line_panel(ax, lines, title, xlabel, trained, legend=name == "perplexity")
+        for ax, (name, title) in zip(axes[0], panels.items(), strict=True):
+            curves, xlabel = {}, "tokens seen in the window" if name == "loss" else "tokens in a window"
+            for place, numbers in found.items():
+                rows, error = numbers["lengths"], f"{name}_error"
+                x = [row["length"] for row in rows]
+                if name == "loss":
+                    rows, error = rows[-1]["by_position"], "error"
+                    x = [math.sqrt(b["first"] * b["last"]) for b in rows]
+                curves[Path(place).name] = x, [row[name] for row in rows], [row[error] for row in rows]
+            line_panel(ax, curves, title, xlabel, trained, legend=name == "perplexity")
             powers_of_two(ax.xaxis)

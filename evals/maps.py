@@ -1,9 +1,8 @@
 """Attention maps: which token attends to which in a sentence, in chosen layers and heads.
 
 These are Lazy Attention's figure 7 and Threshold Differential Attention's figure 2. A row is a query, a column a key,
-and the colour is the attention weight. Signed weights are red above 0 and blue below, exact zeros are yellow. For
-differential recipes, --views shows both views next to their difference. --html writes a page for a browser with every
-head: evals/page.html, with these numbers in it.
+and the colour is the attention weight: red above 0, blue below if weights are signed, yellow for an exact zero. --html
+writes a page for a browser with every head: evals/page.html, with these numbers in it.
 """
 import base64
 import zlib
@@ -151,20 +150,17 @@ def maps_of(run, ids, args):
         return kinds, {}
     results = [probe.numbers() for probe in probes]
     measures = {name: [result[name] for result in results] for name in IN_GRID}
-    for name in ("extra", "negative"):          # 0 in most recipes
-        if not any(map(any, measures[name])):
-            del measures[name]
+    measures = {name: layers for name, layers in measures.items()       # the last two are 0 in most recipes
+                if name not in ("extra", "negative") or any(map(any, layers))}
     if args.cost:                               # of each head
         L, H = len(probes), model.transformer.h[0].attn.heads
         alone = [("", "", 1, [output_zeroed(head.view(L, H))]) for head in torch.eye(L * H, dtype=torch.bool)]
         found = [round(line["loss_change"], 6) for line in costs(alone, model, rows, run.machine, 1)["changes"]]
         measures["cost"] = [found[i:i + H] for i in range(0, L * H, H)]
     attn, trained = model.config.attn, run.meta["knobs"]["attn"]
-    about = f"--attn={attn}"
-    if not run.has_weights:
-        about += ": derivatives of outputs with respect to values, since this recipe has no attention weights"
-    if attn != trained:
-        about += f"; the model was trained with {trained}"
+    about = f"--attn={attn}" + ("" if run.has_weights else
+                                ": derivatives of outputs by values, since this recipe has no attention weights")
+    about += f"; the model was trained with {trained}" if attn != trained else ""
     return kinds, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
 
 
@@ -176,7 +172,8 @@ def in_words(numbers):
     top = w.abs().argmax(-1)
     rows = [[query] + [f"{keys[key]} {w[m, i, key]:5.2f}" if w[m, i, key] else "-" for m, key in enumerate(top[:, i])]
             for i, query in enumerate(queries)]
-    rows += [[f"mean on {keys[column]}", *(f"{mean:.3f}" for mean in w[:, :, column].mean(1))]
+    ahead = {"(extra key)": "extra key, all rows", "(sink token)": "sink token, all rows"}
+    rows += [[ahead.get(keys[column], "first token, all rows"), *(f"{mean:.3f}" for mean in w[:, :, column].mean(1))]
              for column in range(first + 1)]
     header = ["{layer}.{head} {kind}".format(**found).removesuffix(" weights") for found in numbers["maps"]]
     return ("for each query (down), the key with the most weight, and that weight; columns are layer.head\n"
@@ -256,7 +253,7 @@ def draw_run(axes, numbers, grid, place, side):
             ax.imshow(np.ma.array(w_here, mask=later | (w_here != 0)), cmap=colors.ListedColormap(["#fff3c4"]))
             name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
             name = place + name if ax is axes[0, 0] else name
-            ax.set_title(f"{name}\n{w_here[:, numbers['first']].mean():.2f} on the first token", fontsize=9)
+            ax.set_title(f"{name}\n{w_here[:, numbers['first']].mean():.2f} on the first token, all rows", fontsize=9)
             ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
             ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
             ax.tick_params(length=0, pad=1)

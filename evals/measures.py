@@ -23,8 +23,8 @@ from axes.outputs import sigmoid_gate
 from axes.sight import visible, visible_count
 
 MEASURES = {                                    # name: its meaning, printed under the table
-    "sink": "weight on the first token, mean over queries",
-    "share": "the same weight as a share of the row's absolute weights",
+    "sink": "weight on the first token, mean over rows",
+    "share": "the first token's share of the row's absolute weights",
     "row_mass": "sum of the weights of a row (signed)",
     "uniform": "weight on the first token if all rows were evenly spread",
     "times_uniform": "share on the first token, divided by that of evenly spread rows",
@@ -45,6 +45,34 @@ MEASURES = {                                    # name: its meaning, printed und
     "extra_eps": "the same for the key outside the sequence",
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
+
+# what people read in place of these keys of the numbers. docs/instruments.md explains why some names say which rows
+NAMES = {"sink": "first token", "alpha_sink": "sink, all rows", "density": "other tokens", "row_mass": "row sum",
+         "extra": "extra key", "excess": "excess loss", "excess_loss": "excess loss, all rows"}
+
+IN_THE_LAB = {                                  # {figure of evals/lab.py: its meaning}; train.py prints the first five
+    "excess_copy": "nats above the best possible loss, where one key is needed; 2.3 without attention",
+    "sink_idle": "weight on the first token, where no key is needed: near 1 is a sink",
+    "sink_copy": "the same where one other key is needed: near 0 if the head copies",
+    "row_mass_idle": "sum of the weights, where no key is needed: softmax must spend 1",
+    "value_norm_ratio": "norm of the first token's value over the others': near 0, a sink adds nothing",
+    "excess_loss": "nats above the best possible loss", "excess_idle": "the same",
+    **{key: MEASURES[key.removesuffix("_idle").removesuffix("_copy")] for key in (
+        "row_mass_copy", "share_idle", "share_copy", "times_uniform_idle", "times_uniform_copy", "extra_idle",
+        "extra_copy", "sparsity", "empty_rows", "sink_eps", "extra_eps")},
+    "zero_cost": "rise of the loss if the first token's value is zero",
+    "hide_cost": "rise of the loss if no later row sees the first key",
+}
+
+
+def printed(key):
+    """The name that people read for a key of the numbers: "first token, idle rows" for sink_idle, "first token, all
+    rows" for sink. A key that is not in NAMES stays as it is."""
+    name, _, rows = key.rpartition("_")
+    if rows in ("idle", "copy"):
+        return f"{NAMES.get(name, name)}, {rows} rows"
+    return f"{NAMES[key]}, all rows" if key in ("sink", "extra") else NAMES.get(key, key)
+
 
 # a measure is a sum of Probe over rows, or divided by another sum
 DIVISORS = {
@@ -80,9 +108,8 @@ class Probe:
         early = 0                               # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             early = early + self.see_rows(module, i, w, counted[:, None, i])[..., i < self.ROWS].sum(-1)
-        B, H = early.shape[1:]
-        sinks = early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
-        self.add("sequences", torch.ones(B, H, 1))
+        H, sinks = early.shape[2], early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
+        self.add("sequences", torch.ones_like(sinks[0]))
         self.add("sink_eps", sinks[0])
         if module.has_extra_key or module.ahead:
             self.add("extra_eps", sinks[1])

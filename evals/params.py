@@ -4,8 +4,7 @@ These are Lazy Attention's figures 4, 5, 8, 9 and 10, for every recipe: threshol
 of key and value biases, lambdas, gates, temperatures, and how much a state keeps and writes.
 
 The instrument finds a layer's tensors by itself: all that belong to no linear layer and no norm. It shows scalars as
-they are and vectors by their norms. Some raw tensors say little, such as the four vectors of a lambda or the weights of
-a gate. For these it shows the number that the layer computes from them.
+they are and vectors by their norms. For a lambda or a gate it shows the number that the layer computes from them.
 """
 import dataclasses
 from dataclasses import dataclass
@@ -81,21 +80,20 @@ def command(args, run):
     # the initial values of attention do not depend on the MLP, which can be large
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
+    now = list(map(figures, modules))
     # a linear layer besides the projections computes a gate or a lambda from its input: then means over text
     if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
            for name, child in modules[0].named_children()):
-        sums, windows = [{} for _ in modules], 0
+        now, windows = [{} for _ in modules], 0
 
         def see(layer, module, q, k, v, x, table):
             for name, value in figures(module, x[:, module.ahead:]).items():
-                sums[layer][name] = sums[layer].get(name, 0) + len(x) * value.double()
+                now[layer][name] = now[layer].get(name, 0) + len(x) * value.double()
 
         for rows in batches(run, args, run.window(args.length)):
             watch(run.model, see, rows[:, :-1], run.machine)
             windows += len(rows)
-        now = [{name: total / windows for name, total in layer.items()} for layer in sums]
-    else:
-        now = list(map(figures, modules))
+        now = [{name: total / windows for name, total in layer.items()} for layer in now]
     values, kept = {"now": now, "start": list(map(figures, fresh))}, dict(modules[0].named_buffers(recurse=False))
     numbers = {
         "attn": run.model.config.attn,
@@ -171,22 +169,20 @@ def in_words(numbers):
                 for layer, (values, first) in enumerate(zip(figure["now"], figure["start"], strict=True))]
         texts.append(f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
                      + table(rows, ["layer", *header, "at first"]))
-    rows = []
-    for layer, curves in enumerate(bias["now"] if bias else ()):
-        curve = np.mean(curves, 0)              # (W,)
-        ends = [*RANGES.values(), (1, 8), (len(curve) // 4 + 1, len(curve))]
-        parts = [curve[low:high + 1] for low, high in ends]             # empty if the curve is shorter
-        *means, near, far = (part.mean() if len(part) else None for part in parts)
-        decay = None if near is None or far is None else near - far
-        rows.append([str(layer), *means, decay, np.mean(bias["start"][layer])])
-    if rows:
+    if bias:
+        rows = []
+        for layer, (curves, first) in enumerate(zip(bias["now"], bias["start"], strict=True)):
+            curve = np.mean(curves, 0)          # (W,)
+            ends = [*RANGES.values(), (1, 8), (len(curve) // 4 + 1, len(curve))]
+            parts = [curve[low:high + 1] for low, high in ends]         # empty if the curve is shorter
+            *means, near, far = (part.mean() if len(part) else None for part in parts)
+            rows.append([str(layer), *means, None if None in (near, far) else near - far, np.mean(first)])
         texts.append("distance bias\n" + table(rows, ["layer", *RANGES, "decay", "at first"]))
     if not texts:
         return (f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at a run of "
                 "elastic, lazy, sink, gated or diff")
-    meanings = MEANINGS | BIAS if bias else MEANINGS
-    shown = [*numbers["figures"], *BIAS]
-    return "\n\n".join([*texts, legend({name: meanings[name] for name in shown if name in meanings})])
+    meanings = {name: MEANINGS[name] for name in numbers["figures"] if name in MEANINGS}
+    return "\n\n".join([*texts, legend(meanings | BIAS if bias else meanings)])
 
 
 def draw(path, found):
@@ -194,15 +190,14 @@ def draw(path, found):
     its colours changes in training, red above the initial value and blue below. Then the distance bias."""
     rows = {}
     for place, numbers in found.items():
-        rows[place], bias = [], numbers["distance_bias"]
+        panels, bias = [], numbers["distance_bias"]
         for name, figure in numbers["figures"].items():
             change = np.subtract(figure["now"], figure["start"])        # (layers, heads)
             colours, start = signed(max(np.abs(change).max(), 1e-6)), fmean(map(fmean, figure["start"]))
-            rows[place].append(partial(heat_map, cells=change, colours=colours, numbers=figure["now"], bar="change",
-                                       title=f"{name} ({start:.3g} at first)"))
-        if bias:
-            rows[place].append(partial(draw_bias, layers=np.array(bias["now"])))
-    rows = {place: panels for place, panels in rows.items() if panels}
+            panels.append(partial(heat_map, cells=change, colours=colours, numbers=figure["now"], bar="change",
+                                  title=f"{name} ({start:.3g} at first)"))
+        panels += [partial(draw_bias, layers=np.array(bias["now"]))] if bias else []
+        rows |= {place: panels} if panels else {}
     if not rows:
         raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png")
     draw_rows(path, rows)

@@ -1,8 +1,4 @@
-"""Where the attention of a run goes, and what its hidden states look like, on fixed windows.
-
-measures.py defines the measures of attention weights, stream.py those of the residual stream. This file takes both in
-one pass over the windows, and shows them as tables and as a picture.
-"""
+"""Where the attention of a run goes, and what its hidden states look like: measures.py and stream.py in one pass."""
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +7,10 @@ from statistics import fmean
 import torch
 
 from common.flags import knob
-from evals.instrument import Windows, explained, first_line, table, watch, whole_numbers, window_batches
-from evals.measures import MEASURES, Probe, mean_of
+from evals.instrument import (
+    Windows, explained, first_line, table, watch, whole_numbers, window_batches, with_meanings)
+from evals.lab import lab_figures
+from evals.measures import IN_THE_LAB, MEASURES, Probe, mean_of
 from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
 
@@ -39,7 +37,7 @@ STREAM = {                                      # columns of the second table
 }
 STREAM_SHOWN = "norm", "massive", "largest", "at", "channels", "value"
 
-MAPS = {"sink": "weight on the first token", "value_norm_ratio": "norm of its value over the others'",
+MAPS = {"sink": "first token, all rows", "value_norm_ratio": "norm of its value over the others'",
         "dispersion": "entropy of the rows over log n"}                 # {measure: title} of the picture
 
 
@@ -55,7 +53,7 @@ class ProbeFlags(Windows):
     k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1", least=1)
     eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink", least=0)
     heads: bool = knob(False, "print a line for each head")
-    all: bool = knob(False, "print all columns")
+    all: bool = knob(False, "print all columns, and all figures of a run of the sink lab")
     layer: int = knob(-1, "also list norms and variances by position in this layer, counted from 0", least=-1)
 
     def __post_init__(self):
@@ -87,22 +85,20 @@ def command(args, run):
         numbers["lengths"] = [{"length": T, "windows": found["windows"], **found["mean"],
                                "massive": max(place["massive"] for place in found["stream"])}
                               for T, found in sorted(by_length.items())]
+    if args.all and "triggers" in run.data_meta:                        # only the sink lab's sequences have them
+        numbers["lab"] = lab_figures(run.model, run.split("val"), run.data_meta, run.machine)
     return numbers, "\n\n".join(tables(args, numbers))
 
 
 def change_of(kind, run):
     """The function that --input applies to a batch of windows (B, T)."""
-    if kind == "repeat":                        # Lazy Attention, figure 3b
-        return lambda idx: idx[:, :1].expand_as(idx)
-    if kind == "random":
-        dice, ids = torch.Generator().manual_seed(0), run.data_meta["vocab_size"]
-        return lambda idx: torch.randint(ids, idx.shape, generator=dice).to(idx.device)
-    if kind == "bos":
-        separator = getattr(run.tokenizer, "separator", None)
-        if separator is None:
-            raise ValueError(f"--input=bos: the tokens of {run.data[0]} have no separator, give another --input")
-        return lambda idx: torch.cat([torch.full_like(idx[:, :1], separator), idx[:, :-1]], 1)
-    return lambda idx: idx
+    dice, separator = torch.Generator().manual_seed(0), kind == "bos" and getattr(run.tokenizer, "separator", None)
+    if separator is None:
+        raise ValueError(f"--input=bos: the tokens of {run.data[0]} have no separator, give another --input")
+    return {"data": lambda idx: idx,
+            "repeat": lambda idx: idx[:, :1].expand_as(idx),            # Lazy Attention, figure 3b
+            "random": lambda idx: torch.randint(run.data_meta["vocab_size"], idx.shape, generator=dice).to(idx.device),
+            "bos": lambda idx: torch.cat([torch.full_like(idx[:, :1], separator), idx[:, :-1]], 1)}[kind]
 
 
 @torch.no_grad()
@@ -127,8 +123,8 @@ def probe(model, split, machine, count=100, batch_size=4, length=0, bar=False, c
             watch(model, see, change(rows[:, :-1]), machine)            # (B, T)
             windows += len(rows)
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}
-    return {"windows": windows, "length": T, "mean": mean, "layers": [p.numbers() for p in probes],
-            "stream": [s.result() for s in streams]}
+    return {"windows": windows, "length": T, "mean": mean, "layers": [probe.numbers() for probe in probes],
+            "stream": [stream.result() for stream in streams]}
 
 
 def tables(args, found):
@@ -149,8 +145,8 @@ def tables(args, found):
                     "length" if args.lengths else "layer.head" if args.heads else "layer")
     if args.lengths:
         return
-    names = [*map(str, range(len(found["layers"]))), "end"]             # "end": the stream after the last layer
-    lines = dict(zip(names, map(stream_row, found["stream"]), strict=True))
+    *layers, end = map(stream_row, found["stream"])                     # end: the stream after the last layer
+    lines = {str(layer): row for layer, row in enumerate(layers)} | {"end": end}
     yield explained(lines, {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}, "layer")
     if args.layer >= 0:                         # as Lazy Attention prints them (2601.00919, tables 4 to 7)
         place = found["stream"][args.layer]
@@ -159,6 +155,9 @@ def tables(args, found):
         rows[-1][0] = "rest"
         yield (f"layer {args.layer} by position, means over sequences and heads\n"
                + table(rows, ["position", *place["positions"]]))
+    if "lab" in found:
+        figures = {name: found["lab"][name] for name in IN_THE_LAB if name in found["lab"]}
+        yield f"the sink lab, 256 sequences of the held-out data\n{with_meanings(figures, IN_THE_LAB)}"
 
 
 def stream_row(place):

@@ -2,17 +2,18 @@
 import torch
 
 from data import tokens
-from evals.instrument import table, window_batches
+from evals.instrument import table, window_batches, with_meanings
 from evals.lab import lab_figures
 from evals.loss import bits_per_byte, mean_loss
+from evals.measures import IN_THE_LAB, MEASURES
 from evals.probe import probe
 from evals.sample import as_ids, first_token
 
 
 def report(model, machine, folder, windows, batch_size, in_parts=False):
-    """Print the losses, then a first look at the attention and a sample, or in the sink lab the lab's figures. folder:
-    that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses. Returns all
-    figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses. Only the
+    """Print the losses, then a first look at the attention and a sample, or in the sink lab five of its figures.
+    folder: that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses. Returns
+    all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses. Only the
     main rank prints; the others get {}."""
     model.eval()                                # no dropout: nothing is trained after this
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
@@ -28,16 +29,15 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     shares = load_of_experts(model, splits["val"], machine) if model.config.mlp == "moe" else {}
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)
-        print("\n".join(f"{name}: {value:.4f}" for name, value in found.items()))
+        print(with_meanings({name: found[name] for name in [*IN_THE_LAB][:5] if name in found}, IN_THE_LAB))
         return losses | shares | found
     mean = probe(model, splits["val"], machine, 16, 4)["mean"]
-    print(f"sink ratio {mean['sink']:.4f} (an even spread puts {mean['uniform']:.4f} on the first token), "
-          f"density {mean['density']:.4f}, sparsity {mean['sparsity']:.4f}"
-          f"{'' if model.transformer.h[0].attn.has_weights else ', all of derivatives in place of weights'}\n")
+    sink = f"{MEASURES['sink']}; an even spread gives it {mean['uniform']:.4f}"
+    print(with_meanings({name: mean[name] for name in ("sink", "density", "sparsity")}, MEASURES | {"sink": sink}))
+    print("(of derivatives in place of weights)\n" * (not model.transformer.h[0].attn.has_weights))
     coder = tokens.tokenizer(str(folder))
     # the first 240 tokens of what `eval.py sample` prints by default, in float32
-    prompt = as_ids(first_token(coder, splits.get), machine)
-    ids = model.generate(prompt, 240, temperature=0.8, top_k=50, seed=0)
+    ids = model.generate(as_ids(first_token(coder, splits.get), machine), 240, temperature=0.8, top_k=50, seed=0)
     print(f"a sample:\n{coder.decode(ids[0].tolist())}")
     return losses | shares | {name: value for name, value in mean.items() if value is not None}
 

@@ -7,8 +7,7 @@
         Routers trained on a run of plain attention, one knob at a time (table 9, and section 2's table of d_g). Each is
         a run in the folder OUT_DIR-focus-KNOB-VALUE, which is trained once.
 
-With --balance=sinkhorn the groups depend on later tokens, as in the paper. Then the perplexities are not those of a
-causal model.
+With --balance=sinkhorn, as in the paper, the groups depend on later tokens: perplexities are not of a causal model.
 """
 import dataclasses
 import math

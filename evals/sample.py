@@ -53,8 +53,7 @@ def command(args, run):
 
 
 def first_token(coder, split):
-    """The default prompt (1,): the separator of a public model's tokenizer, otherwise the first token of split("val").
-    """
+    """The default prompt (1,): the separator of a public model's tokenizer, otherwise split("val")'s first token."""
     return np.array([coder.separator]) if coder.content else split("val").window(0, 1)
 
 

@@ -5,8 +5,8 @@
     python eval.py show --out_dir=out/smollm2       the recipe of a run, with its sizes and the origin of its weights
     python eval.py show elastic --out_dir=out/smollm2   another recipe with the sizes of that run
 
-The page is assembled from the code itself, so it is never out of date. It is the index of the tutorial: read a formula,
-its PyTorch line and its Triton line one below the other, then open the files at the lines it names.
+The page is assembled from the code itself, so it is never out of date. Read a formula, its PyTorch line and its Triton
+line one below the other, then open the files at the lines it names.
 """
 import dataclasses
 import difflib
@@ -82,7 +82,7 @@ def page_of(name, meta=None):
         meanings = {field.name: re.split("[;:] ", field.metadata["help"])[0] for field in dataclasses.fields(config)}
         sections["the run"] = [entry(name, f"{value:.10g}" if isinstance(value, float) else str(value) or "none",
                                      meanings[name]) for name, value in sizes.items()]
-        knobs, given = meta["knobs"], meta.get("source")
+        knobs, given = meta["knobs"], numbers["source"]
         weights = f"trained on {knobs.get('dataset')}, from {knobs.get('init_from', 'scratch')}"
         if given:                               # public weights
             weights = (f"{given['name']}, from {given['from']}, in {given['precision']}"

@@ -21,8 +21,8 @@ PARTS = ("hidden", "input", "query", "key", "value")
 
 
 class Stream:
-    """Sums over sequences for one layer: its hidden states, queries, keys and values. For the place after the last
-    layer, hidden states alone."""
+    """Sums over sequences for one layer: its hidden states, queries, keys and values. After the last layer, hidden
+    states alone."""
 
     def __init__(self):
         self.sums, self.places = {}, []         # {name: sum, in float64}; the position of each sequence's largest norm
@@ -59,18 +59,13 @@ class Stream:
                  cos_kk=F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)))
 
     def result(self):
-        """Means over the sequences, as plain numbers:
+        """Means over the sequences, as plain numbers. STREAM in evals/probe.py has the meanings of massive, largest,
+        spread, cos_qk and cos_kk. The other keys:
 
-        massive         norm of the first token's hidden state, over the mean norm of the others
-        largest         the same for the token with the largest norm; its most frequent position is "at", in a share
-                        "at_share" of the sequences
+        at, at_share    the most frequent position of the token with the largest norm, and its share of the sequences
         channels        the 3 largest channels of that token: [[channel, value, value over the median magnitude]]
-        spread          largest distance of a hidden state from the first, over their mean norm
-        cos_qk, cos_kk  cosines of the later queries, and of the later keys, with the first key
-        *_norm, *_var   for each of PARTS: [the first token's, mean of the others]
+        *_norm, *_var   for each of PARTS: [the first token's, mean of the others]; after the last layer of hidden alone
         positions       the same two by position, for the first 16: {"hidden_norm": [...], ...}
-
-        After the last layer there are no queries, keys and values.
         """
         mean = {name: total / self.sums["sequences"] for name, total in self.sums.items()}
         at = max(sorted(set(self.places)), key=self.places.count)

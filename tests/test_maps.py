@@ -48,7 +48,7 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
     assert found["keys"] == ["(extra key)"] * extra + found["queries"] and found["first"] == extra + ahead
-    assert "mean on f" in said and ("mean on (extra key)" in said) == extra
+    assert "first token, all rows" in said and ("extra key, all rows" in said) == extra
     if attn in ("kv_bias", "diff_rela"):        # pictures with an extra key and with signed views
         maps.draw(tmp_path / "x.png", {"run": found})
 

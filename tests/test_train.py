@@ -75,7 +75,7 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
                            "--n_layer=1"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "data/stdlib/train.bin").exists() and (tmp_path / "out/stdlib-elastic/ckpt.pt").exists()
-    for words in ("bits per byte", "sink ratio", "density", "sparsity", "eval.py probe --out_dir=out/stdlib-elastic"):
+    for words in ("bits per byte", "first token, all rows", "sparsity", "eval.py probe --out_dir=out/stdlib-elastic"):
         assert words in done.stdout
     assert "loss" in done.stderr and "tokens/s" in done.stderr
 
@@ -249,7 +249,7 @@ def test_balancing_losses_are_logged_and_make_the_load_of_experts_even(tmp_path,
     off, on, said = *(meta(tmp_path / name)["report"] for name in ("off", "on")), capsys.readouterr().out
     assert off["least_used_expert"] < 1 / 6 < off["most_used_expert"]
     below(on["most_used_expert"] - 1 / 6, (off["most_used_expert"] - 1 / 6) / 2)
-    for words in (f"{off['val'] / math.log(2):.4f}", f"sink ratio {off['sink']:.4f}"):
+    for words in (f"{off['val'] / math.log(2):.4f}", f"first token, all rows   {off['sink']:.4f}"):
         assert words in said                    # a token is 1 byte
     for name, low, high in (("on", 0.495, 3), ("heads", 0, 2)):
         header, *rows = [line.split(",") for line in (tmp_path / name / "log.csv").read_text().splitlines()]

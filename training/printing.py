@@ -77,8 +77,12 @@ def say_what_next(knobs, config, meta, waited):
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     if knobs.sharded_ckpt:
         print(f"\nfirst: {how_to_join(last_checkpoint(knobs.out_dir))}    one ckpt.pt, which other commands read")
-    print(f"\nnext:  python eval.py probe --out_dir={knobs.out_dir}     each layer and head\n"
-          f"       python eval.py sample --out_dir={knobs.out_dir}    more text")
+    commands = {"probe": "each layer and head", "sample": "more text"}
+    if "excess_loss" in meta["report"]:         # the sink lab, whose tokens are not text
+        commands = {"maps": "the attention weights of a sequence", "probe --all": "all figures of the lab"}
+    (first, why), (second, then) = commands.items()
+    print(f"\nnext:  python eval.py {first} --out_dir={knobs.out_dir}    {why}\n"
+          f"       python eval.py {second} --out_dir={knobs.out_dir}    {then}")
     if "resume" in " ".join(meta["flags"]):     # these are only the flags of the last call
         return
     replaced = "--attn=" if knobs.train_only == "all" else "--init_from="
