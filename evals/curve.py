@@ -8,14 +8,15 @@ The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPRE
 query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential
 recipes show their first view. Learned scalars have their initial values.
 
-The page, evals/page.html, has no formula of a rule: `recorded` runs each rule of attention.py on a row once and writes
-down the operations that PyTorch executes. The page repeats them with other scores. So the page needs each operation
-(add, exp, sum, ...) only once, and a new rule is on it without another line.
+The page, evals/page.html, has no formula of a rule: `recorded` traces each rule of attention.py on a row, and the page
+repeats PyTorch's operations (add, exp, sum, ...) with other scores. So a new rule is on it without another line.
 """
 import inspect
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
@@ -127,15 +128,15 @@ def recorded(name):
         inputs[constant] = torch.tensor(float(start))
         sliders.append({"name": constant, "start": round(start, 2), "least": least, "most": most, "step": step,
                         "about": meaning})
-    with torch.no_grad(), Tape(inputs) as tape:
-        results = row_weights(layer, **inputs)
+    with torch.no_grad():
+        steps = program(partial(row_weights, layer), inputs)
     # the first paragraph of the rule's docstring, or the second one of share_of_keys, which is about an extra key
     paragraph, function = (1, rows.share_of_keys) if layer.has_extra_key else (0, layer.rule.weights)
     about = (inspect.getdoc(getattr(function, "func", function)) or "").split("\n\n")[paragraph].split("\nSource")[0]
     users = {user: axes for user, axes in attention.ATTENTIONS.items() if axes.get("rule") == name}
     if users and all((axes.get("qk_norm"), axes.get("scale")) == ("l2", "one") for axes in users.values()):
         about += f" In its recipes ({', '.join(users)}) scores are cosines, from -1 to 1."
-    return {"name": name, "about": " ".join(about.split()), "constants": sliders, "program": tape.program(*results)}
+    return {"name": name, "about": " ".join(about.split()), "constants": sliders, "program": steps}
 
 
 def row_weights(layer, s, seen, n, **constants):
@@ -157,39 +158,30 @@ def row_weights(layer, s, seen, n, **constants):
     return w * share, 1 - share
 
 
-class Tape(TorchDispatchMode):
-    """Writes down the operations of PyTorch. A program is a list of steps [operation, number of its result, arguments]:
-    an argument is a number, [the number of an earlier result], or null. Numbers below 0 are those of the inputs."""
-
-    def __init__(self, inputs):
-        super().__init__()
-        self.inputs, self.steps, self.kept = list(inputs), [], []
-        self.numbers = {id(value): -1 - i for i, value in enumerate(inputs.values())}
+class Unfinished(TorchDispatchMode):
+    """Inside this context, a rule that asks whether it has finished gets the answer no, so that it runs all passes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, read = func.overloadpacket.__name__, []
-        if name == "_local_scalar_dense":       # the rule asks whether it has finished: not yet, so all passes are here
-            return False
-        for value in args:                      # None for an argument left out, and for shapes, which rows do not need
-            if isinstance(value, torch.Tensor):
-                if id(value) not in self.numbers:
-                    raise ValueError("a rule uses a tensor that the page does not know")
-                read.append([self.numbers[id(value)]])
-            else:
-                number = isinstance(value, float | int) and not isinstance(value, bool)
-                read.append(float(value) if number else None)
-        out = func(*args, **(kwargs or {}))
-        self.kept.append((out, args))           # so that no other tensor gets the id
-        self.numbers[id(out)] = len(self.steps)
-        self.steps.append([name.strip("_"), len(self.steps), read])
-        return out
+        return False if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
 
-    def program(self, *results):
-        """The steps that lead to these results."""
-        ends, steps = [self.numbers[id(result)] for result in results], []
-        wanted = set(ends)
-        for step in reversed(self.steps):
-            if step[1] in wanted:
-                steps.insert(0, step)
-                wanted |= {argument[0] for argument in step[2] if isinstance(argument, list)}
-        return {"inputs": self.inputs, "steps": steps, "results": ends}
+
+def program(function, inputs):
+    """The operations of PyTorch in function(**inputs) that its results need. A step is [operation, its number,
+    arguments]: an argument is a number, [the number of an earlier step], or null. Numbers below 0 are the inputs'."""
+    def traced(*values):
+        with Unfinished():
+            return function(**dict(zip(inputs, values, strict=True)))
+
+    graph = make_fx(traced)(*inputs.values()).graph
+    graph.eliminate_dead_code()
+    *nodes, results = graph.nodes               # the inputs are first
+    numbers = {node: i - len(inputs) if i >= len(inputs) else -1 - i for i, node in enumerate(nodes)}
+
+    def read(argument):                         # None for an argument left out, and for shapes, which rows do not need
+        if isinstance(argument, torch.fx.Node):
+            return [numbers[argument]]
+        return float(argument) if isinstance(argument, float | int) and not isinstance(argument, bool) else None
+
+    steps = [[node.target.overloadpacket.__name__.strip("_"), numbers[node], [*map(read, node.args)]]
+             for node in nodes[len(inputs):]]
+    return {"inputs": list(inputs), "steps": steps, "results": [numbers[node] for node in results.args[0]]}
