@@ -345,12 +345,15 @@ def with_meanings(figures, meanings):
 
 
 def one_after_another(found, texts):
-    """The texts of several runs, and their numbers side by side, also those of numbers["mean"]. found: {run: numbers};
-    texts: {run: text}."""
+    """The texts of several runs, and their numbers side by side, also those of numbers["mean"] and numbers["lab"].
+    found: {run: numbers}; texts: {run: text}."""
     if len(found) == 1:
         return texts[next(iter(found))]
-    columns = [{printed(key) if key in NAMES else f"mean {key}": value
-                for key, value in numbers.get("mean", {}).items()} | numbers for numbers in found.values()]
+    columns = []
+    for numbers in found.values():
+        mean, lab = numbers.get("mean", {}), numbers.get("lab", {})
+        columns.append({printed(key) if key in NAMES else f"mean {key}": value for key, value in mean.items()}
+                       | {printed(key): value for key, value in lab.items() if key not in mean} | numbers)
     keys = dict.fromkeys(key for column in columns for key, value in column.items() if isinstance(value, float))
     rows = [[key, *(column.get(key) for column in columns)] for key in keys]
     parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [table(rows, ["", *found])] * bool(rows)

@@ -88,7 +88,7 @@ def test_the_lab_its_sweeps_and_the_ledger_share_runs():
     assert RECIPES.keys().isdisjoint(ATTENTIONS)                        # or the lab would train another set-up
 
 
-def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, trainings):
+def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, trainings, evaluate):
     flags = ["lab", "--attn=softmax,gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}",
              f"--results={tmp_path / 'lab'}", f"--train_args={SHORT} --dataset={task}"]
     eval_script.main(flags)
@@ -102,6 +102,10 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, c
         assert group == [{key: one[key] for key in ("parameters", "seconds")} | one["report"] for one in metas]
         assert metas[1]["knobs"]["seed"] == metas[1]["knobs"]["n_layer"] == 1 and "hide_cost" in group[0]
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
+    shown = evaluate("probe", "--all", f"--out_dir={tmp_path}/runs/gated-1")["lab"]
+    assert {*metas[1]["report"]} - {*shown} == {"train", "val"}         # every figure of the lab
+    eval_script.main(["probe", "--all", f"--out_dir={tmp_path}/runs/gated-*", "--device=cpu"])
+    assert "first token, idle rows" in capsys.readouterr().out.split("mean peak")[1]
 
 
 def test_the_committed_tables_show_the_committed_figures_which_beat_the_model_without_attention_on_copy_rows():
