@@ -18,7 +18,7 @@ import torch
 from common.flags import Knobs, knob, shown
 from evals.instrument import (
     legend, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
-from evals.loss import token_losses
+from evals.loss import figures_of, token_losses
 from evals.pictures import figure_of, line_panel, powers_of_two
 
 
@@ -64,15 +64,13 @@ def command(args, run):
 def summary(losses, length, base):
     """The numbers of one length. losses (spans, longest): those of all tokens, read in windows of `length`; base: the
     losses of the same tokens at the base length. by_position: means in bins of positions in the window."""
-    (loss, error), (more, more_error) = (mean_and_error(part.mean(1)) for part in (losses, losses - base))
-    perplexity, (spans, longest) = math.exp(min(loss, 700)), losses.shape               # exp of more overflows
+    figures, (spans, longest) = figures_of(losses.mean(1), (losses - base).mean(1)), losses.shape
     by_position, mean = [], losses.reshape(spans, -1, length).mean(1)   # (spans, length)
     for start, end in itertools.pairwise([0, *(end for end in bin_ends(longest) if end < length), length]):
         here, its_error = mean_and_error(mean[:, start:end].mean(1))
         by_position.append({"first": start + 1, "last": end, "loss": here, "error": its_error})
-    return {"length": length, "loss": loss, "loss_error": error, "perplexity": perplexity,
-            "perplexity_error": None if error is None else perplexity * error,              # d exp(x) = exp(x) dx
-            "more": more, "more_error": more_error, "by_position": by_position}
+    error = figures["loss_error"] and figures["perplexity"] * figures["loss_error"]         # d exp(x) = exp(x) dx
+    return {"length": length, **figures, "perplexity_error": error, "by_position": by_position}
 
 
 def bin_ends(longest):

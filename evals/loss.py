@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from common.flags import knob
 from data import tokens
-from evals.instrument import Windows, first_line, table, window_batches
+from evals.instrument import Windows, first_line, mean_and_error, table, window_batches
 
 
 @dataclass
@@ -62,6 +62,14 @@ def token_losses(model, rows, machine):
     with machine.autocast():
         logits = model(rows[:, :-1])[0]
     return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+def figures_of(losses, more):
+    """The means and standard errors of losses (windows,) and of `more`, their excess over another model's losses of the
+    same windows. It varies little from window to window, so its error is much smaller than that of the loss."""
+    (loss, error), (more, more_error) = map(mean_and_error, (losses, more))
+    return {"loss": loss, "loss_error": error, "more": more, "more_error": more_error,
+            "perplexity": math.exp(min(loss, 700))}                     # exp of more overflows
 
 
 def bits_per_byte(loss, data_meta, split):

@@ -10,7 +10,6 @@
 With --balance=sinkhorn, as in the paper, the groups depend on later tokens: perplexities are not of a causal model.
 """
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,9 +23,8 @@ import mixers
 from common.flags import Knobs, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import (
-    batches, legend, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
-from evals.loss import token_losses
+from evals.instrument import batches, legend, table, train_if_missing, whole_numbers, window_batches
+from evals.loss import figures_of, token_losses
 from evals.pictures import figure_of, frame, line_panel
 from model import GPT
 
@@ -119,8 +117,7 @@ def plain_attention(model, window):
 
 
 def at_length(args, run, forms, T):
-    """The figures of every form, {name: (model, k)}, in windows of T tokens. The error of "more", the loss less that of
-    full attention, is of the differences window by window, so it is much smaller than that of a loss."""
+    """The figures of every form, {name: (model, k)}, in windows of T tokens."""
     machine, losses, found = run.machine, {form: [] for form in forms}, {}
 
     def in_form(form):
@@ -140,11 +137,8 @@ def at_length(args, run, forms, T):
         for form in forms:                      # the loss of each window
             losses[form] += token_losses(in_form(form), rows, machine).double().mean(1).tolist()
     for form, (_, k) in forms.items():
-        loss, error = mean_and_error(losses[form])
-        more, more_error = mean_and_error(np.subtract(losses[form], losses["full"]))
-        found[form] = {"loss": loss, "loss_error": error, "more": more, "more_error": more_error,
-                       "perplexity": math.exp(min(loss, 700)), "kept": mean["kept"].get(str(k)),
-                       "speed": seconds["full"] / seconds[form], "losses": losses[form]}
+        found[form] = figures_of(losses[form], np.subtract(losses[form], losses["full"])) | {
+            "kept": mean["kept"].get(str(k)), "speed": seconds["full"] / seconds[form], "losses": losses[form]}
     return {"length": T, "windows": len(losses["full"]), "mean": mean, "forms": found}
 
 
