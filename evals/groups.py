@@ -34,8 +34,7 @@ class Groups(Windows):
     """Flags of groups"""
     windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window", least=1)
     against: str = knob("", "compare groups with this run of the same model, such as an earlier checkpoint")
-    layer: int = knob(-1, "layer whose groups are listed, counted from 0; -1: the one with the most even groups",
-                      least=-1)
+    layer: int = knob(-1, "layer whose groups are listed, from 0; -1: the one with the most even groups", least=-1)
     top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs", least=1)
 
 

@@ -36,8 +36,7 @@ class Heads(Windows):
     """Flags of heads"""
     local: int = knob(8, "alpha_local is the weight on this number of last keys", least=1)
     threshold: float = knob(0.5, "a head is dormant if its alpha_sink is above this")
-    early: int = knob(-1, "compute the variation of importance again without this number of first layers; -1: "
-                          "a fifth of all layers (the paper: 7 of 36 in Qwen3-8B)", least=-1)
+    early: int = knob(-1, "importance_cv_late leaves out this number of first layers; -1: a fifth of all", least=-1)
     against: str = knob("", "also measure alpha_sink on this data set, to see whether the same heads are dormant")
     cost: bool = knob(False, "also measure how much each ablation raises the loss, in some 30 passes over the windows")
     prune: str = knob("5,14,30", "with --cost: percentages of heads to silence")

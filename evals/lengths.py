@@ -26,10 +26,8 @@ from evals.pictures import figure_of, line_panel, powers_of_two
 class Lengths(Knobs):
     """Flags of lengths"""
     split: str = knob("val", "split of the data set", ("train", "val"))
-    lengths: str = knob("", "tokens of a window, separated by commas; each divides the longest; "
-                            "empty: 1, 2 and 4 times the training length")
-    windows: int = knob(-1, "spans of the longest length, spread evenly; 0: as many as fit; -1: 65,536 tokens in all, "
-                            "but at least 2 spans", least=-1)
+    lengths: str = knob("", "tokens of a window; each divides the longest; empty: 1, 2 and 4 times the training length")
+    windows: int = knob(-1, "spans of the longest length; 0: as many as fit; -1: 65,536 tokens, at least 2", least=-1)
     batch_size: int = knob(1, "spans per forward pass", least=1)
     finetune: int = knob(0, "first train for so many steps at each length beyond the training length, with a tenth of "
                             "the learning rate and as many tokens per step; the new run is OUT_DIR-LENGTH")

@@ -44,12 +44,10 @@ MAPS = {"sink": "first token, all rows", "value_norm_ratio": "norm of its value 
 @dataclass
 class ProbeFlags(Windows):
     """Flags of probe"""
-    windows: int = knob(-1, "fixed windows, spread evenly; 0: as many as fit; -1: 25,600 tokens in all, but at most "
-                            "100 windows", least=-1)
+    windows: int = knob(-1, "fixed windows; 0: as many as fit; -1: 25,600 tokens, but at most 100 windows", least=-1)
     lengths: str = knob("", "several lengths, such as 64,256,1024: print one line of means for each")
-    input: str = knob("data", "what the model reads. data: windows of the data; repeat: the first token of each, "
-                              "repeated; random: random ids; bos: the separator, then the data",
-                      ("data", "repeat", "random", "bos"))
+    input: str = knob("data", "what the model reads. repeat: a window's first token; random: random ids; bos: the separator, "
+                              "then the data", ("data", "repeat", "random", "bos"))
     k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1", least=1)
     eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink", least=0)
     heads: bool = knob(False, "print a line for each head")

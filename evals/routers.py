@@ -41,8 +41,7 @@ DEFAULTS = {"groups": "8", "window": "1/8", "temperature": "0.1", "iterations": 
 @dataclass
 class Routers(Knobs):
     """Flags of routers"""
-    k: str = knob("", "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4, up to the "
-                      "number of groups")
+    k: str = knob("", "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4 or fewer")
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
     split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
@@ -52,8 +51,8 @@ class Routers(Knobs):
                       ("", *SWEEPS, "all"))
     values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
     steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)", least=1)
-    balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers; the paper uses sinkhorn, the only one "
-                                      "that has iterations", tuple(mixers.AXES["balance"]))
+    balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers (the paper: sinkhorn)",
+                          tuple(mixers.AXES["balance"]))
     train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):

@@ -15,11 +15,9 @@ from common.flags import Knobs, knob
 @dataclass
 class Sample(Knobs):
     """Flags of sample"""
-    prompt: str = knob("", "text to continue; empty: the separator of a public model's tokenizer, otherwise the "
-                           "first token of the held-out data")
+    prompt: str = knob("", "text to continue; empty: a public model's separator, or the first held-out token")
     chat: bool = knob(False, "the prompt is a question to an instruction-tuned model: print only its answer")
-    system: str = knob("", "with --chat: the system message; empty: for smollm2 the message that it was trained with, "
-                           "otherwise none")
+    system: str = knob("", "with --chat: the system message; empty: none, or that of smollm2's training")
     tokens: int = knob(300, "tokens to generate; fewer if the model ends its text", least=1)
     samples: int = knob(1, "number of continuations", least=1)
     temperature: float = knob(0.8, "divisor of the logits; 0: always the likeliest token", least=0)
