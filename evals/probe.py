@@ -46,8 +46,8 @@ class ProbeFlags(Windows):
     """Flags of probe"""
     windows: int = knob(-1, "fixed windows; 0: as many as fit; -1: 25,600 tokens, but at most 100 windows", least=-1)
     lengths: str = knob("", "several lengths, such as 64,256,1024: print one line of means for each")
-    input: str = knob("data", "what the model reads. repeat: a window's first token; random: random ids; bos: the separator, "
-                              "then the data", ("data", "repeat", "random", "bos"))
+    input: str = knob("data", "what the model reads. repeat: each window's first token; random: random ids; bos: the "
+                              "separator first", ("data", "repeat", "random", "bos"))
     k: int = knob(1, "the k of Sink_k^eps: which token, counted from 1", least=1)
     eps: float = knob(0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink", least=0)
     heads: bool = knob(False, "print a line for each head")
