@@ -130,8 +130,7 @@ def losses_with(change, model, rows, machine):
 
 
 def draw_costs(ax, cost):
-    """Draw a bar and a number for each ablation, and a line for twice its standard error. Dark bars are the heads with
-    the most weight on the sink."""
+    """Draw a bar and a number for each ablation, dark for heads with most sink, and a line for two standard errors."""
     lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars start at the bottom
     gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
     colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}

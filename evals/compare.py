@@ -60,8 +60,7 @@ def command(args, run):
 
 
 def check(args, places):
-    """Raise a ValueError that names the first difference between a run and the first run in the properties that must be
-    the same in all runs of a table."""
+    """Raise ValueError, with the difference, if a run differs from the first in what all runs of a table share."""
     sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp", "n_expert", "n_active")
     first, advice = None, "give --anyway to compare them all the same"
     for place in [] if args.anyway else places:

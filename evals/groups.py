@@ -137,9 +137,8 @@ def mean_of(layers):
 
 
 def spelled_out(seen, layer, tokenizer, top):
-    """The texts of a layer's groups. "tokens": the most frequent tokens of each group, [[text, count, share of the
-    token's occurrences that are in this group]]. "passage": the group of every token of the first window. "pairs": the
-    longest pairs of that window."""
+    """The texts of a layer's groups. "tokens": the most frequent ones of each group, [[text, count, share of the text's
+    occurrences that are in this group]]. "passage", "pairs": the groups and the longest pairs of the first window."""
     own, ids, common = seen.own.ravel(), seen.ids.ravel(), []
     everywhere, spelling = np.bincount(ids), functools.cache(lambda i: tokenizer.decode([int(i)]))
     for group in range(seen.groups):
@@ -193,8 +192,7 @@ def in_words(numbers):
 
 def draw(path, found):
     """Draw three panels for each run: each group's share of tokens, by layer; the measures, by layer; and the pairs of
-    the first window that may attend, by the groups of one layer: white if the key is later, grey if closed, light blue
-    if near, dark blue if of one group."""
+    the first window in one layer, light blue if near, dark blue if of one group, grey if closed."""
     kinds = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
     with figure_of(path, [4.1] * len(found), [4, 4, 4]) as axes:
         for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):

@@ -51,8 +51,7 @@ class Heads(Windows):
 
 
 def command(args, run):
-    """Measure how dormant, local, global and important every head is; with --cost, also how much the loss rises without
-    its sink or without the head."""
+    """How dormant, local, global and important every head is; with --cost, what its sink and the head are worth."""
     T, machine = run.window(args.length), run.machine
     if max(args.local, args.other + 1) > T:
         raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "

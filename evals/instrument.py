@@ -66,8 +66,7 @@ LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help o
 
 @dataclass
 class Windows(Knobs):
-    """The fixed windows that an instrument reads. Its own flags inherit these and may have another default, such as 0
-    windows for as many as fit"""
+    """The fixed windows that an instrument reads. Its own flags inherit these and may have other defaults"""
     split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly", least=1)
     length: int = knob(0, LENGTH)
@@ -84,8 +83,7 @@ Overrides.__doc__ = "Overrides of the run's own choices"
 
 
 def runs_named(text):
-    """The runs that --out_dir names: "out/a,out/b", or a pattern such as "out/lab/*". Raises ValueError if one of them
-    is not a run."""
+    """The runs that --out_dir names: "out/a,out/b", or a pattern such as "out/lab/*". Raises ValueError on others."""
     places = {}
     for part in text.split(","):
         matching = sorted(str(Path(meta).parent) for meta in glob.glob(f"{part}/meta.json"))
@@ -131,8 +129,8 @@ class OpenedRun:
 
     def beside(self, out_dir, overrides=None):
         """Another run, opened on the same data and machine."""
-        return OpenedRun(Common(str(out_dir), self.dataset, str(self.machine.device), self.machine.dtype),
-                         overrides or {})
+        common = Common(str(out_dir), self.dataset, str(self.machine.device), self.machine.dtype)
+        return OpenedRun(common, overrides or {})
 
     def split(self, name):
         return tokens.Tokens(self.data[0], name)
@@ -228,8 +226,7 @@ def train_if_missing(folder, flags):
 
 def batches(run, args, length):
     """The windows of `length` tokens that the flags of Windows name, in batches (B, length + 1)."""
-    return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size,
-                          bar=True)
+    return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size, True)
 
 
 def window_batches(model, split, machine, length, count, batch_size, bar=False, share=False):
@@ -288,8 +285,7 @@ def instead(model, look):
 
 
 def whole_numbers(text, flag="", least=0):
-    """The list in "256,1024", the value of the flag of this name. Raises ValueError on anything else, and on numbers
-    below `least`."""
+    """The list in "256,1024", the value of this flag. Raises ValueError on anything else and on less than `least`."""
     if not text or not all(number.isdecimal() and int(number) >= least for number in text.split(",")):
         bound = f" of at least {least}" if least else ""
         raise ValueError(f"{flag and f'--{flag}='}{text!r} must be whole numbers{bound} separated by commas")
@@ -297,8 +293,7 @@ def whole_numbers(text, flag="", least=0):
 
 
 def recipe_names(text):
-    """The list in "softmax,elastic", or every recipe that can be trained for "all". Raises ValueError on an unknown
-    recipe."""
+    """The list in "softmax,elastic"; for "all", every recipe that can be trained. Raises ValueError on unknown ones."""
     names = mixers.trained_recipes() if text == "all" else text.split(",")
     for name in names:
         attention.recipe(name)

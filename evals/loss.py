@@ -19,9 +19,8 @@ class Loss(Windows):
 
 def command(args, run):
     """Mean loss of a split on fixed windows."""
-    T = run.window(args.length)
-    loss, error, windows = loss_and_error(run.model, run.split(args.split), run.machine, args.windows,
-                                          args.batch_size, T)
+    T, split = run.window(args.length), run.split(args.split)
+    loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, T)
     bpb = bits_per_byte(loss, run.data_meta, args.split)
     numbers = run.reads(args.split, windows, T) | {"loss": loss, "loss_error": error, "bits_per_byte": bpb}
     text = table([[args.split, loss, error, bpb]], ["split", "loss", "+-", "bits per byte"])

@@ -86,8 +86,7 @@ def six_digits(w):
 
 
 def sentence(text, run):
-    """The token ids of a sentence, (T,), and their labels. Raises ValueError if the sentence is too long to be drawn,
-    or if an id is not in the vocabulary."""
+    """The token ids of a sentence, (T,), and their labels. Raises ValueError on too many ids or an unknown one."""
     coder, config = run.tokenizer, run.model.config
     symbols = text is None and coder.name == "numbers"
     ids = run.split("val").window(0, SHOWN) if symbols else coder.encode(SENTENCE if text is None else text)
@@ -103,8 +102,7 @@ def sentence(text, run):
 
 
 def labels_of(ids, text, coder):
-    """A readable label for each token: spaces and newlines are symbols, and a token that is only a part of a character
-    is spelled in bytes."""
+    """A readable label for each token. Spaces and newlines are symbols; a part of a character is spelled in bytes."""
     pieces, data = [coder.decode([i]).encode() for i in ids], text.encode()
     lengths = getattr(coder, "lengths", None)
     if lengths is not None and sum(lengths[i] for i in ids) == len(data):           # else the tokenizer adds a space
@@ -214,8 +212,7 @@ def packed(values, levels):
 
 
 def draw(path, found):
-    """Draw the maps: a column for each layer, a row for each chosen head and view. Several runs are below each other,
-    or side by side if each has only one column."""
+    """Draw the maps: a column for each layer, a row for each head and view. Runs with one column are side by side."""
     grids = [[list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
              for numbers in found.values()]     # of each run: the maps of each column
     rows, columns = max(len(maps) for grid in grids for maps in grid), max(map(len, grids))
@@ -246,8 +243,7 @@ def draw_run(axes, numbers, grid, place, side):
             w_here = np.array(found["weights"])
             ax.set_axis_on()
             ax.set_facecolor("0.93")            # of later keys; exact zeros are yellow
-            image = ax.imshow(np.ma.array(w_here, mask=later | (w_here == 0)), cmap="RdBu_r" if below else "Blues",
-                              norm=norm)
+            image = ax.imshow(np.ma.array(w_here, mask=later | (w_here == 0)), "RdBu_r" if below else "Blues", norm)
             ax.imshow(np.ma.array(w_here, mask=later | (w_here != 0)), cmap=colors.ListedColormap(["#fff3c4"]))
             name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
             name = place + name if ax is axes[0, 0] else name

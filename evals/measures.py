@@ -178,8 +178,7 @@ class Probe:
 
 
 def rows_of(module, blocks):
-    """Yield the positions i (R,) and the weights w (B, H, R, .) of blocks of rows, without the row of a learned token
-    ahead of the sequence."""
+    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without the row of a token ahead of them."""
     start = 0
     for block, w in enumerate(blocks):
         w = w[:, :, module.ahead:] if block == 0 else w

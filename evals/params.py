@@ -113,8 +113,7 @@ HIDDEN = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2"
 def figures(module, x=None):
     """Everything that one layer has learned: {name: (heads,)}, or {name: (1,)} if all heads share it. Scalars are shown
     as they are, vectors by their norms. A vector that a mixer adds for its whole layer counts as a vector, even if its
-    length is the number of heads. Figures that depend on the layer's inputs x (B, T, C) are means over the tokens; the
-    default is one input of zeros."""
+    length is the number of heads. Figures that depend on the layer's inputs x (B, T, C; default: zeros) are means."""
     if x is None:
         x = module.c_attn.weight.new_zeros(1, 1, module.config.n_embd, dtype=torch.float32)
     found, bias, choices, ones = {}, module.distance() or (), module.choices, x.new_ones(1)

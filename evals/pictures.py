@@ -92,8 +92,8 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", ti
 def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
     """Draw {label: (x, y) or (x, y, standard errors)} as lines with dots, and dotted vertical lines at `marks`."""
     for label, (x, y, *errors) in curves.items():
-        ax.errorbar(x, y, *([error or 0 for error in part] for part in errors), fmt="o-", markersize=4, capsize=3,
-                    label=label)
+        errors = ([error or 0 for error in part] for part in errors)
+        ax.errorbar(x, y, *errors, fmt="o-", markersize=4, capsize=3, label=label)
     for x in marks:
         ax.axvline(x, color=GREY, linestyle=":", linewidth=1)
     if legend:

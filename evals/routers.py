@@ -51,8 +51,7 @@ class Routers(Knobs):
                       ("", *SWEEPS, "all"))
     values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
     steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)", least=1)
-    balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers (the paper: sinkhorn)",
-                          tuple(mixers.AXES["balance"]))
+    balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers", tuple(mixers.AXES["balance"]))
     train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):

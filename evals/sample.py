@@ -76,8 +76,7 @@ def conversation(coder, system, prompt):
 
 
 def mark(coder, spelling):
-    """The id of a special token. The same characters in a prompt remain plain text. Raises ValueError if the tokenizer
-    does not have this token."""
+    """The id of a special token, which the same characters in a prompt are not. Raises ValueError if there is none."""
     found = coder.coder.token_to_id(spelling) if coder.content else None
     if found is None:
         raise ValueError(f"--chat: the tokenizer {coder.name} has no {spelling}, so this model has not learned to "

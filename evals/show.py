@@ -108,8 +108,7 @@ def entry(name, *parts):
 
 def choices(layer, axes, functions):
     """A line for the rule, the positions, each axis that the recipe names, and each that differs from its default: the
-    value and its effect, which is the first sentence of the docstring of the choice's function. Other axes of its mixer
-    share the last line."""
+    value and the first sentence of its function's docstring. The mixer's other axes share the last line."""
     lines, usual, own = [], [], ("rule", "pos", *attention.ATTENTIONS[layer.config.attn])
     for axis, value in axes.items():
         if value == mixers.DEFAULTS[axis] and axis not in own:

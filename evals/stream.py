@@ -21,8 +21,7 @@ PARTS = ("hidden", "input", "query", "key", "value")
 
 
 class Stream:
-    """Sums over sequences for one layer: its hidden states, queries, keys and values. After the last layer, hidden
-    states alone."""
+    """Sums over sequences for one layer: hidden states, queries, keys, values. After the last, hidden states alone."""
 
     def __init__(self):
         self.sums, self.places = {}, []         # {name: sum, in float64}; the position of each sequence's largest norm
@@ -96,8 +95,7 @@ def entering_the_score(module, q, k):
 
 @contextlib.contextmanager
 def watching(model, see):
-    """Inside this context, see(l, h) is called with the stream h (B, ahead + T, C) that enters layer l, counted from 0.
-    l = n_layer is the output of the last layer."""
+    """Inside this context, see(l, h) gets the stream h (B, ahead + T, C) that enters layer l or leaves the last one."""
     places = [model.transformer.drop, *model.transformer.h]             # the embeddings, then the output of each block
     hooks = [place.register_forward_hook(lambda module, inputs, h, l=l: see(l, h)) for l, place in enumerate(places)]
     try:
