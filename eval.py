@@ -66,8 +66,8 @@ def main(argv):
         listed = "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 10) for line in lines)
         parser = Parser(prog="eval.py", description=f"{__doc__}\n{listed}")
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
-        found = f", not {argv[0]!r}{nearest(argv[0], COMMANDS)}" if argv else ""
-        parser.error(f"the first word must be a command: {', '.join(COMMANDS)}{found}")
+        problem = f"unknown command {argv[0]!r}{nearest(argv[0], COMMANDS) or ':'}" if argv else "which command?"
+        parser.error(f"{problem} python eval.py -h lists all: {', '.join(COMMANDS)}")
     name, of_a_run, command = argv[0], argv[0] in OF_A_RUN, COMMANDS[argv[0]]
     parser = Parser(prog=f"eval.py {name}", description=" ".join(command.run.__doc__.split()))     # as one line
     add_flags(parser, command.flags, *([Picture] if command.draw else []), *([Common, Overrides] if of_a_run else []))

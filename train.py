@@ -9,8 +9,8 @@ Each knob has the value of the first of these that sets it: flag, recipe (--attn
 (--preset), default. One exception: the preset tune beats the run of --init_from.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
 and log.csv; common/runs.py describes them, checkpoints in parts (--sharded_ckpt=1), and adapters (--train_only=PART).
--h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, its default. The default
-preset, tiny, changes some defaults: see the presets at the end of -h all.
+-h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, the value that a call
+without flags uses: that of the preset tiny, or else the default.
 """
 if __name__ == "__main__":                      # the imports take seconds: a SIGTERM then must leave a message, too
     from training.stopping import say_terminated
@@ -359,7 +359,8 @@ USUAL = ("preset", "dataset", "out_dir", "init_from", "max_iters", "batch_size",
 def main(argv):
     """Resolve all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
     parser = Parser(USUAL, prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
-    add_flags(parser, Train, DryRun, GPTConfig)
+    # without a flag or a preset's value, the data set decides on vocab_size
+    add_flags(parser, Train, DryRun, GPTConfig, preset={"vocab_size": 0} | PRESETS[Train.preset])
     args = parser.parse_args(argv)
     try:
         # validate all flags before the GPU is used or anything is written

@@ -45,9 +45,9 @@ class Knobs:
                 raise ValueError(f"--{name}={value} must be below {'2**31' if below == 1 << 31 else below}")
 
 
-def add_flags(parser, *groups):
+def add_flags(parser, *groups, preset=None):
     """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that presets and recipes can
-    decide."""
+    decide. preset: {name: value} that replace defaults in the help, since a call without flags uses them."""
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or "").split(". ")[0])               # one sentence
         types = get_type_hints(group)
@@ -63,7 +63,8 @@ def add_flags(parser, *groups):
                 metavar = None                  # argparse lists them
             elif choices:
                 meaning += f"; one of {', '.join(filter(None, choices))}"
-            meaning += "" if field.default in (None, "") else f" ({shown(field.default)})"
+            default = (preset or {}).get(field.name, field.default)
+            meaning += "" if default in (None, "") else f" ({shown(default)})"
             section.add_argument(name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
 
 

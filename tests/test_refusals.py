@@ -426,9 +426,10 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={softmax} --attn=diff2 => does not fit --attn=diff2: .*c_attn.*as elastic and softmax have;
     --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
-    ("eval.py", FLAGS, """=> the first word must be a command: loss, lengths; scrolls --out_dir=x => give --source;
-    loss => which run. give --out_dir; claims --run=lab,x => no claim 'x'.*--run also takes lab;
-    maps --out_dir=x --text=' ' => --text is empty; heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
+    ("eval.py", FLAGS, """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;
+    scrolls --out_dir=x => give --source; loss => which run. give --out_dir;
+    claims --run=lab,x => no claim 'x'.*--run also takes lab; maps --out_dir=x --text=' ' => --text is empty;
+    heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
     ("eval.py", INPUT, """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
     loss --out_dir={run} --attn=softmax => does not fit.*tau; probe --out_dir={symbols_run} --input=bos => no separator;
     loss --out_dir={symbols_run} --length=65 => 64 tokens; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
