@@ -187,14 +187,15 @@ def learning_rate(step, knobs):
 
 
 class Training:
-    """One training run: all that its loop needs, from the data to the optimizer.
+    """One training run: all that its loop needs, from the data to the optimizer. Making it writes nothing to disk, so a
+    wrong flag destroys no earlier run; `begin` does.
 
     folder, data: the data set's folder and its meta.json. stored: meta.json of the run to resume, or None. flags: the
     command line as given."""
 
     def __init__(self, knobs, config, machine, folder, data, stored, flags):
-        self.knobs, self.config, self.machine = knobs, config, machine
-        kernel = mixers.choose_kernel(config, machine.device.type)
+        self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
+        self.kernel = mixers.choose_kernel(config, machine.device.type)             # raises if it is not there
         # the data: batches to train on, and a split to evaluate on
         self.batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val")
@@ -208,8 +209,7 @@ class Training:
         model = self.make_model()
         extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses besides its own
         self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
-        has_checkpoint = stored and last_checkpoint(self.run.folder)
-        if knobs.init_from != "scratch" and not has_checkpoint:
+        if knobs.init_from != "scratch" and not (stored and last_checkpoint(self.run.folder)):
             take_weights(model, knobs.init_from, self.run, machine)
 
         # AdamW. The scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
@@ -217,8 +217,14 @@ class Training:
             knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
 
-        # meta.json: the settings of the run, and entries from the data set and from an earlier run
-        meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(config),
+        self.meta = self.new_meta(data, stored, flags)
+        if stored:
+            resume(self.run, stored, self.meta, model, self.optimizer, self.scaler)
+
+    def new_meta(self, data, stored, flags):
+        """meta.json: the settings of the run, and entries from the data set and from an earlier run."""
+        knobs, model, machine = self.knobs, self.model, self.machine
+        meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(self.config),
                 "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
                 "machine": str(machine), "world_size": machine.world, "losses": {}}
         earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
@@ -226,17 +232,18 @@ class Training:
             if name in origin:
                 meta[name] = origin[name]
         if knobs.train_only != "all":
+            resumed = stored and last_checkpoint(self.run.folder)
             meta["trained"] = num_trained(model)
-            meta["base"] = stored["base"] if has_checkpoint else as_base(knobs.init_from)
-        if stored:
-            resume(self.run, stored, meta, model, self.optimizer, self.scaler)
+            meta["base"] = stored["base"] if resumed else as_base(knobs.init_from)
+        return meta
 
-        # up to here nothing was written to disk, so a wrong flag has destroyed no earlier run
-        printing.introduce(knobs, model, machine, data, self.batches, kernel, self.run.saved)
-        self.run.begin(meta)
-        if machine.main:                        # the run keeps its tokenizer, so eval.py can read and write text
-            tokens.keep_tokenizer(self.run.folder, tokens.content_of(folder))
-        machine.wait()                          # until the main rank has written
+    def begin(self, data):
+        """Print what is about to be trained, and write the run's first files."""
+        printing.introduce(self.knobs, self.model, self.machine, data, self.batches, self.kernel, self.run.saved)
+        self.run.begin(self.meta)
+        if self.machine.main:                   # the run keeps its tokenizer, so eval.py can read and write text
+            tokens.keep_tokenizer(self.run.folder, tokens.content_of(self.folder))
+        self.machine.wait()                     # until the main rank has written
 
     def make_model(self):
         """A model with fresh weights on the device, of which all are trained or a part. Each rank holds a part of every
@@ -333,7 +340,7 @@ class Training:
         if evaluate or stop:
             run.save(self.model, self.optimizer, self.scaler, step, in_parts=knobs.sharded_ckpt)
 
-    def finish(self, seconds, folder):
+    def finish(self, seconds):
         """Print the report, write it into meta.json, and say what to do next."""
         knobs, meta = self.knobs, self.run.meta
         meta["seconds"] = round(seconds, 1)
@@ -342,7 +349,7 @@ class Training:
         in_parts = is_sharded(self.model) and knobs.sharded_ckpt
         if not in_parts:
             gather(self.model)
-        meta["report"] = report(self.model, self.machine, folder, self.windows, knobs.batch_size, in_parts)
+        meta["report"] = report(self.model, self.machine, self.folder, self.windows, knobs.batch_size, in_parts)
         self.run.write_meta()
         if self.machine.main:
             printing.say_what_next(knobs, self.config, meta, self.batches.waited)
@@ -397,12 +404,14 @@ def main(argv):
 
 def train(knobs, config, machine, folder, data, stored, flags):
     """Train one model, from its data to the report. Returns the step at which a signal stopped it, or None."""
-    training, began = Training(knobs, config, machine, folder, data, stored, flags), time.perf_counter()
+    training = Training(knobs, config, machine, folder, data, stored, flags)
+    training.begin(data)
+    began = time.perf_counter()
     stopped = training.train()
     if stopped:
         printing.say_how_to_resume(knobs, machine, stopped)
     else:
-        training.finish(time.perf_counter() - began, folder)
+        training.finish(time.perf_counter() - began)
     return stopped
 
 
