@@ -1,8 +1,8 @@
 """The weights that recipes give to one row of scores: the weight of each key against its score.
 
-    python eval.py curve softmax,elastic,entmax,tda --png=curve.png
+    python eval.py curve softmax,elastic,entmax,tda --png=out/curve.png
     python eval.py curve softmax,elastic --spread=0.5       an idle row: no key is better than another
-    python eval.py curve --html=rules.html                  a page on which one drags the scores
+    python eval.py curve --html=out/rules.html                 a page on which one drags the scores
 
 The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All recipes get the same
 query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential

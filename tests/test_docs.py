@@ -74,6 +74,16 @@ def test_every_command_passes_its_parser(command, monkeypatch, capsys):
         GPTConfig(**fields_of(GPTConfig, with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS)))
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_command_writes_over_a_tracked_file(command):
+    """Whoever types the commands of these pages still has a clean clone: they write to out/."""
+    flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(command)))
+    for name in {"png", "html", "out", "out_dir", "results", "pages"} & flags.keys():
+        assert flags[name].strip("'").startswith(("out/", "data/")), name
+    if "run" in flags or "lab" in command and "attn" not in flags:      # otherwise these write to results/
+        assert "results" in flags
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_picture_leads_somewhere(page):
     """README links every other page, except that of a machine with a GPU, which evals/everything.sh writes."""
