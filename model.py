@@ -189,6 +189,7 @@ class GPTConfig(Knobs):
                            least=0, below=1)
     bias: bool = knob(False, "biases in linear layers and LayerNorms")
     qkv_bias: bool = knob(False, "biases of queries, keys and values, even without --bias")
+    bias_of: str = knob("all", "which of queries, keys and values have these biases", ("all", "q", "k", "v"))
     norm: str = knob("layernorm", "kind of norm, in each block and before the output layer", ("layernorm", "rmsnorm"))
     norm_place: str = knob(
         "pre", "norms before each branch (pre), the same with both branches reading one x (parallel), on what each "
@@ -272,6 +273,7 @@ class GPTConfig(Knobs):
                 ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
                 ("n_head", self.n_head % self.n_kv_head == 0, f"is not divisible by n_kv_head={self.n_kv_head}"),
                 ("n_active", self.n_active <= self.n_expert, f"is more than n_expert={self.n_expert}"),
+                ("bias_of", self.bias_of == "all" or self.bias or self.qkv_bias, "needs biases: add --qkv_bias=1"),
                 ("norm_eps", 0 < self.norm_eps < 1, "must lie between 0 and 1"),
                 ("rope_base", 0 < self.rope_base < math.inf, "must be a positive number"),
                 ("rope_base", self.rope_base > 1 or "yarn" not in self.rope_scaling, "must be above 1 with YaRN"),

@@ -1,11 +1,30 @@
 """The base class of attention and all other mixers: projections, learned choices, cache and interface."""
 import torch
 import torch.nn as nn
+from torch.nn import functional as F
 
 from axes import options
 from axes.base import Fixed, Normal, split_heads
 from axes.positions import rope_frequencies, rope_score_factor, rotate
 from axes.sight import Sight
+
+
+class Projections(nn.Linear):
+    """The linear layer of queries, keys and values, side by side: (B, R, C) to (B, R, sum of widths).
+
+    widths: {"q": width, ...}. bias_of: the part whose bias is added, or all. The biases of the other parts are not
+    used. Their gradient is 0, so they keep their initial value, 0."""
+
+    def __init__(self, inputs, widths, bias, bias_of):
+        super().__init__(inputs, sum(widths.values()), bias)
+        self.widths, self.bias_of = widths, bias_of
+
+    def forward(self, x):
+        if self.bias is None or self.bias_of == "all":
+            return super().forward(x)
+        parts = zip(self.widths, self.bias.split([*self.widths.values()]), strict=True)
+        bias = torch.cat([b if part == self.bias_of else torch.zeros_like(b) for part, b in parts])
+        return F.linear(x, self.weight, bias)
 
 
 class Layer(nn.Module):
@@ -42,8 +61,8 @@ class Layer(nn.Module):
         self.shapes = dict(zip("qkv", heads, strict=True))
         self.score_heads, value_width = self.shapes["q"][0], self.shapes["v"][1]
         self.heads = config.n_head * self.width // value_width          # of the output
-        self.c_attn = nn.Linear(config.n_embd, sum(h * w for h, w in self.shapes.values()),
-                                bias=config.bias or config.qkv_bias)
+        self.c_attn = Projections(config.n_embd, {part: h * w for part, (h, w) in self.shapes.items()},
+                                  config.bias or config.qkv_bias, config.bias_of)
         self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         # which keys a row sees, and the constant factor on scores

@@ -57,8 +57,8 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 
 
 # lines of code that each room may have: 19,350 together, without the tests. A change that needs more says so here
-CEILINGS = {"": 3155, "axes": 1050, "mixers": 2340, "training": 580, "common": 1120, "data": 1540, "pretrained": 830,
-            "evals": 8711, "tests": 9000}
+CEILINGS = {"": 3155, "axes": 1062, "mixers": 2340, "training": 580, "common": 1120, "data": 1540, "pretrained": 830,
+            "evals": 8711, "tests": 9004}
 
 
 @pytest.mark.parametrize("room", CEILINGS)

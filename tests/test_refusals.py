@@ -409,7 +409,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --head_balance=1 --attn=elastic => neither.*--gate; --attn=sparq => then give --attn=sparq to eval.py;
     --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
     --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
-    --expert_balance=1 => add --mlp=moe"""),
+    --expert_balance=1 => add --mlp=moe; --bias_of=k => add --qkv_bias=1"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
     --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
     ("train.py {new} --kernel=triton", INPUT, """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;
@@ -424,6 +424,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={learned} --block_size=32 => wpe.weight is .16, 16. in the .*.32, 16.;
     --init_from={toy_run} --dataset={data} => in the tokenizer of toy_run .toy.: .*--tokenizer=toy_run;
     --init_from={softmax} --attn=diff2 => does not fit --attn=diff2: .*c_attn.*as elastic and softmax have;
+    --init_from={pair}/base --train_only=lora --qkv_bias=1 --bias_of=k => leave out one;
     --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;

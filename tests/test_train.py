@@ -120,6 +120,25 @@ def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them
         assert moved == 0 if name.endswith("tau") else 1e-6 < moved < 1e-4, name
 
 
+@pytest.mark.parametrize("part, on", [("q", slice(16)), ("k", slice(16, 24)), ("v", slice(24, 32))])
+def test_biases_that_bias_of_turns_off_stay_0_and_get_no_gradient(part, on, tmp_path, data):
+    """A model in which they are 0 is that with all biases. Two query heads share one head of keys and values."""
+    choices, idx, found = {"n_kv_head": 1, "qkv_bias": True, "rule": "elastic"}, torch.arange(30).view(2, 15), []
+    for which in (part, "all"):
+        gpt = GPT(tiny_config(**choices, bias_of=which)).double()
+        gpt.transformer.h[0].attn.c_attn.bias.data[on] = 0.3
+        loss = gpt(idx, idx.flip(1))[1]
+        loss.backward()
+        found.append({"loss": loss} | {name: p.grad for name, p in gpt.named_parameters()})
+    one, every = (gradients.pop("transformer.h.0.attn.c_attn.bias") for gradients in found)
+    same(*found)
+    same(one[on], every[on])
+    for flags in f"--max_iters=4 --qkv_bias=1 --bias_of={part} --n_kv_head=1", "--init_from=resume --max_iters=8":
+        train_here(*flags.split(), f"--dataset={data}", f"--out_dir={tmp_path}")
+        for bias in (one, weights(tmp_path)["transformer.h.0.attn.c_attn.bias"]):
+            assert bias[on].any() and not bias.clone().index_fill_(0, torch.arange(32)[on], 0).any()
+
+
 def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float16(copy, elastic_run, data):
     """float16 needs a scaler, of which the first checkpoint holds nothing. It counts its steps without overflow. The
     logged norm, which is clipped, is that of the gradient before the scaler multiplied it by 65536."""

@@ -236,7 +236,8 @@ def test_an_absent_key_has_the_default_of_its_family_and_every_key_of_its_class_
     {"rope_scaling": ""}, {"rope_scaling": "yarn:8,4,1,64"}, {"rope_scaling": "ntk:2"}, {"rope_base": 50.0},
     {"rope_share": 0.45}, {"rope_share": 0.5}, {"head_dim": 7}, {"head_dim": 4}, {"n_inner": 24}, {"tied": True},
     {"window": 5}, {"window": 5, "window_every": 2}, {"mlp": "relu2"}, {"mlp": "gelu"}, {"norm": "rmsnorm"},
-    {"norm_place": "parallel"}, {"embed_norm": True}, {"qk_norm": "head"}, {"qkv_bias": True}, {"sink": "logit"}]))
+    {"norm_place": "parallel"}, {"embed_norm": True}, {"qk_norm": "head"}, {"qkv_bias": True}, {"sink": "logit"},
+    {"qkv_bias": True, "bias_of": "k"}]))
 def test_an_own_run_has_the_same_logits_in_transformers_or_is_not_exported(kind, changed, tmp_path):
     try:
         config = dataclasses.replace(config_from(CONFIGS[kind], "config.json"), **changed)

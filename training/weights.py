@@ -89,10 +89,12 @@ def train_only(model, knobs):
     layers if it is lora, and freeze all weights but LoRA's, or but those that the mixer of this name adds to attention.
 
     common/runs.py stores what is trained, an adapter, and puts it back on its base run. Raises ValueError if the mixer
-    adds nothing."""
+    adds nothing, or if LoRA would use biases that --bias_of turns off."""
     part, blocks = knobs.train_only, model.transformer.h
     if part == "all":
         return
+    if part == "lora" and model.config.bias_of != "all":
+        raise ValueError(f"--train_only=lora cannot be combined with --bias_of={model.config.bias_of}: leave out one")
     for layer, block in enumerate(blocks):
         for name in PROJECTIONS[knobs.lora_on] if part == "lora" else ():
             generator = generator_of(knobs.seed, f"transformer.h.{layer}.attn.{name}.lora_a")
