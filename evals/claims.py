@@ -14,7 +14,8 @@ ledger/experiments.py what is measured on them, jobs.py does it, and ledger/view
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed
-numbers alone, and prints both verdicts.
+numbers alone, and prints both verdicts. results/claims-again.json has the decided rows of the lab with new seeds, which
+decide where all ten are there.
 """
 import re
 import sys
@@ -31,11 +32,13 @@ from evals.instrument import whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of
 from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger import view
-from evals.ledger.claim import CLAIMS, COSTS, NOT_RUN, readable
+from evals.ledger.claim import CLAIMS, COSTS, NOT_RUN, judge, readable, verdicts_of
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, jobs_of
 
 draw = view.draw
 COMMITTED = ROOT / "results/claims.json"
+AGAIN = ROOT / "results/claims-again.json"      # --run=ID@ --seeds=40,41,..,49 --results=results/claims-again.json
+NEW_SEEDS = range(40, 50)
 
 
 @dataclass
@@ -84,16 +87,18 @@ def command(args, run):
     if asked:
         measure(asked, args, folders, results)
         files.write_json(place, results)
-    found = results["claims"]
+    found, first = results["claims"], {}
+    if place.resolve() == COMMITTED.resolve():
+        found, first = with_new_seeds(found, stored(AGAIN) if AGAIN.exists() else {})
     if args.pages:
-        view.write_pages(Path(args.pages), results)
-    verdicts = {name: claim.verdicts(found.get(name, {})) for name, claim in CLAIMS.items()}
+        view.write_pages(Path(args.pages), found, first)
+    verdicts = verdicts_of(found)
     if args.show:
         claim, here = CLAIMS[args.show], found.get(args.show, {})
         more = view.details(claim, here, folders) if args.all else "--all adds the rest: notes, seeds, commands"
-        text = f"{view.section(claim, here, words=args.all)}\n\n{more}"
+        text = f"{view.section(claim, here, verdicts[claim.id], first.get(claim.id), words=args.all)}\n\n{more}"
     else:
-        text = view.ledger(found, {claim.id for claim, *_ in asked} or CLAIMS.keys())
+        text = view.ledger(found, first, {claim.id for claim, *_ in asked} or CLAIMS.keys())
     if asked and place.resolve() != COMMITTED.resolve():
         text += (f"\n{compared(asked, found, stored(COMMITTED))}\n\nnext:  python eval.py claims "
                  f"--show={asked[0][0].id} --results={place}    these numbers beside the bounds")
@@ -103,13 +108,23 @@ def command(args, run):
 def compared(asked, found, committed):
     """A line for each of these readings: its verdict on the numbers found and on the committed ones."""
     def verdict(claim, where, numbers):
-        here = numbers.get(claim.id, {})
-        if where not in here:
+        if where not in numbers.get(claim.id, {}):
             return NOT_RUN
-        seeds = view.said_seeds(here[where])
-        return claim.verdicts(here)[where] + (f" ({seeds})" if seeds else "")
+        here = numbers[claim.id][where]
+        seeds = view.said_seeds(here)
+        return judge(claim.readings[where], here["numbers"]) + (f" ({seeds})" if seeds else "")
     return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}; "
                      f"committed: {verdict(claim, where, committed)}" for claim, where, _ in asked)
+
+
+def with_new_seeds(found, again):
+    """The numbers with those of `again` in their place where all ten new seeds are there, and {claim: its headline by
+    the first seeds} of the claims that this changes."""
+    new = {name: ready for name, here in again.items() if name in found and (
+        ready := {where: numbers for where, numbers in here.items() if set(numbers["seeds"]) >= {*NEW_SEEDS}})}
+    before = verdicts_of(found)
+    return found | {name: found[name] | ready for name, ready in new.items()}, {
+        name: before[name]["claim"] for name in new}
 
 
 def stored(place):
@@ -117,8 +132,7 @@ def stored(place):
     content = files.read_json(place)
     try:
         found = readable(content["claims"])
-        for name in found:                      # raises if the numbers are no numbers
-            CLAIMS[name].verdicts(found[name])
+        verdicts_of(found)                      # raises if the numbers are no numbers
         return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise ValueError(f"{place} holds no results of claims: restore it, or name another file by --results") from None

@@ -4,13 +4,14 @@ import math
 import os
 import re
 import statistics
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from bounds import below, close
 from conftest import ROOT, by_default, examples, log_rows, meta
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_lab import SHORT
 
@@ -23,9 +24,9 @@ from evals.instrument import Common, Overrides
 from evals.jobs import Job, Place, all_jobs
 from evals.lab_runs import RECIPES, SETUPS, train_flags
 from evals.ledger import checks, claim, experiments, quantities, routing, view
-from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Reading, judge, readable
+from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Quantity, Reading, judge, readable
 from evals.ledger.experiments import COMMANDS, LOOKS, jobs_of
-from evals.ledger.quantities import T95, interval
+from evals.ledger.quantities import interval
 from evals.sweeps import SWEEPS
 from model import GPTConfig
 
@@ -34,9 +35,8 @@ SMALL = "--n_layer=2 --n_embd=32 --n_head=4 --max_iters=3 --eval_interval=3"
 COMMITTED = json.loads((ROOT / "results" / "claims.json").read_text())["claims"]
 
 GRID = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0])                # of numbers and of bounds: some are equal
-CONDITIONS = st.sampled_from(["", "-0.5 to 1", "not 0 to 1/2", "clearly -1 to 2", "could be 0.5"]) | st.builds(
-    "{}{} {}".format, st.sampled_from(["", "not ", "clearly ", "not clearly "]),
-    st.sampled_from(["<=", "<", ">=", ">", "=="]), st.sampled_from(["-1/2", "0", "0.5", "1"]))
+CONDITIONS = st.sampled_from(["", "-0.5 to 1", "0 to 1/2"]) | st.builds(
+    "{} {}".format, st.sampled_from(["<=", "<", ">=", ">", "=="]), st.sampled_from(["-1/2", "0", "0.5", "1"]))
 
 
 @st.composite
@@ -52,76 +52,125 @@ def judged(draw):
         values = GRID | st.just(math.nan) if draw(st.booleans()) else GRID
         found[name] = numbers(values, draw(st.sampled_from(["x", "xy"])))
         parts.append(Bound(what=name, quantity=name, agrees=draw(CONDITIONS), contradicts=draw(CONDITIONS),
-                           needs=draw(st.just("") | CONDITIONS), means=draw(st.sampled_from(["", "alone"])),
-                           error=draw(st.sampled_from(["", "", "error"])),
+                           needs=draw(st.just("") | CONDITIONS), error=draw(st.sampled_from(["", "", "error"])),
                            sink=draw(st.sampled_from(["", "", "sink", "sink/x"]))))
     return Reading(reads={}, bounds=tuple(parts), fails=draw(st.sampled_from(["all", "any"]))), found
 
 
-def meets(condition, values, ends):
-    """What a condition says of each value, or of an interval with these ends."""
-    kind, _, rest = condition.partition(" ")
-    if kind == "not":
-        return [not met for met in meets(rest, values, ends)]
-    if kind == "could":
-        return [ends[0] <= float(rest.removeprefix("be ")) <= ends[1]]
-    if kind == "clearly":
-        return [all(meets(rest, ends, None))]
+def tail(t, degrees):
+    """Student's t in closed form, for up to three degrees of freedom; 0: normal."""
+    return (math.erfc(t / 2 ** 0.5) / 2, 0.5 - math.atan(t) / math.pi, 0.5 - t / (2 * (2 + t * t) ** 0.5),
+            0.5 - (t / 3 ** 0.5 / (1 + t * t / 3) + math.atan(t / 3 ** 0.5)) / math.pi)[degrees]
+
+
+def chance(condition, values, errors):
+    """How likely such values are if the condition is just not met."""
     low, to, high = condition.partition(" to ")
-    return [eval(f"{low} <= x <= {high}" if to else f"x {condition}", {"x": x}) for x in values]
+    if to:
+        return max(chance(f">= {low}", values, errors), chance(f"<= {high}", values, errors))
+    sign, bound = condition.split()
+    if sign == "==" or not errors and len(set(values)) == 1:
+        return float(not all(eval(f"x {condition}", {"x": x}) for x in values))
+    n, mean = len(values), sum(values) / len(values)
+    error = math.hypot(*errors) / n if errors else statistics.stdev(values) / n ** 0.5
+    t = (mean - float(Fraction(bound))) / error
+    return tail(t if sign[0] == ">" else -t, 0 if errors else n - 1)
 
 
 @settings(max_examples=max(200, examples(40)))
-@given(judged())
-def test_a_verdict_is_what_the_conditions_say(case):
+@given(judged(), st.sampled_from([0.025, 0.004, 0.0]))
+def test_a_verdict_is_what_the_conditions_say(case, level):
     """The same by hand. A bound without its sink, or with a nan, is not tested."""
     reading, numbers = case
-    says, tested, lost = {"agrees": [], "contradicts": [], "needs": []}, 0, 0
+    says, lost = {"agrees": [], "contradicts": [], "needs": []}, 0
     for bound in reading.bounds:
-        sinks = numbers["sink"]["x@lab"] + (numbers["sink"]["y@lab"] if bound.sink == "sink" else [])
+        sinks = [*numbers["sink"].values()][:2 if bound.sink == "sink" else 1]
         for values in numbers[bound.quantity].values():
-            if bound.sink and min(sinks) < 4 or any(map(math.isnan, values)):
+            if bound.sink and min(map(statistics.mean, sinks)) < 4 or any(map(math.isnan, values)):
                 lost += 1
                 continue
-            n, mean, tested = len(values), sum(values) / len(values), tested + 1
-            half = (1.96 / n * math.hypot(*numbers["error"]["x@lab"]) if bound.error else
-                    math.inf if n == 1 else T95[n - 2] * statistics.stdev(values) / n ** 0.5)
             for part in says:
                 if condition := getattr(bound, part):
-                    says[part].append(meets(condition, [mean] if bound.means else values, (mean - half, mean + half)))
-    yes, no = all(map(all, says["agrees"])), [all(met) for met in says["contradicts"]]
-    no = any(no) if reading.fails == "any" else no and all(no)
-    expected = N if not tested or not all(map(all, says["needs"])) else M if yes == bool(no) or yes and lost else (
-        A if yes else C)
-    assert judge(reading, numbers) == expected
+                    says[part].append(chance(condition, values, numbers["error"]["x@lab"] if bound.error else None))
+    yes, no = max(says["agrees"], default=1), max(says["contradicts"], default=1)
+    if reading.fails == "any" and says["contradicts"]:
+        no = min(1, len(says["contradicts"]) * min(says["contradicts"]))
+    assume(all(abs(found - at) > 1e-6 for found in (yes, no, *says["needs"]) for at in (level, 0.025) if found))
+    expected = N if not says["agrees"] + says["contradicts"] or max(says["needs"], default=0) > 0.025 else M if (
+        yes <= level) == (no <= level) or yes <= level and lost else A if yes <= level else C
+    found = judge(reading, numbers, level)
+    assert found == expected
+    if not lost and found != N:
+        close(found.chance, min(yes, no), size=1.0, dtype=torch.float32)
 
 
 @given(st.lists(GRID, min_size=1, max_size=5), GRID, GRID)
 def test_verdicts_obey_their_algebra(values, one, other):
-    """A claim that holds up to a bound, and fails from a larger one on."""
-    low, high = sorted((one, other + 0.25))
+    """A claim that holds up to a bound, and fails from a larger one on. Both lie off the grid."""
+    low, high = sorted((one + 0.1, other + 0.35))
 
     def verdict(values, agrees=f"<= {low}", contradicts=f">= {high}"):
         bound = Bound(what="it", quantity="it", agrees=agrees, contradicts=contradicts)
-        return judge(Reading(reads={}, bounds=(bound,), fails="all"), {"it": {"x@lab": values}})
+        return judge(Reading(reads={}, bounds=(bound,)), {"it": {"x@lab": values}})
 
+    ends = interval(np.array(values))
     found = verdict(values)
-    assert found == (A if max(values) <= low else C if min(values) >= high else M) == verdict(values[::-1])
+    assert found == (A if ends[1] <= low else C if ends[0] >= high else M) == verdict(values[::-1])
     assert verdict([-x for x in values], f">= {-low}", f"<= {-high}") == found          # the sign does not matter
     assert verdict(values, f">= {high}", f"<= {low}") == {A: C, C: A, M: M}[found]      # the opposite claim
-    low, high, ends = low + 0.1, high + 0.1, interval(np.array(values))                 # off the grid
-    assert verdict(values, f"clearly <= {low}", f"clearly >= {high}") == (
-        A if ends[1] <= low else C if ends[0] >= high else M)
-    assert found == M or {verdict([x]) for x in values} == {found}      # further seeds never settle what is mixed
+    close(np.mean(ends), np.mean(values), size=1.0)
 
 
-def test_the_interval_is_that_of_students_t():
-    for degrees, t in enumerate(T95, 1):        # t = sqrt(degrees) tan(angle) has the density cos(angle)^(degrees - 1)
-        angle = torch.linspace(0, math.pi / 2, 100_001, dtype=torch.float64)
-        density = angle.cos() ** (degrees - 1)
-        below(abs(density[angle < math.atan(t / degrees ** 0.5)].sum() / density.sum() - 0.95), 1e-4)
-    many = np.arange(30.0)
-    close(interval(many)[1], 14.5 + T95[8] * many.std(ddof=1) / 30 ** 0.5)
+def test_students_t_is_that_of_the_tables_and_shares_are_judged_by_their_log_odds():
+    for degrees, t in ((1, 12.70620), (2, 4.30265), (9, 2.26216), (30, 2.04227), (math.inf, 1.95996)):
+        below(abs(quantities.quantile(degrees) - t), 2e-5)
+        below(abs(tail(1.7, degrees % 4 if degrees < 4 else 0) - quantities.tail(1.7, degrees if degrees < 4 else
+                                                                                 math.inf)), 1e-6)
+    share = Quantity("it", Bound("it", "it"), np.array([0.5, 0.9, 0.99]), None, share=True)
+    odds = np.log([1, 9, 99])
+    close(share.interval, 1 / (1 + np.exp(-np.array(interval(odds)))))
+    close(share.chance("<= 0.999"), quantities.tail((np.log(999) - odds.mean()) / odds.std(ddof=1) * 3 ** 0.5, 2))
+    assert Quantity("it", Bound("it", "it"), np.array([0.0, 1e-9]), None, share=True).chance("< 0.01") == 0
+
+
+@given(st.lists(st.sampled_from([1e-4, 0.004, 0.006, 0.01, 0.02, 0.5]), max_size=6))
+def test_holm_decides_a_test_if_it_and_all_clearer_ones_are_clear_among_those_left(chances):
+    levels = quantities.holm(dict(enumerate(chances)))
+    ranked = sorted(chances)
+    clear = [all(ranked[i] <= 0.025 / (len(ranked) - i) for i in range(k + 1)) for k in range(len(ranked))]
+    assert sorted(chance for n, chance in enumerate(chances) if chance <= levels[n]) == [
+        chance for chance, met in zip(ranked, clear, strict=True) if met]
+
+
+def test_the_best_grade_decides_and_readings_that_differ_are_mixed():
+    row = CLAIMS["zero-v0-harmless"]
+    one, two, three = "SmolLM2, strong heads", "SmolLM2, half a sink", "SmolLM2, all heads"
+    for said, expected in (({"": A}, A), ({"": A, one: C}, C), ({"": A, one: A, three: C}, M), ({"": A, one: N}, A),
+                           ({"": N, one: N}, N), ({"nobias": C}, NOT_RUN), ({"": C, two: A, three: A}, A)):
+        assert row.headline({where: claim.Verdict(verdict) for where, verdict in said.items()}) == expected
+    row = CLAIMS["pe-all-sink"]                 # one of its readings never decides
+    assert row.headline({"": claim.Verdict(C), "one head": claim.Verdict(A)}) == C and row.moved_to(C)
+    assert not row.moved_to(A)
+
+
+def test_bounds_are_frozen():
+    """A bound that changes is a new row. A new reading gets its line in evals/ledger/frozen.json before its first
+    run."""
+    now = {name: {where: reading.fingerprint for where, reading in row.readings.items()}
+           for name, row in CLAIMS.items() if row.readings}
+    assert files.read_json(ROOT / "evals/ledger/frozen.json") == now
+
+
+def test_new_seeds_decide_once_all_ten_are_there():
+    weights = {"softmax": [.9, .9, .8], "elastic": [0, 0, .01], "lazy": [0, 0, .01]}
+    old = {"seeds": [2, 3, 4], "numbers": dict.fromkeys(("raw", "share", "mass"), weights)}
+    new = dict.fromkeys(("raw", "share", "mass"), {run: [.5] * 10 for run in weights})
+    again = {"seeds": list(range(40, 50)), "numbers": new}
+    found, first = claims.with_new_seeds({"lazy-sink-gone": {"": old, "table2": old}}, {"lazy-sink-gone": {"": again}})
+    assert found["lazy-sink-gone"] == {"": again, "table2": old} and first == {"lazy-sink-gone": A}
+    assert claim.verdicts_of(found)["lazy-sink-gone"]["claim"] == C
+    again["seeds"] = again["seeds"][1:]
+    assert claims.with_new_seeds({"lazy-sink-gone": {"": old}}, {"lazy-sink-gone": {"": again}})[1] == {}
 
 
 def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_rank():
@@ -134,7 +183,7 @@ def test_a_ratio_has_the_same_run_of_the_other_column_and_equal_values_share_a_r
 
 
 def test_every_claim_has_its_sources_a_bound_and_numbers_to_read():
-    assert len(CLAIMS) == sum(map(len, PAPERS.values())) and sum(len(row.changes) for row in CLAIMS.values()) == 79
+    assert len(CLAIMS) == sum(map(len, PAPERS.values())) and sum(len(row.changes) for row in CLAIMS.values()) == 92
     for row in CLAIMS.values():
         assert row.place and row.says and row.theirs and (row.readings or row.cost == "out of reach"), row.id
         for where, reading in row.readings.items():
@@ -233,7 +282,7 @@ def test_only_readings_that_fit_the_machine_are_run(monkeypatch):
     assert "pe-all-sink@gpu" in small and {"focus-speed@", "tda-kernel@", "elastic-two-pass@"}.isdisjoint(small)
     with pytest.raises(ValueError, match="trains models of 30M parameters and wants a GPU"):
         wanted("pe-all-sink@gpu", "")
-    assert CLAIMS["lazy-sink-gone"].decided_by({"lr3e-3": {}}) is None             # a variation, not in place of a GPU
+    assert CLAIMS["lazy-sink-gone"].decided_by({"lr3e-3": A}) == []     # a variation, not in place of a GPU
     row, timed = CLAIMS["early-layers-active"], CLAIMS["tda-kernel"].readings[""]
     assert [row.seeds_of(reading, [2, 3]) for reading in (*row.readings.values(), timed)] == [[2], [0], [0]]
     assert timed.grade == "lab"
@@ -267,11 +316,11 @@ def run_claims(capsys, *flags):
 def test_the_ledger_prints_the_stored_verdict_of_each_claim(capsys):
     said, found = run_claims(capsys).out, json.loads(run_claims(capsys, "--json").out)
     for name, verdict in found["verdicts"].items():
-        assert re.search(rf"^  {verdict['']} +.* {name} ", said, re.M), name
-    verdicts = [verdict[""] for verdict in found["verdicts"].values()]
-    assert said.startswith(f"70 claims of five papers. {verdicts.count(NOT_RUN)} are not run here.")
+        assert re.search(rf"^  {verdict['claim']}\*? +.* {name} ", said, re.M), name
+    verdicts = [verdict["claim"] for name, verdict in found["verdicts"].items() if CLAIMS[name].kind == "claim"]
+    assert said.startswith(f"{len(verdicts)} claims of five papers. {verdicts.count(NOT_RUN)} are not run here.")
     shown = run_claims(capsys, "--show=kbias-shift", "--all").out
-    assert shown.startswith(f"## kbias-shift\n\n**{found['verdicts']['kbias-shift']['']}**")
+    assert shown.startswith(f"## kbias-shift\n\n**{found['verdicts']['kbias-shift']['claim']}**")
     assert "python train.py --preset=lab --seed=2" in shown and re.search("run +. seed 2 +. seed 3 +. seed 4", shown)
 
 
@@ -296,7 +345,8 @@ def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_add
     (tmp_path / "postnorm-3/meta.json").unlink()                        # as if it had been interrupted
     said, same = measured(*both, "--json")
     assert first["postnorm"][""]["numbers"] == same["postnorm"][""]["numbers"] == numbers
-    assert first["postnorm"][""]["seeds"] == [3] and json.loads(said.out)["verdicts"]["gate-identity"] == {"": A}
+    verdicts = json.loads(said.out)["verdicts"]
+    assert first["postnorm"][""]["seeds"] == [3] and verdicts["gate-identity"] == {"claim": A, "": A}
     assert sorted("--norm_place=post" in flags for flags in trainings) == [False, True, True]
     said, found = measured("--run=gate-identity", "--seeds=9,2")
     found = found["gate-identity"][""]
@@ -310,7 +360,8 @@ def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path
     """If not, run python eval.py claims --pages=results/claims. They have each quantity with its bounds and verdict."""
     assert all(CLAIMS[name].readings[where].fits(kept["numbers"])
                for name, found in COMMITTED.items() for where, kept in found.items())
-    view.write_pages(tmp_path, {"claims": readable(COMMITTED)})
+    again = claims.stored(claims.AGAIN) if claims.AGAIN.exists() else {}
+    view.write_pages(tmp_path, *claims.with_new_seeds(readable(COMMITTED), again))
     written = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
     assert written == {page.name: page.read_text() for page in (ROOT / "results/claims").glob("*.md")}
     assert {page.stem for page in tmp_path.glob("*.png")} == {*map(lambda name: name[:-3], written)} - {"changes"}

@@ -9,13 +9,14 @@ Verdicts, sentences, tables and pictures all come from the bounds. In a .toml fi
                 "at {64,128} = lengths/{0,1}/sink"
     bounds      "words | quantity | agrees CONDITION | contradicts CONDITION | ..", with the fields of Bound
     changes     "date | before -> after | verdict before -> after | why"
-    [ID.NAME]   another reading: the same question about other runs
+    [ID.NAME]   another reading: the same question about other runs. Those of the best grade decide the claim
 
 and a line that begins with a space continues the one before.
 """
+import hashlib
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,11 @@ GRADES = {                                      # what kind of evidence numbers 
 GRADE_OF = {"lab": "lab", "cpu-minutes": "tiny text", "gpu-minutes": "small text", "cpu-hours": "real model",
             "public-weights": "real model"}
 
+KINDS = {                                       # what a row is
+    "claim": "what a paper says",
+    "defect": "what a method does and its paper does not say",
+    "question": "what no paper has asked, or one after the five"}
+
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 
@@ -56,15 +62,18 @@ VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
 SOFTMAX_SINK = "softmax itself, x uniform"
 LEAST_SINK = 4                                  # times the weight of an even spread
 
+# Shares of a row are judged by their log-odds, as -4 is as far from 0 as 4 is. Beyond these ends they are equal
+SHARES = {"sink_idle", "extra_idle", "share_idle", "sparsity", "negative"}
+LEAST_SHARE = 1e-4
+
 # -------------------------------------------------------------------------------------------------------- what a row is
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One quantity, which has a number for each seed, and conditions on it.
-
-    Every seed must meet a condition: "<= 0.1", "> 4", "== 0" or "0.4 to 0.8". "clearly < 0" holds if the whole 95 %
-    interval of the mean lies below 0, "could be 0" if the interval contains 0. "not " in front negates a condition.
+    """One quantity, which has a number for each seed, and conditions on it: "<= 0.1", "> 4", "== 0" or "0.4 to 0.8". A
+    condition is met if the whole 95 % interval of the mean meets it. A number without an interval, which is one run or
+    one number of all seeds together, is compared as it is.
     """
     what: str                                   # the quantity in words
     quantity: str                               # COLUMN, or some of its runs, COLUMN[RUN RUN], perhaps with " / " or
@@ -74,7 +83,6 @@ class Bound:
     agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
-    means: str = ""                             # if not empty, conditions are on the mean over seeds
     error: str = ""                             # the column of its standard errors, if the seeds do not decide; or
                                                 # "windows": a quantity (seeds, windows), whose windows decide
     sink: str = ""                              # a column of weights on the first token, in multiples of an even
@@ -94,6 +102,7 @@ class Reading:
     bounds: tuple[Bound, ...]
     fails: str = "all"                          # the claim fails if "all" or "any" of its conditions `contradicts` hold
     own_grade: str = ""                         # of GRADES; empty: that of its runs
+    aside: bool = False                         # it never decides the claim
 
     @property
     def runs(self):
@@ -110,6 +119,12 @@ class Reading:
         """What kind of evidence the numbers are, of GRADES. Kernels are timed on random tensors."""
         return "lab" if set(self.runs) <= TIMED.keys() else self.own_grade or max(
             (GRADE_OF[cost] for cost in self.costs), key=list(GRADES).index)
+
+    @property
+    def fingerprint(self):
+        """Changes if anything changes that decides a verdict. Those of frozen.json may no longer change."""
+        judged = self.reads, [astuple(bound) for bound in self.bounds], self.fails
+        return hashlib.sha256(repr(judged).encode()).hexdigest()[:12]
 
     def fits(self, numbers):
         """Do these numbers have the reading's columns and runs?"""
@@ -135,6 +150,7 @@ class Claim:
     says: str                                   # the claim in one sentence
     theirs: str                                 # the paper's figures, and where they contradict each other
     cost: str                                   # of COSTS: the cheapest run that can decide it
+    kind: str = "claim"                         # of KINDS
     readings: dict[str, Reading]                # as written (""), in the set-ups of `variations`, and on other runs
     tested: str = ""                            # in words, what the bounds have in common
     note: str = ""                              # what the bounds leave out, and why
@@ -160,18 +176,28 @@ class Claim:
         return ([0] if CONSTANT.issuperset(reading.runs) else
                 seeds[:self.seeds] if {"gpu-minutes", "cpu-hours"} & reading.costs else seeds)
 
-    def decided_by(self, found):
-        """The reading that decides: the first that has numbers, as written ("") or elsewhere; None if it is not run.
-        Another set-up decides only in place of a GPU. found: {where: its numbers}."""
-        elsewhere = [where for where in self.readings if where not in self.variations]
-        others = self.variations if self.cost == "gpu-minutes" else ()
-        return next((where for where in (*elsewhere, *others) if where in found), None)
+    def moved_to(self, verdict):
+        """Has a changed bound led to this verdict, if it is a decision?"""
+        moves = (change.verdicts.split(" -> ") for change in self.changes)
+        return verdict in (AGREES, CONTRADICTS) and any(before != after == verdict for before, after in moves)
 
-    def verdicts(self, found):
-        """{where: Verdict} of the readings with numbers. Under "" is that of the reading that decides the claim."""
-        judged = {where: judge(reading, found[where]["numbers"]) for where, reading in self.readings.items()
-                  if where in found}
-        return {"": judged.get(self.decided_by(found), NOT_RUN)} | judged
+    def decided_by(self, judged):
+        """The readings that decide, a list: those of the best grade that can be tested. Other set-ups decide only in
+        place of a GPU. judged: {where: Verdict} of the readings with numbers."""
+        left_out = () if self.cost == "gpu-minutes" else self.variations
+        able = [where for where in judged if where not in left_out and not self.readings[where].aside]
+        able = [where for where in able if judged[where] != UNTESTABLE] or able
+
+        def rank(where):
+            return list(GRADES).index(self.readings[where].grade)
+        return [where for where in able if rank(where) == max(map(rank, able))]
+
+    def headline(self, judged):
+        """The Verdict of the readings that decide. It is mixed if they differ."""
+        verdicts = [judged[where] for where in self.decided_by(judged)]
+        if len(set(verdicts)) < 2:
+            return verdicts[0] if verdicts else Verdict(NOT_RUN)
+        return Verdict(MIXED, why="readings of one grade differ")
 
 
 # ------------------------------------------------------------------------------------------------------------ the files
@@ -188,7 +214,7 @@ def claim_of(name, paper, row):
     """One table of a file."""
     about = row.pop("about")
     variations = tuple(about.pop("variations", "").split())
-    how = {key: about.pop(key) for key in ("fails", "own_grade") if key in about}
+    how = {key: about.pop(key) for key in ("fails", "own_grade", "aside") if key in about}
     texts = {key: " ".join(row.get(key, "").split()) for key in ("says", "theirs", "tested", "note")}
     changes = tuple(Change(*line.split(" | ")) for line in lines(row.get("changes", "")))
     elsewhere = {where: part for where, part in row.items() if isinstance(part, dict)}
@@ -240,24 +266,26 @@ def bounds_of(part):
     return tuple(found)
 
 
-# ----------------------------------------------------------------------------------------------------------- conditions
+# ------------------------------------------------------------------------------------------------------------- verdicts
 
 
 SIGNS = {"<=": np.less_equal, "<": np.less, ">=": np.greater_equal, ">": np.greater, "==": np.equal}
 
 
-def meets(condition, values):
-    """Which of these numbers meet a condition without "clearly" and "not"."""
-    if " to " in condition:
-        low, high = map(number, condition.split(" to "))
-        return (values >= low) & (values <= high)
-    sign, bound = condition.split(" ")
-    return SIGNS[sign](values, number(bound))
-
-
 def number(text):
     """"0.3" or "1/3" as a float."""
     return float(Fraction(text))
+
+
+def parts_of(condition):
+    """A condition as pairs of a sign and a number: "0.4 to 0.8" is [(">=", 0.4), ("<=", 0.8)]."""
+    low, to, high = condition.partition(" to ")
+    return [(">=", number(low)), ("<=", number(high))] if to else [(sign, number(x)) for sign, x in [low.split(" ")]]
+
+
+def log_odds(share):
+    share = np.clip(share, LEAST_SHARE, 1 - LEAST_SHARE)
+    return np.log(share / (1 - share))
 
 
 class Quantity(NamedTuple):
@@ -267,55 +295,82 @@ class Quantity(NamedTuple):
     values: np.ndarray                          # (seeds,)
     errors: np.ndarray | None                   # (seeds,), if they were measured
     tested: bool = True                         # False: the sink that the bound needs is missing, or a value is nan
+    share: bool = False                         # judged by its log-odds
+
+    @property
+    def scaled(self):
+        return log_odds(self.values) if self.share else self.values
 
     @property
     def interval(self):
-        return quantities.interval(self.values, self.errors)
+        """The 95 % interval of the mean, (low, high)."""
+        ends = np.array(quantities.interval(self.scaled, self.errors))
+        return 1 / (1 + np.exp(-ends)) if self.share else ends
 
-    def holds(self, condition):
-        """Whether a condition is met: one boolean for each seed, or one for the mean or the interval."""
-        low, high = self.interval
-        if condition.startswith("could be "):
-            return np.array([low <= number(condition.removeprefix("could be ")) <= high])
-        asked = condition.removeprefix("not ")
-        if asked.startswith("clearly "):
-            met = np.all(meets(asked.removeprefix("clearly "), np.array([low, high])), keepdims=True)
-        else:
-            met = meets(asked, np.mean(self.values, keepdims=True) if self.bound.means else self.values)
-        return met if asked == condition else ~met
+    @property
+    def mean(self):
+        mean = self.scaled.mean()
+        return 1 / (1 + np.exp(-mean)) if self.share else mean
 
-
-# ------------------------------------------------------------------------------------------------------------- verdicts
+    def chance(self, condition):
+        """The chance of a mean like this one or a clearer one if the condition were just not met: Student's t,
+        one-sided; for a range the larger one of its two ends. 0 or 1 for a number without an interval."""
+        mean, error, degrees = quantities.estimate(self.scaled, self.errors)
+        found = []
+        for sign, bound in parts_of(condition):
+            if error == 0 or sign == "==":
+                found.append(float(not SIGNS[sign](self.values, bound).all()))
+            else:
+                distance = (mean - (log_odds(bound) if self.share else bound)) / error
+                found.append(quantities.tail(distance if sign[0] == ">" else -distance, degrees))
+        return max(found)
 
 
 class Verdict(str):
-    """One of VERDICTS. quantities: what decided it. why: of a mixed verdict."""
-    quantities, why = (), ""
+    """One of VERDICTS. quantities: what decided it. why: of a mixed verdict. chance: that of numbers like these if the
+    claim were just neither true nor false."""
+
+    def __new__(cls, verdict, quantities=(), why="", chance=1.0):
+        self = super().__new__(cls, verdict)
+        self.quantities, self.why, self.chance = quantities, why, chance
+        return self
 
 
-def judge(reading, numbers):
-    """The verdict on numbers {column: {run: [a value for each seed]}}. The set-up is part of the runs' names."""
+def judge(reading, numbers, level=quantities.LEVEL):
+    """The verdict on numbers {column: {run: [a value for each seed]}}. The set-up is part of the runs' names. level:
+    the largest chance with which a condition counts as met."""
     every = found_by(reading, numbers)
     found = [quantity for quantity in every if quantity.tested]
-    asked = [quantity for quantity in found if quantity.bound.agrees]
-    yes = [quantity.holds(quantity.bound.agrees) for quantity in asked]
-    no = [quantity.holds(quantity.bound.contradicts).all() for quantity in found if quantity.bound.contradicts]
-    whole = [met.all() for met in yes]
-    agrees, contradicts = all(whole), bool(no) and (any(no) if reading.fails == "any" else all(no))
-    untestable = any(not quantity.holds(quantity.bound.needs).all() for quantity in found if quantity.bound.needs)
-    half = agrees and len(found) < len(every)
-    verdict = Verdict(UNTESTABLE if untestable or not found else MIXED if agrees == contradicts or half else
-                      AGREES if agrees else CONTRADICTS)
-    verdict.quantities = every
-    if half:
-        verdict.why = "one part cannot be tested"
-    elif agrees and contradicts:
-        verdict.why = "its bounds overlap"
-    elif verdict == MIXED:
-        split = [quantity.name for quantity, met in zip(asked, yes, strict=True) if met.any() and not met.all()]
-        verdict.why = "seeds split" if split else "one part holds, another does not" if any(whole) else \
-            "between the bounds"
-    return verdict
+    yes, no, needs = ([quantity.chance(condition) for quantity in found
+                       if (condition := getattr(quantity.bound, name))] for name in ("agrees", "contradicts", "needs"))
+    agrees = max(yes, default=1.0)
+    contradicts = max(no, default=1.0) if reading.fails == "all" else min([1.0, *(len(no) * chance for chance in no)])
+    chance, half = min(agrees, contradicts), len(found) < len(every)
+    if not yes + no or max(needs, default=0.0) > quantities.LEVEL:
+        return Verdict(UNTESTABLE, every)
+    if max(agrees, contradicts) <= level:
+        return Verdict(MIXED, every, "its bounds overlap", chance)
+    if agrees <= level and half:
+        return Verdict(MIXED, every, "one part cannot be tested")
+    if chance <= level:
+        return Verdict(AGREES if agrees <= level else CONTRADICTS, every, "", chance)
+    if chance <= quantities.LEVEL and not half:
+        return Verdict(MIXED, every, "clear alone, but not among all rows of its paper", chance)
+    return Verdict(MIXED, every, "one part holds, another does not" if min(yes, default=1) <= level else
+                   "its interval is not beyond a bound", chance)
+
+
+def verdicts_of(found):
+    """{claim: {"claim": the headline, where: Verdict of each reading}} of numbers {claim: {where: its numbers}}. The
+    readings that decide a paper's claims share one level (`quantities.holm`), but for numbers without an interval."""
+    judged = {name: {where: judge(reading, found[name][where]["numbers"]) for where, reading in claim.readings.items()
+                     if where in found.get(name, {})} for name, claim in CLAIMS.items()}
+    for claims in PAPERS.values():
+        chances = {(name, where): judged[name][where].chance for name, claim in claims.items()
+                   for where in claim.decided_by(judged[name]) if 0 < judged[name][where].chance < 1}
+        for (name, where), level in quantities.holm(chances).items():
+            judged[name][where] = judge(CLAIMS[name].readings[where], found[name][where]["numbers"], level)
+    return {name: {"claim": CLAIMS[name].headline(own)} | own for name, own in judged.items()}
 
 
 def found_by(reading, numbers):
@@ -326,13 +381,15 @@ def found_by(reading, numbers):
     for bound in reading.bounds:
         values = values_of(bound.quantity, arrays)
         errors, (column, _, one) = arrays.get(bound.error, {}), bound.sink.partition("/")
-        tested = all(np.all(sink >= LEAST_SINK) for run, sink in arrays.get(column, {}).items() if one in ("", run))
+        tested = all(np.mean(sink) >= LEAST_SINK for run, sink in arrays.get(column, {}).items() if one in ("", run))
+        path, _ = reading.reads.get(re.sub(r"\[[^]]*\]$", "", bound.quantity), ("", ""))    # a column, or some runs
         for run, value in values.items():
             error = errors.get(run, next(iter(errors.values()), None))
             if bound.error == "windows":
                 value, error = value.mean(1), value.std(1, ddof=1) / value.shape[1] ** 0.5
-            name = f"{bound.what}, {run}" if len(values) > 1 and run else bound.what
-            found.append(Quantity(name, bound, np.ravel(value), error, tested and not np.isnan(value).any()))
+            name, value = f"{bound.what}, {run}" if len(values) > 1 and run else bound.what, np.ravel(value)
+            share = path.split("/")[-1] in SHARES and error is None and bool(np.all((value >= 0) & (value <= 1)))
+            found.append(Quantity(name, bound, value, error, tested and not np.isnan(value).any(), share))
     return found
 
 
@@ -379,7 +436,6 @@ def in_words(claim, reading):
              ("testable only with", "needs", "and")]
     said = []
     for label, name, joint in parts:
-        conditions = [f"{bound.what} {condition}{' on average' * (bool(bound.means) and 'clearly' not in condition)}"
-                      for bound in reading.bounds if (condition := getattr(bound, name))]
+        conditions = [f"{bound.what} {condition}" for bound in reading.bounds if (condition := getattr(bound, name))]
         said += [f"{label}: {f', {joint} '.join(conditions)}"] if conditions else []
     return (f"{claim.tested}: " if claim.tested else "") + "; ".join(said)

@@ -4,25 +4,64 @@ Functions of EACH take one run's array (seeds, ..) and return (seeds,). All othe
 reading, and return an array (seeds,) or {name: (seeds,)}. nan means that it cannot be tested. If an error is read over
 windows, arrays are (seeds, windows).
 """
+import functools
+import math
 from itertools import pairwise
 
 import numpy as np
 
-# Student's t at 97.5 %, of 1, 2, .. degrees of freedom. With more than 10 seeds the last makes the interval too wide
-T95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+LEVEL = 0.025                                   # of a one-sided test. So a 95 % interval lies beyond a bound
+
+
+def tail(t, degrees):
+    """The chance that a number with Student's t distribution is above t; with endless degrees of freedom it is
+    normal."""
+    if degrees == math.inf:
+        return math.erfc(t / 2 ** 0.5) / 2
+
+    def area(low):                              # t = sqrt(degrees) tan(angle) has the density cos(angle)^(degrees - 1)
+        angles = low + (np.arange(10_000) + 0.5) / 10_000 * (np.pi / 2 - low)
+        return np.mean(np.cos(angles) ** (degrees - 1)) * (np.pi / 2 - low)
+    return area(np.arctan(t / degrees ** 0.5)) / area(-np.pi / 2)
+
+
+@functools.cache
+def quantile(degrees):
+    """The t whose tail is LEVEL, by bisection: 12.7 with one degree of freedom, 1.96 with endless ones."""
+    low, high = 0.0, 20.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(middle, degrees) > LEVEL else (low, middle)
+    return low
+
+
+def estimate(values, errors=None):
+    """The mean, its standard error, and the degrees of freedom: over seeds, or from standard errors that are given. One
+    value, or equal ones, have the error 0."""
+    if errors is not None:
+        return np.mean(values), np.sqrt(np.mean(np.square(errors)) / len(values)), math.inf
+    spread = np.std(values, ddof=1) if len(values) > 1 and np.ptp(values) else 0.0
+    return np.mean(values), spread / len(values) ** 0.5, max(1, len(values) - 1)
 
 
 def interval(values, errors=None):
-    """The 95 % interval of the mean over seeds, (low, high): Student's t, or 1.96 standard errors if they are given.
-    One seed without an error has none: (-inf, inf)."""
-    mean = np.mean(values)
-    if errors is not None:
-        half = 1.96 * np.sqrt(np.mean(np.square(errors)) / len(values))
-    elif len(values) < 2:
-        half = np.inf
-    else:
-        half = T95[min(len(values) - 2, len(T95) - 1)] * np.std(values, ddof=1) / len(values) ** 0.5
-    return mean - half, mean + half
+    """The 95 % interval of the mean, (low, high)."""
+    mean, error, degrees = estimate(values, errors)
+    return mean - quantile(degrees) * error, mean + quantile(degrees) * error
+
+
+def holm(chances):
+    """{name: level} of tests {name: chance that numbers like these come by luck}. If each is decided by its own level,
+    one of them is wrong with a chance of LEVEL at most, however many there are (Holm 1979). Those that are not decided
+    have the level 0."""
+    levels, left = dict.fromkeys(chances, 0.0), len(chances)
+    for name in sorted(chances, key=chances.get):
+        if chances[name] > LEVEL / left:
+            break
+        levels[name], left = LEVEL / left, left - 1
+    return levels
 
 
 def rank_correlation(a, b):
@@ -136,9 +175,8 @@ def noise(n, column):
 
 
 def over_largest(n, column, run):
-    """The mean of a run, less the largest of the others."""
-    found = means(n, column)
-    return found.pop(run) - max(found.values())
+    """A run, less the largest of the others."""
+    return n[column][run] - np.max([values for name, values in n[column].items() if name != run], 0)
 
 
 def over_lowest_in_sd(n, column, run):
@@ -166,8 +204,8 @@ def less_each(n, column, run, others):
 
 
 def extreme(n, which, column, runs):
-    """The "max" or "min" over runs and seeds."""
-    return getattr(np, which)([n[column][run] for run in runs.split()])
+    """The "max" or "min" over runs."""
+    return getattr(np, which)([n[column][run] for run in runs.split()], 0)
 
 
 # --------------------------------------------------------------------------------------------------- [1] Lazy Attention
@@ -178,9 +216,9 @@ def zeros_less_removed(n):
 
 
 def largest_lead(n):
-    """The largest mean lead of the fixed token over the first token, over its places."""
+    """The largest lead of the fixed token over the first token, over its places."""
     places = [column.removeprefix("fixed") for column in n if column.startswith("fixed")]
-    return max(np.mean(n[f"fixed{place}"]["softmax"] - n[f"first{place}"]["softmax"]) for place in places)
+    return np.max([n[f"fixed{place}"]["softmax"] - n[f"first{place}"]["softmax"] for place in places], 0)
 
 
 def states_apart(n):
@@ -330,23 +368,17 @@ def growth_of_share(n):
     return {f"{small} to {large}": shares[large] - shares[small] for small, large in pairwise(shares)}
 
 
-def change_by_better_lambda(n):
-    """The change of the loss with the lambda that lowers it most clearly, seed by seed."""
-    changes = [loss - n["loss"]["softmax"] for name, loss in n["loss"].items() if name != "softmax"]
-    return min(changes, key=lambda change: interval(change)[1])
-
-
 # -------------------------------------------------------------------------------------- [5] When Attention Sink Emerges
 
-SUM_TO_ONE = ("softmax", "v_bias", "gated", "entmax", "sparsemax", "lssar", "sigmoid_norm", "elu_norm", "linear")
+SUM_TO_ONE = "softmax v_bias gated entmax sparsemax lssar sigmoid_norm elu_norm linear diff".split()
 NORMS = ("value-norm-0", "value-norm-1", "value-norm-5", "value-norm-20")
 
 
 def share_with_sink(n, measure, rows):
-    """The share of the recipes with a sink, among those whose rows "sum to one" or need not. measure: "shares" asks for
-    3 times the uniform share of a row, "weights" for a raw weight of 0.1 as well."""
-    return np.mean([n["x uniform"][name].mean() >= 3 and (measure == "shares" or n["raw"][name].mean() >= 0.1)
-                    for name in n["raw"] if (name in SUM_TO_ONE) == (rows == "sum to one")])
+    """The share of the recipes with a sink, among those whose rows have a fixed sum ("sum to one") or need not.
+    measure: "shares" asks for 3 times the uniform share of a row, "weights" for a raw weight of 0.1 as well."""
+    return np.mean([(n["x uniform"][name] >= 3) & ((n["raw"][name] >= 0.1) | (measure == "shares"))
+                    for name in n["raw"] if (name in SUM_TO_ONE) == (rows == "sum to one")], 0)
 
 
 def by_a_sum_of_one(n):
@@ -356,6 +388,6 @@ def by_a_sum_of_one(n):
 
 
 def step_back(n):
-    """The largest step of either weight in the wrong direction, over all norms and seeds."""
+    """The largest step of either weight in the wrong direction, over all norms."""
     bias, first = (np.diff([n[column][run] for run in NORMS], axis=0) for column in ("bias", "first"))
-    return max(bias.max(), -first.min())
+    return np.maximum(bias.max(0), -first.min(0))                       # (seeds,)

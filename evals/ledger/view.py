@@ -2,6 +2,7 @@
 
 found: {claim: {where: its numbers}}, from results/claims.json; `here` is that of one claim.
 """
+import itertools
 import shlex
 import textwrap
 
@@ -18,23 +19,30 @@ from evals.ledger.claim import (
     COSTS,
     FILES,
     GRADES,
+    KINDS,
     MIXED,
     NOT_RUN,
     PAPERS,
     UNTESTABLE,
     VERDICTS,
     in_words,
-    number,
+    parts_of,
+    verdicts_of,
 )
 from evals.ledger.experiments import jobs_of
 from evals.pictures import pyplot, save_figure
 
 PAGES = "results/claims"                        # the folder of the pages
 HOW_TO_READ = f"""\
-agrees, contradicts: every seed lies beyond the bounds at which the claim holds, or fails. A bound "on average" asks
-this of the mean, and "clearly" of its whole 95 % interval: over seeds, or over windows of text where it says so.
-mixed: neither. not testable: a condition is missing, such as a sink in softmax itself.
-The bounds were written before the first run; {PAGES}/changes.md names those that were changed after it.
+agrees, contradicts: the whole 95 % interval of the mean lies beyond the bound at which the claim holds, or fails: over
+seeds by Student's t, or over windows of text. The rows of a paper are tested together (Holm), so that with a chance of
+95 % no verdict in either direction is luck. A number without an interval is compared as it is. "Contradicts" is meant
+at the scale of its evidence. mixed: neither. not testable: a condition is missing, such as a sink in softmax itself.
+The readings with the best evidence decide.
+
+The lab was first run on 20 November 2026, the first bounds were written on the evening of the 21st, and many were
+changed after numbers had been seen; {PAGES}/changes.md names the changes. * marks a verdict that came from one.
+Since 25 November all bounds are frozen, and the decided rows of the lab are run again with the seeds 40 to 49.
 
 Five surprises:
   sigmoid-norm-sink        Rows that sum to 1 need not have a sink: normalised sigmoid spreads its weight.
@@ -58,46 +66,57 @@ def table(header, rows):
 # --------------------------------------------------------------------------------------------------------- all claims
 
 
-def ledger(found, names):
-    """Counts by grade and verdict, how to read them, and one line for each of these claims."""
-    parts = [counts(found), HOW_TO_READ] if len(names) == len(CLAIMS) else []
+def ledger(found, first, names):
+    """Counts by grade and verdict, how to read them, and a line for each of these claims, by verdict. first: the
+    verdicts before the new seeds, of the claims that have new ones."""
+    verdicts = verdicts_of(found)
+    parts = [counts(verdicts), HOW_TO_READ] if len(names) == len(CLAIMS) else []
     for title, claims in PAPERS.items():
+        rows = sorted((VERDICTS.index(verdicts[name]["claim"]), name) for name in claims if name in names)
         lines = []
-        for claim in (claims[name] for name in claims if name in names):
-            here = found.get(claim.id, {})
-            grade, said = evidence(claim, here) or claim.cheapest, textwrap.shorten(claim.says, 96, placeholder=" ...")
-            lines.append(f"  {claim.verdicts(here)['']:<13} {grade:<15} {claim.id:<24} {said}")
+        for claim, verdict in ((claims[name], VERDICTS[n]) for n, name in rows):
+            grade = evidence(claim, verdicts[claim.id]) or claim.cheapest
+            again = "" if claim.id not in first else "confirmed" if first[claim.id] == verdict else "not confirmed"
+            said, star = textwrap.shorten(claim.says, 80, placeholder=" ..."), "*" * claim.moved_to(verdict)
+            lines.append(f"  {verdict + star:<13} {grade:<15} {claim.id:<24} {again:<13} {said}")
         parts += ["\n".join([title, *lines])] * bool(lines)
     return "\n\n".join(parts)
 
 
-def counts(found):
-    """How many claims have which verdict, by the grade of their evidence."""
-    judged = [(evidence(claim, found.get(name, {})), claim.verdicts(found.get(name, {}))[""])
+def counts(verdicts):
+    """How many rows have which verdict: of claims by the grade of their evidence, and of other kinds."""
+    judged = [(evidence(claim, verdicts[name]) if claim.kind == "claim" else claim.kind, verdicts[name]["claim"])
               for name, claim in CLAIMS.items()]
-    rows = {grade: [str(judged.count((grade, verdict))) for verdict in VERDICTS[:-1]] for grade in GRADES
-            if grade in dict(judged)}
-    missing = sum(grade is None for grade, _ in judged)
-    return "\n\n".join([f"{len(CLAIMS)} claims of five papers. {missing} are not run here.",
-                        table(["evidence", *VERDICTS[:-1]], [[grade, *row] for grade, row in rows.items()]),
-                        "\n".join(f"{grade}: {GRADES[grade]}" for grade in rows)])
+    rows = {name: [str(judged.count((name, verdict))) for verdict in VERDICTS[:-1]] for name in (*GRADES, *KINDS)
+            if name in dict(judged)}
+    own = [claim for claim in CLAIMS.values() if claim.kind == "claim"]
+    missing = sum(verdicts[claim.id]["claim"] == NOT_RUN for claim in own)
+    decided = [claim for claim in own if verdicts[claim.id]["claim"] in (AGREES, CONTRADICTS)]
+    moved = sum(claim.moved_to(verdicts[claim.id]["claim"]) for claim in decided)
+    return "\n\n".join([f"{len(own)} claims of five papers. {missing} are not run here. {moved} of the {len(decided)} "
+                        "decided ones owe their verdict to a bound that was changed after numbers had been seen.",
+                        table(["evidence", *VERDICTS[:-1]], [[name, *row] for name, row in rows.items()]),
+                        "\n".join(f"{name}: {(GRADES | KINDS)[name]}" for name in rows)])
 
 
-def evidence(claim, here):
+def evidence(claim, verdicts):
     """The grade of the numbers that decide a claim; None if it is not run."""
-    where = claim.decided_by(here)
-    return None if where is None else claim.readings[where].grade
+    where = claim.decided_by({where: verdict for where, verdict in verdicts.items() if where != "claim"})
+    return claim.readings[where[0]].grade if where else None
 
 
 # ---------------------------------------------------------------------------------------------------------- one claim
 
 
-def section(claim, here, words=True):
+def section(claim, here, verdicts, first=None, words=True):
     """A claim, its verdict, and what was found next to its bounds; with `words` also the paper's figures, our note and
-    the changed bounds."""
-    verdicts, grade = claim.verdicts(here), evidence(claim, here)
+    the changed bounds. verdicts: of this claim. first: the headline by the first seeds, if new ones decide."""
+    headline, grade = verdicts["claim"], evidence(claim, verdicts)
     how = f", evidence: {grade}" if grade else ""
-    parts = [f"## {claim.id}", f"**{verdicts['']}**{reason(verdicts[''])}{how}. {claim.says} ({claim.place})"]
+    star = ", by a bound that was changed after numbers had been seen" * claim.moved_to(headline)
+    kind = f"{claim.kind}: " * (claim.kind != "claim")
+    parts = [f"## {claim.id}", f"**{headline}**{reason(headline)}{how}{star}. {kind}{claim.says} ({claim.place})"
+             + f" By the first seeds: {first}." * bool(first)]
     if words:
         parts += [f"*Theirs:* {claim.theirs}"] + [f"*Note:* {claim.note}"] * bool(claim.note)
         parts += [f"*Changed {date}:* {changed} ({verdicts}). {why}".replace("->", "→")
@@ -148,7 +167,7 @@ def reason(verdict):
 def effect(quantity):
     """The mean and its 95 % interval: "0.31 [0.28, 0.35]"."""
     low, high = quantity.interval
-    return f"{quantity.values.mean():.3g}" + (f" [{low:.3g}, {high:.3g}]" if np.isfinite(low) and low < high else "")
+    return f"{quantity.mean:.3g}" + f" [{low:.3g}, {high:.3g}]" * bool(low < high)
 
 
 def mean_of(values):
@@ -190,90 +209,91 @@ def commands(claim, name, jobs):
 # ------------------------------------------------------------------------------------------------------------ the pages
 
 
-def write_pages(folder, results):
+def write_pages(folder, found, first):
     """A page and a forest plot for each paper, and the log of changed bounds."""
     folder.mkdir(parents=True, exist_ok=True)
+    verdicts = verdicts_of(found)
     for title, claims in PAPERS.items():
-        draw(folder / f"{FILES[title]}.png", results, title)
+        draw(folder / f"{FILES[title]}.png", found, title)
         parts = [f"# {title}", f"{CITED[title]}. Written by `python eval.py claims --pages={PAGES}`.",
                  f"![what was found over its bounds]({FILES[title]}.png)",
-                 "In the picture each claim is shown by the one of its quantities that is nearest to failing. Left of "
-                 "the white band the claim fails, right of it it holds. A dot is a seed, the bar is the 95 % interval. "
-                 "Other set-ups are grey."]
+                 "In the picture each claim is shown by the one of its quantities that is nearest to failing. In the "
+                 "blue part of its axis the claim holds, in the red part it fails. A dot is a seed, the bar is the "
+                 "95 % interval. Other set-ups are grey."]
         for name, claim in claims.items():
-            parts += [section(claim, results["claims"].get(name, {})),
+            parts += [section(claim, found.get(name, {}), verdicts[name], first.get(name)),
                       f"`python eval.py claims --show={name} --all` prints the numbers of each seed, and the commands."]
         with files.replacing(folder / f"{FILES[title]}.md", "w") as f:
             f.write("\n\n".join(parts) + "\n")
     rows = sorted(([f"`{claim.id}`", change.date, *change.changed.split(" -> "), change.verdicts.replace("->", "→"),
                     change.why] for claim in CLAIMS.values() for change in claim.changes), key=lambda row: row[1])
     with files.replacing(folder / "changes.md", "w") as f:
-        f.write("# The log of changed bounds\n\nAll bounds were to be fixed before the first run. These were changed "
-                "after numbers had been seen. The first complete run is commit 49b8a29.\n\n"
+        f.write("# The log of changed bounds\n\nThe lab was first run on 20 November 2026, and the first bounds were "
+                "written on the evening of the 21st. These were changed after numbers had been seen; the first "
+                "complete run is commit 49b8a29. Each verdict here is by the rules of its day: until 25 November every "
+                "seed had to lie beyond a bound, unless it said \"on average\" or \"clearly\". Since then the interval "
+                "of the mean decides all rows, and bounds are frozen (evals/ledger/frozen.json): a changed bound is a "
+                "new row beside the old one.\n\n"
                 + table(["claim", "date", "before", "after", "verdict", "why"], rows) + "\n")
 
 
 COLOURS = {AGREES: "#2c6fb3", MIXED: "#d9a21b", CONTRADICTS: "#c8402f", UNTESTABLE: "#8a8a8a", NOT_RUN: "#bbbbbb"}
 
 
-def draw(path, results, *titles):
-    """A forest plot of these papers, or of all, side by side. A line for each claim: the quantity nearest to failing,
-    as dots and an interval; below it in grey those of other set-ups."""
-    papers = {title: PAPERS[title] for title in titles or PAPERS}
-    most = max(map(len, papers.values()))
-    figure, axes = pyplot().subplots(1, len(papers), figsize=(7.5 * len(papers), 1.3 + 0.42 * most), squeeze=False)
-    for ax, (title, claims) in zip(axes[0], papers.items(), strict=True):
-        for y, (name, claim) in enumerate(claims.items()):
-            here = results["claims"].get(name, {})
-            verdicts, decided = claim.verdicts(here), claim.decided_by(here)
-            colour = COLOURS[verdicts[""]]
-            ax.text(2.13, y, verdicts[""], va="center", fontsize=8.5, color=colour)
-            for where in here:
-                places = [place for place in map(positions, verdicts[where].quantities) if place]
-                if places:
-                    seeds, low, high = min(places, key=lambda place: np.mean(place[0]))
-                    at, shade, width, size = (y, colour, 1.5, 5) if where == decided else (y + 0.3, "0.65", 1, 2.5)
-                    ax.plot(np.clip([low, high], -1, 2), [at, at], color=shade, linewidth=width, alpha=0.8)
-                    ax.plot(np.clip(seeds, -1, 2), [at] * len(seeds), "o", color=shade, markersize=size)
-        ax.axvspan(-1.1, 0, color="#c8402f", alpha=0.07, linewidth=0)
-        ax.axvspan(1, 2.1, color="#2c6fb3", alpha=0.07, linewidth=0)
-        ax.set(xlim=(-1.1, 2.1), ylim=(most - 0.4, -0.8), xticks=(0, 1))
-        ax.set_xticklabels(["fails", "holds"])
-        ax.set_yticks(range(len(claims)), claims, fontsize=9)
-        ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.tick_params(axis="y", length=0)
-        ax.set_title(title, fontsize=11, loc="left")
-    figure.tight_layout()
+def draw(path, found, *titles):
+    """A forest plot of these papers, or of all, side by side: for each claim with numbers an axis in the unit of the
+    quantity that is nearest to failing."""
+    verdicts, papers = verdicts_of(found), {}
+    for title in titles or PAPERS:
+        shown = {name: shown_of(CLAIMS[name], verdicts[name]) for name in PAPERS[title]}
+        papers[title] = {name: rows for name, rows in shown.items() if rows}
+    most = max(1, *map(len, papers.values()))
+    figure, axes = pyplot().subplots(most, len(papers), figsize=(8 * len(papers), 0.85 * most + 0.4), squeeze=False)
+    for column, (title, shown) in zip(axes.T, papers.items(), strict=True):
+        column[0].annotate(title, (0, 1), (0, 22), fontsize=11, xycoords="axes fraction", textcoords="offset points")
+        for ax, (name, rows) in itertools.zip_longest(column, shown.items(), fillvalue=(None, ())):
+            ax.set_axis_on() if rows else ax.set_axis_off()
+            if rows:
+                draw_claim(ax, name, verdicts[name]["claim"], rows)
+    height = 0.85 * most + 0.4                  # of the figure, in inches
+    figure.subplots_adjust(hspace=2.2, wspace=0.15, left=0.02, right=0.98, top=1 - 0.5 / height, bottom=0.2 / height)
     save_figure(figure, path)
 
 
-def positions(quantity):
-    """A quantity on the axis of the forest plots, on which the claim fails below 0 and holds above 1: (each seed, low
-    and high end of the interval), or None if it has no bounds. If there is one bound only, the unit is its size (1 if
-    it is 0). If that bound is a range, the unit is half its width."""
-    agrees, contradicts = (thresholds(getattr(quantity.bound, name)) for name in ("agrees", "contradicts"))
-    two_sided = quantity.bound.agrees.startswith("could be ")
-    if not agrees and not contradicts or two_sided or np.isnan(quantity.values).any():
-        return None
-    low, high = quantity.interval if np.isfinite(quantity.interval[0]) else (quantity.values.mean(),) * 2
-    values = np.array([low, high, *quantity.values])
-    in_range = len(agrees) == 2
-    if in_range:                                # how far inside the range, in units of half its width
-        values, contradicts, agrees = (np.minimum(np.subtract(x, agrees[0]), np.subtract(agrees[1], x))
-                                       / (agrees[1] - agrees[0]) * 2 for x in (values, contradicts, agrees))
-    one, zero = (bound[0] if len(bound) else None for bound in (agrees, contradicts))
-    if one is None or zero is None or one == zero:
-        at = one if one is not None else zero
-        grows = (quantity.bound.agrees or quantity.bound.contradicts).removeprefix("not ").removeprefix("clearly ")[0]
-        up = in_range or ((grows == ">") == (one is not None)) != quantity.bound.agrees.startswith("not ")
-        place = (values - at) / (abs(at) or 1) * (1 if up else -1)      # above 0 is the good side
-        place = np.where(place >= 0, 1 + place, np.maximum(1 + place, 0) if zero is None else place)
-    else:
-        place = (values - zero) / (one - zero)
-    low, high, *seeds = place
-    return seeds, min(low, high), max(low, high)
+def shown_of(claim, verdicts):
+    """The quantity nearest to failing of the reading that decides, and the same quantity of other readings."""
+    judged = {where: verdict for where, verdict in verdicts.items() if where != "claim"}
+    for where in claim.decided_by(judged):
+        side = "contradicts" if judged[where] == CONTRADICTS else "agrees"
+        able = [quantity for quantity in judged[where].quantities
+                if quantity.tested and getattr(quantity.bound, side) and np.isfinite(quantity.values).all()]
+        if able:
+            chosen = max(able, key=lambda quantity: quantity.chance(getattr(quantity.bound, side)))
+            return [chosen] + [other for name, verdict in judged.items() if name != where
+                               for other in verdict.quantities if other.name == chosen.name and other.tested]
+    return []
 
 
-def thresholds(condition):
-    """The numbers in a condition: [0.1], or of a range [0.4, 0.8]."""
-    return [number(word) for word in condition.split() if word[0].isdigit() or word[0] in "-." and len(word) > 1]
+def draw_claim(ax, name, verdict, rows):
+    """One claim: the parts of the axis where it holds and fails, its seeds and interval, and in grey other set-ups."""
+    ends = [x for row in rows for x in (*row.values, *row.interval)]
+    ends += [bound for part in ("agrees", "contradicts") if (condition := getattr(rows[0].bound, part))
+             for _, bound in parts_of(condition)]
+    low, high = min(ends), max(ends)
+    margin = 0.06 * (high - low) or 1.0
+    low, high = low - margin, high + margin
+    for part, colour in (("agrees", COLOURS[AGREES]), ("contradicts", COLOURS[CONTRADICTS])):
+        if condition := getattr(rows[0].bound, part):
+            span = [low, high]
+            for sign, bound in parts_of(condition):
+                span = [max(span[0], bound), span[1]] if sign[0] == ">" else [span[0], min(span[1], bound)]
+            ax.axvspan(*span, color=colour, alpha=0.1, linewidth=0)
+    for y, row in enumerate(rows):
+        colour = "0.6" if y else COLOURS[verdict]
+        ax.plot(row.interval, [-y, -y], color=colour, linewidth=2)
+        ax.plot(row.values, [-y] * len(row.values), "o", color=colour, markersize=3 if y else 5, alpha=0.8)
+    ax.set(xlim=(low, high), ylim=(0.8 - 1.6 * max(1, len(rows) / 1.6), 0.8), yticks=[])
+    ax.set_title(f"{name}: {verdict}", fontsize=8.5, loc="left", color=COLOURS[verdict], pad=2)
+    ax.set_title(textwrap.shorten(rows[0].name, 75, placeholder=" ..."), fontsize=7.5, loc="right", pad=2)
+    ax.tick_params(labelsize=7, length=2)
+    ax.spines[["top", "right", "left"]].set_visible(False)
