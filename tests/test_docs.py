@@ -160,6 +160,12 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
         run(tmp_path / command[0], *command[1:], "--out_dir=out/own", cwd=tmp_path)
 
 
+def test_the_gradients_of_chapter_2_are_those_of_autograd(capsys):
+    block, = re.findall(r"```python\n([^`]*autograd.*?)```", PAGES["docs/2-spending-less.md"], re.S)
+    exec(block, {})
+    assert capsys.readouterr().out == "True True\n"
+
+
 def test_variants_has_a_row_for_every_recipe():
     names = re.findall(r"^\| `(\w+)` \|", PAGES["docs/variants.md"], re.M)
     assert sorted(names) == sorted(attention.ATTENTIONS)
