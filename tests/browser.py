@@ -54,6 +54,12 @@ class Browser:
         """Move the pointer to a place of an element, counted in pixels from its middle."""
         self.actions.move_to_element_with_offset(self.find(selector), round(x), round(y)).perform()
 
+    def drag(self, selector, start, end):
+        """Press the pointer at one place of an element and release it at another, both as in `point`."""
+        element = self.find(selector)
+        self.actions.move_to_element_with_offset(element, *start).click_and_hold()
+        self.actions.move_to_element_with_offset(element, *end).release().perform()
+
     def press(self, *keys):
         """Press keys one after another: a letter, a name of `keys`, or "shift+up"."""
         for key in keys:

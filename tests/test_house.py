@@ -58,7 +58,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 
 # lines of code that each room may have: 19,480 together, without the tests. A change that needs more says so here
 CEILINGS = {"": 3155, "axes": 1062, "mixers": 2340, "training": 580, "common": 1120, "data": 1540, "pretrained": 830,
-            "evals": 8880, "tests": 9066}
+            "evals": 9050, "tests": 9133}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
