@@ -12,6 +12,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from axes.sight import visible
 from common.flags import Knobs, knob
 from evals.ablate import costs, output_zeroed
 from evals.instrument import table, watch, whole_numbers
@@ -122,9 +123,9 @@ def maps_of(run, ids, args):
     keys)}], where keys is T, or 1 + T with an extra key's column first. The kinds are "weights", or with --views
     "view a", "view b" and "difference" (a - lambda b), and with --html "hidden", the weights if only the first row sees
     the first key. Also returns what else the page shows, which is empty without --html: the recipe, measures
-    (layers, heads) of IN_GRID and with --cost the costs, norms of values (layers, heads, T), and norms of the hidden
-    states (layers + 1, T) that enter a layer, and after the last."""
-    kinds, probes, value_norms, stream = [], [], [], []
+    (layers, heads) of IN_GRID and with --cost the costs, hidden_measures, which are those of "hidden", norms of values
+    (layers, heads, T), and norms of the hidden states (layers + 1, T) that enter a layer, and after the last."""
+    kinds, probes, value_norms, stream = [], {"weights": [], "hidden": []}, [], []
     model, rows = run.model, as_ids(ids, run.machine)
 
     def see(layer, module, q, k, v, x, table):
@@ -134,8 +135,8 @@ def maps_of(run, ids, args):
             found = {"view a": a, "view b": b, "difference": found["weights"]}
         if args.html:
             found["hidden"] = module.weights_of(q, k, x, table, module.sight._replace(hidden=module.ahead))
-            probes.append(Probe())
-            probes[-1].see(module, q, k, v, x, table)
+            for kind in probes:
+                probes[kind].append(probe_of(module, found[kind], kind == "hidden"))
             norms = v[0].float().norm(dim=-1)                           # (Hv, T)
             value_norms.append(norms.repeat_interleave(module.heads // len(norms), 0).tolist())
         kinds.append({kind: w[0].float().cpu() for kind, w in found.items()})
@@ -144,12 +145,12 @@ def maps_of(run, ids, args):
         watch(model, see, rows, run.machine)
     if not args.html:
         return kinds, {}
-    results = [probe.numbers() for probe in probes]
-    measures = {name: [result[name] for result in results] for name in IN_GRID}
+    measures, hidden = ({name: [result[name] for result in map(Probe.numbers, layers)] for name in IN_GRID}
+                        for layers in probes.values())
     measures = {name: layers for name, layers in measures.items()       # the last two are 0 in most recipes
                 if name not in ("extra", "negative") or any(map(any, layers))}
     if args.cost:                               # of each head
-        L, H = len(probes), model.transformer.h[0].attn.heads
+        L, H = len(stream) - 1, model.transformer.h[0].attn.heads
         alone = [("", "", 1, [output_zeroed(head.view(L, H))]) for head in torch.eye(L * H, dtype=torch.bool)]
         found = [round(line["loss_change"], 6) for line in costs(alone, model, rows, run.machine, 1)["changes"]]
         measures["cost"] = [found[i:i + H] for i in range(0, L * H, H)]
@@ -157,7 +158,19 @@ def maps_of(run, ids, args):
     about = f"--attn={attn}" + ("" if run.has_weights else
                                 ": derivatives of outputs by values, since this recipe has no attention weights")
     about += f"; the model was trained with {trained}" if attn != trained else ""
-    return kinds, {"about": about, "measures": measures, "value_norms": value_norms, "stream": stream}
+    return kinds, {"about": about, "measures": measures, "hidden_measures": hidden, "value_norms": value_norms,
+                   "stream": stream}
+
+
+def probe_of(module, w, hides):
+    """A Probe that has seen the weights w (1, heads, ahead + T, .) of a layer. hides: do later rows not see the first
+    key? Then it is not among the keys that they may attend to."""
+    probe, i = Probe(), torch.arange(w.shape[2] - module.ahead, device=w.device)
+    probe.see_rows(module, i, w[:, :, module.ahead:], torch.ones(1, 1, len(i), device=w.device))
+    if hides:
+        gone = visible(i[1:], 0, module.sight).sum().item()
+        probe.sums["pairs"], probe.sums["sparsity"] = (probe.sums[name] - gone for name in ("pairs", "sparsity"))
+    return probe
 
 
 def in_words(numbers):
@@ -198,7 +211,8 @@ def page(path, found):
                      "meanings": {name: MEASURES.get(name, COST) for name in numbers["measures"]},
                      "packed": {name: packed(values, LEVELS[name]) for name, values in parts.items()},
                      "stream": [[float(f"{norm:.4g}") for norm in norms] for norms in numbers["stream"]],
-                     **{name: numbers[name] for name in ("about", "queries", "keys", "first", "measures")}})
+                     **{name: numbers[name] for name in (
+                         "about", "queries", "keys", "first", "measures", "hidden_measures")}})
     save_page(path, {"levels": LEVELS, "runs": tabs})
 
 

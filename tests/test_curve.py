@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from bounds import close
-from conftest import by_default
+from conftest import ROOT, by_default
 
 import attention
 import eval as eval_script
@@ -136,6 +136,14 @@ def test_sums_are_on_one_axis_and_a_drag_selects_no_text(width, page, browser):
     browser.drag("#scores", (-100, -10), (100, 30))
     assert min(browser.run("return state.scores")) < -2 and browser.run("return String(getSelection())") == ""
     assert browser.text("#said").startswith("Score of key") and browser.errors() == []
+
+
+@pytest.mark.parametrize("name", ("rules", "sinks"))
+def test_the_page_in_docs_is_the_present_one_and_its_links_lead_somewhere(name):
+    template, text = ((ROOT / path).read_text(encoding="utf-8") for path in ("evals/page.html", f"docs/{name}.html"))
+    before, after = template.split("DATA", 1)
+    assert text.startswith(before) and text.endswith(after) and '"docs":"."' in text
+    assert all((ROOT / "docs" / link).exists() for link in re.findall(r'data-page="(.*?)"', text))
 
 
 @pytest.mark.parametrize("text, drawn", [

@@ -82,9 +82,11 @@ def test_rows_have_the_weights_of_json_in_every_tab(page, browser):
     path, runs = page
     browser.open(path)
     assert browser.run("return page.runs[0].queries.join('')") == SENTENCE.replace(" ", "␣")
-    for name, values in runs[0]["measures"].items():                    # every head's measure, in a grid
-        browser.run("set({ measure: arguments[0] })", name)
-        assert [float(cell.split()[-1]) for cell in browser.names("gridcell")] == near(sum(values, []))
+    for name, seen in runs[0]["measures"].items():                      # every head's measure, in a grid
+        for hide, values in enumerate((seen, runs[0]["hidden_measures"].get(name, seen))):
+            browser.run("set({ measure: arguments[0], hide: arguments[1] })", name, hide)
+            assert [float(cell.split()[-1]) for cell in browser.names("gridcell")] == near(sum(values, []))
+            assert name == "cost" or not hide or browser.text("#meaning").endswith("with the first key hidden")
     tabs = [name.split("--attn=")[1] for name in browser.names("tab")]
     assert tabs == ["softmax", "softmax1", "elastic"]
     for number, run in enumerate(runs):
@@ -109,6 +111,11 @@ def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
             assert (hidden[1:, first] == 0).all() and (hidden[0] == w[0]).all()
             w[1:, first] = 0
             close(hidden, w / w.sum(1, keepdim=True), dtype=torch.float32)
+            measured = {name: layers[found["layer"]][found["head"]] for name, layers in run["hidden_measures"].items()}
+            T, entropies = len(hidden), [summary(row.numpy(), first)[1] for row in hidden]
+            assert measured["sparsity"] == 0
+            assert measured["sink"] == pytest.approx(hidden[0, first].item() / T, abs=1e-5)
+            assert measured["entropy"] == pytest.approx(sum(entropies) / T, abs=1e-5)
 
 
 def test_keys_and_pointer_choose_heads_and_rows(page, browser):
@@ -124,6 +131,17 @@ def test_keys_and_pointer_choose_heads_and_rows(page, browser):
     browser.point("#map :nth-child(8) > :nth-child(4)")                 # below and right of the labels: row 6, key 2
     assert float(browser.text("#at").split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=NEAR)
     assert browser.errors() == []
+
+
+@pytest.mark.parametrize("width", (420, 800, 1400))
+def test_cells_can_be_hit_and_norms_are_beside_the_map_on_a_wide_screen(width, page, browser):
+    browser.open(page[0], width=width, height=800)
+    sizes = browser.run("return [...document.querySelectorAll('[role=gridcell]')].flatMap(cell => ["
+                        "cell.offsetWidth, cell.offsetHeight])")
+    assert min(sizes) >= 24 and browser.run("return document.documentElement.scrollWidth") == width
+    map_end, norms = browser.run("return ['map', 'stream'].map(id => document.getElementById(id)).map("
+                                 "(part, i) => part.getBoundingClientRect()[i ? 'top' : 'bottom'])")
+    assert (norms < map_end) == (width == 1400) and browser.errors() == []
 
 
 def test_only_an_exact_zero_is_packed_as_zero():
