@@ -703,7 +703,7 @@ class Attention(Layer):
     def attend(self, q, k, v, x, table=None, sight=None):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
 
-        table: the relative positions, a Distance or a bare (H, W) table, or None. sight: replaces the layer's own."""
+        table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the layer's own."""
         sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
         q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (R,)
         mix = self.mix_of(x)                    # lambda of a second view, or None

@@ -26,7 +26,7 @@ Legend                                              shapes in comments
   z         summed for the statistic, besides w     U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
   u         the weights that U sums                 delta     delta_i = do_i . U_i - dr_i, the backward's row constant
   mix       lambda_i of the second view             .b        suffix: of the second view (qb, wb, ..)
-  power     the rule's power, a constant            rule, c   Kernel and Sizes, compile-time constants
+  power     the rule's power, a constant            rule, c   Kernel and TileSizes, compile-time constants
 """
 
 import os
@@ -252,7 +252,7 @@ def logistic(s):
 # A tensor (B, heads, T, width) or (B, heads, T) as one argument of a kernel: a pointer and the strides of its batches,
 # heads and rows. The stride along the width is 1
 Matrix = namedtuple("Matrix", "at batch head row")
-Sizes = namedtuple("Sizes", "D DP E EP BM BN")
+TileSizes = namedtuple("TileSizes", "D DP E EP BM BN")
 
 
 class Inputs(NamedTuple):
@@ -262,7 +262,7 @@ class Inputs(NamedTuple):
     v: Any                      # (B, Hv, T, E): GV heads of the output share one value head
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
-    far: Any                    # (H, 2) float32, or None: tail and slope, see scores()
+    far: Any                    # (H, 2) float32, or None: tail and slope, see tile_scores()
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
     sets: Any                   # (B, T) int64, or None: bit masks. A row does not see a key that shares a bit
     H: int
@@ -318,7 +318,7 @@ def key_tiles(i, inputs, c: tl.constexpr):
         lo = tl.maximum(lo, kept)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
-    # full tiles end where the distance table or the diagonal begins. With sets, no tile is full
+    # b: the first tile that needs the table or the causal mask. With sets, no tile is full
     b = a if inputs.sets is not None else tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN
     return kept, lo, a, tl.maximum(a, b), hi
 
@@ -340,12 +340,12 @@ def row_tiles(j, inputs, c: tl.constexpr):
 
 
 @jit
-def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
+def walk(state, step: tl.constexpr, my_side, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
          size: tl.constexpr):
     """state = step(state, ..) for every visible tile: first the many full ones, then the few masked ones.
 
-    held: what step needs in every tile, the program's own rows or keys. visits: a list of live tiles (see in_order), or
-    None. With a list, only its tiles are visited, and the five bounds become indices into it."""
+    my_side: what step needs in every tile, the program's own rows or keys. visits: a list of live tiles (see in_order),
+    or None. With a list, only its tiles are visited, and the five bounds become indices into it."""
     kept, lo, a, b, hi = tiles
     if visits is not None:
         kept, lo, a = place_of(visits, kept, size), place_of(visits, lo, size), place_of(visits, a, size)
@@ -353,12 +353,12 @@ def walk(state, step: tl.constexpr, held, tiles, visits, inputs, head, rule: tl.
         numbers = visits + tl.cdiv(inputs.T, size) + 1                          # of the live tiles
     for place in tl.range(a, b, size):
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
-        state = step(state, held, start, inputs, head, rule, c, False)
+        state = step(state, my_side, start, inputs, head, rule, c, False)
     for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):       # pipelining these costs registers
         place = tl.where(n < kept, n, n - kept + lo)                            # the three ranges, end to end
         place = tl.where(place < a, place, place - a + b)
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
-        state = step(state, held, start, inputs, head, rule, c, True)
+        state = step(state, my_side, start, inputs, head, rule, c, True)
     return state
 
 
@@ -422,7 +422,7 @@ def save(at, value, stride, i, T, D: tl.constexpr, DP: tl.constexpr):
 
 
 @jit
-def row_input(inputs, head, i, SIZE: tl.constexpr):
+def load_t(inputs, head, i, SIZE: tl.constexpr):
     """t of rows i. Rows beyond T repeat the last one: with t = 0 a rule might give NaN."""
     t = tl.zeros((SIZE,), tl.float32)
     if inputs.t is not None:
@@ -431,7 +431,7 @@ def row_input(inputs, head, i, SIZE: tl.constexpr):
 
 
 @jit
-def mix_of(inputs, head, i):
+def load_mix(inputs, head, i):
     """lambda of rows i: the second view is subtracted, times this."""
     return tl.load(begin(inputs.mix, head.batch, head.out) + tl.minimum(i, inputs.T - 1) * inputs.mix.row)     # (rows,)
 
@@ -443,12 +443,12 @@ def my_rows(inputs, c: tl.constexpr):
     number, start, head = my_tile(inputs, c.BM, True)                           # longest rows first: balances the load
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
-    t = row_input(inputs, head, i, c.BM)                                        # (BM,)
+    t = load_t(inputs, head, i, c.BM)                                           # (BM,)
     second = 0
     if inputs.mix is not None:
         headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
         qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)          # (BM, DP)
-        second = (headb, qb, row_input(inputs, headb, i, c.BM), mix_of(inputs, head, i))
+        second = (headb, qb, load_t(inputs, headb, i, c.BM), load_mix(inputs, head, i))
     return number, key_tiles(start, inputs, c), head, i, q, t, second
 
 
@@ -470,7 +470,7 @@ def times(a, b):
 
 
 @jit
-def scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
+def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """Scores (BM, BN) in the rule's unit, the same lifted, as weigh takes them, and their mask. i and t are columns
     (BM, 1), j a row (1, BN).
 
@@ -503,27 +503,27 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
     """w, z, u and r of one tile, and the factor on earlier sums. RUNNING: r is the maximum so far, which may rise."""
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
-    _, s, seen = scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, NEAR)
-    fade = 1.
+    _, s, seen = tile_scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, NEAR)
+    rescale = 1.
     if RUNNING:
         top = tl.maximum(r, tl.max(tl.where(seen, s, float("-inf")) if NEAR else s, 1))
-        fade = tl.exp2(r - top)
+        rescale = tl.exp2(r - top)
         r = top
     w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
     if NEAR:                                    # the mask acts on weights, never on scores: these stay finite
         w = tl.where(seen, w, 0.)
         z = tl.where(seen, z, 0.)
         u = tl.where(seen, u, 0.)
-    return w, z, u, r, fade
+    return w, z, u, r, rescale
 
 
 @jit
-def add_to_sums(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_sums(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of a pass for the statistic alone: at a fixed r or, if that is None, at the maximum so far."""
     r, sum_w, sum_z = state
-    i, q, t, fixed = held
-    w, z, _, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, fixed is None)
-    return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1)
+    i, q, t, fixed = my_side
+    w, z, _, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, fixed is None)
+    return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1)
 
 
 @jit
@@ -531,8 +531,8 @@ def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexp
     """The row statistic of a rule with passes > 0, before the output pass: r after the first pass, and after steps of
     Newton's method, each of which takes the sums at a fixed r."""
     zero = tl.zeros((c.BM,), tl.float32)
-    held = (i, q, t, None)
-    r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, held, keys, None, inputs, head, rule, c, c.BN)
+    my_side = (i, q, t, None)
+    r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, my_side, keys, None, inputs, head, rule, c, c.BN)
     r = rule.settle(r, t, rule.power, sum_w, sum_z, True)
     if rule.passes > 1:
         left = rule.passes - 1
@@ -546,11 +546,11 @@ def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexp
 
 
 @jit
-def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_output(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
-    i, q, t, second, alive = held
-    w, z, u, r, fade = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, rule.online)
+    i, q, t, second, alive = my_side
+    w, z, u, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, rule.online)
     largest = w
     if inputs.mix is not None:
         headb, qb, tb, mix = second
@@ -561,20 +561,20 @@ def add_to_output(state, held, start, inputs, head, rule: tl.constexpr, c: tl.co
         largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.), 0)
         tl.store(alive + start // c.BN, (largest > 0).to(tl.int8))
     if rule.online:
-        o *= fade[:, None]                                                      # rescale to the larger maximum
+        o *= rescale[:, None]                                                   # rescale to the larger maximum
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")                     # (BM, EP)
     if rule.save_u:
         U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")                 # (BM, EP)
-    return r, sum_w * fade + tl.sum(w, 1), sum_z * fade + tl.sum(z, 1), o, U
+    return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1), o, U
 
 
 @jit
 def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
     number, keys, head, i, q, t, second = my_rows(inputs, c)
-    held = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))          # of (B, H, row tiles, key tiles)
+    my_side = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))       # of (B, H, row tiles, key tiles)
 
     # the statistic, where the output needs it; then the output
     r = tl.full((c.BM,), rule.floor, tl.float32)
@@ -583,7 +583,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     zero = tl.zeros((c.BM,), tl.float32)
     empty = tl.zeros((c.BM, c.EP), tl.float32)
     state = (r, zero, zero, empty, empty)       # the compiler removes the sums and U where a rule does not use them
-    top, sum_w, sum_z, o, u = walk(state, add_to_output, held, keys, None, inputs, head, rule, c, c.BN)
+    top, sum_w, sum_z, o, u = walk(state, add_to_output, my_side, keys, None, inputs, head, rule, c, c.BN)
     if rule.settle is not None and not rule.passes:                             # statistic and output in one pass
         r = rule.settle(top, t, rule.power, sum_w, sum_z, True)
     if rule.online:
@@ -603,7 +603,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
 # ------------------------------------------------------------------------------------------------------------- backward
 
 @jit
-def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
+def load_row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
     """r in the rule's unit, t and delta of rows i (dr, if DR is passed as Delta). Rows beyond T repeat the last one, so
     that every rule stays finite."""
     r = tl.zeros((SIZE,), tl.float32)
@@ -613,13 +613,13 @@ def row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexp
         delta = tl.load(Delta + at)                                             # (SIZE,)
         if not rule.plain_sum:
             r = tl.load(R + at) * rule.unit                                     # (SIZE,)
-    return r, row_input(inputs, head, i, SIZE), delta
+    return r, load_t(inputs, head, i, SIZE), delta
 
 
 @jit
 def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Weights, ds and the summands of dt of one tile, which may be transposed as in scores()."""
-    s, lifted, seen = scores(q, k, i, j, t, inputs, head, rule, NEAR)
+    """Weights, ds and the summands of dt of one tile, which may be transposed as in tile_scores()."""
+    s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, NEAR)
     w, _, _ = rule.weigh(lifted, r, t, rule.power)
     ds, dt = rule.slope(s, r, t, rule.power, g, delta)
     if NEAR:
@@ -630,14 +630,14 @@ def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: t
 
 
 @jit
-def add_to_delta(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
-    """One tile of the sums of w and of w (g - delta). Their ratio, less dr, is added to a first delta = do . o - dr.
+def add_to_delta(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+    """Add one tile to the sums of w and of w (g - delta), which correct a first delta = do . o - dr for rounding.
 
-    That first delta is inexact, because r and o are rounded. Where one weight of a row dominates, g - delta of its key
-    should be nearly 0, and slope divides it by a small number. Adding the mean of g - delta, under the weights as they
-    are computed here, makes the rounding cancel: do . o becomes the mean of g. The first -dr cancels as well."""
+    If one weight dominates a row, g - delta of its key is almost 0. The rounding of r and o is then large relative to
+    it, and slope amplifies it. So backward_rows adds the mean of g - delta, taken with the weights of this pass: it
+    replaces do . o by the mean of g, and cancels the first -dr, which is then subtracted again."""
     sum_w, sum_wg = state
-    i, q, do, r, t, delta, _ = held
+    i, q, do, r, t, delta, _ = my_side
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]                                 # (BM, BN)
@@ -661,10 +661,10 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
 
 
 @jit
-def add_to_rows(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_rows(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """Add one tile of keys to the gradients of a tile of rows. k is loaded after v is used, to save registers."""
     grads, gradsb, dmix = state
-    i, q, do, r, t, delta, second = held
+    i, q, do, r, t, delta, second = my_side
     j = start + tl.arange(0, c.BN)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
     g = times(do, tl.trans(v))                                                  # (BM, BN)
@@ -696,7 +696,7 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
     """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the next kernels."""
     number, keys, head, i, q, _, second = my_rows(inputs, c)
     do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                          # (BM, EP)
-    r, t, dr = row_vectors(inputs, head, R, DR, i, rule, c.BM)                  # (BM,) each
+    r, t, dr = load_row_vectors(inputs, head, R, DR, i, rule, c.BM)             # (BM,) each
     visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BN) + 1) if rule.skip else None
     zero = tl.zeros((c.BM,), tl.float32)
 
@@ -706,16 +706,16 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
         u = load(begin(U, head.batch, head.out), U.row, i, inputs.T, c.E, c.EP, True)                         # (BM, EP)
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if rule.sum_delta:
-        held = (i, q, do, r, t, delta, second)
-        sum_w, sum_wg = walk((zero, zero), add_to_delta, held, keys, visits, inputs, head, rule, c, c.BN)
+        my_side = (i, q, do, r, t, delta, second)
+        sum_w, sum_wg = walk((zero, zero), add_to_delta, my_side, keys, visits, inputs, head, rule, c, c.BN)
         delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr                         # sum_w of an empty row is 0
     if rule.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
     # the gradients
-    held = (i, q, do, r, t, delta, second)
+    my_side = (i, q, do, r, t, delta, second)
     none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
-    state = walk((none, none, zero), add_to_rows, held, keys, visits, inputs, head, rule, c, c.BN)
+    state = walk((none, none, zero), add_to_rows, my_side, keys, visits, inputs, head, rule, c, c.BN)
     grads, gradsb, dmix = state
     save_rows(grads, inputs, head, DQ, DT, DFar, i, c)
     if inputs.mix is not None:
@@ -724,18 +724,18 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
 
 
 @jit
-def add_to_keys(state, held, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_keys(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
     """Add one tile of rows to the gradients of a tile of keys. Tiles are transposed: (keys, rows)."""
     dk, dv, dkb = state
-    j, k, v, DO, do_row, R, Delta, second = held
+    j, k, v, DO, do_row, R, Delta, second = my_side
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)                # (BM, DP)
     do = load(DO, do_row, i, inputs.T, c.E, c.EP, NEAR)                         # (BM, EP)
     g = times(v, tl.trans(do))                                                  # (BN, BM)
-    r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)            # (BM,) each
+    r, t, delta = load_row_vectors(inputs, head, R, Delta, i, rule, c.BM)       # (BM,) each
     if inputs.mix is not None:
         headb, kb = second
-        mix, tb = mix_of(inputs, head, i)[None, :], row_input(inputs, headb, i, c.BM)                       # (BM,) each
+        mix, tb = load_mix(inputs, head, i)[None, :], load_t(inputs, headb, i, c.BM)                        # (BM,) each
         qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)          # (BM, DP)
     if NEAR:
         i = tl.where(i < inputs.T, i, -1)                                       # rows beyond T see no key
@@ -761,14 +761,14 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: t
     if inputs.mix is not None:
         headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
         second = (headb, load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, True))                           # (BN, DP)
-    held = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
+    my_side = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
 
     # the gradients
     rows = row_tiles(start, inputs, c)
     visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
     dk = tl.zeros((c.BN, c.DP), tl.float32)
     state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk)
-    dk, dv, dkb = walk(state, add_to_keys, held, rows, visits, inputs, head, rule, c, c.BM)
+    dk, dv, dkb = walk(state, add_to_keys, my_side, rows, visits, inputs, head, rule, c, c.BM)
     save(begin(DK, head.batch, head.number), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
     save(begin(DV, head.batch, head.out), dv, DV.row, j, inputs.T, c.E, c.EP)
     if inputs.mix is not None:
@@ -790,10 +790,10 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
         do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                      # (BM, EP)
         g = times(do, tl.trans(v))                                              # (BM, BN)
         if inputs.mix is not None:                                              # -mix for the second view
-            g *= tl.where(head.number % 2 == 0, 1., -mix_of(inputs, head, i))[:, None]
+            g *= tl.where(head.number % 2 == 0, 1., -load_mix(inputs, head, i))[:, None]
         q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)            # (BM, DP)
         k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)            # (BM, DP)
-        r, t, delta = row_vectors(inputs, head, R, Delta, i, rule, c.BM)        # (BM,) each
+        r, t, delta = load_row_vectors(inputs, head, R, Delta, i, rule, c.BM)   # (BM,) each
         i = tl.where(i < inputs.T, i, -1)                                       # rows beyond T see no key
         r, t, delta = r[:, None], t[:, None], delta[:, None]
         _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, True)
@@ -865,7 +865,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     call = rule, q, k, v, t, table, far, mix, sets, float(scale), window, first
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
-    rule = named(rule)
+    rule = kernel_named(rule)
     if not rule.settle:
         return o, None
     return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
@@ -876,11 +876,11 @@ def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
     what does not broadcast.)"""
     yield from problems_anywhere(q, k, v)
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
-    about = KERNELS[rule]
+    kernel = KERNELS[rule]
     yield row_sum and rule + "_sum" not in KERNELS, f"{rule} has no row sum to return: leave out row_sum"
-    yield t is not None and not about.takes_t, f"{rule} reads no row input: leave out t"
-    yield power is not None and not (about.takes_power and power >= 1), f"{rule} takes no power {power}: leave it out"
-    yield mix is not None and (row_sum or about.settle is not None), (
+    yield t is not None and not kernel.takes_t, f"{rule} reads no row input: leave out t"
+    yield power is not None and not (kernel.takes_power and power >= 1), f"{rule} takes no power {power}: leave it out"
+    yield mix is not None and (row_sum or kernel.settle is not None), (
         f"mix is for rules without a row statistic: call {rule} once per view and subtract the outputs")
     a, b, c = shapes = [tuple(part.shape) for part in (q, k, v)]
     views = 1 if mix is None else 2
@@ -922,7 +922,7 @@ def along_rows(part, *shape):
     return part if part.stride(2) < 2 else part.contiguous()
 
 
-def named(rule):
+def kernel_named(rule):
     """The Kernel of "softmax", or of "tra:3.0" with a power. Operators accept a string, but no Kernel."""
     name, _, power = rule.partition(":")
     return KERNELS[name]._replace(power=float(power)) if power else KERNELS[name]
@@ -938,7 +938,7 @@ def unpacked(args):
     """The arguments as a Call, and its Kernel, which without gradients saves neither U nor the map of live tiles."""
     *call, learn, skip = args
     call = Call(*call)
-    rule = named(call.rule)
+    rule = kernel_named(call.rule)
     return call, rule._replace(save_u=rule.save_u and learn, skip=rule.skip and learn and skip)
 
 
@@ -982,7 +982,7 @@ def matrix(tensor, name="a gradient"):
 
 def kernel_inputs(call):
     """The Inputs of the kernels. Tables are multiplied by the rule's unit here, once, instead of at every score."""
-    unit, (_, H, T, _) = named(call.rule).unit, call.q.shape
+    unit, (_, H, T, _) = kernel_named(call.rule).unit, call.q.shape
     q, k, v = (matrix(part, name) for part, name in ((call.q, "q"), (call.k, "k"), (call.v, "v")))
     t, mix = (None if part is None else matrix(part) for part in (call.t, call.mix))
     table, far = (None if part is None else (part * unit).contiguous() for part in (call.table, call.far))
@@ -997,9 +997,9 @@ def launch(kernel, rule, call, args, diagonals=None):
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
     D, E = call.q.shape[3], call.v.shape[3]
-    sizes = Sizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
+    tile_sizes = TileSizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
     with torch.cuda.device_of(call.q):
-        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, sizes), warps, stages)
+        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, tile_sizes), warps, stages)
 
 
 def launch_with(kernel, grid, args, warps, stages):
@@ -1057,7 +1057,7 @@ def allocate_backward(*args):
     dmix = q.new_empty((0,) if call.mix is None else (B, H // 2, T), dtype=torch.float32)
     shape = (0,)
     if learn_table:
-        n, *_ = tile_config("backward_table", named(call.rule), call)
+        n, *_ = tile_config("backward_table", kernel_named(call.rule), call)
         shape = (B, H, diagonals_in_sight(call, n), n, n)
     return dq, dk, dv, dt, dfar, dmix, q.new_empty(shape, dtype=torch.float32)
 
@@ -1095,7 +1095,7 @@ def resized(alive, axis, T, a, b):
 
 # ---- autograd
 
-def remember(ctx, inputs, output):
+def save_for_backward(ctx, inputs, output):
     call, rule = unpacked(inputs)
     o, r, u, alive = output
     ctx.rule, ctx.numbers = call.rule, call[9:]
@@ -1132,12 +1132,12 @@ def by_distance(tiles, W):
     return F.pad(table, (0, W - table.shape[1]))
 
 
-def refuse(ctx, *grads):
+def refuse_second_derivative(ctx, *grads):
     raise RuntimeError("the attention kernels can be differentiated once: use --kernel=torch for second derivatives")
 
 
-run_forward.register_autograd(differentiate, setup_context=remember)
-run_backward.register_autograd(refuse)
+run_forward.register_autograd(differentiate, setup_context=save_for_backward)
+run_backward.register_autograd(refuse_second_derivative)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles

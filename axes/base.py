@@ -28,8 +28,8 @@ def unchanged(layer, x, *_):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of an axis. Of the functions below it has those of its own axis. A rule, and an axis of another mixer
-    than attention, adds fields of its own."""
+    """One value of an axis. Of the functions below it has those of its own axis. The rules, and axes of a mixer that
+    have several functions, add fields of their own."""
     learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
@@ -44,7 +44,7 @@ class Choice:
     mapped: Callable = unchanged                # layer, x -> x: queries or keys, after their norm
     # scale
     factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1
-    bare: bool = False                          # the score is not divided by sqrt(d)
+    unscaled: bool = False                      # the score is not divided by sqrt(d)
     # normalize
     divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> the row's divisor; None: 1
     needs_sum: bool = False                     # the divisor depends on r
@@ -61,6 +61,11 @@ class Choice:
     corrected: Callable = unchanged             # layer, o -> o
     gated: Callable = unchanged                 # layer, o, x -> o
     before_norm: bool = False                   # the gate comes before the norm of the output
+    # forget, write and conv of mixers/recurrent.py; affinity of mixers/focus.py. x (B, T, C): the layer's input
+    log_forget: Callable | None = None          # layer, x -> log forget (B, H, T, 1 or D); None: 0
+    write_factor: Callable | None = None        # layer, x -> write, the factor on v, (B, H, T, 1); None: 1
+    convolved: Callable | None = None           # layer, all of q, k and v (B, 3 + T, ..) -> the same (B, T, ..)
+    gated_score: Callable | None = None         # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
 
 
 def only(values, *names):

@@ -3,7 +3,8 @@
 RoPE rotates queries and keys before the score. Relative positions add a bias to the score that depends on the distance
 i - j. Absolute positions are embeddings, which model.py adds to the tokens.
 
-Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, W width of a table.
+Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, P pairs of channels
+that RoPE rotates, W width of a table.
 """
 import math
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Distance(NamedTuple):
 
 
 def as_distance(table):
-    """A Distance from a Distance, a bare (H, W) table, or None."""
+    """A Distance from a Distance, an (H, W) table, or None."""
     return Distance(table) if isinstance(table, torch.Tensor) else table
 
 
@@ -119,9 +120,8 @@ def parse_rope_scaling(text):
 
 
 def rope_frequencies(config, width, device):
-    """Radians per position of each pair of channels, (R // 2,): base^(-2c / R), scaled as rope_scaling says. R: how
-    many of a head's `width` channels rotate, all by default. An odd R leaves its last channel without a partner; the
-    exponent is then -2c / (R - 1).
+    """Radians per position of each of P pairs of channels, (P,): base^(-c / P) for pair c, scaled as rope_scaling says.
+    --rope_share of a head's `width` channels are paired, by default all. An odd last channel has no partner.
 
     Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023; yarn, Peng et al. 2309.00071, section
     3.2 (and 3.1 on ntk), and GPT-OSS.
@@ -164,13 +164,13 @@ def rope_score_factor(config):
 
 
 def rotate(x, frequency, positions):
-    """RoPE: rotate the channels (x_c, x_{c + R/2}) of x (B, H, T, D) by the angle position * frequency_c.
+    """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position * frequency_c.
 
-    positions (T,), frequency (R // 2,): the first R channels rotate, usually all D. They are paired half by half, as in
-    GPT-NeoX and LLaMA. An odd last channel stays as it is. Source: Su et al. 2021."""
-    half, angle = len(frequency), positions[:, None].float() * frequency                # (T, R // 2)
+    positions (T,), frequency (P,): the first 2 P channels rotate, usually all D. They are paired half by half, as in
+    GPT-NeoX and LLaMA. The other channels stay as they are. Source: Su et al. 2021."""
+    pairs, angle = len(frequency), positions[:, None].float() * frequency               # (T, P)
     cos, sin = angle.cos(), angle.sin()
-    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    a, b, rest = x[..., :pairs], x[..., pairs:2 * pairs], x[..., 2 * pairs:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)
 
 

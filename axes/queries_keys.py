@@ -115,7 +115,7 @@ def asentmax_scalars(layer):
 
 SCALES = {
     "sqrt_d": Choice(),
-    "one": Choice(bare=True),
+    "one": Choice(unscaled=True),
     "log_n": Choice(
         learns=ssmax_scalars, args={"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)},
         factor=ssmax_scale),

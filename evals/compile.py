@@ -44,7 +44,7 @@ STATES = {"linear_state": (0, False), "retnet": (1, False), "deltanet": (0, True
 CALLS = collections.defaultdict(list)
 for _call in ATTENTION:
     _rule, *_options = _call.split("+")
-    _kind = "mix" if "mix" in _options else "heavy" if kernels.named(_rule).heavy else "plain"
+    _kind = "mix" if "mix" in _options else "heavy" if kernels.kernel_named(_rule).heavy else "plain"
     CALLS[_kind + "+busy" * (_options not in ([], ["mix"]))].append(_call)
 for _call, (_rates, _) in STATES.items():
     CALLS["states" + "+channels" * (_rates == "D")].append(_call)
@@ -129,7 +129,7 @@ def launch(case):
         return                                  # attend() refuses it
     mix = torch.empty(2, 2, 1024) if mixed else None
     sets = torch.empty(2, 1024, dtype=torch.int64) if grouped else None
-    t = torch.empty(2, 4, 1024) if kernels.named(rule).takes_t else None
+    t = torch.empty(2, 4, 1024) if kernels.kernel_named(rule).takes_t else None
     table, far = (torch.empty(4, 512), torch.empty(4, 2)) if busy else (None, None)
     window, first = (256, 4) if busy else (128, 0) if grouped else (0, 0)
     call = (rule, q, k, v, t, table, far, mix, sets, 0.125, window, first)
@@ -177,7 +177,7 @@ def is_expected(exps, call, name, sizes, warps):
     a copy for far and one for near tiles, and twice as many if the statistic or delta has a pass of its own. A few more
     update the running maximum of the rows. Still more would mean that warps repeat each other's work."""
     rule = call.split("+")[0]
-    kernel = kernels.named(rule)
+    kernel = kernels.kernel_named(rule)
     twice = kernel.passes if name == "forward" else name == "backward_rows" and kernel.sum_delta
     copies = 1 if name == "backward_table" or "+sets" in call else 4 if twice else 2    # sets: all are masked
     scores = copies * sizes.BM.value * sizes.BN.value // (32 * warps)

@@ -132,10 +132,10 @@ def figures(module, x=None):
         found["sharpness"] = choices["scale"].factor(module, module.config.block_size * ones).flatten()
     if choices["diff"].mix:                     # one number, one for each head, or one for each head and token
         found["lambda"] = (choices["diff"].mix(module, x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
-    if "forget" in choices and choices["forget"].log_kept:
-        found["kept"] = choices["forget"].log_kept(module, x).exp().mean((0, 2, 3))
-    if "write" in choices and choices["write"].amount:      # Mamba2's time step, the delta rule's beta, a memory's rate
-        found["written"] = choices["write"].amount(module, x).mean((0, 2, 3))
+    if "forget" in choices and choices["forget"].log_forget:
+        found["kept"] = choices["forget"].log_forget(module, x).exp().mean((0, 2, 3))
+    if "write" in choices and choices["write"].write_factor:   # Mamba2's time step, the delta rule's beta, or a rate
+        found["written"] = choices["write"].write_factor(module, x).mean((0, 2, 3))
     if hasattr(module, "momentum"):             # the eta of Titans
         found["momentum"] = module.momentum(x).sigmoid().mean((0, 1))
     if getattr(module.rule, "slowed", None):

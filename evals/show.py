@@ -32,10 +32,10 @@ from evals.instrument import model_config
 WIDTH = 110
 # a pass through a layer: (axis, the field of its row that holds a function). AROUND: the code that calls the function
 PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("scale", "factor"), ("pos", "bias"),
-        ("forget", "log_kept"), ("write", "amount"), ("rule", "inputs"), ("rule", "row_input"), ("rule", "start"),
-        ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"), ("sink", "score"),
-        ("sink", "value"), ("diff", "mix"), ("value_bias", "corrected"), ("dex", "corrected"), ("out_norm", "normed"),
-        ("diff", "after"), ("gate", "gated")]
+        ("forget", "log_forget"), ("write", "write_factor"), ("rule", "inputs"), ("rule", "row_input"),
+        ("rule", "start"), ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"),
+        ("sink", "score"), ("sink", "value"), ("diff", "mix"), ("value_bias", "corrected"), ("dex", "corrected"),
+        ("out_norm", "normed"), ("diff", "after"), ("gate", "gated")]
 AROUND = {("normalize", "divisor"): rows.share_of_keys, ("sink", "score"): rows.share_of_keys,
           ("sink", "value"): rows.normalised_output, ("diff", "mix"): attention.Attention.attend,
           ("pos", "bias"): Distance}

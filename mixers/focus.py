@@ -196,14 +196,9 @@ def no_window(config, args, choices):
         return "--attn=focus gates the pairs beyond a window, and --window=0 gates none: give --window=1 or more"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Affinity(Choice):
-    gated: Callable | None = None               # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
-
-
-def affinity(gated, offset):
+def affinity(gated_score, offset):
     """A row of the table: this gate, and the default of its offset."""
-    return Affinity(gated=gated, refuse=no_window, learns=lambda layer: {
+    return Choice(gated_score=gated_score, refuse=no_window, learns=lambda layer: {
         name: torch.tensor(float(layer.args[name])) for name in ("gate_scale", "gate_offset")}, args={
             "gate_scale": Constant(10.0), "gate_offset": Constant(offset), "learn_gate_scale": Constant(False),
             "learn_gate_offset": Constant(False)})
@@ -413,7 +408,8 @@ class Focus(Mixer):
     def gated_weights(self, sight, i, q, k, a, b):
         """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an extra key needs it. a
         (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
-        affinity = self.choices["affinity"].gated
+
+        affinity = self.choices["affinity"].gated_score
         j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
         near, seen = i[:, None] - j < self.local, visible(i[:, None], j, sight)
         s = scaled_scores(q, k, sight.scale)                            # (B, H, R, keys)
@@ -437,13 +433,13 @@ class Focus(Mixer):
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, g=None):
         """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never shut."""
-        every, T = super().bytes_read(q, k, v, x), k.shape[2]
+        all_pairs, T = super().bytes_read(q, k, v, x), k.shape[2]
         if not self.hard:
-            return every + g.nbytes
+            return all_pairs + g.nbytes
         members = self.memberships(g, self.hard)                        # (B, T, K)
         near = torch.arange(T, device=g.device) > T - 1 - self.local
         is_open = near | (members & members[:, -1:]).any(-1)
-        return every * is_open.double().mean().item() + g.nbytes
+        return all_pairs * is_open.double().mean().item() + g.nbytes
 
     # ------------------------------------------------------------------ limits
 

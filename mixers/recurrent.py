@@ -87,7 +87,7 @@ def decays(c):
     return (c[..., :, None, :] - c[..., None, :, :]).masked_fill(later[..., None], -math.inf).exp()
 
 
-def scores(a, b, c):
+def decayed_scores(a, b, c):
     """Decayed scores: the sum over channels of a_i b_j exp(c_i - c_j), 0 for j > i: (.., C, C).
 
     Where each channel decays at its own rate, the direct sum needs (.., C, C, D) numbers. So the chunk is halved.
@@ -101,8 +101,8 @@ def scores(a, b, c):
     (a, later_a), (b, later_b), (c, later_c) = (x.tensor_split([half], -2) for x in (a, b, c))
     middle = c[..., -1:, :]
     across = (later_a * (later_c - middle).exp()) @ (b * (middle - c).exp()).mT
-    earlier = F.pad(scores(a, b, c), (0, across.shape[-2]))
-    return torch.cat([earlier, torch.cat([across, scores(later_a, later_b, later_c)], -1)], -2)
+    earlier = F.pad(decayed_scores(a, b, c), (0, across.shape[-2]))
+    return torch.cat([earlier, torch.cat([across, decayed_scores(later_a, later_b, later_c)], -1)], -2)
 
 
 def one_chunk(state, q, k, v, forget, erase=None):
@@ -117,8 +117,8 @@ def one_chunk(state, q, k, v, forget, erase=None):
     u = v
     if erase is not None:
         u = v - erase * ((k * c.exp()) @ S)
-        u = torch.linalg.solve_triangular(erase * scores(k, k, c), u, upper=False, unitriangular=True)
-    o = (q * c.exp()) @ S + scores(q, k, c) @ u
+        u = torch.linalg.solve_triangular(erase * decayed_scores(k, k, c), u, upper=False, unitriangular=True)
+    o = (q * c.exp()) @ S + decayed_scores(q, k, c) @ u
     S = end.exp().mT * S + (k * (end - c).exp()).mT @ u
     return o, (S,)
 
@@ -353,14 +353,6 @@ RULES = {
 # ----------------------------------------------------------------------------------- the axes forget, write and conv
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenChoice(Choice):
-    """A value of one of these axes. Each axis has one function."""
-    log_kept: Callable | None = None            # layer, x (B, T, C) -> log forget (B, H, T, 1 or D); None: 0
-    amount: Callable | None = None              # layer, x (B, T, C) -> write, the factor on v, (B, H, T, 1); None: 1
-    convolved: Callable | None = None           # layer, x (B, 3 + T, all of q, k and v) -> (B, T, the same)
-
-
 def retnet_forget(layer, x):
     """forget_h = 1 - 2^(-5-h), fixed: the half-life is 22 tokens in the first head and doubles from head to head.
     RetNet, Sun et al. 2307.08621, eq. 8.
@@ -414,12 +406,12 @@ def titans_forget(layer, x):
 
 
 FORGETS = {
-    "none": TokenChoice(),
-    "fixed": TokenChoice(log_kept=retnet_forget),
-    "channel": TokenChoice(log_kept=gla_forget, learns=lambda layer: {"fade": nn.Sequential(
+    "none": Choice(),
+    "fixed": Choice(log_forget=retnet_forget),
+    "channel": Choice(log_forget=gla_forget, learns=lambda layer: {"fade": nn.Sequential(
         nn.Linear(layer.config.n_embd, 16, bias=False), nn.Linear(16, layer.heads * layer.width))}),
-    "dt": TokenChoice(log_kept=mamba2_forget, learns=mamba2_parameters),
-    "alpha": TokenChoice(log_kept=titans_forget, learns=lambda layer: {
+    "dt": Choice(log_forget=mamba2_forget, learns=mamba2_parameters),
+    "alpha": Choice(log_forget=titans_forget, learns=lambda layer: {
         "alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
         "forget_bias": torch.full((layer.heads,), 4.0)}),
 }
@@ -437,11 +429,11 @@ def learned_write(layer, x):
 
 
 WRITES = {
-    "one": TokenChoice(),
-    "dt": TokenChoice(refuse=needs_time, amount=time_step),
-    "beta": TokenChoice(amount=learned_write, learns=lambda layer: {
+    "one": Choice(),
+    "dt": Choice(refuse=needs_time, write_factor=time_step),
+    "beta": Choice(write_factor=learned_write, learns=lambda layer: {
         "beta": nn.Linear(layer.config.n_embd, layer.heads, bias=False)}),
-    "rate": TokenChoice(amount=learned_write, learns=lambda layer: {
+    "rate": Choice(write_factor=learned_write, learns=lambda layer: {
         "beta": nn.Linear(layer.config.n_embd, layer.heads)}),
 }
 
@@ -453,9 +445,9 @@ def short_convolution(layer, x):
 
 
 CONVS = {
-    "off": TokenChoice(),
+    "off": Choice(),
     # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws weights for four tokens
-    "on": TokenChoice(convolved=short_convolution, learns=lambda layer: {
+    "on": Choice(convolved=short_convolution, learns=lambda layer: {
         "conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))}),
 }
 CONV_REACH = 3                                  # earlier tokens that the convolution sees
@@ -558,11 +550,11 @@ class Recurrent(Mixer):
         function that replaces the rule's `chunk`."""
         dtype = v.dtype
         q, k, v = self.rule_inputs(q, k, v)
-        log_forget = self.choices["forget"].log_kept
-        amount = self.choices["write"].amount
+        log_forget = self.choices["forget"].log_forget
+        write_factor = self.choices["write"].write_factor
         divisor = self.choices["normalize"].divisor
         forget = wide(log_forget(self, x)) if log_forget else v.new_zeros(*v.shape[:3], 1)
-        write = wide(amount(self, x)) if amount else v.new_ones(*v.shape[:3], 1)
+        write = wide(write_factor(self, x)) if write_factor else v.new_ones(*v.shape[:3], 1)
         if hidden >= 0:
             write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
         with torch.autocast(q.device.type, enabled=False):

@@ -22,7 +22,7 @@ Legend, in addition to mixers/recurrent.py's             shapes in comments
   DP        D padded to a power of two                      (.., BD)  a tile of BD columns of q and k
   X         the inverse, for all chunks                     (.., BE)  a tile of BE columns of v
   dr        the gradient of v - erase (k exp(c)) S: dv      do, du    the upstream gradients of o and u; dq, .. alike
-  c.C, c.D  in kernels, c is the Sizes                      inputs.c  the sums c above
+  c.C, c.D  in kernels, c is the ChunkSizes                 inputs.c  the sums c above
 """
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ import kernels
 from kernels import INTERPRETED, Matrix, begin, count, jit, matrix, padded, times, tl
 
 
-class Inputs(NamedTuple):
+class StateInputs(NamedTuple):
     q: Matrix                   # (B, H, T, D)
     k: Matrix                   # (B, H, T, D)
     v: Matrix                   # (B, H, T, E)
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     T: int
 
 
-class Sizes(NamedTuple):        # compile-time constants
+class ChunkSizes(NamedTuple):   # compile-time constants
     C: int
     D: int
     DP: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):        # compile-time constants
     invert: str                 # precision of float32 products in `invert`
 
 
-class Head(NamedTuple):
+class StateHead(NamedTuple):
     batch: Any
     number: Any                 # within its sequence
     q: Any                      # address of its first row
@@ -70,7 +70,7 @@ def head_of(inputs, number, c: tl.constexpr):
     """A head by its number, counted over the whole batch."""
     batch, h = (number // inputs.H).to(tl.int64), (number % inputs.H).to(tl.int64)
     q, k = begin(inputs.q, batch, h), begin(inputs.k, batch, h)
-    return Head(batch, h, q, k, number.to(tl.int64) * inputs.T, number.to(tl.int64) * tl.cdiv(inputs.T, c.C))
+    return StateHead(batch, h, q, k, number.to(tl.int64) * inputs.T, number.to(tl.int64) * tl.cdiv(inputs.T, c.C))
 
 
 @jit
@@ -165,7 +165,7 @@ def pairs_back(dp, a, b, decay, c: tl.constexpr):
 
 
 @jit
-def scores(at, stride, inputs, head, start, c: tl.constexpr):
+def decayed_scores(at, stride, inputs, head, start, c: tl.constexpr):
     """Decayed scores of the chunk's queries, or keys, with its keys: (C, C). at, stride: address and row of q or k."""
     i = start + tl.arange(0, c.C)
     p = tl.zeros((c.C, c.C), tl.float32)
@@ -190,7 +190,7 @@ def invert(inputs, X, c: tl.constexpr):
     A series in powers of A would be shorter. But those powers can be large, while the inverses of blocks stay small."""
     head, start = my_chunk(inputs, c)
     i, t = start + tl.arange(0, c.C), tl.arange(0, c.C)
-    erase, p = load_erase(inputs, head, i), scores(head.k, inputs.k.row, inputs, head, start, c)
+    erase, p = load_erase(inputs, head, i), decayed_scores(head.k, inputs.k.row, inputs, head, start, c)
     A = erase * tl.where(t[:, None] > t[None, :], p, 0.)
     x = tl.where(t[:, None] == t[None, :], 1., 0.)
     size = 1
@@ -234,8 +234,8 @@ def read(inputs, U, States, O, c: tl.constexpr):
     q = load(head.q, inputs.q.row, i, inputs.T, 0, c.D, c.DP)                   # (C, DP)
     S = load(state_of(States, head, start, c), c.E, tl.arange(0, c.DP), c.D, left, c.E, c.BE)               # (DP, BE)
     u = load(begin(U, head.batch, head.number), U.row, i, inputs.T, left, c.E, c.BE)                      # (C, BE)
-    # o = (q * c.exp()) @ S + scores(q, k, c) @ u
-    o = times(q * from_start, S) + times(scores(head.q, inputs.q.row, inputs, head, start, c), u)
+    # o = (q * c.exp()) @ S + decayed_scores(q, k, c) @ u
+    o = times(q * from_start, S) + times(decayed_scores(head.q, inputs.q.row, inputs, head, start, c), u)
     save(O + head.rows * c.E, o, c.E, i, inputs.T, left, c.E, c.BE)
 
 
@@ -247,8 +247,8 @@ def read_back(inputs, DO, DR, c: tl.constexpr):
     head, start = my_chunk(inputs, c)
     i, left = start + tl.arange(0, c.C), tl.program_id(1) * c.BE
     do = load(DO + head.rows * c.E, c.E, i, inputs.T, left, c.E, c.BE)          # (C, BE)
-    # du = scores(q, k, c).mT @ do
-    du = times(tl.trans(scores(head.q, inputs.q.row, inputs, head, start, c)), do)
+    # du = decayed_scores(q, k, c).mT @ do
+    du = times(tl.trans(decayed_scores(head.q, inputs.q.row, inputs, head, start, c)), do)
     save(DR + head.rows * c.E, du, c.E, i, inputs.T, left, c.E, c.BE)
 
 
@@ -415,18 +415,18 @@ def allocate_backward(q, k, v, c, erase, X, do):
 
 
 def sizes_of(q, v, c):
-    """The Sizes of a call, as plain numbers."""
+    """The ChunkSizes of a call, as plain numbers."""
     D, E, channels = q.shape[3], v.shape[3], c is not None and c.shape[3] > 1
     C, BD, BE, _ = tiles(q, channels)
     invert = "ieee" if q.dtype == torch.float32 else "tf32x3"                   # u depends on X: tf32 is too coarse
-    return Sizes(C, D, padded(D), min(BD, padded(D)), E, min(BE, padded(E)), channels, invert)
+    return ChunkSizes(C, D, padded(D), min(BD, padded(D)), E, min(BE, padded(E)), channels, invert)
 
 
 def scanned(q, k, v, c, erase, X, solve=False):
-    """Scan the chunks; with `solve`, compute X first. Returns the Inputs and Sizes of all kernels, u as a Matrix (v
-    itself without erasing), and the states before all chunks."""
+    """Scan the chunks; with `solve`, compute X first. Returns the StateInputs and ChunkSizes of all kernels, u as a
+    Matrix (v itself without erasing), and the states before all chunks."""
     matrices = (matrix(part, name) for part, name in ((q, "q"), (k, "k"), (v, "v")))
-    inputs, sizes = Inputs(*matrices, c, erase, *v.shape[1:3]), sizes_of(q, v, c)
+    inputs, sizes = StateInputs(*matrices, c, erase, *v.shape[1:3]), sizes_of(q, v, c)
     if solve and erase is not None:
         launch(invert, inputs, sizes, (X,))
     U = inputs.v if erase is None else matrix(v.new_empty(v.shape))
@@ -446,7 +446,7 @@ def launch(kernel, inputs, sizes, tensors, columns=None):
     wide = inputs.v.at.dtype == torch.float32   # float32 takes twice the registers and twice the shared memory
     warps, stages = 8 if walks or kernel is gradients or wide else 4, 1 if walks and wide else 3
     with torch.cuda.device_of(inputs.v.at):
-        kernels.launch_with(kernel, grid, (inputs, *tensors, Sizes(*map(tl.constexpr, sizes))), warps, stages)
+        kernels.launch_with(kernel, grid, (inputs, *tensors, ChunkSizes(*map(tl.constexpr, sizes))), warps, stages)
 
 
 def backward(ctx, do, _):
@@ -458,7 +458,7 @@ def backward(ctx, do, _):
 
 run_forward.register_autograd(backward, setup_context=(
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1])))
-run_backward.register_autograd(kernels.refuse)
+run_backward.register_autograd(kernels.refuse_second_derivative)
 
 
 # -------------------------------------------------------------------------------------------------------------- tiles

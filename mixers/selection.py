@@ -49,14 +49,14 @@ from mixers.base import Mixer, axes_of
 class Select(Choice):
     """One way to choose keys. An index is a dict of tensors about the keys."""
     index: Callable = lambda layer, k, v, old: {}           # k and v of T tokens, the index of the first ones -> index
-    kept: Callable | None = None                # layer, q, k, index, i (R,), seen (R, T) -> a mask of the chosen keys
+    selected: Callable | None = None            # layer, q, k, index, i (R,), seen (R, T) -> a mask of the selected keys
                                                 # (B, H, R, T), and their estimated share of softmax (B, H, R, 1), or
                                                 # None if they have all of it
     log_chance: Callable | None = None          # layer, q, k, index, i, j -> log u of the keys k at positions j
-    scanned: Callable | None = None             # layer, k, index -> the bytes that `kept` reads for one query
+    scanned: Callable | None = None             # layer, k, index -> the bytes that `selected` reads for one query
 
 
-def best(layer, rank, seen, always):
+def topk_mask(layer, rank, seen, always):
     """The mask of the --topk visible keys with the highest rank (B, H, R, T). Keys in `always` come first."""
     rank = rank.detach().masked_fill(always & seen, math.inf).masked_fill(~seen, -math.inf)
     places = rank.topk(min(layer.config.topk or rank.shape[-1], rank.shape[-1]), -1).indices
@@ -65,7 +65,7 @@ def best(layer, rank, seen, always):
 
 def by_score(layer, q, k, index, i, seen):
     """The keys of the highest scores s_ij. Source: the oracle in SparQ, Quest and MagicPIG."""
-    return best(layer, scaled_scores(q, k, layer.sight.scale), seen, torch.zeros_like(seen)), None
+    return topk_mask(layer, scaled_scores(q, k, layer.sight.scale), seen, torch.zeros_like(seen)), None
 
 
 # SparQ. s^_ij = sum of q_id k_jd / sqrt(D) over the r components d with the largest |q_id|, divided by sqrt(c_i), where
@@ -77,19 +77,19 @@ def by_largest_components(layer, q, k, index, i, seen):
     most recent keys.
 
     With --attn_args=realloc=1 the output is a_i o_i + (1 - a_i) m_i. m_i is the mean of all values that row i sees, and
-    a_i the share that softmax(s^_i) gives to the chosen keys.
+    a_i the share that softmax(s^_i) gives to the selected keys.
     Differs from the paper: there the mean is over all values in the cache. While decoding they are the same."""
     top = q.abs().topk(min(layer.args["components"], q.shape[-1]), -1)  # (B, H, R, r)
     if q.shape[2] == 1 and "channels" in index: # the index has the components of all keys, each of them in one piece
-        s = q.gather(-1, top.indices) @ picked(index["channels"], top.indices[:, :, 0])
+        s = q.gather(-1, top.indices) @ rows_at(index["channels"], top.indices[:, :, 0])
     else:
         s = grouped(q * torch.zeros_like(q).scatter(-1, top.indices, 1.0), k.mT)        # (B, H, R, T)
     tiny = torch.finfo(q.dtype).tiny            # of a query that is 0
     share = top.values.sum(-1, keepdim=True) / q.abs().sum(-1, keepdim=True).clamp(min=tiny)
     s = wide(s * layer.sight.scale) / share.clamp(min=tiny).sqrt()
     j = torch.arange(k.shape[2], device=k.device)
-    kept = best(layer, s, seen, i[:, None] - j < int(layer.args["local"] * layer.config.topk))
-    return kept, (softmax(s, seen) * kept).sum(-1, keepdim=True) if layer.args["realloc"] else None
+    selected = topk_mask(layer, s, seen, i[:, None] - j < int(layer.args["local"] * layer.config.topk))
+    return selected, (softmax(s, seen) * selected).sum(-1, keepdim=True) if layer.args["realloc"] else None
 
 
 def channels(layer, k, v, old):
@@ -196,17 +196,17 @@ def has_no_topk(config, args, choices):
 
 
 SELECTS = {
-    "topk": Select(kept=by_score, scanned=lambda layer, k, index: k.nbytes),
+    "topk": Select(selected=by_score, scanned=lambda layer, k, index: k.nbytes),
     "sparq": Select(args={"components": Constant(16, 1, 65536), "local": Constant(0.25, 0.0, 1.0),
                           "realloc": Constant(False)},
-                    index=channels, kept=by_largest_components, scanned=lambda layer, k, index: (
+                    index=channels, selected=by_largest_components, scanned=lambda layer, k, index: (
                         layer.heads / k.shape[1] * min(1, layer.args["components"] / layer.width) * k.nbytes)),
-    "quest": Select(args={"page": Constant(16, 1, 65536)}, index=page_bounds, kept=by_page,
+    "quest": Select(args={"page": Constant(16, 1, 65536)}, index=page_bounds, selected=by_page,
                     scanned=lambda layer, k, index: index["low"].nbytes + index["high"].nbytes),
     "magicpig": Select(args={"bits": Constant(8, 1, 15), "tables": Constant(75, 2, 32767),
                              "first": Constant(4, 0, 65536), "recent": Constant(64, 1, 65536),
                              "seed": Constant(0, 0, 2**31)},
-                       learns=random_planes, refuse=has_no_topk, index=hashed_keys, kept=by_collision,
+                       learns=random_planes, refuse=has_no_topk, index=hashed_keys, selected=by_collision,
                        log_chance=log_collision_chance, scanned=lambda layer, k, index: index["codes"].nbytes),
 }
 
@@ -215,7 +215,7 @@ AXES = axes_of(only(RULES, "softmax"), select=SELECTS, scale=SCALES, sink=SINKS)
 # ---------------------------------------------------------------------------------------------------------- the layer
 
 
-def picked(y, places):
+def rows_at(y, places):
     """The rows of y (B, Hk, N, W) at places (B, H, m), for each of the H heads: (B, H, m, W)."""
     B, H, _ = places.shape
     batch, head = torch.arange(B, device=y.device), torch.arange(H, device=y.device) // (H // y.shape[1])
@@ -265,38 +265,38 @@ class Selection(Mixer):
     def step(self, q, k, v, index):
         """One query, which reads only the keys and values that it selects: output (B, H, 1, E), and the log-sum-exp if
         an extra key needs it."""
-        i, kept, mass = self.kept_now(q, k, index)
-        counts = kept.sum(-1)                   # (B, H, 1): how many keys each head selects
-        places = pad_sequence(kept.nonzero()[:, -1].split(counts.flatten().tolist()), batch_first=True)
-        places = places.view(*kept.shape[:2], -1)                       # (B, H, m): of the selected keys, then padding
-        real = torch.arange(places.shape[-1], device=kept.device) < counts[..., None]           # (B, H, 1, m)
-        w, *r = self.weights(q, picked(k, places), index, real, i, places[:, :, None])
-        o = weighted_sum(w, picked(v, places), self.dropout)
-        if mass is not None:
-            o = mass * o + (1 - mass) * self.for_score_heads(index["total"], 1) / k.shape[2]
+        i, selected, share = self.selected_now(q, k, index)
+        counts = selected.sum(-1)               # (B, H, 1): how many keys each head selects
+        places = pad_sequence(selected.nonzero()[:, -1].split(counts.flatten().tolist()), batch_first=True)
+        places = places.view(*selected.shape[:2], -1)                   # (B, H, m): of the selected keys, then padding
+        real = torch.arange(places.shape[-1], device=selected.device) < counts[..., None]       # (B, H, 1, m)
+        w, *r = self.weights(q, rows_at(k, places), index, real, i, places[:, :, None])
+        o = weighted_sum(w, rows_at(v, places), self.dropout)
+        if share is not None:
+            o = share * o + (1 - share) * self.for_score_heads(index["total"], 1) / k.shape[2]
         return o, *r
 
-    def kept_now(self, q, k, index):
+    def selected_now(self, q, k, index):
         """For the last query: its position (1,), and the mask of the keys that it selects with their share of softmax,
-        see `Select.kept`."""
+        see `Select.selected`."""
         i = torch.tensor([k.shape[2] - 1], device=k.device)
-        return i, *self.choices["select"].kept(self, q, k, index, i, i.new_ones(1, k.shape[2], dtype=torch.bool))
+        return i, *self.choices["select"].selected(self, q, k, index, i, i.new_ones(1, k.shape[2], dtype=torch.bool))
 
     def row_weights(self, index, sight, i, q, k):
         """The weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if it is needed."""
         j = torch.arange(k.shape[2], device=k.device)
         seen = visible(i[:, None], j, sight)    # (R, keys)
-        kept, mass = self.choices["select"].kept(self, q, k, index, i, seen)
-        w, *r = self.weights(q, k, index, kept, i[:, None], j)
-        return w if mass is None else mass * w + (1 - mass) * seen / seen.sum(-1, keepdim=True), *r
+        selected, share = self.choices["select"].selected(self, q, k, index, i, seen)
+        w, *r = self.weights(q, k, index, selected, i[:, None], j)
+        return w if share is None else share * w + (1 - share) * seen / seen.sum(-1, keepdim=True), *r
 
-    def weights(self, q, k, index, kept, i, j):
-        """The softmax (B, H, R, keys) over the chosen keys, and its log-sum-exp if an extra key needs it."""
+    def weights(self, q, k, index, selected, i, j):
+        """The softmax (B, H, R, keys) over the selected keys, and its log-sum-exp if an extra key needs it."""
         s = scaled_scores(q, k, self.sight.scale)
         if chance := self.choices["select"].log_chance:
             s = s - chance(self, q, k, index, i, j)
-        w = softmax(s, kept)
-        return (w, LogSumExp.apply(s, kept, w)) if self.has_extra_key else (w,)
+        w = softmax(s, selected)
+        return (w, LogSumExp.apply(s, selected, w)) if self.has_extra_key else (w,)
 
     # ------------------------------------------------------------------ for instruments
 
@@ -313,8 +313,8 @@ class Selection(Mixer):
     def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
         """What the choice reads, and the selected keys and values of every head."""
         q, k = self.featured(q), self.featured(k)
-        kept = self.kept_now(q, k, index)[1]
-        found = kept.sum().item() * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
+        selected = self.selected_now(q, k, index)[1]
+        found = selected.sum().item() * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
         return self.choices["select"].scanned(self, k, index) + found
 
     @staticmethod

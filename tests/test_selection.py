@@ -14,7 +14,7 @@ def test_magicpig_finds_a_key_with_the_probability_that_its_weight_is_divided_by
     for seed in range(500 * SEED, 500 * SEED + 500):
         module = fresh("magicpig", n_head=1, n_embd=8, attn_args=f"first=0,recent=3,bits=2,tables=4,seed={seed}")
         index, select = module.choices["select"].index(module, k, k, None), module.choices["select"]
-        found = found + select.kept(module, q, k, index, i, torch.ones(1, T).bool())[0].double()
+        found = found + select.selected(module, q, k, index, i, torch.ones(1, T).bool())[0].double()
     u = select.log_chance(module, q, k, index, i, torch.arange(T)).exp()
     assert (found[..., -3:] == 500).all()       # the recent keys
     found, u = found[..., :-3] / 500, u[..., :-3]
