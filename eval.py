@@ -82,7 +82,7 @@ def main(argv):
         parser.error(str(e))
     # the flags are valid; from here on an error is about a run, its data or the disk
     with files.one_line_errors():
-        numbers, text, found = look(command, args, parsed) if of_a_run else (*command.run(args, None), None)
+        numbers, text, found = run_on_each(command, args, parsed) if of_a_run else (*command.run(args, None), None)
         if numbers is None:                     # another rank draws and prints
             return
         if command.draw and parsed.png:
@@ -92,7 +92,7 @@ def main(argv):
         print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
 
 
-def look(command, args, parsed):
+def run_on_each(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model. Returns the numbers as JSON has them,
     the text, and {run: numbers}; None on all ranks but one."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)

@@ -438,8 +438,8 @@ def load_mix(inputs, head, i):
 
 @jit
 def my_rows(inputs, c: tl.constexpr):
-    """This program's tile of rows: its number, the tiles of keys that it sees, its head, and i, q and t of its rows. Of
-    the second view, if there is one: the head, q, t and mix."""
+    """This program's tile of rows: its number, the tiles of keys that it sees, its head, and i, q and t of its rows.
+    Then head, q, t and mix of the second view, or 0 if there is none."""
     number, start, head = my_tile(inputs, c.BM, True)                           # longest rows first: balances the load
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)                # (BM, DP)
@@ -471,10 +471,10 @@ def times(a, b):
 
 @jit
 def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Scores (BM, BN) in the rule's unit, the same lifted, as weigh takes them, and their mask. i and t are columns
-    (BM, 1), j a row (1, BN).
+    """Returns the scores (BM, BN) in the rule's unit, the lifted scores that weigh takes, and the mask. i and t are
+    columns (BM, 1), j is a row (1, BN).
 
-    All may be transposed: with k for q, q for k, i and t rows and j a column the results are (BN, BM)."""
+    The tile may be transposed: with k as q, q as k, rows i and t and a column j, the results are (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)              (all times rule.unit)
     s = times(q, tl.trans(k)) * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs)
@@ -992,7 +992,7 @@ def kernel_inputs(call):
 
 
 def launch(kernel, rule, call, args, diagonals=None):
-    """One program for each head and each tile of rows, or of keys (backward_keys), or diagonal (backward_table)."""
+    """Start a program for each head and tile of rows; for backward_keys tile of keys, for backward_table diagonal."""
     BM, BN, warps, stages = tile_config(kernel.__name__, rule, call)
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
@@ -1199,8 +1199,8 @@ def generation(device):
 
 
 def tile_config(kernel, rule, call):
-    """(BM, BN, warps, stages) of a kernel in this call. A gap in its row is filled from the plain row. Where no row is
-    for calls that are not busy, those of busy calls apply."""
+    """(BM, BN, warps, stages) of a kernel in this call. A gap in its row is filled from the plain row. Calls that are
+    not busy use the row of busy calls if they have none."""
     column = COLUMNS.index("forward with U" if kernel == "forward" and rule.save_u else kernel)
     if INTERPRETED:
         return SMALL[column]

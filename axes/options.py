@@ -3,7 +3,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from axes.base import only
 from axes.outputs import DEXES, GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import POSITIONS
 from axes.queries_keys import FEATURES, QK_NORMS, SCALES
@@ -14,11 +13,6 @@ AXES = {                                        # axis: its values, the default 
     "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES,
     "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES,
 }
-
-
-def defaults_but(rules, **known):
-    """The axes of a mixer: its rules, these axes, and of every other axis only the default value."""
-    return {"rule": rules} | {axis: only(values, next(iter(values))) for axis, values in AXES.items()} | known
 
 
 def wrong_window(config, args, choices):

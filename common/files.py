@@ -92,6 +92,11 @@ def read_json(path):
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
 
 
+def has(entry, **types):
+    """Is this content of a file a dict with entries of these types?"""
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
+
+
 def sha256(path):
     """The hash of a file of any size, in hexadecimal."""
     digest = hashlib.sha256()
@@ -141,7 +146,13 @@ def one_line_errors():
             e = f"there is not enough memory ({why}): use smaller sizes, such as {sizes}"
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback
             raise
-        what = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {' '.join(str(e).split())}"
-        rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
-        print(f"{Path(sys.argv[0]).name}{rank}: {what}", file=sys.stderr, flush=True)
-        sys.exit(130 if isinstance(e, KeyboardInterrupt) else 1)
+        stopped = isinstance(e, KeyboardInterrupt)
+        fail(Path(sys.argv[0]).name, "interrupted" if stopped else f"error: {e}", 130 if stopped else 1)
+
+
+def fail(command, message, code):
+    """End a command with one line on stderr, which names the rank unless it is the first, and an exit code."""
+    rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
+    if sys.stderr:                              # None if it is closed
+        print(f"{command}{rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -13,6 +13,8 @@ import inspect
 from functools import partial
 from typing import get_type_hints
 
+from common import files
+
 
 def knob(default, meaning, choices=None, least=None, below=None, positional=False):
     """A dataclass field that is also a flag: its default, its help text, and its valid values: `choices` if they are
@@ -28,15 +30,14 @@ class Knobs:
     def __post_init__(self):
         types = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            name, value, kind, about = field.name, getattr(self, field.name), types[field.name], field.metadata
-            if about["choices"] and value not in about["choices"]:
-                raise ValueError(f"--{name}={value} is not among {', '.join(about['choices'])}"
-                                 f"{nearest(value, about['choices'])}")
+            name, value, kind = field.name, getattr(self, field.name), types[field.name]
+            choices, least, below = (field.metadata[part] for part in ("choices", "least", "below"))
+            if choices and value not in choices:
+                raise ValueError(f"--{name}={value} is not among {', '.join(choices)}{nearest(value, choices)}")
             if kind not in (int, float, int | None):
                 continue
             if isinstance(value, bool) or not isinstance(value, kind | int):
                 raise ValueError(f"--{name}={value!r} must be a {'whole ' * (kind is not float)}number")
-            least, below = about["least"], about["below"]
             if kind is not float:
                 least, below = least or 0, below or 1 << 31
             if least is not None and not value >= least:
@@ -123,7 +124,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, e.message + nearest(value, action.choices)) from None
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        files.fail(self.prog, f"error: {message}", 2)
 
 
 def given_flags(args, *groups):

@@ -221,17 +221,12 @@ def read_run(out_dir):
     # the entries that any command needs. Only an adapter has a base; `ends` and `separator` are ids of tokens
     usual = {"losses": {}, "base": {"path": "", "weights": ""}, "ends": [], "separator": 0}
     full = usual | meta if isinstance(meta, dict) else {}
-    if not (has(full, knobs=dict, losses=dict, base=dict, ends=list, tokenizer=str | None)
-            and has(full["knobs"], dataset=str) and has(full["base"], path=str, weights=str)
+    if not (files.has(full, knobs=dict, losses=dict, base=dict, ends=list, tokenizer=str | None)
+            and files.has(full["knobs"], dataset=str) and files.has(full["base"], path=str, weights=str)
             and all(type(token) is int and 0 <= token < 1 << 32 for token in [*full["ends"], full["separator"]])):
         raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, or others): restore "
                          "it, or train the run again")
     return meta, out_dir / "ckpt.pt"
-
-
-def has(found, **kinds):
-    """Does a dict have these entries, of these types?"""
-    return bool(found) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
 RESUME = "--init_from=resume"
@@ -286,7 +281,7 @@ def read_checkpoint(path, mmap=False):
         raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
                          "train.py") from None
     full = {"scaler": {}} | checkpoint if isinstance(checkpoint, dict) else {}          # older runs have no scaler
-    if not (has(full, model=dict, optimizer=dict, scaler=dict, step=int) and full["step"] >= 0
+    if not (files.has(full, model=dict, optimizer=dict, scaler=dict, step=int) and full["step"] >= 0
             and all(isinstance(number, int | float) for number in full["scaler"].values())
             and all(isinstance(name, str) and is_dense(value) for name, value in full["model"].items())):
         raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step, or its model holds "
@@ -335,11 +330,11 @@ def fingerprint(out_dir):
 def find_base(meta, folder):
     """The folder of the run that an adapter was trained on: at its path in meta.json, or beside the adapter. Raises
     ValueError if it is missing or its weights have changed."""
-    named = Path(meta["base"]["path"])
-    places = [named, folder.resolve().parent / named.name]
+    recorded = Path(meta["base"]["path"])
+    places = [recorded, folder.resolve().parent / recorded.name]
     base = next((place for place in places if (place / "meta.json").exists()), None)
     if base is None:
-        raise ValueError(f"{folder} is an adapter, trained on top of the run {named}, which is neither there nor in "
+        raise ValueError(f"{folder} is an adapter, trained on top of the run {recorded}, which is neither there nor in "
                          f"{places[1]}: restore that run, or call this from the folder where that path begins")
     if fingerprint(base) != meta["base"]["weights"]:
         raise ValueError(f"{folder} is an adapter for other weights than those in {base}, which have changed or are "

@@ -21,7 +21,6 @@ import shutil
 import sys
 import urllib.request
 import zipfile
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -181,13 +180,10 @@ def read(name, folder, path=None):
     if path is None:
         raise ValueError(f"{name}: no {TASKS[name].file} in {folder}: fetch it with python data/benchmarks.py "
                          f"--tasks={name}, or name a folder that has it with --source")
-    try:
-        if name == "wikitext":
-            rows = pages(tokens.read_text(path))
-        else:
-            rows = list(tokens.jsonl_rows(path, partial(question, name), f"row of {name}"))
-    except (EOFError, zlib.error) as e:
-        raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
+    if name == "wikitext":
+        rows = pages(tokens.read_text(path))
+    else:
+        rows = list(tokens.jsonl_rows(path, partial(question, name), f"row of {name}"))
     if not rows:
         raise ValueError(f"{path} has no rows of {name}: fetch it again")
     return rows

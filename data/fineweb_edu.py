@@ -68,7 +68,7 @@ def resume(out, plan, coder):
     if path is None:
         return plan | {"next": [0, 0, 0], "shards": {}}
     state = files.read_json(path)
-    is_state = tokens.has(state, next=list | None) and "next" in state and tokens.has_shards(state)
+    is_state = files.has(state, next=list | None) and "next" in state and tokens.has_shards(state)
     position = is_state and state["next"] or [0, 0, 0]
     if not (is_state and len(position) == 3 and all(isinstance(n, int) and n >= 0 for n in position)):
         raise ValueError(f"{path} is damaged: delete {out} and run this again")

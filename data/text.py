@@ -99,11 +99,11 @@ def prepare(args):
         splits = {"train": texts_of(held, False), "val": texts_of(held, True)}
     print(f"source: {count} documents in {len(sizes)} files of {source}; "
           f"{len(paths) - len(sizes)} files without text skipped")
-    ids, about = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}, {}
+    ids, entries = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}, {}
     if args.fixed_at >= 0:                      # windows begin where sequences begin
         ids = {split: fixed(args, coder.separator, pieces) for split, pieces in ids.items()}
-        about = {"stride": args.length + 1, "fixed_at": args.fixed_at}
-    tokens.write_data_set(args.out_dir, coder, ids, dataset=args.name, source=str(source), **about)
+        entries = {"stride": args.length + 1, "fixed_at": args.fixed_at}
+    tokens.write_data_set(args.out_dir, coder, ids, dataset=args.name, source=str(source), **entries)
 
 
 if __name__ == "__main__":

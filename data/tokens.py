@@ -13,6 +13,7 @@ A shard is a header of 256 int32 (magic number, version, number of tokens), then
 a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they can read these files. A shard can be
 memory-mapped.
 """
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -64,18 +65,15 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
     rows are left out."""
-    try:
-        match ending(path):
-            case ".parquet":
-                texts = parquet_texts(path)
-            case ".jsonl":                      # JSON can hold lone surrogates, UTF-8 cannot
-                texts = jsonl_rows(path, lambda row: row["text"].encode("utf-8", "replace").decode(),
-                                   'JSON object with a string "text"')
-            case _:
-                texts = [read_text(path)]
-        yield from (text for text in texts if text and not text.isspace())
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
+    match ending(path):
+        case ".parquet":
+            texts = parquet_texts(path)
+        case ".jsonl":                          # JSON can hold lone surrogates, UTF-8 cannot
+            texts = jsonl_rows(path, lambda row: row["text"].encode("utf-8", "replace").decode(),
+                               'JSON object with a string "text"')
+        case _:
+            texts = [read_text(path)]
+    yield from (text for text in texts if text and not text.isspace())
 
 
 def parquet_texts(path):
@@ -129,8 +127,14 @@ def read_text(path):
     return text
 
 
+@contextlib.contextmanager
 def unpacked(path):
-    return gzip.open(files.regular(path)) if path.name.endswith(".gz") else open(files.regular(path), "rb")
+    """Open a file to read its bytes, decompressed if its name ends in .gz. Raises ValueError on a damaged .gz."""
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(files.regular(path), "rb") as f:
+            yield f
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise ValueError(f"{path} is damaged ({e}): fetch it again") from None
 
 
 def encode_all(coder, texts):
@@ -197,12 +201,12 @@ def read_shard(path):
 # ------------------------------------------------------------------------------------------------------------ data sets
 
 
-def write_data_set(out, coder, splits, **about):
-    """Write a data set of one shard per split. splits: {split: its ids}. ids and coder: those of write_shard. about:
-    more entries of meta.json."""
+def write_data_set(out, coder, splits, **entries):
+    """Write a data set of one shard per split. splits: {split: its ids}. ids and coder: those of write_shard. entries:
+    more of meta.json."""
     begin(out, coder)
     shards = {f"{split}.bin": write_shard(out / f"{split}.bin", ids, coder) for split, ids in splits.items()}
-    finish(out, about | (described(coder) if coder else {}) | {"shards": shards})
+    finish(out, entries | (described(coder) if coder else {}) | {"shards": shards})
 
 
 def described(coder):
@@ -256,7 +260,7 @@ def read_meta(folder, verify=True):
         raise ValueError(f"{path} is missing: {make_it}")
     meta = files.read_json(path)
     whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
-    if not (has(whole, vocab_size=int, tokenizer=str, stride=int, separator=int) and has_shards(whole)
+    if not (files.has(whole, vocab_size=int, tokenizer=str, stride=int, separator=int) and has_shards(whole)
             and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
         raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
     for name in meta["shards"]:
@@ -268,15 +272,10 @@ def read_meta(folder, verify=True):
     return meta
 
 
-def has(entry, **types):
-    """Is this a dict with entries of these types?"""
-    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
-
-
 def has_shards(meta):
     """Has every shard in meta.json a shard's name and a row with all required entries? Only text has bytes."""
-    return has(meta, shards=dict) and all(
-        SHARD.fullmatch(name) and has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
+    return files.has(meta, shards=dict) and all(
+        SHARD.fullmatch(name) and files.has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
         for name, row in meta["shards"].items())
 
 

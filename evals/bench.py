@@ -79,9 +79,9 @@ def judge(name, rows, answers, guess):
         rowwise = " ".join(f"{number:.6g}" for number in values)
         found[measure] = {"value": value, "stderr": error, "rows": rowwise}
         if measure.startswith("acc"):
-            told = verdict(value - guess, math.sqrt(guess * (1 - guess) / len(rows)), "no better", "better", "worse")
+            outcome = verdict(value - guess, math.sqrt(guess * (1 - guess) / len(rows)), "no better", "better", "worse")
             left = 1 - guess or 1.0             # 1 if guessing is always right, so nothing is left to gain
-            found[measure] |= {"adjusted": (value - guess) / left, "than_guessing": told if guess else None}
+            found[measure] |= {"adjusted": (value - guess) / left, "than_guessing": outcome if guess else None}
     return found
 
 
@@ -152,8 +152,8 @@ def compared(scores, first):
     perplexities it takes the logarithms."""
     rows = [[np.array(score["rows"].split(), float) for score in pair] for pair in zip(scores, first, strict=True)]
     value, error = mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
-    told = None if error is None else verdict(value, error, "cannot be told apart", "higher", "lower")
-    return {"difference": short(value), "+- ": short(error), "verdict": told}
+    outcome = None if error is None else verdict(value, error, "cannot be told apart", "higher", "lower")
+    return {"difference": short(value), "+- ": short(error), "verdict": outcome}
 
 
 MEANINGS = {                                    # of the table's columns

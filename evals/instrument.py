@@ -260,20 +260,20 @@ def watch(model, see, idx, machine):
 
 
 def seeing(see):
-    """A `look` for `instead` that calls see and leaves attention unchanged."""
-    def look(attend, *inputs):
+    """A `replacement` for `instead` that calls see and leaves attention unchanged."""
+    def see_and_attend(attend, *inputs):
         see(*inputs)
         return attend(*inputs[2:])
-    return look
+    return see_and_attend
 
 
 @contextlib.contextmanager
-def instead(model, look):
-    """Inside this context every attention layer calls look(attend, layer, module, q, k, v, x, table) in place of its
-    own attend(q, k, v, x, table), to change its inputs or its output."""
+def instead(model, replacement):
+    """Inside this context every attention layer calls replacement(attend, layer, module, q, k, v, x, table) in place of
+    its own attend(q, k, v, x, table), to change its inputs or its output."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):
-        module.attend = partial(look, module.attend, layer, module)     # hides the method
+        module.attend = partial(replacement, module.attend, layer, module)     # hides the method
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from axes import options
+from axes.base import only
 from axes.layer import Layer
 from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import WITHOUT_BIAS
@@ -15,9 +16,10 @@ from kernels import weighted_sum
 def axes_of(rules, **known):
     """The axes of a mixer with these rules: those that all mixers accept, these further ones, and of every other axis
     only the default value."""
+    defaults = {axis: only(values, next(iter(values))) for axis, values in options.AXES.items()}
     shared = {"pos": WITHOUT_BIAS, "qk_norm": QK_NORMS, "value_bias": VALUE_BIASES, "out_norm": OUT_NORMS,
               "gate": GATES}
-    return options.defaults_but(rules, **shared | known)
+    return {"rule": rules} | defaults | shared | known
 
 
 class Mixer(Layer):

@@ -336,8 +336,8 @@ class Focus(Mixer):
     # ------------------------------------------------------------------ routing
 
     def assign(self, x):
-        """The tokens' shares of groups g (B, T, K), whose rows sum to 1, from the layer's normed input x (B, T, C). In
-        float32, because the division by the temperature amplifies rounding."""
+        """Map the layer's normed input x (B, T, C) to the tokens' shares of groups g (B, T, K). Each token's shares sum
+        to 1. In float32, because the division by the temperature amplifies rounding."""
         balance = self.choices["balance"]
         with torch.autocast(x.device.type, enabled=False):
             z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)

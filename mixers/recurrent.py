@@ -241,7 +241,7 @@ class StateRule(Choice):
     products: int = 2                           # vector-matrix products with a state per token: one write, one read
     has_weights: bool = True                    # u is linear in v, so attention weights exist
     slowed: Callable | None = None              # as `chunk`, but returns which tokens' rates it lowers in place of o
-    places: Callable = lambda positions, chunk: positions               # positions that RoPE rotates by
+    rope_positions: Callable = lambda positions, chunk: positions       # those that RoPE rotates by
 
 
 def chunk_inputs(layer, q, k, v, forget, write, x):
@@ -344,7 +344,7 @@ RULES = {
     "delta": StateRule(args=CHUNK, chunk=one_chunk, refuse=needs_small_writes, inputs=chunk_inputs, products=3),
     "descent": StateRule(learns=ttt_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_ttt,
                          inputs=chunk_inputs_ttt, start=initial_state_ttt, after=ttt_output, products=3,
-                         has_weights=False, places=lambda positions, chunk: positions % chunk),
+                         has_weights=False, rope_positions=lambda positions, chunk: positions % chunk),
     "momentum": StateRule(learns=titans_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_titans,
                           inputs=chunk_inputs_titans, start=initial_state_titans, slowed=slowed_titans,
                           has_weights=False, products=7 * 4),           # of two memories, four times as wide as a head
@@ -525,9 +525,10 @@ class Recurrent(Mixer):
         q, k, v = self.heads_of(y)
         if self.choices["pos"].rotates:
             seen = 0 if past is None else past.get("tokens", 0)
-            places = self.rule.places(torch.arange(seen, seen + x.shape[1], device=x.device), self.args["chunk"])
+            positions = torch.arange(seen, seen + x.shape[1], device=x.device)
+            positions = self.rule.rope_positions(positions, self.args["chunk"])
             frequency = rope_frequencies(self.config, self.width, x.device)
-            q, k = (rotate(y, frequency, places) for y in (q, k))
+            q, k = (rotate(y, frequency, positions) for y in (q, k))
         return q, k, v
 
     def attend(self, q, k, v, x, table=None, sight=None, past=None):

@@ -311,11 +311,11 @@ class Selection(Mixer):
             yield self.with_extra_key(w, qb, r[0] if r else None, k.shape[2])
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
-        """What the choice reads, and the selected keys and values of every head."""
+        """The bytes that the choice of keys reads, and those of the selected keys and values of every head."""
         q, k = self.featured(q), self.featured(k)
         selected = self.selected_now(q, k, index)[1]
-        found = selected.sum().item() * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
-        return self.choices["select"].scanned(self, k, index) + found
+        attended = selected.sum().item() * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
+        return self.choices["select"].scanned(self, k, index) + attended
 
     @staticmethod
     def cannot_learn(config):

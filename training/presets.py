@@ -82,8 +82,8 @@ def settle_knobs(args, Train):
     given = given_flags(args, Train, GPTConfig)
     base = dict(PRESETS[given.get("preset", Train.preset)])
     if given.get("init_from") == "resume":
-        named = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
-        return resume_knobs(given, given.get("out_dir") or default_out_dir(named["dataset"], named["attn"]))
+        knobs = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
+        return resume_knobs(given, given.get("out_dir") or default_out_dir(knobs["dataset"], knobs["attn"]))
     if given.get("init_from", "scratch") != "scratch":                  # flags may change the other run's model
         meta, checkpoint = read_run(given["init_from"])
         given["init_from"] = str(checkpoint)
