@@ -262,7 +262,7 @@ class Inputs(NamedTuple):
     v: Any                      # (B, Hv, T, E): GV heads of the output share one value head
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
-    far: Any                    # (H, 2) float32, or None: tail and slope, see tile_scores()
+    tail_slope: Any             # (H, 2) float32, or None: tail and slope, see tile_scores()
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
     sets: Any                   # (B, T) int64, or None: bit masks. A row does not see a key that shares a bit
     H: int
@@ -382,8 +382,8 @@ def head_of(inputs, number):
     batch = (number // inputs.H).to(tl.int64)
     h = (number % inputs.H).to(tl.int64)
     out = h if inputs.mix is None else h // 2
-    tail = tl.load(inputs.far + 2 * h) if inputs.far is not None else 0.        # ()
-    slope = tl.load(inputs.far + 2 * h + 1) if inputs.far is not None else 0.   # ()
+    tail = tl.load(inputs.tail_slope + 2 * h) if inputs.tail_slope is not None else 0.                      # ()
+    slope = tl.load(inputs.tail_slope + 2 * h + 1) if inputs.tail_slope is not None else 0.                 # ()
     q = begin(inputs.q, batch, h)
     k = begin(inputs.k, batch, h // inputs.GK)
     v = begin(inputs.v, batch, out // inputs.GV)
@@ -487,9 +487,9 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.conste
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
         s += tl.where(close, tl.load(at, mask=seen & close, other=0.), head.tail)                              # as s
-    elif inputs.far is not None:                                                # full tiles lie beyond the table
+    elif inputs.tail_slope is not None:                                         # full tiles lie beyond the table
         s += head.tail
-    if inputs.far is not None:
+    if inputs.tail_slope is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
     lifted = s if rule.lift is None else rule.lift(s, t, rule.power)
     return s, lifted, seen
@@ -653,7 +653,7 @@ def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.conste
     dq, dt, dtail, dslope = state
     w, ds, dt_ij = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, NEAR)
     dt += tl.sum(dt_ij, 1)
-    if inputs.far is not None:
+    if inputs.tail_slope is not None:
         dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
         dtail += tl.sum(tl.where(i - j < inputs.W, 0., ds) if NEAR else ds, 1)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                  # (BM, DP)
@@ -681,18 +681,18 @@ def add_to_rows(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.c
 
 
 @jit
-def save_rows(state, inputs, head, DQ, DT, DFar, i, c: tl.constexpr):
+def save_rows(state, inputs, head, DQ, DT, DTailSlope, i, c: tl.constexpr):
     dq, dt, dtail, dslope = state
     save(begin(DQ, head.batch, head.number), dq * inputs.scale, DQ.row, i, inputs.T, c.D, c.DP)
     if inputs.t is not None:
         tl.store(DT + head.rows + i, dt, mask=i < inputs.T)
-    if inputs.far is not None:                                                  # (B, H, 2, T)
-        tl.store(DFar + 2 * head.rows + i, dtail, mask=i < inputs.T)
-        tl.store(DFar + 2 * head.rows + inputs.T + i, dslope, mask=i < inputs.T)
+    if inputs.tail_slope is not None:                                           # (B, H, 2, T)
+        tl.store(DTailSlope + 2 * head.rows + i, dtail, mask=i < inputs.T)
+        tl.store(DTailSlope + 2 * head.rows + inputs.T + i, dslope, mask=i < inputs.T)
 
 
 @jit
-def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
+def backward_rows(inputs, U, R, DO, DR, DQ, DT, DTailSlope, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the next kernels."""
     number, keys, head, i, q, _, second = my_rows(inputs, c)
     do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                          # (BM, EP)
@@ -717,9 +717,9 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DFar, DMix, Delta, Visits, rule:
     none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
     state = walk((none, none, zero), add_to_rows, my_side, keys, visits, inputs, head, rule, c, c.BN)
     grads, gradsb, dmix = state
-    save_rows(grads, inputs, head, DQ, DT, DFar, i, c)
+    save_rows(grads, inputs, head, DQ, DT, DTailSlope, i, c)
     if inputs.mix is not None:
-        save_rows(gradsb, inputs, second[0], DQ, DT, DFar, i, c)
+        save_rows(gradsb, inputs, second[0], DQ, DT, DTailSlope, i, c)
         tl.store(DMix + head.rows // 2 + i, dmix, mask=i < inputs.T)            # (B, H/2, T)
 
 
@@ -807,13 +807,13 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 # torch.compile sees, and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch
 # in `differentiate`.
 
-SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? far, Tensor? mix, Tensor? sets, "
-          "float scale, SymInt window, SymInt first")
+SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? tail_slope, Tensor? mix, "
+          "Tensor? sets, float scale, SymInt window, SymInt first")
 
 
 class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(", ")])):
     """The arguments of the operators, as attend() describes them, except that a rule may name its power, as in
-    "tra:3.0", and that far (H, 2) holds tail and slope."""
+    "tra:3.0", and that tail_slope (H, 2) holds both."""
     @property
     def heads(self):
         """How many heads the output has."""
@@ -855,14 +855,14 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     if KERNELS[rule].takes_t:
         t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
     mix = None if mix is None else along_rows(mix, B, H // 2, T)
-    far = None
+    tail_slope = None
     if tail is not None or slope is not None:
         nothing = q.new_zeros(H, dtype=torch.float32)
-        far = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
+        tail_slope = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
     table = table.float() if table is not None and table.shape[1] else None
     rule += ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
     sets = None if sets is None else sets.contiguous()
-    call = rule, q, k, v, t, table, far, mix, sets, float(scale), window, first
+    call = rule, q, k, v, t, table, tail_slope, mix, sets, float(scale), window, first
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
     rule = kernel_named(rule)
@@ -985,10 +985,10 @@ def kernel_inputs(call):
     unit, (_, H, T, _) = kernel_named(call.rule).unit, call.q.shape
     q, k, v = (matrix(part, name) for part, name in ((call.q, "q"), (call.k, "k"), (call.v, "v")))
     t, mix = (None if part is None else matrix(part) for part in (call.t, call.mix))
-    table, far = (None if part is None else (part * unit).contiguous() for part in (call.table, call.far))
+    table, tail_slope = (None if part is None else (part * unit).contiguous() for part in (call.table, call.tail_slope))
     GK, GV, W = H // call.k.shape[1], call.heads // call.v.shape[1], 0 if table is None else table.shape[1]
     window = call.window if call.has_window else None
-    return Inputs(q, k, v, t, table, far, mix, call.sets, H, GK, GV, T, W, window, call.first, call.scale)
+    return Inputs(q, k, v, t, table, tail_slope, mix, call.sets, H, GK, GV, T, W, window, call.first, call.scale)
 
 
 def launch(kernel, rule, call, args, diagonals=None):
@@ -1032,13 +1032,13 @@ def autotuned(kernel, warps, kind):
                          schema=f"({SCHEMA}, Tensor u, Tensor r, Tensor alive, Tensor do, Tensor dr, bool learn_table)"
                                 f" -> ({', '.join(['Tensor'] * 7)})")
 def run_backward(*args):
-    grads = dq, dk, dv, dt, dfar, dmix, dtable = allocate_backward(*args)
+    grads = dq, dk, dv, dt, dtail_slope, dmix, dtable = allocate_backward(*args)
     *call, u, r, alive, do, dr, learn_table = args
     call, rule = unpacked((*call, True, alive.numel() > 0))
     inputs, delta, do = kernel_inputs(call), torch.empty_like(r), matrix(do, "the output's gradient")
     dmix = None if call.mix is None else dmix
     by_rows, by_keys = (visits_of(alive, kernel, rule, call) for kernel in ("backward_rows", "backward_keys"))
-    launch(backward_rows, rule, call, (inputs, matrix(u), r, do, dr, matrix(dq), dt, dfar, dmix, delta, by_rows))
+    launch(backward_rows, rule, call, (inputs, matrix(u), r, do, dr, matrix(dq), dt, dtail_slope, dmix, delta, by_rows))
     launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), by_keys))
     if learn_table:
         diagonals = dtable.shape[2]
@@ -1053,13 +1053,13 @@ def allocate_backward(*args):
     dq, dk = (rows_of_all_heads(q, H, D) for _ in range(2))
     dv = rows_of_all_heads(q, call.heads, call.v.shape[-1])
     dt = q.new_empty((0,) if call.t is None else (B, H, T), dtype=torch.float32)
-    dfar = q.new_empty((0,) if call.far is None else (B, H, 2, T), dtype=torch.float32)
+    dtail_slope = q.new_empty((0,) if call.tail_slope is None else (B, H, 2, T), dtype=torch.float32)
     dmix = q.new_empty((0,) if call.mix is None else (B, H // 2, T), dtype=torch.float32)
     shape = (0,)
     if learn_table:
         n, *_ = tile_config("backward_table", kernel_named(call.rule), call)
         shape = (B, H, diagonals_in_sight(call, n), n, n)
-    return dq, dk, dv, dt, dfar, dmix, q.new_empty(shape, dtype=torch.float32)
+    return dq, dk, dv, dt, dtail_slope, dmix, q.new_empty(shape, dtype=torch.float32)
 
 
 def diagonals_in_sight(call, n):
@@ -1103,16 +1103,16 @@ def save_for_backward(ctx, inputs, output):
 
 
 def differentiate(ctx, do, dr, *_):
-    q, k, v, t, table, far, mix, sets, *saved = ctx.saved_tensors
-    tensors = q, k, v, t, table, far, mix, sets
+    q, k, v, t, table, tail_slope, mix, sets, *saved = ctx.saved_tensors
+    tensors = q, k, v, t, table, tail_slope, mix, sets
     learn_table = table is not None and ctx.needs_input_grad[5]
     grads = run_backward(ctx.rule, *tensors, *ctx.numbers, *saved, do, dr.contiguous(), learn_table)
-    dq, dk, dv, dt, dfar, dmix, dtable = grads
+    dq, dk, dv, dt, dtail_slope, dmix, dtable = grads
     dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
     dt, dmix = None if t is None else dt, None if mix is None else dmix
-    dfar = None if far is None else dfar.sum((0, 3))        # (H, 2)
+    dtail_slope = None if tail_slope is None else dtail_slope.sum((0, 3))        # (H, 2)
     dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dfar, dmix, *[None] * 6
+    return None, dq, dk, dv, dt, dtable, dtail_slope, dmix, *[None] * 6
 
 
 def over_groups(grad, heads):
@@ -1204,7 +1204,7 @@ def tile_config(kernel, rule, call):
     column = COLUMNS.index("forward with U" if kernel == "forward" and rule.save_u else kernel)
     if INTERPRETED:
         return SMALL[column]
-    busy = call.table is not None or call.far is not None or call.has_window
+    busy = call.table is not None or call.tail_slope is not None or call.has_window
     kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
     size = (0 if call.q.dtype == torch.float32 else generation(call.q.device),
             padded(max(64, call.q.shape[-1], call.v.shape[-1])))

@@ -107,8 +107,8 @@ def measured(name, rows, answers):
     found = {"acc": [], "acc_norm": []}         # is the right choice's score the highest? The first wins a tie
     for row, choices in zip(rows, answers, strict=True):
         sums = np.array([answer.loglik for answer in choices])
-        found["acc"].append(sums.argmax() == row.gold)
-        found["acc_norm"].append((sums / [len(choice) for choice in row.choices]).argmax() == row.gold)
+        for measure, scores in (("acc", sums), ("acc_norm", sums / [len(choice) for choice in row.choices])):
+            found[measure].append(scores.argmax() == row.gold)
     return found
 
 

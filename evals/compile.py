@@ -130,9 +130,9 @@ def launch(case):
     mix = torch.empty(2, 2, 1024) if mixed else None
     sets = torch.empty(2, 1024, dtype=torch.int64) if grouped else None
     t = torch.empty(2, 4, 1024) if kernels.kernel_named(rule).takes_t else None
-    table, far = (torch.empty(4, 512), torch.empty(4, 2)) if busy else (None, None)
+    table, tail_slope = (torch.empty(4, 512), torch.empty(4, 2)) if busy else (None, None)
     window, first = (256, 4) if busy else (128, 0) if grouped else (0, 0)
-    call = (rule, q, k, v, t, table, far, mix, sets, 0.125, window, first)
+    call = (rule, q, k, v, t, table, tail_slope, mix, sets, 0.125, window, first)
     o, r, u, alive = kernels.run_forward(*call, True, True)
     kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
 
@@ -163,7 +163,7 @@ def row_of(case, name, sizes, warps, compiled):
         "too much shared memory": shared > 1024 * (227 if data_centre else 99),
         "too much tensor memory": (getattr(compiled.metadata, "tmem_size", 0) or 0) > 512,          # columns, of sm_100
         "no tensor cores": case.dtype != "float32" and not (hopper + blackwell or older and may_be_older),
-        "wrong number of exponentials": attention and not is_expected(exps, case.call, name, sizes, warps)}
+        "wrong number of exponentials": attention and not is_plausible(exps, case.call, name, sizes, warps)}
     sides = (sizes.BM, sizes.BN) if attention else (sizes.C, sizes.BD, sizes.BE)
     return case._asdict() | {
         "kernel": name, "tile": "x".join(str(side.value) for side in sides), "warps": warps, "registers": registers,
@@ -172,7 +172,7 @@ def row_of(case, name, sizes, warps, compiled):
         "code": hashlib.sha256(ptx.encode()).hexdigest()}
 
 
-def is_expected(exps, call, name, sizes, warps):
+def is_plausible(exps, call, name, sizes, warps):
     """Is the number of exponentials plausible? Each copy of the tile's code computes EXPONENTIALS for a score. There is
     a copy for far and one for near tiles, and twice as many if the statistic or delta has a pass of its own. A few more
     update the running maximum of the rows. Still more would mean that warps repeat each other's work."""
