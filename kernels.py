@@ -295,8 +295,8 @@ Head = namedtuple("Head", "batch number out rows q k v tail slope")
 #            keys                      keys
 #
 # `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are visible. Both return
-# (kept, lo, a, b, hi): tiles in [a, b) are full, those in [0, kept), [lo, a) and [b, hi) are masked, and all others are
-# skipped. All but hi are multiples of the tile's size.
+# (first_end, lo, a, b, hi): tiles in [a, b) are full, those in [0, first_end), [lo, a) and [b, hi) are masked, and all
+# others are skipped. All but hi are multiples of the tile's size.
 
 @jit
 def visible_in_tile(i, j, inputs):
@@ -308,24 +308,24 @@ def visible_in_tile(i, j, inputs):
 
 @jit
 def key_tiles(i, inputs, c: tl.constexpr):
-    """The tiles of keys that rows i .. i+BM-1 see: (kept, lo, a, b, hi), see above."""
+    """The tiles of keys that rows i .. i+BM-1 see: (first_end, lo, a, b, hi), see above."""
     hi = tl.minimum(i + c.BM, inputs.T)
     end = tl.cdiv(hi, c.BN) * c.BN
-    kept, lo, a = 0, 0, 0
+    first_end, lo, a = 0, 0, 0
     if inputs.window is not None:
-        kept = tl.minimum(tl.cdiv(inputs.first, c.BN) * c.BN, end)
+        first_end = tl.minimum(tl.cdiv(inputs.first, c.BN) * c.BN, end)
         lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
-        lo = tl.maximum(lo, kept)
+        lo = tl.maximum(lo, first_end)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
     # b: the first tile that needs the table or the causal mask. With sets, no tile is full
     b = a if inputs.sets is not None else tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN
-    return kept, lo, a, tl.maximum(a, b), hi
+    return first_end, lo, a, tl.maximum(a, b), hi
 
 
 @jit
 def row_tiles(j, inputs, c: tl.constexpr):
-    """The tiles of rows that see keys j .. j+BN-1: (kept, lo, a, b, hi), see above."""
+    """The tiles of rows that see keys j .. j+BN-1: (first_end, lo, a, b, hi), see above."""
     hi = inputs.T
     b = inputs.T // c.BM * c.BM                                                 # an incomplete last tile needs masks
     if inputs.window is not None:
@@ -346,16 +346,16 @@ def walk(state, step: tl.constexpr, my_side, tiles, visits, inputs, head, rule: 
 
     my_side: what step needs in every tile, the program's own rows or keys. visits: a list of live tiles (see in_order),
     or None. With a list, only its tiles are visited, and the five bounds become indices into it."""
-    kept, lo, a, b, hi = tiles
+    first_end, lo, a, b, hi = tiles
     if visits is not None:
-        kept, lo, a = place_of(visits, kept, size), place_of(visits, lo, size), place_of(visits, a, size)
+        first_end, lo, a = place_of(visits, first_end, size), place_of(visits, lo, size), place_of(visits, a, size)
         b, hi = place_of(visits, b, size), place_of(visits, hi, size)
         numbers = visits + tl.cdiv(inputs.T, size) + 1                          # of the live tiles
     for place in tl.range(a, b, size):
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
         state = step(state, my_side, start, inputs, head, rule, c, False)
-    for n in tl.range(0, kept + (a - lo) + (hi - b), size, num_stages=1):       # pipelining these costs registers
-        place = tl.where(n < kept, n, n - kept + lo)                            # the three ranges, end to end
+    for n in tl.range(0, first_end + (a - lo) + (hi - b), size, num_stages=1):  # pipelining these costs registers
+        place = tl.where(n < first_end, n, n - first_end + lo)                  # the three ranges, end to end
         place = tl.where(place < a, place, place - a + b)
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
         state = step(state, my_side, start, inputs, head, rule, c, True)
@@ -535,13 +535,13 @@ def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexp
     r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, my_side, keys, None, inputs, head, rule, c, c.BN)
     r = rule.settle(r, t, rule.power, sum_w, sum_z, True)
     if rule.passes > 1:
-        left = rule.passes - 1
-        while left > 0:                                                         # until no row's sum changes by 1e-5
+        passes_left = rule.passes - 1
+        while passes_left > 0:                                                  # until no row's sum changes by 1e-5
             state, at_r = (r, zero, zero), (i, q, t, r)
             _, sum_w, sum_z = walk(state, add_to_sums, at_r, keys, None, inputs, head, rule, c, c.BN)
-            better = rule.settle(r, t, rule.power, sum_w, sum_z, False)
-            left = tl.where(tl.max((better - r) * sum_z, 0) > 1e-5, left - 1, 0)
-            r = better
+            refined = rule.settle(r, t, rule.power, sum_w, sum_z, False)
+            passes_left = tl.where(tl.max((refined - r) * sum_z, 0) > 1e-5, passes_left - 1, 0)
+            r = refined
     return r
 
 

@@ -28,13 +28,13 @@ def replacing(path, mode="wb"):
     files of this path that killed processes have left are deleted: a checkpoint may be large."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        process = left.name.split(".")[-2]
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = leftover.name.split(".")[-2]
         try:
             if process.isdigit():
                 os.kill(int(process), 0)        # the signal 0 only asks whether there is such a process
         except ProcessLookupError:
-            left.unlink(missing_ok=True)
+            leftover.unlink(missing_ok=True)
         except OSError:                         # it is another user's
             pass
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic

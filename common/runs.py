@@ -42,14 +42,14 @@ class Run:
     """The folder that a training run writes."""
     COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
 
-    def __init__(self, folder, machine, more=()):
-        """more: columns of the log beyond the usual ones."""
+    def __init__(self, folder, machine, extra_columns=()):
+        """extra_columns: of the log, beyond the usual ones."""
         self.folder, self.main = Path(folder), machine.main
         self.checkpoint, self.parts = self.folder / "ckpt.pt", self.folder / PARTS
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.saved = None                       # the step of the last checkpoint, None before the first
         self.meta = {}                          # the content of meta.json
-        self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + more
+        self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + extra_columns
 
     def begin(self, meta):
         """Open the log. A new run moves an earlier run's files aside, to old/1, old/2, ... A resumed run drops the rows

@@ -35,26 +35,26 @@ def held_out(sizes, args):
     if not args.val:
         lengths = np.concatenate(list(sizes.values()))
         order = np.random.default_rng(0).permutation(len(lengths))
-        held = np.zeros(len(lengths), bool)
-        held[order[np.cumsum(lengths[order]) <= args.val_share * lengths.sum()]] = True
-        if not held.any():
-            held[lengths.argmin()] = True
-        return dict(zip(sizes, np.split(held, np.cumsum([len(s) for s in sizes.values()])[:-1]), strict=True))
+        mask = np.zeros(len(lengths), bool)
+        mask[order[np.cumsum(lengths[order]) <= args.val_share * lengths.sum()]] = True
+        if not mask.any():
+            mask[lengths.argmin()] = True
+        return dict(zip(sizes, np.split(mask, np.cumsum([len(s) for s in sizes.values()])[:-1]), strict=True))
     forms = {path: {path.name, path.name.split(".")[0], path.relative_to(args.source).as_posix(), str(path)}
              for path in sizes}
     for name in args.val:
         if not any(name in form for form in forms.values()):
             known = ", ".join(sorted(path.name for path in sizes)[:20])
             raise ValueError(f"--val {name}: no such file in {args.source}, choose from {known}")
-    held = {path: np.full(len(sizes[path]), bool(form & set(args.val))) for path, form in forms.items()}
-    if all(flags.all() for flags in held.values()):
+    masks = {path: np.full(len(sizes[path]), bool(form & set(args.val))) for path, form in forms.items()}
+    if all(flags.all() for flags in masks.values()):
         raise ValueError("--val holds out everything, so nothing is left to train on: name fewer files")
-    return held
+    return masks
 
 
-def texts_of(held, wanted):
+def texts_of(masks, wanted):
     """The texts of one split. They are read from the files again, so memory holds only a few at a time."""
-    for path, flags in held.items():
+    for path, flags in masks.items():
         if (flags == wanted).any():
             yield from (text for text, flag in zip(tokens.documents(path), flags, strict=True) if flag == wanted)
 
@@ -95,8 +95,8 @@ def prepare(args):
             raise ValueError(f"--source={source} has {len(text)} characters, too few to hold out {args.val_share}")
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
-        held = held_out(sizes, args)
-        splits = {"train": texts_of(held, False), "val": texts_of(held, True)}
+        masks = held_out(sizes, args)
+        splits = {"train": texts_of(masks, False), "val": texts_of(masks, True)}
     print(f"source: {count} documents in {len(sizes)} files of {source}; "
           f"{len(paths) - len(sizes)} files without text skipped")
     ids, entries = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}, {}

@@ -32,17 +32,17 @@ def value_zeroed(chosen, place=0, to_itself=True):
     """Attention in which the token at this place of the sequence has the value 0 for the chosen heads. The
     attention weights do not change. to_itself: its own row reads the value 0 as well. False is like changing the KV
     cache after the token was read."""
-    def change(attend, layer, module, q, k, v, x, *more):
+    def change(attend, layer, module, q, k, v, x, *rest):
         if not chosen[layer].any():
-            return attend(q, k, v, x, *more)
+            return attend(q, k, v, x, *rest)
         if v.shape[1] < module.heads:           # grouped heads: every head gets its own copy of values and keys
             k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
         row = module.ahead + place
         here = torch.arange(v.shape[2], device=v.device) == row
-        o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *more)
+        o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *rest)
         if not to_itself:                       # its own row is computed without the change
             upto = slice(row + 1 if module.causal else None)
-            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[:, :, row]
+            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *rest)[:, :, row]
         return o
     return change
 
@@ -64,10 +64,10 @@ def ablations(alpha_sink, threshold, prune, other, draws, seed):
     Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its appendix A.5, after
     Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so only later rows read the zero. We added
     the random heads and the heads with the least weight on the sink."""
-    every, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
+    all_heads, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
     in_cache, dormant = partial(value_zeroed, to_itself=False), int((alpha_sink > threshold).sum())
-    changes = {"first key hidden": key_hidden, f"value at {other} zero": in_cache(every, other),
-               "first value zero": in_cache(every), "and also in its own row": value_zeroed(every)}
+    changes = {"first key hidden": key_hidden, f"value at {other} zero": in_cache(all_heads, other),
+               "first value zero": in_cache(all_heads), "and also in its own row": value_zeroed(all_heads)}
     found = [(what, "all heads", total, [change]) for what, change in changes.items()]
     counts = [("first value zero", in_cache, dormant)] if dormant else []
     counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total)) for percent in prune]
@@ -118,8 +118,8 @@ def mean_and_errors(added):
 
 def window_losses(change, model, rows, machine, batch_size):
     """The mean loss of each window of rows (N, T + 1) with this change: (N,) float64, on the CPU."""
-    return torch.cat([losses_with(change, model, some, machine).double().mean(1).cpu()
-                      for some in rows.split(batch_size)])
+    return torch.cat([losses_with(change, model, batch, machine).double().mean(1).cpu()
+                      for batch in rows.split(batch_size)])
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def budget(meta):
 def groups_of(found):
     """The runs of {place: numbers} grouped by recipe: {name: [numbers]}, the best first. The name has the flags that
     changed the recipe, and those that tell it from other runs with that --attn."""
-    groups, named = {}, {}
+    groups, by_flags = {}, {}
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
     for group in sorted(groups.values(), key=lambda group: fmean(numbers["loss"] for numbers in group)):
@@ -100,8 +100,8 @@ def groups_of(found):
                  if any(other.get(name) != value for other in alike)
                  or (name in axes and name != "pos" and value != axes[name])]
         flags += [] if group[0]["has_weights"] else ["(derivatives)"]
-        named[" ".join([attn, *flags])] = group
-    return named
+        by_flags[" ".join([attn, *flags])] = group
+    return by_flags
 
 
 def tell(args, found):

@@ -61,8 +61,8 @@ def command(args, run):
         split = tokens.Tokens(folder, args.split)
         rows, = window_batches(run.model, split, machine, T, args.windows, args.windows)            # (N, T + 1)
         probes = [Probe(local=args.local) for _ in run.model.transformer.h]
-        for some in progress(rows.split(args.batch_size), machine.main):
-            watch(run.model, lambda layer, *inputs, probes=probes: probes[layer].see(*inputs), some[:, :-1], machine)
+        for batch in progress(rows.split(args.batch_size), machine.main):
+            watch(run.model, lambda layer, *inputs, probes=probes: probes[layer].see(*inputs), batch[:, :-1], machine)
         results = [probe.result() for probe in probes]
         maps.append({name: torch.stack([result[name] for result in results]) for name in MEASURES})
         windows.append(rows)

@@ -106,11 +106,11 @@ def command(args, run):
 
 def find(source, names, split):
     """{task: its file} in a folder. Raises ValueError if a task in names has no file, or if no task has one."""
-    every = "all" in names.split(",")
+    all_tasks = "all" in names.split(",")
     places = {name: [path for path in (source / name / f"{split}.jsonl", source / f"{name}.jsonl") if path.is_file()]
-              for name in (TASKS if every else names.split(","))}
+              for name in (TASKS if all_tasks else names.split(","))}
     missing = [name for name, paths in places.items() if not paths]
-    if missing and (not every or len(missing) == len(TASKS)):
+    if missing and (not all_tasks or len(missing) == len(TASKS)):
         raise ValueError(f"--source={source} holds neither {missing[0]}/{split}.jsonl nor {missing[0]}.jsonl: unpack "
                          "the benchmark's zip files there (evals/scrolls.py has their addresses)")
     return {name: paths[0] for name, paths in places.items() if paths}
