@@ -121,7 +121,7 @@ def parse_rope_scaling(text):
 
 def rope_frequencies(config, width, device):
     """Radians per position of each of P pairs of channels, (P,): base^(-c / P) for pair c, scaled as rope_scaling says.
-    --rope_share of a head's `width` channels are paired, by default all. An odd last channel has no partner.
+    --rope_share says what share of a head's `width` channels rotates. An odd last channel of these has no partner.
 
     Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023; yarn, Peng et al. 2309.00071, section
     3.2 (and 3.1 on ntk), and GPT-OSS.

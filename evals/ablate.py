@@ -32,17 +32,17 @@ def value_zeroed(chosen, place=0, to_itself=True):
     """Attention in which the token at this place of the sequence has the value 0 for the chosen heads. The
     attention weights do not change. to_itself: its own row reads the value 0 as well. False is like changing the KV
     cache after the token was read."""
-    def change(attend, layer, module, q, k, v, x, *rest):
+    def change(attend, layer, module, q, k, v, x, *more):
         if not chosen[layer].any():
-            return attend(q, k, v, x, *rest)
+            return attend(q, k, v, x, *more)
         if v.shape[1] < module.heads:           # grouped heads: every head gets its own copy of values and keys
             k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
         row = module.ahead + place
         here = torch.arange(v.shape[2], device=v.device) == row
-        o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *rest)
+        o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *more)
         if not to_itself:                       # its own row is computed without the change
             upto = slice(row + 1 if module.causal else None)
-            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *rest)[:, :, row]
+            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[:, :, row]
         return o
     return change
 

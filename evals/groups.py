@@ -44,7 +44,7 @@ def command(args, run):
     T, config = run.window(args.length), run.model.config
     if args.layer >= config.n_layer:
         raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {config.n_layer - 1}")
-    seen = watch_groups(args, run, T)
+    seen = look(args, run, T)
     layers, K = [layer.numbers for layer in seen], seen[0].groups
     if args.against:
         other = run.beside(args.against, {"window": config.window, "topk": config.topk})
@@ -53,7 +53,7 @@ def command(args, run):
         if theirs != [layer.groups for layer in seen]:
             raise ValueError(f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
                              f"{run.out_dir} has {K} in each of {len(seen)}: name another run of the same model")
-        for layer, one, another in zip(layers, seen, watch_groups(args, other, T), strict=True):
+        for layer, one, another in zip(layers, seen, look(args, other, T), strict=True):
             layer["stability"] = agreement(one.own, another.own, K)
     shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in layers]))
     numbers = run.reads(args.split, len(seen[0].own), T) | {
@@ -69,7 +69,7 @@ def check(run):
                          "trained with --attn=focus")
 
 
-def watch_groups(args, run, T):
+def look(args, run, T):
     """Measure the groups of every layer of a run on its windows of T tokens. For each layer, the result has
 
     groups, local   the number of groups K, and the distance from which on pairs are distant

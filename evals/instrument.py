@@ -273,7 +273,7 @@ def instead(model, replacement):
     its own attend(q, k, v, x, table), to change its inputs or its output."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):
-        module.attend = partial(replacement, module.attend, layer, module)     # hides the method
+        module.attend = partial(replacement, module.attend, layer, module)  # hides the method
     try:
         yield
     finally:

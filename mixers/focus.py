@@ -408,7 +408,6 @@ class Focus(Mixer):
     def gated_weights(self, sight, i, q, k, a, b):
         """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an extra key needs it. a
         (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
-
         affinity = self.choices["affinity"].gated_score
         j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
         near, seen = i[:, None] - j < self.local, visible(i[:, None], j, sight)

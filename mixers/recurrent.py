@@ -87,7 +87,7 @@ def decays(c):
     return (c[..., :, None, :] - c[..., None, :, :]).masked_fill(later[..., None], -math.inf).exp()
 
 
-def decayed_scores(a, b, c):
+def scores(a, b, c):
     """Decayed scores: the sum over channels of a_i b_j exp(c_i - c_j), 0 for j > i: (.., C, C).
 
     Where each channel decays at its own rate, the direct sum needs (.., C, C, D) numbers. So the chunk is halved.
@@ -101,8 +101,8 @@ def decayed_scores(a, b, c):
     (a, later_a), (b, later_b), (c, later_c) = (x.tensor_split([half], -2) for x in (a, b, c))
     middle = c[..., -1:, :]
     across = (later_a * (later_c - middle).exp()) @ (b * (middle - c).exp()).mT
-    earlier = F.pad(decayed_scores(a, b, c), (0, across.shape[-2]))
-    return torch.cat([earlier, torch.cat([across, decayed_scores(later_a, later_b, later_c)], -1)], -2)
+    earlier = F.pad(scores(a, b, c), (0, across.shape[-2]))
+    return torch.cat([earlier, torch.cat([across, scores(later_a, later_b, later_c)], -1)], -2)
 
 
 def one_chunk(state, q, k, v, forget, erase=None):
@@ -117,8 +117,8 @@ def one_chunk(state, q, k, v, forget, erase=None):
     u = v
     if erase is not None:
         u = v - erase * ((k * c.exp()) @ S)
-        u = torch.linalg.solve_triangular(erase * decayed_scores(k, k, c), u, upper=False, unitriangular=True)
-    o = (q * c.exp()) @ S + decayed_scores(q, k, c) @ u
+        u = torch.linalg.solve_triangular(erase * scores(k, k, c), u, upper=False, unitriangular=True)
+    o = (q * c.exp()) @ S + scores(q, k, c) @ u
     S = end.exp().mT * S + (k * (end - c).exp()).mT @ u
     return o, (S,)
 
