@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 class Job(NamedTuple):
     """Something to do once."""
-    words: tuple[str, ...]                      # a command from its script on, or the name and argument of a function
+    words: tuple[str, ...]                      # a command from its script on, or the name and arguments of a function
     place: Path                                 # the folder of a run or a data set, or the file with the numbers
     after: tuple = ()                           # jobs that must be done before
     function: Callable | None = None
@@ -112,7 +112,7 @@ def do(job):
             raise ValueError(f"{before.place} is not there: its own job failed, see above. Public weights come from "
                              f"python data/weights.py {before.place.name}")
     if job.function:
-        found = job.function(int(rest[0]) if rest[0].isdigit() else rest[0])
+        found = job.function(*(int(word) if word.isdigit() else word for word in rest))
     else:
         threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
         output = output_of(name, *(flags_to_finish(job.place, rest) if name == "train.py" else rest), **threads)

@@ -4,6 +4,7 @@ A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has
 of public weights. So it is trained only once, even if several commands use it. One run takes
 
     lab, ..     15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
+    history-..  the same with up to fifty times as many steps (ledger/later.py)
     text, ..    3 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
     smollm2     at most an hour: a router beside the public weights of out/smollm2, T = 512, books in tokens
     gpu, ..     some two minutes on one H200: 8 layers, width 512, T = 512, books in bytes, Moby-Dick held out
@@ -36,6 +37,9 @@ SETUPS = {
     "lab": Setup("--preset=lab"),
     "nobos": Setup("--preset=lab --dataset={data}/nobos", f"{BACKCOPY} --no_bos"),      # begins with a random symbol
     "nobias": Setup("--preset=lab --bias=0"),
+    # in linear layers, only the biases of queries, keys and values, or of one of them
+    "bias-qkv": Setup("--preset=lab --bias=0 --qkv_bias=1"),
+    **{f"bias-{part}": Setup(f"--preset=lab --bias=0 --qkv_bias=1 --bias_of={part}") for part in "qkv"},
     "tied": Setup("--preset=lab --tied=1"),
     "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
     "table2": Setup("--preset=lab --dataset={data}/table2", f"{BACKCOPY} --seed=2"),
@@ -81,7 +85,7 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     **{f"value-axis-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=0" for m in (1, 5, 20)},
     # a bias key in few channels; of four heads, also one bias key for all
     **{f"k_bias-{dims}-dims": f"--attn=k_bias --attn_args=bias_dims={dims}" for dims in (1, 4)},
-    **{f"{attn}-4-heads": f"--attn={attn} --n_head=4" for attn in ("softmax", "k_bias", "kv_bias")},
+    **{f"{attn}-4-heads": f"--attn={attn} --n_head=4" for attn in ("softmax", "relu", "k_bias", "kv_bias")},
     **{f"{attn}-4-heads-shared": f"--attn={attn} --n_head=4 --attn_args=bias_shared=1"
        for attn in ("k_bias", "kv_bias")},
     # threshold differential attention with a fixed beta
@@ -109,8 +113,14 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "focus-tuned": "--attn=focus --affinity=score --window=128 --attn_args=groups=8 --init_from=softmax "
                    "--max_iters=1000",
     "softmax-tuned": "--attn=softmax --init_from=softmax --max_iters=1000",
-    # two layers; two layers of four heads, before and after 250 steps with and without the balancing loss
+    # a peak learning rate and the steps of its decay, whose product is four times the lab's: see ledger/later.py
+    **{f"history-{rate}": f"--attn=softmax --learning_rate={rate} --lr_decay_iters={steps} "
+                          f"--max_iters={steps * 5 // 4} --eval_interval=25"
+       for rate, steps in (("1e-3", 32_000), ("3e-3", 10_667), ("1e-2", 3200), ("2e-2", 1600))},
+    # two layers, also with norms elsewhere; two layers of four heads, before and after 250 steps with and without the
+    # balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
+    **{f"two-layers-{place}": f"--attn=softmax --n_layer=2 --norm_place={place}" for place in ("post", "out")},
     "heads": f"--attn=softmax {HEADS}",
     "heads-plain": f"--attn=softmax {TUNED}",
     "heads-eq8": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_form=all",

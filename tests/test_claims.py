@@ -20,10 +20,11 @@ import train as train_script
 from common import files
 from common.flags import Parser, add_flags, fields_of, given_flags
 from evals import claims, jobs
-from evals.instrument import Common, Overrides
+from evals.ablate import losses_with, unchanged
+from evals.instrument import Common, OpenedRun, Overrides, window_batches
 from evals.jobs import Job, Place, all_jobs
 from evals.lab_runs import RECIPES, SETUPS, train_flags
-from evals.ledger import checks, claim, experiments, quantities, routing, view
+from evals.ledger import checks, claim, experiments, later, quantities, routing, view
 from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Quantity, Reading, judge, readable
 from evals.ledger.experiments import COMMANDS, LOOKS, jobs_of
 from evals.ledger.quantities import interval
@@ -365,3 +366,45 @@ def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path
     written = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
     assert written == {page.name: page.read_text() for page in (ROOT / "results/claims").glob("*.md")}
     assert {page.stem for page in tmp_path.glob("*.png")} == {*map(lambda name: name[:-3], written)} - {"changes"}
+
+
+def test_history_trains_up_to_a_loss_and_then_at_one_learning_rate(backcopy, trainings, tmp_path):
+    flags = f"--preset=lab {SHORT} --max_iters=6 --dataset={backcopy} --out_dir={tmp_path / 'run'}".split()
+    jobs.do(Job(("train.py", *flags), tmp_path / "run"))
+    val = {int(row[0]): float(row[2]) for row in log_rows(tmp_path / "run")[1:] if row[2]}
+    for excess, step in ((9.0, 3), (0.0, min(val, key=val.get))):       # at once, and never
+        found = later.history(tmp_path / "run", excess, more=2)
+        equal, after = (meta(tmp_path / "run" / name) for name in ("equal", "after"))
+        assert found["step"] == equal["losses"]["step"] == step
+        close(equal["losses"]["val"], val[step], terms=1, dtype=torch.float32)          # the log has nine digits
+        assert [found[name] for name in ("equal", "excess", "after", "excess after")] == [
+            run["report"][name] for run in (equal, after) for name in ("sink_idle", "excess_loss")]
+        assert (after["knobs"]["learning_rate"], after["losses"]["step"]) == (1e-3, 2)
+    assert len(trainings) == 5
+
+
+@torch.no_grad()
+def test_worth_of_heads_compares_a_group_with_random_heads_of_its_layers(toy_run, monkeypatch):
+    monkeypatch.setattr(later, "DORMANT", {"every": (-1, 2), "none": (2, 3)})
+    run = OpenedRun(Common(out_dir=toy_run), {})
+    found = later.worth_of_heads(run, "val", count=6, length=12, draws=3)
+    windows, = window_batches(run.model, run.split("val"), run.machine, 12, 12, 12)
+    outputs = later.alpha_and_means(run, windows[1::2])[1]              # (1, heads, E)
+
+    def cost(change):                           # of both heads of the only layer, for the windows of each draw
+        losses = [losses_with(look, run.model, windows[::2], run.machine) for look in (change, unchanged)]
+        return (losses[0] - losses[1]).double().mean(1).view(3, 2).mean(1).tolist()
+
+    ways = {"zero": lambda attend, *inputs: 0 * attend(*inputs[2:]),
+            "mean": lambda attend, *inputs: 0 * attend(*inputs[2:]) + outputs[0][:, None]}
+    for name, change in ways.items():
+        close(found["every"][name]["cost"], cost(change))
+        assert any(found["every"][name]["cost"])
+    for name in ("value", "zero", "mean"):
+        assert found["every"][name]["less random"] == found["none"][name]["cost"] == [0] * 3
+    assert (found["every"]["heads"], found["none"]["heads"]) == (2, 0)
+
+    chosen, masks = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]]).bool(), []
+    later.worth(lambda mask: mask, chosen, lambda mask, rows: masks.append(mask) or rows[:, 0], windows.double(), 0, 6)
+    assert all(torch.equal(mask.sum(1), chosen.sum(1)) for mask in masks)
+    assert len(masks) == 7 and len({tuple(mask.flatten().tolist()) for mask in masks[1:]}) > 2

@@ -187,6 +187,6 @@ def test_verdicts_are_those_of_the_ledger(page):
     said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", text)
     for name, verdict in [pair for pair in said if pair[0] in CLAIMS]:
         assert verdict in verdicts[name].values(), name
-    headlines = [own["claim"] for own in verdicts.values()]
+    headlines = [own["claim"] for name, own in verdicts.items() if CLAIMS[name].kind != "question"]
     for line in re.findall(re.escape(f"| {' | '.join(VERDICTS)} |") + r" [-|]+ \|(?: \d+ \|)+", text):
         assert [int(n) for n in re.findall(r"\d+", line)] == [headlines.count(verdict) for verdict in VERDICTS]

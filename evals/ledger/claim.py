@@ -417,7 +417,7 @@ def values_of(quantity, n):
 
 PAPERS, CITED, CLAIMS = {}, {}, {}              # {title: its claims {id: Claim}}, {title: full name}, {id: Claim}
 FILES = {}                                      # {title: the name of its file}
-for name in ("lazy", "threshold", "focus", "native_moe", "emerges"):
+for name in ("lazy", "threshold", "focus", "native_moe", "emerges", "later"):
     title, full_name, claims = claims_of(Path(__file__).with_name(f"{name}.toml"))
     FILES[title], PAPERS[title], CITED[title] = name, claims, full_name
     CLAIMS |= claims

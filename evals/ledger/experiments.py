@@ -4,9 +4,9 @@ from pathlib import Path
 
 from evals.jobs import Job, data_job, train_job
 from evals.lab_runs import PUBLIC
-from evals.ledger import checks, routing
+from evals.ledger import checks, later, routing
 
-CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS
+CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS | later.LOOKS
 
 # timings, which need no run
 KERNELS = "speed --kernels --lengths=1024,4096,16384 --widths=64 --n_embd=512"
@@ -64,7 +64,8 @@ def job_of(run, path, seed, folders):
     base = train_job(run, seed, folders)
     if look not in LOOKS and look not in COMMANDS:
         return base
-    words = f"eval.py {COMMANDS[look]} --out_dir={base.place} --json" if look in COMMANDS else f"{look} {base.place}"
+    words = f"eval.py {COMMANDS[look]} --out_dir={base.place} --json" if look in COMMANDS else (
+        f"{look} {base.place}" + " {data}/smollm2" * (look == "dormant"))
     data = ["long"] if look == "far" else re.findall(r"{data}/(\w+)", words)
     words = words.format(data=Path(folders.out_dir) / "data").split()
     file = found / f"{base.place.name}-{look}.json"
