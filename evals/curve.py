@@ -89,6 +89,10 @@ def draw(path, found):
         for name, row in found["recipes"].items():
             ax.plot(found["scores"], row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")
         ax.legend(frameon=False, fontsize=8)
+        if of_cosines := [name for name in found["recipes"] if attention.recipe(name).get("qk_norm") == "l2"]:
+            most = found["scores"][-1] or 1     # --spread=0
+            cosines = ax.secondary_xaxis("top", functions=(lambda score: score / most, lambda cosine: cosine * most))
+            cosines.set_xlabel(f"cosine, which is the score of {', '.join(of_cosines)}")
         frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")
 
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, TINY, needs_triton, run
 
 import attention
@@ -164,6 +165,15 @@ def test_the_gradients_of_chapter_2_are_those_of_autograd(capsys):
     block, = re.findall(r"```python\n([^`]*autograd.*?)```", PAGES["docs/2-spending-less.md"], re.S)
     exec(block, {})
     assert capsys.readouterr().out == "True True\n"
+
+
+def test_the_picture_of_chapter_4_has_its_dots_on_the_curve(tmp_path, monkeypatch):
+    block, = re.findall(r"```python\n(.*?)```", PAGES["docs/4-a-sink-is-a-gate.md"], re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(block, names := {})
+    assert (tmp_path / "out/curve-gate.png").exists()
+    for line in names["ax"].lines[1:]:
+        assert torch.as_tensor(line.get_xdata()).sigmoid().item() == pytest.approx(float(line.get_ydata()[0]))
 
 
 def test_variants_has_a_row_for_every_recipe():
