@@ -191,33 +191,42 @@ def in_words(numbers):
 
 
 def draw(path, found):
-    """Draw three panels for each run: each group's share of tokens, by layer; the measures, by layer; and the pairs of
-    the first window in one layer, light blue if near, dark blue if of one group, grey if closed."""
+    """Draw four panels for each run: each group's share of tokens, how sure tokens are of theirs, and the distant pairs
+    that k groups keep, all by layer; and the pairs of the first window in one layer, light blue if near, dark blue if
+    of one group, grey if closed."""
     kinds = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
-    with figure_of(path, [4.1] * len(found), [4, 4, 4]) as axes:
-        for (left, middle, right), (place, numbers) in zip(axes, found.items(), strict=True):
-            layers, K, shown = numbers["layers"], numbers["groups"], numbers["shown"]
-            shares = np.sort([layer["shares"] for layer in layers])[:, ::-1]        # (layers, K), the largest first
-            ends = shares.cumsum(1)
-            for group in range(K):
-                left.barh(range(len(layers)), shares[:, group], 0.85, ends[:, group] - shares[:, group],
-                          color=("#08519c", "#9ecae1")[group % 2], edgecolor="white", linewidth=0.5)
-                left.axvline(group / K, color="black", linestyle=":", linewidth=0.8)
-            left.invert_yaxis()
-            whole_ticks(left.yaxis)
-            frame(left, f"{Path(place).name}: tokens by group (dotted: equal groups)",
-                  "share of tokens, the largest group first", "layer")
-            lines = {name: [layer[name] for layer in layers] for name in ("dominance", "confidence", "stability")
-                     if name in layers[0]}
-            lines |= {f"pairs kept, k={k}": [layer["kept"][k] for layer in layers]
-                      for k, mean in numbers["mean"]["kept"].items() if mean is not None and int(k) < K}
-            curves = {label: (range(len(layers)), values) for label, values in lines.items()}
-            line_panel(middle, curves, "shares, by layer", "layer")
-            middle.set_ylim(0, 1.03)
-            whole_ticks(middle.xaxis)
+    with figure_of(path, [4.1] * len(found), [4, 3, 3, 4]) as axes:
+        for (sizes, tokens, pairs, window), (place, numbers) in zip(axes, found.items(), strict=True):
+            layers, shown = numbers["layers"], numbers["shown"]
+            draw_sizes(sizes, layers, f"{Path(place).name}: tokens by group")
+            draw_by_layer(tokens, {name: [layer[name] for layer in layers] for name in ("confidence", "stability")
+                                   if name in layers[0]}, "mean over tokens")
+            draw_by_layer(pairs, {f"{k} of {numbers['groups']} groups": [layer["kept"][k] for layer in layers]
+                                  for k, mean in numbers["mean"]["kept"].items() if mean is not None
+                                  and int(k) < numbers["groups"]}, "share of distant pairs kept")
             own = np.array(shown["passage"])    # the group of each token, (T,)
             i, j = np.arange(len(own))[:, None], np.arange(len(own))
             kind = np.where(j > i, 0, np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)))
-            right.imshow(kind, cmap=kinds, vmin=0, vmax=3, interpolation="none")
-            right.set_title(f"layer {shown['layer']}: near, or of one group (dark)", fontsize=10)
-            right.set(xlabel="key", ylabel="row")
+            window.imshow(kind, cmap=kinds, vmin=0, vmax=3, interpolation="none")
+            window.set_title(f"layer {shown['layer']}: near, or of one group (dark)", fontsize=10)
+            window.set(xlabel="key", ylabel="row")
+
+
+def draw_sizes(ax, layers, title):
+    """A bar for each layer: its groups' shares of tokens, the largest first and darkest. Dotted: equal groups."""
+    shares = np.sort([layer["shares"] for layer in layers])[:, ::-1]                # (layers, K)
+    starts, K = shares.cumsum(1) - shares, shares.shape[1]
+    shades = pyplot().get_cmap("Blues")(np.linspace(0.9, 0.2, K))
+    for group in range(K):
+        ax.barh(range(len(layers)), shares[:, group], 0.85, starts[:, group], color=shades[group], edgecolor="white")
+        ax.axvline(group / K, color="black", linestyle=":", linewidth=0.8)
+    ax.invert_yaxis()
+    whole_ticks(ax.yaxis)
+    frame(ax, title, "share of tokens, largest group first (dotted: equal)", "layer")
+
+
+def draw_by_layer(ax, lines, title):
+    line_panel(ax, {label: (range(len(values)), values) for label, values in lines.items()}, title, "layer",
+               legend=bool(lines))
+    ax.set_ylim(0, 1.03)
+    whole_ticks(ax.xaxis)

@@ -226,46 +226,62 @@ def packed(values, levels):
 
 
 def draw(path, found):
-    """Draw the maps: a column for each layer, a row for each head and view. Runs with one column are side by side."""
+    """Draw the maps: a column for each layer, a row for each head and view. Runs with one column are side by side. All
+    maps have one colour scale."""
     grids = [[list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
              for numbers in found.values()]     # of each run: the maps of each column
     rows, columns = max(len(maps) for grid in grids for maps in grid), max(map(len, grids))
     beside = columns == 1
     side = min(7.0, max(2.6, 0.14 * max(len(numbers["keys"]) for numbers in found.values())))   # inches of a map
     down, across = (rows, len(grids)) if beside else (rows * len(grids), columns)
-    with figure_of(path, [side + 0.9] * down, [side + 1.4] * across) as axes:
+    shown = [(np.array(one["weights"]), later_keys(numbers)) for numbers in found.values() for one in numbers["maps"]]
+    colours, beyond = colour_scale([w for w, _ in shown])
+    with figure_of(path, [side + 1.5] * down, [side + 1.1] * across) as axes:
+        for ax in axes.flat:
+            ax.set_axis_off()                   # a column may be shorter than others
         parts = np.split(axes, len(grids), axis=int(beside))
         for part, (place, numbers), grid in zip(parts, found.items(), grids, strict=True):
-            draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "", side)
+            image = draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "", side, colours)
+        zeros = any((w == 0)[~later].any() for w, later in shown)
+        label = "weight (square-root scale" + ("; yellow: exactly 0)" if zeros else ")")
+        axes[0, 0].figure.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
 
 
-def draw_run(axes, numbers, grid, place, side):
-    """All maps of a run, on one colour scale: the square root of the weight, so that small weights show. The scale ends
-    at the largest weight after the first row, in which softmax always has a weight of 1."""
-    colors = pyplot().matplotlib.colors
-    w = np.array([found["weights"] for found in numbers["maps"]])       # (maps, T, keys)
-    later = np.triu(np.ones_like(w[0], bool), 1 + w.shape[2] - w.shape[1])
-    below, most = bool((w < 0).any()), max(np.abs(w[:, min(1, w.shape[1] - 1):]).max(), 1e-6)
-    norm = colors.FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x),
-                           vmin=-most if below else 0, vmax=most)
+def later_keys(numbers):
+    """The mask (T, keys) of the keys that a row does not see because they come later."""
+    T, keys = len(numbers["queries"]), len(numbers["keys"])
+    return np.triu(np.ones((T, keys), bool), 1 + keys - T)
+
+
+def colour_scale(maps):
+    """The colours of all maps: by the square root of the weight, so that small weights show. The scale ends at the
+    largest weight after the first row, in which softmax always has a weight of 1. Returns imshow's arguments, and which
+    end of the scale some weight is beyond."""
+    below = any((w < 0).any() for w in maps)
+    most = max(1e-6, *(np.abs(w[min(1, len(w) - 1):]).max() for w in maps))
+    root, square = lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x
+    norm = pyplot().matplotlib.colors.FuncNorm((root, square), vmin=-most if below else 0, vmax=most)
+    beyond = "max" if any(w.max() > most for w in maps) else "neither"              # in a first row
+    return {"cmap": "RdBu_r" if below else "Blues", "norm": norm}, beyond
+
+
+def draw_run(axes, numbers, grid, place, side, colours):
+    """All maps of a run. Returns the last image."""
+    exactly_zero, later = pyplot().matplotlib.colors.ListedColormap(["#fff3c4"]), later_keys(numbers)
     # letters fit into a cell, and a $ does not begin a formula
     keys, plain = numbers["keys"], {"parse_math": False, "fontsize": min(7, 60 * side / len(numbers["keys"]))}
-    for ax in axes.flat:
-        ax.set_axis_off()                       # a column may be shorter than others
     for column, maps in zip(axes.T, grid, strict=False):
         for ax, found in zip(column, maps, strict=False):
-            w_here = np.array(found["weights"])
+            w = np.array(found["weights"])
             ax.set_axis_on()
             ax.set_facecolor("0.93")            # of later keys; exact zeros are yellow
-            image = ax.imshow(np.ma.array(w_here, mask=later | (w_here == 0)), "RdBu_r" if below else "Blues", norm)
-            ax.imshow(np.ma.array(w_here, mask=later | (w_here != 0)), cmap=colors.ListedColormap(["#fff3c4"]))
+            image = ax.imshow(np.ma.array(w, mask=later | (w == 0)), **colours)
+            ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=exactly_zero)
             name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
             name = place + name if ax is axes[0, 0] else name
-            ax.set_title(f"{name}\n{w_here[:, numbers['first']].mean():.2f} on the first token, all rows", fontsize=9)
+            ax.set_title(f"{name}\n{w[:, numbers['first']].mean():.2f} on the first token, all rows", fontsize=9)
             ax.set_xticks(range(len(keys)), keys, rotation=0 if max(map(len, keys)) == 1 else 90, **plain)
             ax.set_yticks(range(len(numbers["queries"])), numbers["queries"], **plain)
             ax.tick_params(length=0, pad=1)
             ax.spines[:].set_visible(False)
-    label = "weight (square-root scale" + ("; yellow: exactly 0)" if (w == 0)[:, ~later].any() else ")")
-    beyond = "max" if w.max() > most else "neither"                     # in a first row
-    axes[0, 0].figure.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
+    return image
