@@ -2,6 +2,7 @@
 tables have the numbers of results/."""
 import argparse
 import importlib.util
+import math
 import re
 import runpy
 import shlex
@@ -10,7 +11,9 @@ import sys
 
 import pytest
 import torch
+from bounds import close
 from conftest import ROOT, TINY, needs_triton, run
+from layers import normal
 
 import attention
 import mixers
@@ -200,3 +203,33 @@ def test_verdicts_are_those_of_the_ledger(page):
     headlines = [own["claim"] for name, own in verdicts.items() if CLAIMS[name].kind != "question"]
     for line in re.findall(re.escape(f"| {' | '.join(VERDICTS)} |") + r" [-|]+ \|(?: \d+ \|)+", text):
         assert [int(n) for n in re.findall(r"\d+", line)] == [headlines.count(verdict) for verdict in VERDICTS]
+
+
+@pytest.fixture(scope="module")
+def sink():
+    spec = importlib.util.spec_from_file_location("sink", ROOT / "docs/sink.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@pytest.mark.parametrize("rule, least, most", [("softmax", 0.8, 1.0), ("elastic", 0.0, 0.05)])
+def test_the_essence_grows_a_sink_with_softmax_and_none_with_elastic(rule, least, most, sink, capsys):
+    """Both models solve the task. The whole file has 80 lines at most."""
+    sink.main(rule, 0)
+    said = capsys.readouterr().out
+    first, spent = map(float, re.findall(r"idle rows: ([\d.]+) on the first token, ([\d.]+) in all", said)[0])
+    assert least <= first <= most and first <= spent <= 1
+    assert float(re.findall(r"loss of copy rows: ([\d.]+)", said)[0]) < 0.2
+    idle = [line for line in said.splitlines() if line.startswith("idle ")]
+    assert sum(line[5] in "#@" for line in idle) > 0.8 * len(idle) if rule == "softmax" else not any(
+        line[5:].strip() for line in idle[3:])
+    assert len((ROOT / "docs/sink.py").read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_the_essences_rules_are_those_of_attention(sink):
+    s, seen = normal(2, sink.T, sink.T), torch.ones(sink.T, sink.T, dtype=torch.bool).tril()
+    n = sink.COUNT[:, None].double()
+    row_inputs = {"elastic": 0.7 / n, "sigmoid": torch.full_like(n, math.log(sink.T))}
+    for name, rule in sink.RULES.items():
+        expected = attention.RULES[name].weights(s, seen, row_inputs.get(name))
+        close(rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n), expected)
