@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from bounds import close
+from bounds import below
 from conftest import ROOT, TINY, needs_triton, run
 from layers import normal
 
@@ -232,4 +232,5 @@ def test_the_essences_rules_are_those_of_attention(sink):
     row_inputs = {"elastic": 0.7 / n, "sigmoid": torch.full_like(n, math.log(sink.T))}
     for name, rule in sink.RULES.items():
         expected = attention.RULES[name].weights(s, seen, row_inputs.get(name))
-        close(rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n), expected)
+        # attention.py adds 1e-8 to softpick's divisor, which is above 0.1 here
+        below((rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n) - expected).abs(), 1e-7 * (name == "softpick") + 1e-14)
