@@ -64,8 +64,7 @@ def main(rule, seed):
     x, y = draw(table, 256)                     # new sequences
     logits, w, v = model(x)
     copy, idle = x < TRIGGERS, (x >= TRIGGERS) & (COUNT > 8)            # rows with a key to find; rows without one
-    norm = v.norm(dim=-1).mean(0)
-    shown = copy.sum(-1).argmax()               # a sequence with many triggers
+    shown, norm = copy.sum(-1).argmax(), v.norm(dim=-1).mean(0)         # a sequence with many triggers; (T,)
     for token, row in zip(x[shown].tolist(), w[shown].tolist(), strict=True):
         print("copy" if token < TRIGGERS else "idle", "".join(2 * " .:+*#@"[round(6 * weight)] for weight in row))
     print(f"weight of idle rows: {w[..., 0][idle].mean():.2f} on the first token, {w.sum(-1)[idle].mean():.2f} in all")
@@ -74,6 +73,7 @@ def main(rule, seed):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)                    # more threads would only wait for each other: the matrices are small
     parser = argparse.ArgumentParser(description="Train one layer of attention with a rule, and show its sink.")
     parser.add_argument("rule", choices=RULES)
     parser.add_argument("--seed", type=int, default=0)
