@@ -12,7 +12,7 @@ from torch.nn import functional as F
 STEPS, BATCH, T, C = 500, 48, 32, 64            # training steps, sequences in a step, tokens in a sequence, channels
 SYMBOLS, TRIGGERS, BOS = 64, 5, 64              # symbols are 0 to 63, triggers 0 to 4; BOS begins every sequence
 COUNT = torch.arange(1, T + 1)                  # how many keys each row sees: its own and all before it
-RULES = {                                       # scores s and the mask `seen` (B, T, T), t = tau / COUNT -> weights
+RULES = {                                       # s (B, T, T), seen (T, T), t = tau / COUNT (T, 1) -> weights (B, T, T)
     "softmax": lambda s, seen, t: s.softmax(-1),
     "sparsemax": lambda s, seen, t: (s - ((s.sort(descending=True)[0].cumsum(-1) - 1) / COUNT).amax(-1, True)).relu(),
     "elastic": lambda s, seen, t: (s.softmax(-1) - t).relu() * seen,
