@@ -90,16 +90,16 @@ def command(args, run):
         files.write_json(place, results)
     found, first = results["claims"], {}
     if place.resolve() == COMMITTED.resolve():
-        found, first = with_new_seeds(found, stored(AGAIN) if AGAIN.exists() else {})
-    if args.pages:
-        view.write_pages(Path(args.pages), found, first)
+        found, first = with_new_seeds(found, stored(AGAIN))
     verdicts = verdicts_of(found)
+    if args.pages:
+        view.write_pages(Path(args.pages), found, verdicts, first)
     if args.show:
         claim, here = CLAIMS[args.show], found.get(args.show, {})
         more = view.details(claim, here, folders) if args.all else "--all adds the rest: notes, seeds, commands"
         text = f"{view.section(claim, here, verdicts[claim.id], first.get(claim.id), words=args.all)}\n\n{more}"
     else:
-        text = view.ledger(found, first, {claim.id for claim, *_ in asked} or CLAIMS.keys())
+        text = view.ledger(verdicts, first, {claim.id for claim, *_ in asked} or CLAIMS.keys())
     if asked and place.resolve() != COMMITTED.resolve():
         text += (f"\n{compared(asked, found, stored(COMMITTED))}\n\nnext:  python eval.py claims "
                  f"--show={asked[0][0].id} --results={place}    these numbers beside the bounds")
@@ -123,7 +123,7 @@ def with_new_seeds(found, again):
     the first seeds} of the claims that this changes."""
     new = {name: ready for name, here in again.items() if name in found and (
         ready := {where: numbers for where, numbers in here.items() if set(numbers["seeds"]) >= {*NEW_SEEDS}})}
-    before = verdicts_of(found)
+    before = verdicts_of(found) if new else {}
     return found | {name: found[name] | ready for name, ready in new.items()}, {
         name: before[name]["claim"] for name in new}
 

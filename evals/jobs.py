@@ -76,8 +76,13 @@ def result_of(job):
 
 def best_loss(folder):
     """The lowest validation loss in a run's log: small models on few books overfit towards the end."""
+    return min(val_losses(folder).values())
+
+
+def val_losses(folder):
+    """{step: validation loss} of a run's log."""
     with open(folder / "log.csv", newline="") as f:
-        return min(float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"])
+        return {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"]}
 
 
 def do_all(jobs, workers=0):

@@ -125,8 +125,8 @@ def test_verdicts_obey_their_algebra(values, one, other):
 def test_students_t_is_that_of_the_tables_and_shares_are_judged_by_their_log_odds():
     for degrees, t in ((1, 12.70620), (2, 4.30265), (9, 2.26216), (30, 2.04227), (math.inf, 1.95996)):
         below(abs(quantities.quantile(degrees) - t), 2e-5)
-        below(abs(tail(1.7, degrees % 4 if degrees < 4 else 0) - quantities.tail(1.7, degrees if degrees < 4 else
-                                                                                 math.inf)), 1e-6)
+    for n, degrees in enumerate((math.inf, 1, 2, 3)):
+        below(abs(tail(1.7, n) - quantities.tail(1.7, degrees)), 1e-6)
     share = Quantity("it", Bound("it", "it"), np.array([0.5, 0.9, 0.99]), None, share=True)
     odds = np.log([1, 9, 99])
     close(share.interval, 1 / (1 + np.exp(-np.array(interval(odds)))))
@@ -155,8 +155,7 @@ def test_the_best_grade_decides_and_readings_that_differ_are_mixed():
 
 
 def test_bounds_are_frozen():
-    """A bound that changes is a new row. A new reading gets its line in evals/ledger/frozen.json before its first
-    run."""
+    """A bound that changes is a new row. A new reading gets its line in frozen.json before its first run."""
     now = {name: {where: reading.fingerprint for where, reading in row.readings.items()}
            for name, row in CLAIMS.items() if row.readings}
     assert files.read_json(ROOT / "evals/ledger/frozen.json") == now
@@ -165,8 +164,7 @@ def test_bounds_are_frozen():
 def test_new_seeds_decide_once_all_ten_are_there():
     weights = {"softmax": [.9, .9, .8], "elastic": [0, 0, .01], "lazy": [0, 0, .01]}
     old = {"seeds": [2, 3, 4], "numbers": dict.fromkeys(("raw", "share", "mass"), weights)}
-    new = dict.fromkeys(("raw", "share", "mass"), {run: [.5] * 10 for run in weights})
-    again = {"seeds": list(range(40, 50)), "numbers": new}
+    again = {"seeds": [*range(40, 50)], "numbers": dict.fromkeys(old["numbers"], {run: [.5] * 10 for run in weights})}
     found, first = claims.with_new_seeds({"lazy-sink-gone": {"": old, "table2": old}}, {"lazy-sink-gone": {"": again}})
     assert found["lazy-sink-gone"] == {"": again, "table2": old} and first == {"lazy-sink-gone": A}
     assert claim.verdicts_of(found)["lazy-sink-gone"]["claim"] == C
@@ -314,12 +312,16 @@ def run_claims(capsys, *flags):
     return capsys.readouterr()
 
 
-def test_the_ledger_prints_the_stored_verdict_of_each_claim(capsys):
-    said, found = run_claims(capsys).out, json.loads(run_claims(capsys, "--json").out)
-    for name, verdict in found["verdicts"].items():
-        assert re.search(rf"^  {verdict['claim']}\*? +.* {name} ", said, re.M), name
-    verdicts = [verdict["claim"] for name, verdict in found["verdicts"].items() if CLAIMS[name].kind == "claim"]
-    assert said.startswith(f"{len(verdicts)} claims of five papers. {verdicts.count(NOT_RUN)} are not run here.")
+def test_the_ledger_prints_and_draws_the_stored_verdict_of_each_claim(capsys, monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(view, "draw_claim", lambda ax, name, verdict, rows: drawn.update({name: verdict}))
+    said, found = run_claims(capsys).out, json.loads(run_claims(capsys, "--json", f"--png={tmp_path / 'all.png'}").out)
+    verdicts = {name: every["claim"] for name, every in found["verdicts"].items()}
+    assert {name for name in verdicts if verdicts[name] in (A, M, C)} <= {*drawn} and drawn.items() <= verdicts.items()
+    for name, verdict in verdicts.items():
+        assert re.search(rf"^  {verdict}\*? +.* {name} ", said, re.M), name
+    own = [verdict for name, verdict in verdicts.items() if CLAIMS[name].kind == "claim"]
+    assert said.startswith(f"{len(own)} claims of five papers. {own.count(NOT_RUN)} are not run here.")
     shown = run_claims(capsys, "--show=kbias-shift", "--all").out
     assert shown.startswith(f"## kbias-shift\n\n**{found['verdicts']['kbias-shift']['claim']}**")
     assert "python train.py --preset=lab --seed=2" in shown and re.search("run +. seed 2 +. seed 3 +. seed 4", shown)
@@ -361,8 +363,8 @@ def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path
     """If not, run python eval.py claims --pages=results/claims. They have each quantity with its bounds and verdict."""
     assert all(CLAIMS[name].readings[where].fits(kept["numbers"])
                for name, found in COMMITTED.items() for where, kept in found.items())
-    again = claims.stored(claims.AGAIN) if claims.AGAIN.exists() else {}
-    view.write_pages(tmp_path, *claims.with_new_seeds(readable(COMMITTED), again))
+    found, first = claims.with_new_seeds(readable(COMMITTED), claims.stored(claims.AGAIN))
+    view.write_pages(tmp_path, found, claim.verdicts_of(found), first)
     written = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
     assert written == {page.name: page.read_text() for page in (ROOT / "results/claims").glob("*.md")}
     assert {page.stem for page in tmp_path.glob("*.png")} == {*map(lambda name: name[:-3], written)} - {"changes"}

@@ -24,9 +24,16 @@ from model import GPTConfig
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
          for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-_spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
-_spec.loader.exec_module(tables := importlib.util.module_from_spec(_spec))
 READERS_OWN = ("squared", "--attn=average", "--pos=log")               # what a reader adds, which does not exist
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+sink, tables = map(script, ("sink", "tables"))
 
 
 def commands_of(page):
@@ -194,8 +201,7 @@ def test_tables_have_the_numbers_of_their_results(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_verdicts_are_those_of_the_ledger(page):
     """Where a page says that a claim agrees, contradicts or is mixed, the ledger does, as a whole or in a set-up."""
-    again = claims.stored(claims.AGAIN) if claims.AGAIN.exists() else {}
-    verdicts = verdicts_of(claims.with_new_seeds(claims.stored(claims.COMMITTED), again)[0])
+    verdicts = verdicts_of(claims.with_new_seeds(claims.stored(claims.COMMITTED), claims.stored(claims.AGAIN))[0])
     text = " ".join(PAGES[page].split())
     said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", text)
     for name, verdict in [pair for pair in said if pair[0] in CLAIMS]:
@@ -205,28 +211,20 @@ def test_verdicts_are_those_of_the_ledger(page):
         assert [int(n) for n in re.findall(r"\d+", line)] == [headlines.count(verdict) for verdict in VERDICTS]
 
 
-@pytest.fixture(scope="module")
-def sink():
-    spec = importlib.util.spec_from_file_location("sink", ROOT / "docs/sink.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
-
 @pytest.mark.parametrize("rule, least, most", [("softmax", 0.8, 1.0), ("elastic", 0.0, 0.05)])
-def test_the_essence_grows_a_sink_with_softmax_and_none_with_elastic(rule, least, most, sink, capsys):
+def test_the_essence_grows_a_sink_with_softmax_and_none_with_elastic(rule, least, most, capsys):
     """Both models solve the task. The whole file has 80 lines at most."""
     sink.main(rule, 0)
     said = capsys.readouterr().out
     first, spent = map(float, re.findall(r"idle rows: ([\d.]+) on the first token, ([\d.]+) in all", said)[0])
     assert least <= first <= most and first <= spent <= 1
     assert float(re.findall(r"loss of copy rows: ([\d.]+)", said)[0]) < 0.2
-    idle = [line for line in said.splitlines() if line.startswith("idle ")]
-    dark = sum(line[5] in "#@" for line in idle) / len(idle)            # in the first column
-    assert dark > 0.8 if rule == "softmax" else dark < 0.1
+    dark = [line[5] in "#@" for line in said.splitlines() if line.startswith("idle ")]  # in the first column
+    assert sum(dark) > 0.8 * len(dark) if rule == "softmax" else sum(dark) < 0.1 * len(dark)
     assert len((ROOT / "docs/sink.py").read_text(encoding="utf-8").splitlines()) <= 80
 
 
-def test_the_essences_rules_are_those_of_attention(sink):
+def test_the_essences_rules_are_those_of_attention():
     s, seen = normal(2, sink.T, sink.T), torch.ones(sink.T, sink.T, dtype=torch.bool).tril()
     n = sink.COUNT[:, None].double()
     row_inputs = {"elastic": 0.7 / n, "sigmoid": torch.full_like(n, math.log(sink.T))}

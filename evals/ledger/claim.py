@@ -183,9 +183,10 @@ class Claim:
 
     def decided_by(self, judged):
         """The readings that decide, a list: those of the best grade that can be tested. Other set-ups decide only in
-        place of a GPU. judged: {where: Verdict} of the readings with numbers."""
+        place of a GPU. judged: {where: Verdict} of the readings with numbers, perhaps with the headline."""
         left_out = () if self.cost == "gpu-minutes" else self.variations
-        able = [where for where in judged if where not in left_out and not self.readings[where].aside]
+        able = [where for where, reading in self.readings.items()
+                if where in judged and where not in left_out and not reading.aside]
         able = [where for where in able if judged[where] != UNTESTABLE] or able
 
         def rank(where):
@@ -288,6 +289,11 @@ def log_odds(share):
     return np.log(share / (1 - share))
 
 
+def share_of(odds):
+    """The inverse of log_odds."""
+    return 1 / (1 + np.exp(-odds))
+
+
 class Quantity(NamedTuple):
     """What a bound found for one run."""
     name: str
@@ -305,12 +311,12 @@ class Quantity(NamedTuple):
     def interval(self):
         """The 95 % interval of the mean, (low, high)."""
         ends = np.array(quantities.interval(self.scaled, self.errors))
-        return 1 / (1 + np.exp(-ends)) if self.share else ends
+        return share_of(ends) if self.share else ends
 
     @property
     def mean(self):
         mean = self.scaled.mean()
-        return 1 / (1 + np.exp(-mean)) if self.share else mean
+        return share_of(mean) if self.share else mean
 
     def chance(self, condition):
         """The chance of a mean like this one or a clearer one if the condition were just not met: Student's t,

@@ -1,15 +1,14 @@
 """Looks into runs for the rows of later.toml: does a sink depend on the history of a run, and what is a dormant head
 worth?"""
-import csv
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from common.runs import RESUME
-from evals.ablate import output_zeroed, unchanged, value_zeroed, window_losses
+from evals.ablate import output_fixed, output_zeroed, unchanged, value_zeroed, window_losses
 from evals.instrument import Common, OpenedRun, instead, window_batches
-from evals.jobs import Job, do, result_of
+from evals.jobs import Job, do, result_of, val_losses
 from evals.lab import true_process
 from evals.measures import Probe
 
@@ -26,7 +25,8 @@ def history(place, excess=0.014, more=1000):
     knobs = run.meta["knobs"]
     count = knobs["eval_iters"] * knobs["batch_size"]                   # of the windows of each evaluation
     windows, = window_batches(run.model, run.split("val"), run.machine, knobs["block_size"], count, count)
-    step = first_step(place / "log.csv", true_process(windows, run.data_meta)[0].mean().item() + excess)
+    found, goal = val_losses(place), true_process(windows, run.data_meta)[0].mean().item() + excess
+    step = next((step for step, loss in found.items() if loss <= goal), min(found, key=found.get))
     flags = [flag for flag in run.meta["flags"] if flag != RESUME and not flag.startswith("--out_dir=")]
     decay = knobs["lr_decay_iters"] or knobs["max_iters"]
     equal = trained(place / "equal", *flags, f"--lr_decay_iters={decay}", f"--max_iters={step}")
@@ -34,13 +34,6 @@ def history(place, excess=0.014, more=1000):
                     "--warmup_iters=0", f"--max_iters={more}")
     return {"step": step, "equal": equal["sink_idle"], "after": after["sink_idle"], "excess": equal["excess_loss"],
             "excess after": after["excess_loss"]}
-
-
-def first_step(log, loss):
-    """The first step of a log whose validation loss is not above this one, or else the step with the lowest."""
-    with open(log, newline="") as f:
-        found = {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"]}
-    return next((step for step, value in found.items() if value <= loss), min(found, key=found.get))
 
 
 def trained(folder, *flags):
@@ -72,7 +65,7 @@ def worth_of_heads(run, split, count=128, length=256, draws=20):
     rows, = window_batches(run.model, run.split(split), run.machine, length, 2 * count, 2 * count)
     alpha, means = alpha_and_means(run, rows[1::2])                     # heads are chosen on other windows
     ways = {"value": partial(value_zeroed, to_itself=False), "zero": output_zeroed,
-            "mean": partial(output_fixed, means=means)}
+            "mean": partial(output_fixed, fixed=means)}
     losses, found = partial(window_losses, model=run.model, machine=run.machine, batch_size=8), {}
     before = losses(unchanged, rows=rows[0::2])
     for group, (low, high) in DORMANT.items():
@@ -97,14 +90,6 @@ def alpha_and_means(run, rows):
             run.model(some[:, :-1])
     return (torch.stack([probe.result()["alpha_sink"] for probe in probes]),
             torch.stack([torch.stack(several).mean(0) for several in outputs]))
-
-
-def output_fixed(chosen, means):
-    """Attention in which the chosen heads output their mean, of means (layers, heads, E), for each token."""
-    def change(attend, layer, module, *inputs):
-        o = attend(*inputs)                     # (B, heads, T, E)
-        return torch.where(chosen[layer].to(o.device)[:, None, None], means[layer].to(o)[:, None], o)
-    return change
 
 
 def worth(way, chosen, losses, rows, before, draws):

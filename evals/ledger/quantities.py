@@ -15,6 +15,7 @@ import numpy as np
 LEVEL = 0.025                                   # of a one-sided test. So a 95 % interval lies beyond a bound
 
 
+@functools.cache
 def tail(t, degrees):
     """The chance that a number with Student's t distribution is above t; with endless degrees of freedom it is
     normal."""

@@ -1,6 +1,7 @@
 """The ledger in markdown, for the terminal and for its pages, and as forest plots.
 
-found: {claim: {where: its numbers}}, from results/claims.json; `here` is that of one claim.
+found: {claim: {where: its numbers}}, from results/claims.json; `here` is that of one claim. verdicts: of
+claim.verdicts_of, or those of one claim.
 """
 import itertools
 import shlex
@@ -27,7 +28,6 @@ from evals.ledger.claim import (
     VERDICTS,
     in_words,
     parts_of,
-    verdicts_of,
 )
 from evals.ledger.experiments import jobs_of
 from evals.pictures import pyplot, save_figure
@@ -66,10 +66,9 @@ def table(header, rows):
 # --------------------------------------------------------------------------------------------------------- all claims
 
 
-def ledger(found, first, names):
+def ledger(verdicts, first, names):
     """Counts by grade and verdict, how to read them, and a line for each of these claims, by verdict. first: the
     verdicts before the new seeds, of the claims that have new ones."""
-    verdicts = verdicts_of(found)
     parts = [counts(verdicts), HOW_TO_READ] if len(names) == len(CLAIMS) else []
     for title, claims in PAPERS.items():
         rows = sorted((VERDICTS.index(verdicts[name]["claim"]), name) for name in claims if name in names)
@@ -101,7 +100,7 @@ def counts(verdicts):
 
 def evidence(claim, verdicts):
     """The grade of the numbers that decide a claim; None if it is not run."""
-    where = claim.decided_by({where: verdict for where, verdict in verdicts.items() if where != "claim"})
+    where = claim.decided_by(verdicts)
     return claim.readings[where[0]].grade if where else None
 
 
@@ -209,12 +208,11 @@ def commands(claim, name, jobs):
 # ------------------------------------------------------------------------------------------------------------ the pages
 
 
-def write_pages(folder, found, first):
+def write_pages(folder, found, verdicts, first):
     """A page and a forest plot for each paper, and the log of changed bounds."""
     folder.mkdir(parents=True, exist_ok=True)
-    verdicts = verdicts_of(found)
     for title, claims in PAPERS.items():
-        draw(folder / f"{FILES[title]}.png", found, title)
+        draw(folder / f"{FILES[title]}.png", {"verdicts": verdicts}, title)
         parts = [f"# {title}", f"{CITED[title]}. Written by `python eval.py claims --pages={PAGES}`.",
                  f"![what was found over its bounds]({FILES[title]}.png)",
                  "In the picture each claim is shown by the one of its quantities that is nearest to failing. In the "
@@ -242,10 +240,10 @@ def write_pages(folder, found, first):
 COLOURS = {AGREES: "#2c6fb3", MIXED: "#d9a21b", CONTRADICTS: "#c8402f", UNTESTABLE: "#8a8a8a", NOT_RUN: "#bbbbbb"}
 
 
-def draw(path, found, *titles):
+def draw(path, results, *titles):
     """A forest plot of these papers, or of all, side by side: for each claim with numbers an axis in the unit of the
-    quantity that is nearest to failing."""
-    verdicts, papers = verdicts_of(found), {}
+    quantity that is nearest to failing. results: with the verdicts of all claims."""
+    verdicts, papers = results["verdicts"], {}
     for title in titles or PAPERS:
         shown = {name: shown_of(CLAIMS[name], verdicts[name]) for name in PAPERS[title]}
         papers[title] = {name: rows for name, rows in shown.items() if rows}
@@ -254,9 +252,10 @@ def draw(path, found, *titles):
     for column, (title, shown) in zip(axes.T, papers.items(), strict=True):
         column[0].annotate(title, (0, 1), (0, 22), fontsize=11, xycoords="axes fraction", textcoords="offset points")
         for ax, (name, rows) in itertools.zip_longest(column, shown.items(), fillvalue=(None, ())):
-            ax.set_axis_on() if rows else ax.set_axis_off()
             if rows:
                 draw_claim(ax, name, verdicts[name]["claim"], rows)
+            else:
+                ax.set_axis_off()
     height = 0.85 * most + 0.4                  # of the figure, in inches
     figure.subplots_adjust(hspace=2.2, wspace=0.15, left=0.02, right=0.98, top=1 - 0.5 / height, bottom=0.2 / height)
     save_figure(figure, path)
@@ -264,15 +263,14 @@ def draw(path, found, *titles):
 
 def shown_of(claim, verdicts):
     """The quantity nearest to failing of the reading that decides, and the same quantity of other readings."""
-    judged = {where: verdict for where, verdict in verdicts.items() if where != "claim"}
-    for where in claim.decided_by(judged):
-        side = "contradicts" if judged[where] == CONTRADICTS else "agrees"
-        able = [quantity for quantity in judged[where].quantities
+    for where in claim.decided_by(verdicts):
+        side = "contradicts" if verdicts[where] == CONTRADICTS else "agrees"
+        able = [quantity for quantity in verdicts[where].quantities
                 if quantity.tested and getattr(quantity.bound, side) and np.isfinite(quantity.values).all()]
         if able:
             chosen = max(able, key=lambda quantity: quantity.chance(getattr(quantity.bound, side)))
-            return [chosen] + [other for name, verdict in judged.items() if name != where
-                               for other in verdict.quantities if other.name == chosen.name and other.tested]
+            return [chosen] + [other for name in claim.readings if name in verdicts and name != where
+                               for other in verdicts[name].quantities if other.name == chosen.name and other.tested]
     return []
 
 
