@@ -65,7 +65,7 @@ class Rule(Choice):
 
     @property
     def normalizes(self):
-        """Does the rule itself normalise its rows? --normalize goes with the others."""
+        """Does the rule itself normalise its rows? --normalize can be combined with the others."""
         return self.statistic is not row_sum
 
 
@@ -137,7 +137,7 @@ def elastic(s, seen, t):
 
     Weights that softmax would park on a sink fall below the threshold and become exactly zero. The others are not
     renormalised. For tau >= 0 the row sum lies in [0, 1].
-    Learned: tau (H,), 1 at the start, at which a uniform row outputs zero. n_i is the number of visible keys.
+    Learned: tau (H,). It starts at 1, where a uniform row outputs zero. n_i is the number of visible keys.
     Source: Lazy Attention, eq. 5 and table 2.
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
     with 100 times the learning rate (here --head_lr=100)."""
@@ -154,8 +154,8 @@ def elastic_threshold(layer, n):
     return layer.tau[:, None, None] / n[:, None]
 
 
-# In the first row p = 1 and, at the start, t = 1. The derivative counts p as above t only beyond t (1 + 2^-18), so that
-# rounding does not decide this tie
+# In the first row p = 1 and, at the start, t = 1. In the derivative, p counts as above t only beyond t (1 + 2^-18):
+# otherwise rounding would decide this tie
 TIE = tl.constexpr(1 + 2**-18)
 
 
@@ -238,9 +238,9 @@ def sparsemax(s, seen, t=None, power=1.0):
     return entmax(s, seen, None, power)
 
 
-# Where each row has a learned power, t holds it, and the kernel's power is 0. Its gradient is
-# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). This includes the change of x = s / t - r through s / t, which is
-# -(x + r) / t. The part of r vanishes, because ds sums to 0 over the row.
+# A learned power differs from row to row: t holds it, and the constant power is 0. The gradient of t is
+# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). It includes the derivative of x = s / t - r by t, -(x + r) / t. The
+# term with r vanishes, because ds sums to 0 over the row.
 
 @jit
 def entmax_lift(s, t, power: tl.constexpr):
@@ -274,10 +274,10 @@ def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
 def entmax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
     # r so that (relu(s / power - r)**power).sum(-1) == 1
     if FIRST:
-        # the argument r is the maximum m. At r = m - 1 the largest key alone has weight 1, so the solution is not below
+        # the argument r is the maximum m. At r = m - 1 the largest key alone has weight 1: the solution is not smaller
         return r - 1.
     else:
-        # one step of Newton's method, as in entmax_threshold: from the left, never beyond the solution
+        # one step of Newton's method, as in entmax_threshold: r rises and never passes the solution
         step = sum_w - real_power(sum_w, 1 - 1 / (t if power == 0 else power))
         return r + step / tl.maximum(sum_z, 1e-30)
 
@@ -408,7 +408,7 @@ RULES["softpick"] = Rule(weights=softpick, kernel=Kernel(
 # ----------------------------------------------------------------------------------------------------------------- relu
 # w_ij = relu(s_ij)                                                                          Wortsman et al. 2309.08586
 # ds_ij = [s_ij > 0] (g_ij - delta_i)
-# From here on rules do not normalise their rows. Their statistic is the row sum: delta is -dr, or 0 if nobody uses it
+# From here on, rules do not normalise. Their statistic is the row sum: delta is -dr, or 0 if nothing uses the sum
 
 
 def relu(s, seen, t=None):
@@ -448,8 +448,8 @@ def tra(s, seen, t, power=2.0):
     Learned: beta (H,), 1 at the start. Both views of the recipe tda share it.
     Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether beta belongs to a
     head or to a layer, nor whether its RMSNorm sees one head or all: here each head has a beta, and the norm sees one.
-    Differs from the released kernel: it has kappa = 1, takes beta as a constant, and lacks the norm on the output,
-    which rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n."""
+    Differs from the released kernel: it has kappa = 1, takes beta as a constant, and has no norm on the output. That
+    norm rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n."""
     return (s - t).add_(~seen * MASKED).relu_() ** power
 
 
@@ -573,8 +573,8 @@ RULES["identity"] = Rule(weights=identity, statistic=row_sum, kernel=Kernel(iden
 
 # --------------------------------------------------------------------------------------------------------- the recipes
 # A recipe is a rule and a choice on every axis around it. An axis that a recipe omits takes the preset's value, else
-# the default, which is the first value in the axis' table. A row with a "mixer" is another layer than `Attention`
-# below: its choices are explained in mixers/.
+# the default, which is the first value in the axis' table. A recipe with a "mixer" builds another layer than
+# `Attention` below: mixers/ explains its choices.
 
 ATTENTIONS = {
     "softmax": {"rule": "softmax"},
@@ -593,8 +593,8 @@ ATTENTIONS = {
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
-    # the attention of GPT-OSS. --bias, --rope_base=150000 and --rope_scaling=yarn:32,32,1,4096 add its biases and
-    # positions, --norm=rmsnorm and --mlp=moe the rest of its blocks
+    # the attention of GPT-OSS. These flags add the rest of its blocks: --bias --rope_base=150000
+    # --rope_scaling=yarn:32,32,1,4096 --norm=rmsnorm --mlp=moe
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
     # two softmaxes, of which one is subtracted; Dex subtracts from the output instead
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
@@ -602,7 +602,7 @@ ATTENTIONS = {
     "dex": {"rule": "softmax", "dex": "on"},
     # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
-    "lazy": {"rule": "elastic", "pos": "rope+bias"},        # the paper has a larger RoPE base, its code 10000
+    "lazy": {"rule": "elastic", "pos": "rope+bias"},        # RoPE's base: larger in the paper, 10000 in its code
     # sparse weights that sum to 1
     "entmax": {"rule": "entmax"},
     "sparsemax": {"rule": "sparsemax"},
@@ -666,7 +666,7 @@ def recipe(name):
     return ATTENTIONS[name]
 
 
-# kernels.py does not know the rules, so it is given their kernels, and two that serve other rules
+# kernels.py imports no rule. It gets the kernels of all rules here, and two that serve other rules
 kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
     "softplus": SOFTPLUS, "alphamax": ENTMAX._replace(takes_t=True)})
 
@@ -788,7 +788,7 @@ class Attention(Layer):
 
     def importance_of_heads(self, q, k, x, r, n, distance, sight):
         """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus the weight of the
-        extra key, or of the first key. The last is 0 in row 0, which sees only the first key.
+        extra key, or of the first key. Row 0 sees only the first key, so its importance is then 0.
         Source: The Attention Sink as Native MoE, eq. 8.
 
         It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is differentiable."""

@@ -5,13 +5,13 @@ causal attention into blocks, finds the keys that a block sees, passes their sco
 times values. Memory is O(T x block): in a long sequence the weights of a block are dropped once its output is known,
 and the backward pass computes them again.
 
-First the walk in PyTorch (`block_loop`). It trains all rules on CPUs (only plain softmax has a faster way), decodes (a
-block of one row) and shows weights to the instruments. Then the same walk in Triton: each program keeps one tile of
-rows, or of keys, in registers and shared memory, and walks over the tiles of the other side (Rabe & Staats 2021, arXiv
-2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135), with a running maximum where a rule normalises (Milakov
-& Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for bit. The row input t and the statistic
-r are differentiable (not an r that was found by iteration), so PyTorch computes thresholds, sinks, gates and
-normalisers outside the kernels. In the backward pass some rules skip the tiles in which every weight is exactly 0.
+First comes the walk in PyTorch (`block_loop`). On CPUs it trains all rules (plain softmax also has a faster way). It
+decodes, as a block of one row, and gives the instruments their weights. Then the same walk in Triton: each program
+keeps one tile of rows, or of keys, in registers and shared memory, and walks over the tiles of the other side (Rabe &
+Staats 2021, arXiv 2112.05682; Dao et al. 2022, FlashAttention, arXiv 2205.14135), with a running maximum where a rule
+normalises (Milakov & Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for bit. The row input
+t and the statistic r (if not found by iteration) are differentiable, so PyTorch computes thresholds, sinks, gates and
+normalisers outside the kernels. In the backward pass some rules skip tiles whose weights are all 0.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij - mix_i w'_ij) v_j,
 with w' from queries and keys of its own. Rules without a statistic compute both views in one pass.
@@ -148,7 +148,7 @@ def for_products(x):
 
 
 def grouped(a, b):
-    """Matrix product a @ b of a (B, H, R, .) and b, which may have fewer heads: a group of heads shares one of b's."""
+    """a @ b for a (B, H, R, .) and a b with as many heads or fewer: then groups of a's heads share a head of b."""
     B, H, R, _ = a.shape
     with torch.autocast(a.device.type, enabled=False):                  # a and b already have the right precision
         return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
@@ -180,11 +180,11 @@ class Kernel(NamedTuple):
     plain_sum: bool = False     # the statistic is a plain sum, and the backward pass does not read it
     takes_t: bool = False       # reads t
     with_t: str = ""            # the name of the kernel that is used instead if t is given
-    takes_power: bool = False   # attend() may choose the power
+    takes_power: bool = False   # the caller of attend() may set the power
     power: float = 0.0
     unit: float = 1.0           # the rule sees s * unit
     floor: float = -1e30        # where a running maximum starts: finite, because -inf minus -inf is NaN
-    skip: bool = False          # where all weights of a tile are 0, so is its ds: the backward may skip the tile
+    skip: bool = False          # where all weights of a tile are 0, so is its ds: the backward pass may skip it
     heavy: bool = False         # needs more registers than most: uses the tiles in HEAVY
 
     @property
@@ -196,7 +196,7 @@ KERNELS = {}                    # {name of a rule: Kernel}. Operators of torch a
 
 
 def offer(kernels):
-    """Add rules. A rule without a statistic is added a second time, as "name_sum", whose statistic is its row sum."""
+    """Add rules. A rule without a statistic is added a second time as "name_sum", with the row sum as its statistic."""
     KERNELS.update(kernels)
     KERNELS.update({f"{name}_sum": kernel._replace(settle=sum_settle, plain_sum=True)
                     for name, kernel in kernels.items() if kernel.settle is None})
@@ -215,7 +215,7 @@ LN2 = tl.constexpr(1 / BINARY)
 
 @jit
 def real_power(x, a):
-    # x**a if x > 0 else 0                          (x^0 is [x > 0]: so the slope of x^a is a x^(a - 1) also for a = 1)
+    # x**a if x > 0 else 0                          (x^0 is [x > 0], so x^a has the slope a x^(a - 1) even for a = 1)
     return tl.where(x > 0, tl.exp2(a * tl.log2(x)), 0.)
 
 
@@ -242,7 +242,7 @@ def log_one_plus(e):
 
 @jit
 def logistic(s):
-    # torch.sigmoid(s)                              (s comes times log2 e; the exponential never overflows)
+    # torch.sigmoid(s)                              (s already has the factor log2 e; the exponential never overflows)
     e = tl.exp2(-tl.abs(s))
     return tl.where(s > 0, 1., e) / (1 + e)
 
@@ -271,7 +271,7 @@ class Inputs(NamedTuple):
     T: int
     W: int                      # 0 without a table
     window: Any                 # how many keys a row sees, its own included (None: no limit)
-    first: int                  # how many first keys it sees besides
+    first: int                  # how many first keys it sees in addition
     scale: float
 
 
@@ -329,7 +329,7 @@ def row_tiles(j, inputs, c: tl.constexpr):
     hi = inputs.T
     b = inputs.T // c.BM * c.BM                                                 # an incomplete last tile needs masks
     if inputs.window is not None:
-        if j >= inputs.first:                                                   # first keys are seen to the end
+        if j >= inputs.first:                                                   # all later rows see the first keys
             hi = tl.minimum(inputs.T, j + c.BN - 1 + inputs.window)
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo = j // c.BM * c.BM
@@ -350,7 +350,7 @@ def walk(state, step: tl.constexpr, my_side, tiles, visits, inputs, head, rule: 
     if visits is not None:
         first_end, lo, a = place_of(visits, first_end, size), place_of(visits, lo, size), place_of(visits, a, size)
         b, hi = place_of(visits, b, size), place_of(visits, hi, size)
-        numbers = visits + tl.cdiv(inputs.T, size) + 1                          # of the live tiles
+        numbers = visits + tl.cdiv(inputs.T, size) + 1                          # the numbers of the live tiles
     for place in tl.range(a, b, size):
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
         state = step(state, my_side, start, inputs, head, rule, c, False)
@@ -432,7 +432,7 @@ def load_t(inputs, head, i, SIZE: tl.constexpr):
 
 @jit
 def load_mix(inputs, head, i):
-    """lambda of rows i: the second view is subtracted, times this."""
+    """lambda of rows i: the factor on the second view, which is subtracted."""
     return tl.load(begin(inputs.mix, head.batch, head.out) + tl.minimum(i, inputs.T - 1) * inputs.mix.row)     # (rows,)
 
 
@@ -528,8 +528,8 @@ def add_to_sums(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.c
 
 @jit
 def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexpr):
-    """The row statistic of a rule with passes > 0, before the output pass: r after the first pass, and after steps of
-    Newton's method, each of which takes the sums at a fixed r."""
+    """The statistic r of rows, before the output pass, for a rule with passes > 0. The first pass gives an r. Each
+    later pass sums up at this r and improves it by a step of Newton's method."""
     zero = tl.zeros((c.BM,), tl.float32)
     my_side = (i, q, t, None)
     r, sum_w, sum_z = walk((r, zero, zero), add_to_sums, my_side, keys, None, inputs, head, rule, c, c.BN)
@@ -589,7 +589,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     if rule.online:
         o *= tl.exp2(top - r)[:, None]                                          # rescale from the running maximum to r
     if rule.passes > 1:
-        o /= tl.maximum(sum_w, 1e-30)[:, None]                                  # r is rounded: sums may be 1e-4 off 1
+        o /= tl.maximum(sum_w, 1e-30)[:, None]                                  # r is rounded: sums may miss 1 by 1e-4
 
     # save
     save(begin(O, head.batch, head.out), o, O.row, i, inputs.T, c.E, c.EP)
@@ -634,8 +634,8 @@ def add_to_delta(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.
     """Add one tile to the sums of w and of w (g - delta), which correct a first delta = do . o - dr for rounding.
 
     If one weight dominates a row, g - delta of its key is almost 0. The rounding of r and o is then large relative to
-    it, and slope amplifies it. So backward_rows adds the mean of g - delta, taken with the weights of this pass: it
-    replaces do . o by the mean of g, and cancels the first -dr, which is then subtracted again."""
+    it, and slope amplifies it. So backward_rows adds the mean of g - delta, with the weights of this pass, and
+    subtracts dr once more. The new delta is the mean of g, minus dr."""
     sum_w, sum_wg = state
     i, q, do, r, t, delta, _ = my_side
     j = start + tl.arange(0, c.BN)
@@ -777,9 +777,9 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: t
 
 @jit
 def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
-    """The table's gradient. All square tiles (m, m - b) of block diagonal b have equal distances at equal entries, so
-    one program adds them up into one tile, which by_distance() reduces. Dead tiles are visited as well: a table covers
-    the distances at which keys matter, so few are dead."""
+    """The table's gradient. In all square tiles (m, m - b) of block diagonal b, equal entries have equal distances. So
+    one program adds these tiles up into one, which by_distance() reduces. Dead tiles are visited as well: a table
+    covers the distances at which keys matter, so few are dead."""
     b, head = tl.program_id(0) % diagonals, head_of(inputs, tl.program_id(0) // diagonals)
     row = tl.arange(0, c.BM)
     total = tl.zeros((c.BM, c.BM), tl.float32)
@@ -803,8 +803,8 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
-# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs, which is all that
-# torch.compile sees, and launches its kernels. The remaining sums over heads, rows and diagonals are ordinary PyTorch
+# Two operators, forward and backward, which torch.compile can trace. Each allocates its outputs and launches its
+# kernels. torch.compile sees the outputs only. The remaining sums over heads, rows and diagonals are ordinary PyTorch
 # in `differentiate`.
 
 SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? tail_slope, Tensor? mix, "
@@ -813,7 +813,7 @@ SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Ten
 
 class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(", ")])):
     """The arguments of the operators, as attend() describes them, except that a rule may name its power, as in
-    "tra:3.0", and that tail_slope (H, 2) holds both."""
+    "tra:3.0", and that tail_slope (H, 2) holds tail and slope."""
     @property
     def heads(self):
         """How many heads the output has."""
@@ -872,8 +872,8 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
 
 
 def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """Pairs of a condition and its error message, in order: each relies on those before it. (PyTorch itself refuses
-    what does not broadcast.)"""
+    """Pairs (condition, error message). Each condition relies on those before it. (PyTorch itself refuses what does not
+    broadcast.)"""
     yield from problems_anywhere(q, k, v)
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     kernel = KERNELS[rule]
@@ -935,7 +935,7 @@ def count(T, size):
 # ---- the forward operator
 
 def unpacked(args):
-    """The arguments as a Call, and its Kernel, which without gradients saves neither U nor the map of live tiles."""
+    """The arguments as a Call, and its Kernel. Without gradients it saves neither U nor the map of live tiles."""
     *call, learn, skip = args
     call = Call(*call)
     rule = kernel_named(call.rule)
@@ -1070,8 +1070,8 @@ def diagonals_in_sight(call, n):
 
 
 def visits_of(alive, kernel, rule, call):
-    """For every tile of a backward kernel, the list of live tiles on the other side. If all are visited, an empty
-    tensor, which is not read."""
+    """For every tile of a backward kernel, the list of live tiles on the other side. An empty tensor, which is not
+    read, if all are visited."""
     if not rule.skip:
         return alive
     (BM, BN, *_), (rows, keys, *_) = (tile_config(name, rule, call) for name in ("forward", kernel))
@@ -1123,11 +1123,11 @@ def over_groups(grad, heads):
 def by_distance(tiles, W):
     """(H, diagonals, n, n) sums of ds to (H, W). Entry (row, col) of tile b lies at distance b n + row - col."""
     H, diagonals, n, _ = tiles.shape
-    # with the keys reversed, n zeros after each row and the rows read as 2n - 1 long, a row stands one place to the
-    # right of the row above: column m then holds the distance b n + m - (n - 1), whatever the row
+    # reverse the keys, append n zeros to each row, and read the rows as 2n - 1 long: each row then starts one place to
+    # the right of the row above, and column m holds the distance b n + m - (n - 1) in every row
     skewed = F.pad(tiles.flip(-1), (0, n)).flatten(2)[..., :n * (2 * n - 1)].view(H, diagonals, n, 2 * n - 1).sum(2)
-    table = skewed[..., n - 1:].clone()                     # (H, diagonals, n): distances b n .. b n + n - 1
-    table[:, :-1, 1:] += skewed[:, 1:, :n - 1]              # and those that tile b + 1 has in common with tile b
+    table = skewed[..., n - 1:].clone()                     # (H, diagonals, n): tile b's distances b n and more
+    table[:, :-1, 1:] += skewed[:, 1:, :n - 1]              # plus tile b + 1's distances below (b + 1) n
     table = table.flatten(1)[:, :W]
     return F.pad(table, (0, W - table.shape[1]))
 
@@ -1143,13 +1143,13 @@ run_backward.register_autograd(refuse_second_derivative)
 # ---------------------------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
 # rule, in Triton 3.9. (At width 256 a few kernels spill up to 24 bytes. In Triton 3.6 about one kernel in twenty spills
-# 8 to 72 bytes. So do some widths that are no power of two, in both.) What costs registers has its own column or row:
-# the second accumulator of rules that save U; the arithmetic of a heavy rule; two views in one call ("mix";
-# backward_table handles one); and a table, a tail, a slope or a window, which make a call busy. With fewer rows than
-# 16 a warp, warps would repeat each other's work.
+# 8 to 72 bytes. In both versions, so do some widths that are no power of two.) What costs registers has its own column
+# or row: the second accumulator of rules that save U; the arithmetic of a heavy rule; two views in one call ("mix";
+# backward_table handles one); and a table, a tail, a slope or a window, which make a call busy. Each warp needs at
+# least 16 rows: otherwise warps would repeat each other's work.
 #
 # `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the tiles
-# were chosen by hand from what it shows.
+# were chosen by hand from these figures.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, kind of call, is it busy? For gaps see tile_config
