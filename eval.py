@@ -48,7 +48,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "scrolls": Command(scrolls.Scrolls, scrolls.command),
     "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
 }
-OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None in its place
+OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None instead
     "lab": Command(lab.Lab, lab.command),
     "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
     # the code itself
@@ -96,7 +96,7 @@ def run_on_each(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model. Returns the numbers as JSON has them,
     the text, and {run: numbers}; None on all ranks but one."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
-    recipes, cases = overrides.get("attn", "").split(","), {}           # one run may be looked at under several
+    recipes, cases = overrides.get("attn", "").split(","), {}           # of one run under several recipes
     for place in places:
         for attn in recipes:
             name = place if len(recipes) == 1 else f"{place} --attn={attn}"

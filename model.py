@@ -266,7 +266,7 @@ class GPTConfig(Knobs):
             if getattr(self, name) is None:
                 setattr(self, name, self.recipe.get(name, default))
         self.n_kv_head = self.n_kv_head or self.n_head
-        # then each value by itself, several numbers together, and the axes together
+        # then check each value by itself, the numbers that belong together, and the axes
         super().__post_init__()
         divisible = self.n_embd % self.n_head == 0
         for name, valid, message in (
@@ -352,7 +352,7 @@ class GPT(nn.Module):
                     module.bias.zero_()
         for layer, block in enumerate(self.transformer.h):
             std |= {f"transformer.h.{layer}.attn.{name}": value for name, value in block.attn.init_std.items()}
-        for name, p in self.named_parameters():                         # lists a tied head once, as wte
+        for name, p in self.named_parameters():                         # a tied lm_head is listed once, as wte
             if name in std:
                 draw(p, std[name], generator_of(seed, name.removesuffix(".weight")))
         if self.ahead:

@@ -9,10 +9,10 @@ Each knob has the value of the first of these that sets it: flag, recipe (--attn
 (--preset), default. One exception: the preset tune beats the run of --init_from.
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
 and log.csv; common/runs.py describes them, checkpoints in parts (--sharded_ckpt=1), and adapters (--train_only=PART).
--h shows the knobs that people use, -h all every one, with its meaning and, in parentheses, the value that a call
-without flags uses: that of the preset tiny, or else the default.
+-h shows the knobs that people use, and -h all shows all of them. The value in parentheses is the one without flags:
+that of the preset tiny, or else the default.
 """
-if __name__ == "__main__":                      # the imports take seconds: a SIGTERM then must leave a message, too
+if __name__ == "__main__":                      # the imports take seconds: a SIGTERM during them must leave a message
     from training.stopping import say_terminated
     say_terminated()
 
@@ -201,13 +201,13 @@ class Training:
         self.val = tokens.Tokens(folder, "val")
         fit = len(tokens.fixed_windows(self.val, config.block_size, 0))                 # raises if it is too short
         self.windows = knobs.eval_iters * knobs.batch_size
-        # the default may read a short split to its end; who asks for more learns what there is
+        # a short split may have fewer windows than the default, but an --eval_iters above the default must fit
         if not stored and knobs.eval_iters > Train.eval_iters and self.windows > fit:
             raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {self.windows} windows, and {self.val.name} "
                              f"holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
         model = self.make_model()
-        extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses besides its own
+        extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses in addition to its own
         self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
         if knobs.init_from != "scratch" and not (stored and last_checkpoint(self.run.folder)):
             take_weights(model, knobs.init_from, self.run, machine)
@@ -246,7 +246,7 @@ class Training:
         self.machine.wait()                     # until the main rank has written
 
     def make_model(self):
-        """A model with fresh weights on the device, of which all are trained or a part. Each rank holds a part of every
+        """A model with fresh weights on the device. All of them are trained, or a part. Each rank holds a part of every
         weight (--shard), or all of them. The loop calls `running`: the same model, compiled and made ready for several
         ranks."""
         knobs, config, machine = self.knobs, self.config, self.machine
@@ -259,8 +259,8 @@ class Training:
         if split:
             shard(model, machine, knobs.seed)
         model.to(machine.device)
-        # without dynamic=False, the compiler turns a rule's constants into symbols once a second model has others, and
-        # fails in `checkpoint`
+        # without dynamic=False, the compiler turns a rule's constants into symbols once a second model has other
+        # constants, and fails in `checkpoint`
         self.running = torch.compile(model, dynamic=False) if knobs.compile else model
         if machine.world > 1 and not split:
             self.running = DistributedDataParallel(self.running)
@@ -326,8 +326,8 @@ class Training:
                     return step if step < knobs.max_iters else None
 
     def evaluate_and_save(self, row, evaluate, stop):
-        """Evaluate on the same windows as always, then write a row of the log and a checkpoint, as far as it is time
-        for each. The row comes first: wherever the run is killed, the log has all rows up to its checkpoint."""
+        """Evaluate on the same windows as always, then write a row of the log and a checkpoint, if they are due. The
+        row comes first: wherever the run is killed, the log has all rows up to its checkpoint."""
         knobs, run, step = self.knobs, self.run, row["step"]
         if evaluate:
             row["val_loss"] = mean_loss(self.model, self.val, self.machine, self.windows, knobs.batch_size,
@@ -398,7 +398,7 @@ def main(argv):
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.attn)
         stopped = train(knobs, config, machine, folder, data, stored, argv)
-        machine.close()                         # by now nothing holds the group of ranks
+        machine.close()                         # by now nothing uses the group of ranks
     sys.exit(130 if stopped else 0)
 
 

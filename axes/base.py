@@ -22,14 +22,14 @@ class Constant(NamedTuple):
 
 
 def unchanged(layer, x, *_):
-    """The function of a value that does nothing."""
+    """The function for a value that changes nothing."""
     return x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of an axis. Of the functions below it has those of its own axis. The rules, and axes of a mixer that
-    have several functions, add fields of their own."""
+    """One value of an axis. It sets only those fields below that belong to its axis. Rules, and some axes of mixers,
+    add fields."""
     learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None

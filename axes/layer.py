@@ -41,7 +41,7 @@ class Layer(nn.Module):
     causal = True                               # no row depends on later positions, in values and in gradients
     cached = True                               # can be decoded step by step
     trains = True                               # False: for the evaluation of a model that was trained with softmax
-    penalized, penalty = False, 0.0             # does the layer add a penalty to the loss, and its value
+    penalized, penalty = False, 0.0             # does the layer add a penalty to the loss? its value
     measures_importance, importance = False, None                       # GPT.forward sets the first, attend the second
     fused_by = ()                               # a mixer's own Triton functions, in the order of their calls
 
@@ -102,7 +102,7 @@ class Layer(nn.Module):
         return (projected(self, self.q_norm, q), projected(self, self.k_norm, k), v) if projected else (q, k, v)
 
     def for_score_heads(self, x, axis):
-        """Repeat each entry of x along `axis`, one per key head, for the score heads that share this key head. If the
+        """x has an entry for each key head along `axis`: repeat it for the score heads that share this key head. If the
         two views of a head have separate key heads, repeat these in pairs."""
         shared = self.score_heads // x.shape[axis]
         if shared == 1:
@@ -113,7 +113,7 @@ class Layer(nn.Module):
 
     def finished(self, o, x, dtype):
         """The output of each head o (B, heads, R, E) after value bias, Dex, norm, the factor that follows the norm of a
-        difference, and gate. x: the layer's input (B, R, C). Without these axes o only gets its dtype."""
+        difference, and gate. x: the layer's input (B, R, C). Without these axes only o's dtype changes."""
         o = self.choices["value_bias"].corrected(self, o)
         o = self.choices["dex"].corrected(self, o)
         norm, gate = self.choices["out_norm"].normed, self.choices["gate"]
@@ -159,8 +159,8 @@ class Layer(nn.Module):
         return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
 
     def featured(self, x):
-        """Apply the norm without weights, then the feature map, to queries or keys (.., D). Where `rotated` has doubled
-        the width, to each half."""
+        """Apply the norm without weights, then the feature map, to queries or keys (.., D). If `rotated` has doubled
+        the width, apply both to each half."""
         x = self.choices["qk_norm"].normed(self, x.unflatten(-1, (-1, self.width)))
         return self.choices["feature"].mapped(self, x).flatten(-2)
 
@@ -172,7 +172,7 @@ class Layer(nn.Module):
         return bias and bias(self)
 
     def refuse_table(self, table):
-        """Raise ValueError if there are relative positions, in a mixer whose scores take none."""
+        """Raise ValueError on relative positions, for a mixer whose scores cannot take any."""
         if table is not None:
             raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
 

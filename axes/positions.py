@@ -125,9 +125,9 @@ def rope_frequencies(config, width, device):
 
     Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023; yarn, Peng et al. 2309.00071, section
     3.2 (and 3.1 on ntk), and GPT-OSS.
-    Differs from the paper: YaRN's change between kept and longer waves is there linear in how often a wave fits, as in
-    LLaMA 3.1. The released code of YaRN and of GPT-OSS is as here, except that YaRN's rounds the ends of the change to
-    whole pairs of channels."""
+    Differs from the paper: between kept and longer waves, YaRN interpolates linearly in how often a wave fits, as LLaMA
+    3.1 does. The code of YaRN and GPT-OSS agrees with this function, but YaRN's rounds both ends of that range to whole
+    pairs."""
     pairs, base = int(width * config.rope_share) // 2, config.rope_base
     pair = torch.arange(pairs, device=device, dtype=torch.float32)
     frequency = base ** (-pair / pairs)
@@ -142,8 +142,8 @@ def rope_frequencies(config, width, device):
     if how == "ntk":
         return frequency * factor ** -torch.linspace(0, 1, pairs, device=device)
     # llama3 and yarn: waves that fit into the original context often keep their length, waves that fit rarely become
-    # `factor` times longer. In between the change is smooth in how often they fit (llama3), or linear in the index of
-    # the pair, which is the logarithm of the wavelength, from pair 0 at the earliest to the last channel at the latest
+    # `factor` times longer. In between, llama3 interpolates in how often a wave fits. yarn interpolates in the index of
+    # the pair, that is in the logarithm of the wavelength, between `start` and `end`
     if how == "llama3":
         low, high, original = limits
         kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)

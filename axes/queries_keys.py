@@ -81,8 +81,8 @@ FEATURES = {
 def ssmax_scale(layer, n):
     """SSMax: the score is multiplied by sigma_h log n_i, so that long rows are as sharp as short ones.
 
-    Learned: sigma (H,). It starts at 1 / mean(log n) over a training context (0.168 for 1024), or at sigma_init. For
-    unit q and k (LSSAR, which does not learn it) sigma is sqrt(d) log(d).
+    Learned: sigma (H,), at first 1 / mean(log n) over a training context (0.168 for 1024), or at sigma_init. For unit q
+    and k (LSSAR, which does not learn it) sigma is sqrt(d) log(d).
     Source: Nakanishi 2501.19399.
     Differs from the asentmax repository, which has log(n + 1) and draws sigma from N(1, 0.01)."""
     return layer.sigma[:, None, None] * n.log()[:, None]

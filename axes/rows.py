@@ -65,8 +65,8 @@ def key_score(layer, q):
 
 
 def extra_key(layer):
-    """k*, and for key_value also v*: it starts as N(0, 0.02). With value_norm=NUMBER it is fixed at that norm, along
-    the first channel or (value_even) along all. Source: When Attention Sink Emerges, table 5."""
+    """k*, and for key_value also v*, which starts as N(0, 0.02). value_norm=NUMBER fixes v* at that norm, along the
+    first channel or (value_even) along all. Source: When Attention Sink Emerges, table 5."""
     (heads, width), norm = layer.shapes["v"], layer.args.get("value_norm")
     learned = {"sink_key": drawn_bias(layer, *layer.shapes["k"])}
     if norm == "learned":
@@ -109,8 +109,8 @@ def share_of_keys(layer, q, r, n):
     """The factor on the weights of a row's real keys, (B, H, R, 1): 1 / the row normaliser, or 1 minus the weight of
     the extra key. None: no factor.
 
-    An extra key of score c leaves the real keys the share e^r / (e^r + e^c) of their weights, where r is the
-    log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
+    An extra key of score c multiplies the weights of the real keys by e^r / (e^r + e^c), where r is the log-sum-exp of
+    their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
     Source: The Attention Sink as Native MoE, eq. 2 to 4."""
     if layer.choices["normalize"].divisor:
         return 1 / layer.choices["normalize"].divisor(r, n[:, None])
@@ -140,7 +140,7 @@ def lambda_at_depth(depth):
 def lambda_of_head(layer, x):
     """sigmoid(lambda_logit_h), 0.5 at first.
     Source: Threshold Differential Attention.
-    Differs from the paper: it gives no initial value. Its code clamps lambda to [0, 1], where the gradient ends."""
+    Differs from the paper: it gives no initial value. Its code clamps lambda to [0, 1]: beyond, the gradient is 0."""
     return torch.sigmoid(layer.lambda_logit)[:, None, None]
 
 

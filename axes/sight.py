@@ -24,6 +24,6 @@ def visible(i, j, sight):
 
 
 def visible_count(i, sight):
-    """n_i, the number of keys that row i sees, as float32. A hidden key counts."""
+    """n_i, the number of keys that row i sees, as float32. A hidden key counts as seen."""
     n = (i + 1).float()
     return n.clamp(max=sight.window + sight.first) if sight.window else n

@@ -36,7 +36,7 @@ def trained_recipes():
 
 
 def has_weights(recipe):
-    """Is a recipe linear in its values? Only then it has attention weights."""
+    """Is a recipe's output linear in the values? Only then does it have attention weights."""
     return AXES["rule"][attention.recipe(recipe)["rule"]].has_weights
 
 

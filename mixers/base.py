@@ -14,8 +14,8 @@ from kernels import weighted_sum
 
 
 def axes_of(rules, **known):
-    """The axes of a mixer with these rules: those that all mixers accept, these further ones, and of every other axis
-    only the default value."""
+    """{axis: its values} of a mixer with these rules. known: axes of its own. A few axes are shared by all mixers.
+    Every other axis has only its default value."""
     defaults = {axis: only(values, next(iter(values))) for axis, values in options.AXES.items()}
     shared = {"pos": WITHOUT_BIAS, "qk_norm": QK_NORMS, "value_bias": VALUE_BIASES, "out_norm": OUT_NORMS,
               "gate": GATES}
@@ -62,8 +62,7 @@ class Mixer(Layer):
 
     def block(self, weights, i, q, k, v, *parts):
         """The output (B, H, R, E) of the rows at positions i, and their log-sum-exp if an extra key needs it. weights:
-        a function of i, q, k and these parts of other tensors that returns the weights (B, H, R, keys), and maybe it.
-        """
+        a function of i, q, k and `parts` that returns the weights (B, H, R, keys), and that log-sum-exp if needed."""
         w, *r = weights(i, q, k, *parts)
         return weighted_sum(w, v, self.dropout), *r
 

@@ -50,7 +50,7 @@ class Balance(Choice):
     """How a token's scores become shares of groups.
 
     `count` returns a statistic of a training step's tokens, which is summed over micro-batches and ranks; if it is a
-    `sample`, only the step's first one is kept. After the step, `settle` updates the layer from it."""
+    `sample`, only that of the step's first micro-batch is kept. After the step, `settle` updates the layer from it."""
     shares: Callable = by_softmax               # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
     causal: bool = True                         # no token's share depends on later tokens
     detached: bool = False                      # the router's gradient ends at its input
@@ -249,13 +249,13 @@ def sparse_sequence(q, k, v, members, local, scale, fused):
     order = set_index.argsort(stable=True)      # by set, and within a set by position
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
-        alone = share_group[number].sum() == 1  # it shares groups with itself only
+        alone = share_group[number].sum() == 1  # the set shares groups with itself only
         keys = rows if alone else share_group[number][set_index].nonzero()[:, 0]
         outputs.append(some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused))
     back, i = order.argsort(), torch.arange(len(bits), device=bits.device)
     o, r = (torch.cat(parts, 2)[:, :, back] for parts in zip(*outputs, strict=True))
     near, near_r = some_pairs(q, k, v, i, i, scale, fused, local, bits)
-    # (S, T): up to each position, the last key that shares no group with the set. Where none is near, `near` is wrong
+    # (S, T): the last key, up to each position, that shares no group with the set. If it is not near, ignore `near`
     last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
     near_r = near_r.masked_fill((last[set_index, i] <= i - local)[:, None], MASKED)
     share = torch.sigmoid(r - near_r)           # weight of the keys that share a group
@@ -267,8 +267,8 @@ ROWS = 512                                      # rows of a block; large, becaus
 
 def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
     """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own; both are sorted.
-    With `bits` only over the keys among the last `local` whose set of groups has no bit in common with the row's.
-    Returns o (1, H, R, E) and log-sum-exp (1, H, R, 1); both are meaningless for a row without keys."""
+    With `bits`, only over near keys (the last `local`) whose set of groups shares no bit with the row's. Returns o
+    (1, H, R, E) and log-sum-exp (1, H, R, 1); both are meaningless for a row without keys."""
     square = len(rows) == len(keys)
     if fused and square:
         o, r = kernels.attend("softmax", q, k, v, scale=scale, window=local, sets=None if bits is None else bits[None])
@@ -290,7 +290,7 @@ def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
 
 def masked_softmax(q, k, v, seen, scale, flash):
     """Softmax of queries (1, H, R, D) over the keys (1, Hk, T, D) in the mask `seen` (R, T): output (1, H, R, E) and
-    log-sum-exp (1, H, R, 1). flash: by torch's fused kernel; then seen may be None, causal."""
+    log-sum-exp (1, H, R, 1). flash: use torch's fused kernel, for which seen=None means causal."""
     if flash:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)

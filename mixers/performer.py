@@ -53,8 +53,8 @@ def directions(layer):
 
 def log_features(layer, q, k, v, forget, write, x):
     """The inputs of `one_chunk`: log phi of queries and of keys, (B, H, T, m), and v. The queries' |q|^2 / 2 is left
-    out, because it cancels. q is already multiplied by the score scale 1 / sqrt(D); moving its root from q to k gives
-    x / D^(1/4) on both sides, as in the paper."""
+    out, because it cancels. q already contains the score scale 1 / sqrt(D). Its root is moved to k, so both are divided
+    by D^(1/4), as in the paper."""
     root, W = math.sqrt(layer.sight.scale), layer.directions.mT
     q, k = q / root, k * root
     b = k @ W - k.square().sum(-1, keepdim=True) / 2

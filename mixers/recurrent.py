@@ -184,7 +184,7 @@ def one_chunk_ttt(state, q, k, v, rate, forget):
     return o, (M, weight, bias, averaging)
 
 
-LARGEST_STEP = 2                                # rate x curvature: a larger step increases the error
+LARGEST_STEP = 2                                # bound on rate x curvature: a larger step increases the error
 
 
 def titans_gradients(M, N, k, v):
@@ -240,8 +240,8 @@ class StateRule(Choice):
     start: Callable | None = None               # layer, v -> the state before the first token; None: S is 0
     products: int = 2                           # vector-matrix products with a state per token: one write, one read
     has_weights: bool = True                    # u is linear in v, so attention weights exist
-    slowed: Callable | None = None              # as `chunk`, but returns which tokens' rates it lowers in place of o
-    rope_positions: Callable = lambda positions, chunk: positions       # those that RoPE rotates by
+    slowed: Callable | None = None              # as `chunk`, but instead of o returns which tokens' rates it lowers
+    rope_positions: Callable = lambda positions, chunk: positions       # the positions by which RoPE rotates
 
 
 def chunk_inputs(layer, q, k, v, forget, write, x):
@@ -559,7 +559,7 @@ class Recurrent(Mixer):
         if hidden >= 0:
             write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
         with torch.autocast(q.device.type, enabled=False):
-            values = F.pad(v, (0, 1), value=1.0) if divisor else v      # a value of 1 reads as the sum of weights
+            values = F.pad(v, (0, 1), value=1.0) if divisor else v      # the 1 becomes the sum of the row's weights
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
             if past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
                 qkv = (y.to(dtype) for y in inputs[:3])
@@ -581,7 +581,7 @@ class Recurrent(Mixer):
     def run_chunks(self, inputs, past, chunk):
         """The outputs (B, H, T, E) of all tokens by `chunk`. The cache of ttt and titans holds the state after the last
         whole chunk, and the inputs (`rows`) of the tokens since then: they are computed again until their chunk is
-        whole, because its gradients are taken at the state before it."""
+        whole, because all its gradients are taken at the state before it."""
         v, new, size = inputs[2], inputs[0].shape[2], self.args["chunk"]
         start = self.rule.start(self, v) if self.rule.start else (v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
         state = past.get("state", start)

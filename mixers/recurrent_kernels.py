@@ -166,7 +166,7 @@ def pairs_back(dp, a, b, decay, c: tl.constexpr):
 
 @jit
 def decayed_scores(at, stride, inputs, head, start, c: tl.constexpr):
-    """Decayed scores of the chunk's queries, or keys, with its keys: (C, C). at, stride: address and row of q or k."""
+    """Decayed scores (C, C) of the chunk's queries, or keys, with its keys. at, stride: of the rows of q or k."""
     i = start + tl.arange(0, c.C)
     p = tl.zeros((c.C, c.C), tl.float32)
     for left in tl.range(0, c.D, c.BD):
@@ -287,7 +287,7 @@ def gradients(inputs, U, States, DStates, DO, DR, DQ, DK, DC, DErase, c: tl.cons
     dp = tl.zeros((c.C, c.C), tl.float32)                                       # gradient of the scores in o
     da = dp                                                                     # gradient of the scores in w
     dq = tl.zeros((c.C, c.BD), tl.float32)
-    dw, dk = dq, dq                                                             # of w's query erase k; of k
+    dw, dk = dq, dq                                                             # gradients of erase k, and of k
     SdS = tl.zeros((c.BD, c.BE), tl.float32)                                    # S * dS
     for e in tl.range(0, c.E, c.BE):
         u = load(begin(U, head.batch, head.number), U.row, i, inputs.T, e, c.E, c.BE)                     # (C, BE)

@@ -51,7 +51,7 @@ class Select(Choice):
     index: Callable = lambda layer, k, v, old: {}           # k and v of T tokens, the index of the first ones -> index
     selected: Callable | None = None            # layer, q, k, index, i (R,), seen (R, T) -> a mask of the selected keys
                                                 # (B, H, R, T), and their estimated share of softmax (B, H, R, 1), or
-                                                # None if they have all of it
+                                                # None for all of it
     log_chance: Callable | None = None          # layer, q, k, index, i, j -> log u of the keys k at positions j
     scanned: Callable | None = None             # layer, k, index -> the bytes that `selected` reads for one query
 
@@ -80,11 +80,11 @@ def by_largest_components(layer, q, k, index, i, seen):
     a_i the share that softmax(s^_i) gives to the selected keys.
     Differs from the paper: there the mean is over all values in the cache. While decoding they are the same."""
     top = q.abs().topk(min(layer.args["components"], q.shape[-1]), -1)  # (B, H, R, r)
-    if q.shape[2] == 1 and "channels" in index: # the index has the components of all keys, each of them in one piece
+    if q.shape[2] == 1 and "channels" in index: # the index stores each component of all keys in one piece
         s = q.gather(-1, top.indices) @ rows_at(index["channels"], top.indices[:, :, 0])
     else:
         s = grouped(q * torch.zeros_like(q).scatter(-1, top.indices, 1.0), k.mT)        # (B, H, R, T)
-    tiny = torch.finfo(q.dtype).tiny            # of a query that is 0
+    tiny = torch.finfo(q.dtype).tiny            # a query may be 0
     share = top.values.sum(-1, keepdim=True) / q.abs().sum(-1, keepdim=True).clamp(min=tiny)
     s = wide(s * layer.sight.scale) / share.clamp(min=tiny).sqrt()
     j = torch.arange(k.shape[2], device=k.device)
@@ -126,9 +126,9 @@ def page_bounds(layer, k, v, old):
     return {name: torch.cat([old[name], y], 2) for name, y in found.items()} if old else found
 
 
-# MagicPIG. A table gives a vector the signs of its products with K random directions as a hash. The hashes of q and k
-# are equal with the probability p^K, p = 1 - angle(q, k) / pi, and those of two or more of L tables are with
-# u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1). Chen et al. 2410.16179, section 4 and algorithm 1
+# MagicPIG. A table gives a vector the signs of its products with K random directions as a hash. With p = 1 -
+# angle(q, k) / pi, the hashes of q and k are equal in one table with probability p^K, and in two or more of L tables
+# with probability u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1). Chen et al. 2410.16179, section 4 and algorithm 1
 
 
 def by_collision(layer, q, k, index, i, seen):
@@ -155,7 +155,7 @@ def log_collision_chance(layer, q, k, index, i, j):
     equal, L = (1 - torch.acos(cosine.clamp(-near, near)) / math.pi) ** layer.args["bits"], layer.args["tables"]
     # (1 - x)^(L - 1) (1 + (L - 1) x) = 1 - u, in logarithms, since u may be far smaller than 1
     u = -torch.expm1((L - 1) * torch.log1p(-equal) + torch.log1p((L - 1) * equal))
-    u = u.clamp(min=torch.finfo(u.dtype).eps ** 2)                      # no key of so small a chance is ever found
+    u = u.clamp(min=torch.finfo(u.dtype).eps ** 2)                      # a key with such a small chance is never found
     return torch.where(is_exact(layer, i, j), 0.0, u.log())
 
 
@@ -277,8 +277,8 @@ class Selection(Mixer):
         return o, *r
 
     def selected_now(self, q, k, index):
-        """For the last query: its position (1,), and the mask of the keys that it selects with their share of softmax,
-        see `Select.selected`."""
+        """The position (1,) of the last query, the mask of the keys that it selects, and their share of softmax: see
+        `Select.selected`."""
         i = torch.tensor([k.shape[2] - 1], device=k.device)
         return i, *self.choices["select"].selected(self, q, k, index, i, i.new_ones(1, k.shape[2], dtype=torch.bool))
 
