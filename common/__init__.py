@@ -1,1 +1,1 @@
-"""The ground floor: flags, machine, runs and files, for model, training, instruments and data. It imports no model."""
+"""What all other folders use: flags, the machine, runs and files. It does not import the model."""

@@ -55,7 +55,7 @@ def replacing(path, mode="wb"):
 def regular(path):
     """The same path. Raises ValueError if it names a folder, a pipe or a device: reading a pipe may wait for ever."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is no regular file: remove it and put the file there")
+        raise ValueError(f"{path} is not a regular file: remove it and put the file there")
     return path
 
 
@@ -115,7 +115,7 @@ def optional(module):
         raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
 
 
-# torch's words for a tensor that does not fit into memory, the last two for one that fits into no memory
+# torch's words if a tensor does not fit into this memory, and (the last two) if it cannot fit into any
 NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
 
 
@@ -123,11 +123,11 @@ NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculat
 def one_line_errors():
     """End a command with one sentence instead of a traceback if the input or the disk is at fault.
 
-    stdout and stderr accept any text: they write characters that their encoding lacks as escapes. What is printed to a
-    closed one (>&-) is lost, and the command goes on."""
+    stdout and stderr accept any text: they write characters that their encoding lacks as escapes. If one of them is
+    closed (>&-), its text is lost, and the command goes on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:                      # Python's sign for a closed one
+        if stream is None:                      # so Python marks a closed one
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

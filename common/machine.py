@@ -86,7 +86,7 @@ class Machine:
 
     def close(self):
         if dist.is_initialized():
-            gc.collect()                        # what sharding still holds of the group: its threads must end first
+            gc.collect()                        # sharding may still hold the group: its threads must end first
             dist.destroy_process_group()
 
     def peak_flops(self):
@@ -197,7 +197,7 @@ def keep_freed_memory():
 
 
 def host_memory():
-    """The bytes of this machine's memory; infinite on Windows, which does not say it in this way."""
+    """The bytes of this machine's memory; infinite on Windows, which lacks this call."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 

@@ -139,7 +139,7 @@ class Run:
 
 
 def delete(*paths):
-    """Delete files and folders, as far as they exist."""
+    """Delete those of these files and folders that exist."""
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -160,7 +160,7 @@ def learned(model):
 
 def made_by():
     """The entries of meta.json about the code that wrote it."""
-    def git(*args):                             # None if this is no repository, or git is not installed
+    def git(*args):                             # None without a repository or without git
         try:
             found = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *args], capture_output=True,
                                    text=True)
@@ -268,7 +268,7 @@ def how_to_join(parts):
 
 def read_checkpoint(path, mmap=False):
     """The dict in a ckpt.pt: model, optimizer, step. mmap: tensors stay on the disk until they are copied, so memory
-    holds a large model only once. Raises ValueError if the file is no checkpoint of this project."""
+    holds a large model only once. Raises ValueError if the file is not a checkpoint of this project."""
     if not Path(path).exists():
         if parts := last_checkpoint(Path(path).parent):
             raise ValueError(f"{path} does not exist, because the run was trained with --sharded_ckpt=1: join its "
@@ -278,8 +278,8 @@ def read_checkpoint(path, mmap=False):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
-        raise ValueError(f"{path} is no readable checkpoint ({type(e).__name__}): it is damaged or was not written by "
-                         "train.py") from None
+        raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}): it is damaged, or "
+                         "train.py did not write it") from None
     full = {"scaler": {}} | checkpoint if isinstance(checkpoint, dict) else {}          # older runs have no scaler
     if not (files.has(full, model=dict, optimizer=dict, scaler=dict, step=int) and full["step"] >= 0
             and all(isinstance(number, int | float) for number in full["scaler"].values())
@@ -345,8 +345,8 @@ def find_base(meta, folder):
 def load_weights(model, state, path, new=(), copy=True):
     """Load a checkpoint's weights into a model: copies, or with copy=False the tensors themselves, in their precision.
 
-    new: names of parameters that may be missing; they keep their initial values. Raises ValueError that names the first
-    tensor that does not fit, or the recipe if it is the reason."""
+    new: names of parameters that may be missing; they keep their initial values. The ValueError names the first tensor
+    that does not fit, or the recipe if that is the reason."""
     expected = model.state_dict()
     loaded = model.without_unused_additions(state)
     state = {name: expected[name] for name in new if name not in loaded} | loaded

@@ -54,8 +54,8 @@ def part_of(value, p):
 
 @torch.no_grad()
 def fill(state, values):
-    """Copy whole tensors {name: value} into those of a model's state_dict(), one after another. Of a split one, each
-    rank keeps its part."""
+    """Copy whole tensors {name: value} into those of a model's state_dict(), one after another. If a tensor is split,
+    each rank keeps its part."""
     for name, value in values.items():
         p = state[name]
         p.copy_(part_of(value, p) if is_split(p) else value)
@@ -102,7 +102,7 @@ def load_optimizer(optimizer, state):
 def save_parts(folder, weights, model, optimizer, scaler, step):
     """Write a checkpoint into a folder: every rank writes its parts. weights: those of the model to save.
 
-    torch writes the folder's file .metadata last, and renames it when complete. Without it, nothing there counts."""
+    torch writes the folder's file .metadata last, and renames it when complete. A folder without it counts as empty."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
     state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "scaler": scaler.state_dict(),
@@ -111,7 +111,7 @@ def save_parts(folder, weights, model, optimizer, scaler, step):
         warnings.simplefilter("ignore")         # torch warns of a single rank
         try:
             dcp.save(state, checkpoint_id=folder)
-        except dcp.CheckpointException as e:    # it is no Exception. It contains the errors of the ranks
+        except dcp.CheckpointException as e:    # not an Exception. It contains the ranks' errors
             error = next(iter(e.failures.values()))[0]
             raise OSError(str(error) or repr(error)) from None
 
@@ -131,8 +131,8 @@ def load_parts(folder, weights, model, optimizer, scaler):
 
 def join_parts(folder, path):
     """Write a ckpt.pt of the parts in a folder. torch's own dcp_to_torch would execute code that it finds in them."""
-    state = {"scaler": {}} | read_parts(folder)                         # torch stores nothing of an empty dict
-    # the parts name the weights, and an optimizer counts them
+    state = {"scaler": {}} | read_parts(folder)                         # torch does not store an empty dict
+    # the parts identify weights by name, but an optimizer does so by number
     groups = state["optimizer"]["param_groups"]
     number = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     for group in groups:
@@ -170,7 +170,7 @@ def read_parts(folder, state=None):
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     class Planner(dcp.DefaultLoadPlanner if state else _EmptyStateDictLoadPlanner):
-        def load_bytes(self, read_item, value):                         # of all that is no tensor
+        def load_bytes(self, read_item, value):                         # of entries other than tensors
             place = self.mappings[read_item.dest_index.fqn]             # torch's own planner executes code here
             set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
@@ -187,10 +187,10 @@ def read_parts(folder, state=None):
         numbers = {"step": state["step"]} | state.get("scaler", {})
         if not all(isinstance(number, int | float) and number >= 0 for number in numbers.values()):
             raise ValueError(f"it holds {numbers}")
-    except (Exception, dcp.CheckpointException) as e:                   # the latter is no Exception
+    except (Exception, dcp.CheckpointException) as e:                   # the latter is not an Exception
         cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
-        raise ValueError(f"{folder} is no readable checkpoint ({repr(cause).splitlines()[0]}): restore it, or delete "
-                         "it and start again") from None
+        raise ValueError(f"{folder} is not a readable checkpoint ({repr(cause).splitlines()[0]}): restore it, or "
+                         "delete it and start again") from None
     return state
 
 

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     parser = Parser(description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
     parser.add_argument("--seed", type=int, default=0, help="seed of the table, the triggers and the sequences")
-    parser.add_argument("--length", type=int, default=64, help="symbols in a sequence: no less than --block_size")
+    parser.add_argument("--length", type=int, default=64, help="symbols in a sequence: at least --block_size")
     parser.add_argument("--sequences", type=int, default=40_000)
     parser.add_argument("--val_sequences", type=int, default=2_000)
     parser.add_argument("--no_bos", dest="bos", action="store_false", help="begin with a random symbol instead of BOS")

@@ -80,7 +80,7 @@ def question(name, row):
     if len(choices) < 2 and name != "lambada":
         raise ValueError("there is nothing to choose from")
     if not all(text and isinstance(text, str) for text in choices) or not all(isinstance(c, str) for c in contexts):
-        raise ValueError("a context or a choice is no text, or empty")
+        raise ValueError("a context or a choice is not text, or is empty")
     if not 0 <= gold < len(choices):
         raise ValueError(f"the right answer is number {gold + 1} of {len(choices)}")
     return Row(contexts, choices, gold)
@@ -163,7 +163,7 @@ def task_names(text, folder):
                          "folder that has them with --source")
     for name in names:
         if name not in TASKS:
-            raise ValueError(f"{name!r} is no task: choose from {', '.join(TASKS)}, or all")
+            raise ValueError(f"unknown task {name!r}: choose from {', '.join(TASKS)}, or all")
     return names
 
 

@@ -141,8 +141,8 @@ class Tokenizer:
                                  f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
             separator = found[0]
         if not (isinstance(separator, int) and 0 <= separator < self.vocab_size):
-            raise ValueError(f"{path}: the separator {separator!r} is no id below {self.vocab_size}: name the right "
-                             'one as "separator" in the meta.json beside it')
+            raise ValueError(f"{path}: the separator {separator!r} is not an id below {self.vocab_size}: name the "
+                             'right one as "separator" in the meta.json beside it')
         self.separator = separator
         self.byte_level = "ByteLevel" in json.dumps(files.parsed(content).get("decoder"))   # otherwise as SentencePiece
 
@@ -196,8 +196,8 @@ def cut(text):
 class GPT2(Tokenizer):
     """OpenAI's byte-pair encoding; id 50256 separates documents. Its two files are kept in tiktoken's folder.
 
-    parts: {name: content} of the files; None: fetch those that the folder lacks. Raises ValueError if they are others.
-    """
+    parts: {name: content} of the files; None: fetch those that the folder lacks. Raises ValueError if they differ from
+    OpenAI's."""
     ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     PARTS = {                                   # {name: (size in bytes, sha256)}
         "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
@@ -261,8 +261,8 @@ def from_content(content, name, path, id_hints=(), separator=None):
         return coder
     files.optional("tokenizers")
     if fault := fault_of(content):
-        raise ValueError(f"{path} is no tokenizer.json that the package tokenizers can use ({fault}): fetch it again, "
-                         "or name another tokenizer")
+        raise ValueError(f"{path} is not a tokenizer.json that the package tokenizers can use ({fault}): fetch "
+                         "it again, or name another tokenizer")
     return Tokenizer(content, name, path, id_hints, separator)
 
 

@@ -98,7 +98,7 @@ def prepare(args):
     state, progress = resume(out, plan, coder), out / "progress.json"
     stream = pieces(paths, coder, state["next"] or [len(paths), 0, 0], size)
     shards = itertools.groupby(stream, key=lambda piece: piece[0])
-    # a shard is renamed first, then gets its row in progress.json: after a kill between the two, it is written again
+    # a shard is renamed first, then gets its row in progress.json: a kill between the two repeats the shard
     while not args.train_shards or len(state["shards"]) <= args.train_shards:
         _, shard = next(shards, (None, None))
         if shard is None:

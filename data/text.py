@@ -14,7 +14,7 @@ separator replaces the token at place 16 of each. Does a token that is always at
 Attention, section 3.1 and figure 2a. Train with --block_size up to that length, then measure with eval.py probe.)
 
 --val names the files to hold out for validation. Without it, whole documents are held out, up to --val_share of the
-bytes, in a random but fixed order. Of a single document the end is held out.
+bytes, in a random but fixed order. If there is only one document, its end is held out.
 """
 import contextlib
 import sys
@@ -30,8 +30,8 @@ from data import tokens
 def held_out(sizes, args):
     """{file: array of bool, which of its documents are held out}. sizes: {file: sizes in bytes of its documents}.
 
-    Those of the files that --val names, which may omit folder and endings; otherwise documents in a fixed random order
-    as long as they fit into --val_share, and if the first does not fit, the shortest one."""
+    With --val: all documents of the files that it names, with or without folder and ending. Otherwise: documents in a
+    fixed random order as long as they fit into --val_share, or the shortest one if the first does not fit."""
     if not args.val:
         lengths = np.concatenate(list(sizes.values()))
         order = np.random.default_rng(0).permutation(len(lengths))

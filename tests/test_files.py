@@ -151,7 +151,7 @@ DAMAGED = [                                     # (file, what is done to it, com
       for name, says in (("x" * 300, NAME), ("/" + "x" * 300, "name too long"))),
     *(("toy_run/meta.json", entries(ends=ends), SAMPLE, IDS) for ends in ([[1]], 5, [True], [-1])),
     *(("toy_run/meta.json", entries(separator=id), SAMPLE, IDS) for id in (1 << 32, -1, 1.5, None)),
-    ("toy_run/meta.json", entries(separator=300), SAMPLE, "separator 300 is no id below 300"),
+    ("toy_run/meta.json", entries(separator=300), SAMPLE, "separator 300 is not an id below 300"),
     *(("data/fox/meta.json", entries(**wrong), FOX_LOSS, "lacks vocab_size")
       for wrong in ({"separator": -1}, {"shards": {"../../run/ckpt.pt": {"tokens": 1, "sha256": ""}}})),
     *(("run/ckpt.pt", tensors(kind), LOSS, "other than dense tensors|is .. in the checkpoint|no readable")
@@ -160,11 +160,11 @@ DAMAGED = [                                     # (file, what is done to it, com
       for kind in ("sparse", "meta", "expanded", "scalar")),
     *(("lora/ckpt.pt", tensors(KINDS[kind]), LORA_LOSS, "other than dense|does not fit its base")
       for kind in ("sparse", "scalar")),
-    *((path, pipe, command, f"{Path(path).name} is no regular file") for path, command in (
+    *((path, pipe, command, f"{Path(path).name} is not a regular file") for path, command in (
         ("run/ckpt.pt", LOSS), ("run/log.csv", RESUME), ("run/meta.json", LOSS), ("data/fox/val.bin", FOX_LOSS),
         ("toy_run/tokenizer.json", SAMPLE), ("parts/sharded_ckpt/2/.metadata", PARTS),
         ("parts/sharded_ckpt/2/__0_0.distcp", PARTS), ("m.whl", "data/weights.py m.whl"))),
-    *(("parts/sharded_ckpt/2/.metadata", parts(change), command, "sharded_ckpt/2 is no readable checkpoint")
+    *(("parts/sharded_ckpt/2/.metadata", parts(change), command, "sharded_ckpt/2 is not a readable checkpoint")
       for command in (PARTS, JOIN) for change in (
           lambda metadata, _: metadata.planner_data.update(x=Attack()), attack_step, move_parts)),
     *((f"parts/sharded_ckpt/2/{name}", lambda path, share=share: os.truncate(path, path.stat().st_size // share),

@@ -190,8 +190,8 @@ FIT = [                                         # (run, data set, the folder fou
     *((run, "books", "data/books-toy$") for run in ("toy", "twin")),
     *((run, "./foxes", "^foxes$") for run in ("toy", "twin", "older")),
     ("toy", "plays", "tokenizer of toy .toy.: .* python data/text.py --source=... --name=plays --tokenizer=toy$"),
-    ("bytes", "./foxes", "no data set .*--tokenizer=bytes$"), ("namesake", "books", "books-toy is no data set"),
-    ("other", "books", "books-other is no data set .*--tokenizer=other$"), ("numbers", "stdlib", "data/backcopy.py$")]
+    ("bytes", "./foxes", "not a data set .*--tokenizer=bytes$"), ("namesake", "books", "books-toy is not a data set"),
+    ("other", "books", "other is not a data set .*--tokenizer=other$"), ("numbers", "stdlib", "data/backcopy.py$")]
 
 
 def test_a_data_set_must_be_in_the_tokenizer_of_a_run(toy, toy_data, shelf, tmp_path, backcopy):

@@ -44,8 +44,8 @@ def expert_loss(model, knobs, machine):
 
     It is the sum over layers of E sum_e f_e P_e, with f_e the share of choices that expert e gets, and P_e its mean
     probability in a softmax over all experts. An even load makes it 1 in each layer. Only P_e has a gradient: it lowers
-    the scores of experts that are chosen often. The loss is no sum over tokens, so it depends on how a step is cut into
-    micro-batches: f of the whole step would be known only after all of its forward passes.
+    the scores of experts that are chosen often. The loss is not a sum over tokens, so it depends on how a step is cut
+    into micro-batches: f of the whole step would be known only after all of its forward passes.
     Source: Switch Transformer, Fedus et al. 2101.03961, eq. 4 to 6.
     Differs from the paper: there each token chooses one expert."""
     if not knobs.expert_balance:

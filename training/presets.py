@@ -1,5 +1,5 @@
-"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset). Below them, which value of a
-knob wins: that of a flag, recipe, earlier run or preset."""
+"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset). The functions below decide
+which value of a knob wins: that of a flag, recipe, earlier run or preset."""
 from pathlib import Path
 
 import attention

@@ -85,11 +85,11 @@ class LoRA(nn.Linear):
 
 
 def train_only(model, knobs):
-    """Prepare a model for --train_only, on top of another run's weights: replace projections of attention by LoRA
-    layers if it is lora, and freeze all weights but LoRA's, or but those that the mixer of this name adds to attention.
+    """Prepare a model for --train_only, on top of another run's weights: lora replaces projections of attention by LoRA
+    layers and freezes the rest; a mixer's name freezes all that this mixer does not add.
 
-    common/runs.py stores what is trained, an adapter, and puts it back on its base run. Raises ValueError if the mixer
-    adds nothing, or if LoRA would use biases that --bias_of turns off."""
+    common/runs.py stores the trained weights, an adapter, and loads them on top of the base run. Raises ValueError if
+    the mixer adds nothing, or if LoRA would use biases that --bias_of turns off."""
     part, blocks = knobs.train_only, model.transformer.h
     if part == "all":
         return
