@@ -1,8 +1,8 @@
 """Ablations of attention, and how much each of them raises the loss on fixed windows.
 
 An ablation changes the inputs or the output of a layer's `attend`; `instead` puts it in place. The mask `chosen`
-(layers, heads) selects heads of the output. In a differential recipe a head has two views, and a change acts on both.
-The first token is the first of the sequence, even if the sink is an extra key.
+(layers, heads) says which heads change. In a differential recipe a head has two views, and a change acts on both. The
+first token is the first of the sequence, even if the sink is an extra key.
 """
 from functools import partial
 
@@ -135,7 +135,7 @@ def losses_with(change, model, rows, machine):
 
 
 def draw_costs(ax, cost):
-    """Draw a bar and a number for each ablation, dark for heads with most sink, and a line for two standard errors."""
+    """Draw a bar for each ablation, dark for the heads with the most sink. Lines are two standard errors."""
     lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars start at the bottom
     gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
     colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}

@@ -5,7 +5,7 @@ right choice has the largest log-likelihood: the sum over its tokens (acc), or t
 papers say bytes, but the harness counts characters). In LAMBADA the model must generate the last word greedily, and
 perplexity is per word. In WikiText every token of a page is scored once; words and bytes are counted on the raw page.
 
-Several runs answer the same rows. So the error of a difference is the standard error of the mean difference by row.
+Several runs answer the same rows: the error of a difference is that of the mean difference per row.
 
 Differs from lm-evaluation-harness: our standard errors of perplexities come from the delta method (theirs come from
 resampling, or are missing). --limit takes rows spread over the whole file (theirs takes the first rows). We replace
@@ -86,7 +86,7 @@ def judge(name, rows, answers, guess):
 
 
 def verdict(difference, error, near, above, below):
-    """One of the last three, which say whether a difference is more than two standard errors."""
+    """near, above or below: is a difference beyond two standard errors?"""
     return near if abs(difference) <= 2 * error else above if difference > 0 else below
 
 
@@ -98,8 +98,8 @@ def measured(name, rows, answers):
     if name == "wikitext":                      # perplexities per word and per byte
         losses, found = np.array([-sum(answer.loglik for answer in page) for page in answers], float), []
         for counts in ([page.words for page in rows], [page.bytes for page in rows]):
-            # numbers whose mean is value = losses.sum() / counts.sum(). That of a row is value plus (its loss - value
-            # its count) / mean count. So the standard error of their mean is that of the ratio by the delta method
+            # a number for each row: value + (its loss - value * its count) / mean count. The mean of these numbers is
+            # the ratio `value`, and the standard error of their mean is that of the ratio by the delta method
             counts = np.array(counts, float)
             value = losses.sum() / counts.sum()
             found.append(value + (losses - value * counts) / counts.mean())
@@ -148,8 +148,8 @@ def mean_of(found):
 
 
 def compared(scores, first):
-    """The table's cells for the mean of several scores of a run minus that of the first run on the same rows. Of
-    perplexities it takes the logarithms."""
+    """The table's cells for the mean of several scores of a run minus that of the first run on the same rows.
+    Perplexities enter by their logarithms."""
     rows = [[np.array(score["rows"].split(), float) for score in pair] for pair in zip(scores, first, strict=True)]
     value, error = mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
     outcome = None if error is None else verdict(value, error, "cannot be told apart", "higher", "lower")

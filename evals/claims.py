@@ -9,14 +9,14 @@
 
 A claim is a table in the file of its paper, ledger/lazy.toml, threshold.toml, focus.toml, native_moe.toml or
 emerges.toml, or with later questions in later.toml: the paper's statement and figures, the numbers to read from our
-runs, and the bounds that decide it. ledger/claim.py reads and judges them; quantities.py has what is more than a
-column. lab_runs.py names the runs, ledger/experiments.py what is measured on them, jobs.py does it, and ledger/view.py
-shows everything.
+runs, and the bounds that decide it. ledger/claim.py reads and judges them; quantities.py computes what is more than a
+column. lab_runs.py names the runs, ledger/experiments.py names what is measured on them, jobs.py runs both, and
+ledger/view.py prints the results.
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed
-numbers alone, and prints both verdicts. results/claims-again.json has the decided rows of the lab with new seeds, which
-decide where all ten are there.
+numbers alone, and prints both verdicts. results/claims-again.json has the decided rows of the lab with ten new seeds.
+Where all ten exist, they decide.
 """
 import re
 import sys
@@ -119,8 +119,8 @@ def compared(asked, found, committed):
 
 
 def with_new_seeds(found, again):
-    """The numbers with those of `again` in their place where all ten new seeds are there, and {claim: its headline by
-    the first seeds} of the claims that this changes."""
+    """The numbers, replaced by those of `again` where all ten new seeds exist, and {claim: its headline by the first
+    seeds} of the claims that this changes."""
     new = {name: ready for name, here in again.items() if name in found and (
         ready := {where: numbers for where, numbers in here.items() if set(numbers["seeds"]) >= {*NEW_SEEDS}})}
     before = verdicts_of(found) if new else {}
@@ -133,7 +133,7 @@ def stored(place):
     content = files.read_json(place)
     try:
         found = readable(content["claims"])
-        verdicts_of(found)                      # raises if the numbers are no numbers
+        verdicts_of(found)                      # raises if they are not numbers
         return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise ValueError(f"{place} holds no results of claims: restore it, or name another file by --results") from None

@@ -70,7 +70,7 @@ def row_of(name, scores):
     layer = attention.Attention(GPTConfig(
         n_head=heads, n_embd=heads * WIDTH, block_size=T, attn=name, kernel="torch",
         window=T if "window" in axes else 0), 0).eval()                 # a window that hides none of the keys
-    # q and k lie in a plane: the cosine of key j is scores_j / the largest, and |q| |k| / sqrt(d) is the largest
+    # q and k lie in a plane. The cosine of key j is scores_j / most, and |q| |k| / sqrt(d) is most
     most = scores.abs().max().clamp(min=1e-6)
     length, keys = (most * WIDTH ** 0.5).sqrt(), torch.zeros(T, WIDTH)
     keys[:, 0], keys[:, 1] = scores / most, (1 - (scores / most) ** 2).clamp(min=0).sqrt()
@@ -184,7 +184,7 @@ def row_weights(layer, s, seen, n, **constants):
         other, outside = row_weights(layer, second * s, seen, n)
         return first - mix * other, outside
     rule, scale = attention.RULES[layer.config.rule], layer.choices["scale"]
-    if layer.config.qk_norm == "l2":            # cosines, and not what they would be without the norm
+    if layer.config.qk_norm == "l2":            # here the scores are cosines, as the norm makes them
         s = s / HIGH * layer.sight.scale
     if scale.factor:
         s = s * scale.factor(layer, n)

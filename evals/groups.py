@@ -173,7 +173,7 @@ def longest_pairs(texts, g, local, top):
 
 
 def in_words(numbers):
-    """A line for each layer, the most frequent tokens of one layer's groups, and the longest pairs."""
+    """The numbers as text: a line for each layer, then tokens and longest pairs of one layer's groups."""
     lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
     lines = {name: line | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
     meanings = {name: text.format(even=1 / numbers["groups"]) for name, text in MEASURES.items()}

@@ -39,7 +39,7 @@ def data_job(name, folders):
 
 
 def train_job(run, seed, folders):
-    """The job that trains RECIPE or RECIPE@SETUP. Public weights are no job: it has no words."""
+    """The job that trains RECIPE or RECIPE@SETUP. Public weights need no training, so their job has no words."""
     if run in PUBLIC:
         return Job((), folder_of(run, seed, folders.out_dir))
     setup, base = run.partition("@")[2] or "lab", base_of(run)

@@ -56,7 +56,7 @@ def cases_of(q, k, v):
     if q.is_cuda:                               # on a CPU FlexAttention has no backward
         from torch.nn.attention import flex_attention as flex
         torch._dynamo.reset()                   # each size is compiled anew, and torch limits how often it does that
-        # For dynamic sizes torch compiles the backward pass in advance. That one refuses retain_graph, see time_size
+        # The backward pass that torch compiles for dynamic sizes refuses retain_graph, see time_size
         attend, make_mask = (torch.compile(f, dynamic=False) for f in (flex.flex_attention, flex.create_block_mask))
         # not compiled, it would hold T x T pairs. It is made in the first call, so it fails in this case alone
         mask = cache(lambda: make_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device))

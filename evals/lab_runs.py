@@ -65,8 +65,8 @@ HEADS = "--n_layer=2 --n_head=4"
 TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
 
 RECIPES = {                                     # {name: flags of train.py}, besides attention.ATTENTIONS
-    "blind": "--attn=window --window=1",        # softmax whose rows see themselves alone: the lab without attention
-    # positions (when sinks emerge, table 3), and norms
+    "blind": "--attn=window --window=1",        # rows see only themselves: the lab without attention
+    # positions (When Attention Sink Emerges, table 3) and places of norms
     **{pos: f"--attn=softmax --pos={pos}" for pos in ("learned", "rope", "sinusoidal", "alibi", "t5", "rope+bias")},
     "no-positions": "--attn=softmax --pos=none",
     "t5-index": "--attn=softmax --pos=t5_index",
@@ -83,7 +83,7 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     "sink-x30": "--attn=sink --head_lr=30",
     **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},
     **{f"value-axis-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=0" for m in (1, 5, 20)},
-    # a bias key in few channels; of four heads, also one bias key for all
+    # a bias key in few channels; models of four heads, also with one bias key for all four
     **{f"k_bias-{dims}-dims": f"--attn=k_bias --attn_args=bias_dims={dims}" for dims in (1, 4)},
     **{f"{attn}-4-heads": f"--attn={attn} --n_head=4" for attn in ("softmax", "relu", "k_bias", "kv_bias")},
     **{f"{attn}-4-heads-shared": f"--attn={attn} --n_head=4 --attn_args=bias_shared=1"
@@ -109,16 +109,16 @@ RECIPES = {                                     # {name: flags of train.py}, bes
     **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 64, 512)},
     **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 32, 64, 256)},
     "focus-w32-random": f"{FROZEN} --window=32 --max_iters=1",
-    # all weights trained further, with Focus and without
+    # trained further in all weights, with Focus and without
     "focus-tuned": "--attn=focus --affinity=score --window=128 --attn_args=groups=8 --init_from=softmax "
                    "--max_iters=1000",
     "softmax-tuned": "--attn=softmax --init_from=softmax --max_iters=1000",
-    # a peak learning rate and the steps of its decay, whose product is four times the lab's: see ledger/later.py
+    # peak learning rate times steps of decay is four times the lab's product: see ledger/later.py
     **{f"history-{rate}": f"--attn=softmax --learning_rate={rate} --lr_decay_iters={steps} "
                           f"--max_iters={steps * 5 // 4} --eval_interval=25"
        for rate, steps in (("1e-3", 32_000), ("3e-3", 10_667), ("1e-2", 3200), ("2e-2", 1600))},
-    # two layers, also with norms elsewhere; two layers of four heads, before and after 250 steps with and without the
-    # balancing loss
+    # two layers, also with norms in other places. `heads` has four heads in each layer; the next three train it for 250
+    # more steps, with and without the balancing loss
     "two-layers": "--attn=softmax --n_layer=2",
     **{f"two-layers-{place}": f"--attn=softmax --n_layer=2 --norm_place={place}" for place in ("post", "out")},
     "heads": f"--attn=softmax {HEADS}",

@@ -1,7 +1,7 @@
 """What benchmarks share: requests, the likelihoods that a model gives to them, and the texts that it generates.
 
-A request is a context and a continuation. The model scores the tokens of the continuation. It reads the tokens that
-all requests of a group begin with only once. Requests that need padding only at the right form a batch.
+A request is a context and a continuation. The model scores the tokens of the continuation. The tokens with which all
+requests of a group begin are read once. Requests that need padding only at the right form a batch.
 """
 import itertools
 import os
@@ -82,7 +82,7 @@ def listen(model, groups, machine, batch_size, name):
     bar.set_description(name, refresh=False)
     head, model.lm_head = model.lm_head, torch.nn.Identity()            # most tokens are context and need no logits
     try:
-        with machine.autocast():                # one autocast: each converts the weights anew
+        with machine.autocast():                # one for all: each autocast converts the weights again
             for batch in bar:
                 numbers = [unit.number + i for unit in batch for i in range(len(unit.requests))]
                 found[numbers] = read_batch(model, head, batch)
@@ -101,7 +101,7 @@ def units_of(groups, cached):
     model can keep what it has read of a text."""
     units, number = [], 0
     for group in groups:
-        common = len(os.path.commonprefix([request.ids for request in group]))          # works on any lists
+        common = len(os.path.commonprefix([request.ids for request in group]))          # it accepts any lists
         # the token before a continuation is not shared, because it predicts the first score
         shared = min(common, *(len(r.ids) - r.count - 1 for r in group)) if cached and len(group) > 1 else 0
         for part in [group] if shared else [[request] for request in group]:

@@ -57,7 +57,7 @@ def command(args, run):
     if args.views and not modules[0].choices["diff"].mix:
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
-    chosen = {}                                 # by a flag; empty: not by it
+    chosen = {}                                 # by flags; empty: the flag is not given
     for name, count in (("layers", len(modules)), ("heads", modules[0].heads)):
         text = getattr(args, name)
         chosen[name] = range(count) if args.html else whole_numbers(text, name) if text else []

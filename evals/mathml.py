@@ -47,7 +47,7 @@ def fraction(rest):
 
 
 def alone(factors):
-    """Factors as one row. A fraction or a root does without parentheses around all of it."""
+    """Factors as one row. A fraction or a root needs no parentheses around all of it."""
     drawn, (before, after) = "".join(factors), (f"<mrow>{FENCE}(</mo>", f"{FENCE})</mo></mrow>")
     if len(factors) == 1 and drawn.startswith(before):
         drawn = drawn[len(before):-len(after)]

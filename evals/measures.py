@@ -46,7 +46,7 @@ MEASURES = {                                    # name: its meaning, printed und
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
-# what people read in place of these keys of the numbers. docs/instruments.md explains why some names say which rows
+# the names that people read for these keys of the numbers. docs/instruments.md explains why some names say which rows
 NAMES = {"sink": "first token", "alpha_sink": "sink, all rows", "density": "other tokens", "row_mass": "row sum",
          "extra": "extra key", "excess": "excess loss", "excess_loss": "excess loss, all rows"}
 
@@ -139,7 +139,7 @@ class Probe:
             seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)           # (R, T)
             on_tokens = seen.sum(-1)
             uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen     # distance from an even spread
-            full = (i >= self.local - 1).float()                        # rows that see so many last keys
+            full = (i >= self.local - 1).float()                        # rows that see at least `local` keys
             row_values |= {
                 "alpha_sink": extra if outside else w[..., 0], "importance": mass if outside else a[..., 1:].sum(-1),
                 "sigma2": uneven.square().sum(-1) / on_tokens, "full": full,
@@ -194,7 +194,7 @@ def split_extra(module, w):
 
 
 def gate_of(module, x, width=1):
-    """The gate on each head's output: what becomes of an output of ones of this width, (B, heads, T, width). With one
+    """The gate on each head's output, (B, heads, T, width): what it makes of an output of ones of this width. With one
     gate for each channel, the width is 1 or that of v."""
     return module.choices["gate"].gated(module, x.new_ones(len(x), module.heads, x.shape[1], width), x)
 

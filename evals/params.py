@@ -81,7 +81,7 @@ def command(args, run):
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
     now = list(map(figures, modules))
-    # a linear layer besides the projections computes a gate or a lambda from its input: then means over text
+    # if a linear layer other than the projections computes a gate or a lambda, average this over text
     if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
            for name, child in modules[0].named_children()):
         now, windows = [{} for _ in modules], 0

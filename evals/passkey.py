@@ -130,7 +130,7 @@ def scores_of(model, machine, coder, trials, batch_size):
 
 
 def is_correct(text, key):
-    """Is the answer the key, apart from spaces around it, or is the first number in it the key?"""
+    """Is the answer (without spaces around it), or the first number in it, the key?"""
     number = re.search(r"\d+", text)
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 

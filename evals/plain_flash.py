@@ -46,7 +46,7 @@ def forward(q, k, v, o, lse, T, scale, D: tl.constexpr, M: tl.constexpr, N: tl.c
 
 @jit
 def weights(left, right, lse, seen, scale, near: tl.constexpr):
-    """p of a tile: (rows, keys) if left are queries and right are keys, else (keys, rows), with lse and seen alike."""
+    """p of a tile: (rows, keys) if left are queries and right keys, else (keys, rows). lse and seen match it."""
     p = tl.exp2(tl.dot(left, tl.trans(right), input_precision="ieee") * scale - lse)
     return tl.where(seen, p, 0.) if near == 1 else p
 

@@ -14,7 +14,7 @@ from evals.measures import IN_THE_LAB, MEASURES, Probe, mean_of
 from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
 
-COLUMNS = MEASURES | {                          # of the first table; two are no measures of a head
+COLUMNS = MEASURES | {                          # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
     "massive": "norm of the first token's hidden state over the others'; the largest ratio at any place"}
 SHOWN = "sink", "share", "row_mass", "sparsity", "value_norm_ratio", "top", "massive"   # without --all
@@ -148,7 +148,7 @@ def tables(args, found):
     yield explained(lines, {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}, "layer")
     if args.layer >= 0:                         # as Lazy Attention prints them (2601.00919, tables 4 to 7)
         place = found["stream"][args.layer]
-        columns = [[*values, place[name][1]] for name, values in place["positions"].items()]    # and of the rest
+        columns = [[*values, place[name][1]] for name, values in place["positions"].items()]    # and the rest
         rows = [[str(i), *map(number, row)] for i, row in enumerate(zip(*columns, strict=True))]
         rows[-1][0] = "rest"
         yield (f"layer {args.layer} by position, means over sequences and heads\n"

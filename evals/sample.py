@@ -76,7 +76,7 @@ def conversation(coder, system, prompt):
 
 
 def mark(coder, spelling):
-    """The id of a special token, which the same characters in a prompt are not. Raises ValueError if there is none."""
+    """The id of a special token (in a prompt the same characters are text). Raises ValueError without one."""
     found = coder.coder.token_to_id(spelling) if coder.content else None
     if found is None:
         raise ValueError(f"--chat: the tokenizer {coder.name} has no {spelling}, so this model has not learned to "

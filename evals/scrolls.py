@@ -33,7 +33,7 @@ from evals.likelihood import Request, generated, listen, text_tokenizer
 class Task(NamedTuple):
     measure: str                                # rouge, f1 or exact
     prompt: str = "Question: {}\nAnswer:"       # follows the document
-    choices: tuple = ()                         # the possible answers, of quality those of each question
+    choices: tuple = ()                         # the possible answers; in quality each question has its own
 
 
 SUMMARY = "Question: What is a summary of the preceding text?\nAnswer:"

