@@ -767,7 +767,7 @@ class Attention(Layer):
     # ------------------------------------------------------------------ weights to look at
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """weights_of one block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 + T)."""
+        """As weights_of, but a block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 + T)."""
         start = 0
         for w in self.view_blocks(q, k, table, sight):
             mix = self.mix_of(x[:, start:start + w.shape[2]])

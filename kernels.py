@@ -140,8 +140,8 @@ def weighted_sum(w, v, dropout):
 
 
 def for_products(x):
-    """x in the dtype of matrix products: under autocast on a CPU the autocast dtype, which is faster there, otherwise
-    float32 at least."""
+    """x in the dtype of matrix products: under autocast on a CPU autocast's, which is faster there; else float32 at
+    least."""
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return x.to(torch.get_autocast_dtype("cpu"))
     return wide(x)
@@ -275,9 +275,9 @@ class Inputs(NamedTuple):
     scale: float
 
 
-# One head: its batch index; its number among the H heads; the number of its output (half of that, where two views share
-# one); the offset of its rows in a row vector (B, H, T); pointers to its matrices (64 bits; inside a head 32 bits are
-# enough); its tail and slope
+# One head: its batch index; its number among the H heads; the number of its output, which two views share; the offset
+# of its rows in a row vector (B, H, T); 64-bit pointers to its matrices (inside a head, 32 bits suffice); its tail and
+# slope
 Head = namedtuple("Head", "batch number out rows q k v tail slope")
 
 
@@ -1080,8 +1080,8 @@ def visits_of(alive, kernel, rule, call):
 
 
 def in_order(alive):
-    """A map of live tiles (.., n) as lists (.., 2n + 1): how many are alive among the first 0 .. n tiles, then their
-    numbers in ascending order. (The numbers of dead tiles follow and are never read.)"""
+    """A map of live tiles (.., n) as lists (.., 2n + 1): first n + 1 counts, how many of the first 0, 1, .., n tiles
+    are alive; then the numbers of live tiles, ascending. (The numbers of dead tiles follow and are never read.)"""
     numbers = alive.argsort(dim=-1, descending=True, stable=True)
     return torch.cat([F.pad(alive.cumsum(-1), (1, 0)), numbers], -1).int()
 

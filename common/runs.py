@@ -8,7 +8,7 @@
                 --head_balance, --expert_balance and a layer's own penalty, if there are any. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
     sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
-                torch.distributed.checkpoint. Every other command needs ckpt.pt, which this makes of the parts:
+                torch.distributed.checkpoint. Every other command needs ckpt.pt. Make it from the parts with
                 python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
 
 Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last

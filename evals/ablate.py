@@ -19,7 +19,7 @@ def unchanged(attend, layer, module, *inputs):
 
 
 def key_hidden(attend, layer, module, *inputs):
-    """Attention in which only the first row sees the first key. A row's count n of keys does not change."""
+    """Attention in which only the first row sees the first key. The number n of a row's keys stays the same."""
     return attend(*inputs, sight=module.sight._replace(hidden=module.ahead))
 
 

@@ -171,8 +171,8 @@ def first_line(reads):
 
 def load_run(out_dir, device, overrides=None, dtype="float32"):
     """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add have their initial
-    values. Memory holds the weights once; on a CPU, float32 weights stay mapped to the file. The matrices that only
-    multiply, so not a tied embedding table, are of type dtype. Otherwise autocast would convert them in every pass."""
+    values. Memory holds the weights once; on a CPU, float32 weights stay mapped to the file. Matrices that serve only
+    in products (not a tied embedding) get the type dtype: else autocast would convert them in every pass."""
     meta, path = read_run(out_dir)
     config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
     new = new_parameters(out_dir, overrides) if overrides else []

@@ -178,7 +178,7 @@ class Probe:
 
 
 def rows_of(module, blocks):
-    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without the row of a token ahead of them."""
+    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without that of a learned token ahead."""
     start = 0
     for block, w in enumerate(blocks):
         w = w[:, :, module.ahead:] if block == 0 else w

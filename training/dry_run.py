@@ -61,9 +61,9 @@ def memory_of_a_step(knobs, config, machine):
 
     activations: what the peak needs beyond the other parts. If a step is a single micro-batch, its gradients appear
     while activations are freed, so they share memory. Attention is counted as a CPU computes it: by torch's fused
-    softmax, or by the block loop, which needs somewhat more than a Triton kernel. Not counted: evaluation, a second
-    copy of the gradients that several processes exchange, and gaps between tensors: allocators that keep freed memory
-    need up to a third more."""
+    softmax, or by the block loop, which needs somewhat more than a Triton kernel. Not counted: evaluation, the second
+    copy of the gradients if several processes exchange them, and gaps between tensors. Allocators that keep freed
+    memory need up to a third more."""
     # a condition on the content of a fake tensor counts as false: entmax then runs all steps of Newton's method
     no_content = mock.patch.object(FakeTensor, "__bool__", lambda tensor: False)
     with FakeTensorMode(), no_content, LiveMemory() as memory:
