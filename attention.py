@@ -596,7 +596,7 @@ ATTENTIONS = {
     # the attention of GPT-OSS. These flags add the rest of its blocks: --bias --rope_base=150000
     # --rope_scaling=yarn:32,32,1,4096 --norm=rmsnorm --mlp=moe
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
-    # two softmaxes, of which one is subtracted; Dex subtracts from the output instead
+    # two softmaxes, one minus the other; Dex subtracts from the output instead
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
     "diff2": {"rule": "softmax", "diff": "v2"},
     "dex": {"rule": "softmax", "dex": "on"},

@@ -113,7 +113,7 @@ def keys_of(block, R, T, sight):
 
 
 def attend_block(rule, sight, distance, need_r, dropout, i, q, k, v, t):
-    """One block: the rows at positions i (R,) attend to keys, of which the last is at the position of the last row.
+    """One block: the rows at positions i (R,) attend to keys. The last key is at the position of the last row.
 
     q (B, H, R, D), k (B, Hk, keys, D), v (B, Hv, keys, E); distance: a Distance or None. Returns the output (B, H, R,
     E), and the statistic if it is needed. With v None it returns the weights (B, H, R, keys) in place of the output.

@@ -124,7 +124,7 @@ def one_line_errors():
     """End a command with one sentence instead of a traceback if the input or the disk is at fault.
 
     stdout and stderr accept any text: they write characters that their encoding lacks as escapes. If one of them is
-    closed (>&-), its text is lost, and the command goes on."""
+    closed (>&-), its text is lost, and the command continues."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:                      # so Python marks a closed one

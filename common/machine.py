@@ -179,7 +179,7 @@ def pick_dtype(name, device_type):
     if name != "auto":
         return name
     if device_type == "cuda":
-        # without this flag torch also says yes where bfloat16 is emulated (a T4), which is slow
+        # without this flag torch also says yes to slow emulation of bfloat16 (a T4)
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     if device_type == "cpu":                    # a processor without these instructions emulates bfloat16, slowly
         return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"

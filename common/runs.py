@@ -181,7 +181,7 @@ def process_of(script, *flags, env=None, **how):
 
 
 def output_of(script, *flags, **variables):
-    """The output of a script of this repository, run in a process of its own, so that runs cannot affect each other
+    """The output of a script of this repository, run in a separate process, so that runs cannot affect each other
     through memory. variables: added to its environment. Raises ValueError with its last line if it fails."""
     done = process_of(script, *flags, env=variables, capture_output=True, text=True)
     if done.returncode:

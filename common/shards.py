@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a part (--shard=1), and checkpoints in parts (--sharded_ckpt=1).
+"""Tensors that are split over the ranks (--shard=1), and checkpoints in parts (--sharded_ckpt=1).
 
 ckpt.pt is whole, so instruments never see parts. Where no host can hold it, torch.distributed.checkpoint writes parts.
 This makes a ckpt.pt of them:
@@ -21,7 +21,7 @@ from common import files
 
 
 def is_split(x):
-    """Is this a tensor of which each rank holds a part, a DTensor?"""
+    """Is this a DTensor, a tensor that is split over the ranks?"""
     return hasattr(x, "full_tensor")
 
 
@@ -142,7 +142,7 @@ def join_parts(folder, path):
         torch.save(state, f)
 
 
-# what a .metadata consists of, besides numbers, texts and containers
+# what a .metadata consists of, in addition to numbers, texts and containers
 OF_METADATA = {"torch": ("Size",), "torch.serialization": ("_get_layout",), "pathlib": ("PosixPath",),
                "pathlib._local": ("PosixPath",), "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
                "torch.distributed.checkpoint.metadata": (

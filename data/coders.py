@@ -58,8 +58,8 @@ SAMPLE = "".join(map(chr, range(0x3100))) + "漢字 한국어 \U0001f600"       
 @functools.lru_cache
 def fault_of(content):
     """What is wrong with a tokenizer.json, as one line; empty if nothing is. A damaged one can make the package
-    tokenizers abort the whole process, and a malicious one can turn each character into megabytes. So a process of its
-    own tries it, once for each file, with limits on time and memory."""
+    tokenizers abort the whole process, and a malicious one can turn each character into megabytes. So a separate
+    process tries it, once for each file, with limits on time and memory."""
     child = f"from data import coders; coders.try_tokenizer({MEMORY})"
     little = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     try:

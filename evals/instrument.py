@@ -206,9 +206,9 @@ def model_config(stored, given):
 
 
 def train_if_missing(folder, flags):
-    """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a process of its own,
-    unless the folder has a finished run with these flags that is newer than the run of --init_from. A stopped run goes
-    on from its last checkpoint."""
+    """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a separate process,
+    unless the folder has a finished run with these flags that is newer than the run of --init_from. A stopped run
+    continues from its last checkpoint."""
     meta, weights = run_with(folder, flags), folder / "ckpt.pt"
     bases = (Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from="))
     if "report" in meta and not any(base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases):
@@ -269,7 +269,7 @@ def seeing(see):
 
 @contextlib.contextmanager
 def instead(model, replacement):
-    """Inside this context every attention layer calls replacement(attend, layer, module, q, k, v, x, table) in place of
+    """Inside this context every attention layer calls replacement(attend, layer, module, q, k, v, x, table) instead of
     its own attend(q, k, v, x, table), to change its inputs or its output."""
     modules = [block.attn for block in model.transformer.h]
     for layer, module in enumerate(modules):

@@ -1,5 +1,5 @@
-"""One runner for the lab, its sweeps and the ledger: data sets, runs (lab_runs.py) and measurements of them, as jobs of
-which each is done once."""
+"""One runner for the lab, its sweeps and the ledger: data sets, runs (lab_runs.py) and measurements of them, as jobs.
+Each job is done once."""
 import csv
 import itertools
 import json
@@ -110,7 +110,7 @@ def do_all(jobs, workers=0):
 
 
 def do(job):
-    """Do a job, in a process of its own if it is a command. Raises ValueError if it fails."""
+    """Do a job, in a separate process if it is a command. Raises ValueError if it fails."""
     name, *rest = job.words
     for before in job.after:
         if not (before.place / "meta.json").exists():

@@ -55,7 +55,7 @@ def cases_of(q, k, v):
     cases = {name: (partial(sdpa, backend), *PRODUCTS["softmax"]) for name, backend in RIVALS.items()}
     if q.is_cuda:                               # on a CPU FlexAttention has no backward
         from torch.nn.attention import flex_attention as flex
-        torch._dynamo.reset()                   # each size is compiled anew, and torch limits how often it does that
+        torch._dynamo.reset()                   # each size is compiled again, and torch limits how often it does that
         # The backward pass that torch compiles for dynamic sizes refuses retain_graph, see time_size
         attend, make_mask = (torch.compile(f, dynamic=False) for f in (flex.flex_attention, flex.create_block_mask))
         # not compiled, it would hold T x T pairs. It is made in the first call, so it fails in this case alone
@@ -98,7 +98,7 @@ def time_size(batch, heads, T, width, repeats, machine):
     both = {name: sum(times[name] for times in seconds.values()) for name in backward}
     base = "softmax" if "softmax" in backward else next(iter(backward), None)
     for name in backward:
-        # a product is 2 T T width operations for each head, of which causality needs half
+        # a product is 2 T T width operations for each head; causality needs half of them
         operations = {way: n * batch * heads * T * T * width for way, n in zip(seconds, cases[name][1:], strict=True)}
         rows[name] = {way: operations[way] / times[name] / 1e12 for way, times in seconds.items()}
         rows[name] |= {f"{way}_ratio": times[base] / times[name] for way, times in (seconds | {"both": both}).items()}

@@ -64,7 +64,7 @@ FROZEN = "--attn=focus --affinity=score --window=128 --init_from=softmax --train
 HEADS = "--n_layer=2 --n_head=4"
 TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
 
-RECIPES = {                                     # {name: flags of train.py}, besides attention.ATTENTIONS
+RECIPES = {                                     # {name: flags of train.py}, in addition to attention.ATTENTIONS
     "blind": "--attn=window --window=1",        # rows see only themselves: the lab without attention
     # positions (When Attention Sink Emerges, table 3) and places of norms
     **{pos: f"--attn=softmax --pos={pos}" for pos in ("learned", "rope", "sinusoidal", "alibi", "t5", "rope+bias")},

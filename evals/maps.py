@@ -217,7 +217,7 @@ def page(path, found):
 
 
 def packed(values, levels):
-    """Values from -1 to 1 as text: the size of each in so many steps, the sign in the bit above; all high bytes, then
+    """Values from -1 to 1 as text: the size of each in `levels` steps, the sign in the bit above; all high bytes, then
     all low ones; deflated; base64. Only an exact zero becomes 0."""
     values = np.asarray(values)
     codes = np.maximum(np.round(np.abs(values) * levels), values != 0) + (levels + 1) * (values < 0)

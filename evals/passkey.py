@@ -1,6 +1,6 @@
 """Can a model find a number in a long text, and say it at the end? Threshold Differential Attention 2601.12145, section
 6.3, figure 3 and appendix C, after Landmark Attention (Mohtashami & Jaggi 2023). Details that the paper omits come from
-Landmark Attention's script: keys from 1 to 50,000, and ten tokens of answer, of which the first number counts.
+Landmark Attention's script: keys from 1 to 50,000, and ten tokens of answer, whose first number counts.
 
 Small models never find the key. Two more scores still tell them apart: the log-likelihood of the right answer, each
 token given those before it, and its gain over another key, which the text does not contain.
@@ -111,7 +111,7 @@ def make_trial(coder, length, number, seed=0, bos=False):
 
 
 def prompt_text(key, characters, depth):
-    """A prompt with so many characters of garbage, of which the share `depth` is before the key. Their number is
+    """A prompt with this many characters of garbage. The share `depth` of them is before the key. Their number is
     uniform in 0..characters if depth is uniform in [0, 1)."""
     before = int(depth * (characters + 1))
     garbage = " ".join([GARBAGE] * (characters // len(GARBAGE) + 1))

@@ -1,11 +1,11 @@
 """The algorithm of Triton's tutorial on fused attention, as a rival of our kernels: plain causal softmax, no more.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691) in the form and with the tiles of Triton's tutorial 06, written anew. The
-forward pass keeps 128 rows and walks over 64 keys at a time. The backward pass has a program for 128 keys, which walks
-over 32 rows at a time, and one for 128 rows, which walks over 32 keys. Tiles on the diagonal need a mask. At a width of
-128 a tile has 8 warps in place of the tutorial's 4, and the backward pass has 3 stages in place of 5, because hundreds
-of bytes of registers would spill otherwise. q, k, v (B, H, T, D): contiguous, of one dtype, T a multiple of 128 and D a
-power of two of at least 16.
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) in the form and with the tiles of Triton's tutorial 06, in our own code.
+The forward pass keeps 128 rows and walks over 64 keys at a time. The backward pass has a program for 128 keys, which
+walks over 32 rows at a time, and one for 128 rows, which walks over 32 keys. Tiles on the diagonal need a mask. At a
+width of 128 a tile has 8 warps instead of the tutorial's 4, and the backward pass has 3 stages instead of 5, because
+hundreds of bytes of registers would spill otherwise. q, k, v (B, H, T, D): contiguous, of one dtype, T a multiple of
+128 and D a power of two of at least 16.
 """
 import torch
 

@@ -76,7 +76,7 @@ def command(args, run):
         count = max(1, min(100, 25_600 // T)) if args.windows < 0 else args.windows
         by_length[T] = probe(run.model, run.split(args.split), run.machine, count, args.batch_size, T, bar=True,
                              change=change_of(args.input, run), k=args.k, eps=args.eps)
-    longest = by_length[max(lengths)]           # all numbers besides "lengths" are those of the longest
+    longest = by_length[max(lengths)]           # all numbers except "lengths" are those of the longest
     numbers = run.reads(args.split, longest["windows"], max(lengths)) | longest | {
         "input": args.input, "k": args.k, "eps": args.eps}
     if args.lengths:

@@ -101,7 +101,7 @@ def page_of(name, meta=None):
 
 
 def entry(name, *parts):
-    """A line of three columns, or of two. A long text goes on below its own column."""
+    """A line of three columns, or of two. A long text continues below its own column."""
     line = f"{name:12} " + " ".join(f"{part!s:10}" for part in parts)
     return textwrap.fill(line, WIDTH, subsequent_indent=" " * (2 + 11 * len(parts)))
 

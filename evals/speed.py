@@ -129,7 +129,7 @@ def time_training(args, machine, lengths, numbers):
 def time_models(cases, T, batch, args, machine):
     """Time every case at one length. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens per second of
     training, then speeds relative to the first case: of a training step, and of attention alone, forward and both
-    ways. On a GPU also "step_gb", the memory of a step besides weights and optimizer, and "mfu", the share of the
+    ways. On a GPU also "step_gb", the memory of a step without weights and optimizer, and "mfu", the share of the
     device's peak FLOP/s, if that is known."""
     models = {name: make_model(*case, T, args, machine) for name, case in cases.items()}
     seconds = {}

@@ -16,7 +16,7 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
-FIRST = 16                                      # the result lists so many first positions
+FIRST = 16                                      # number of first positions that the result lists
 PARTS = ("hidden", "input", "query", "key", "value")
 
 

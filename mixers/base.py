@@ -50,7 +50,7 @@ class Mixer(Layer):
         return *(self.rotated(q, k) if self.choices["pos"].rotates else (q, k)), v
 
     def remember(self, past, x, k, v):
-        """Update what a mixer caches besides keys and values. Returns it by the names of `attend`'s arguments."""
+        """Update what a mixer caches beyond keys and values. Returns it by the names of `attend`'s arguments."""
         return {}
 
     def check(self, k, x, table):

@@ -223,7 +223,7 @@ def one_chunk_titans(state, q, k, v, rate, share, forget, momentum):
 
 
 def slowed_titans(state, q, k, v, rate, *rest):
-    """The same, but in place of o it returns which tokens' rates were lowered, (B, H, C, 1)."""
+    """The same, but instead of o it returns which tokens' rates were lowered, (B, H, C, 1)."""
     M, _, N, _ = state
     slowed = rate * titans_gradients(M, N, k, v)[3] > LARGEST_STEP
     return slowed.to(v), one_chunk_titans(state, q, k, v, rate, *rest)[1]

@@ -254,7 +254,7 @@ def read_back(inputs, DO, DR, c: tl.constexpr):
 
 @jit
 def scan_back(inputs, X, DO, DR, DStates, c: tl.constexpr):
-    """The gradient of the state after each chunk, from the last to the first, and dr in place of du."""
+    """The gradient of the state after each chunk, from the last to the first, and dr, which replaces du."""
     head, left = head_of(inputs, tl.program_id(0), c), tl.program_id(1) * c.BE
     chunks, d = tl.cdiv(inputs.T, c.C), tl.arange(0, c.DP)
     dS = tl.zeros((c.DP, c.BE), tl.float32)

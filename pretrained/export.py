@@ -32,7 +32,7 @@ def export(run, folder):
     public = meta.get("source", {})             # runs converted by older versions lack these ids
     config_json |= {key: public.get(key, separator) for key in BOS_AND_EOS}
     parts = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")            # config.json is the last
-    free = not folder.exists() or folder.is_dir() and all(              # an interrupted export goes on
+    free = not folder.exists() or folder.is_dir() and all(              # an interrupted export continues
         path.name in parts or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
     if not free:
         raise ValueError(f"{folder} exists and is not empty: name a new folder")

@@ -73,7 +73,7 @@ def say_how_to_resume(knobs, machine, step):
 
 
 def say_what_next(knobs, config, meta, waited):
-    """Print how long the run took, and commands to go on with. waited: seconds spent waiting for data."""
+    """Print how long the run took, and commands to try next. waited: seconds spent waiting for data."""
     print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data")
     if knobs.sharded_ckpt:
         print(f"\nfirst: {how_to_join(last_checkpoint(knobs.out_dir))}    one ckpt.pt, which other commands read")
