@@ -23,10 +23,9 @@ from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import (
     markdown, recipe_names, seeing, table, whole_numbers, window_batches)
 from evals.jobs import Place, all_jobs, do_all, result_of, train_job
-from evals.lab_runs import OUT_DIR, SEEDS
+from evals.lab_runs import OUT_DIR, SEEDS, SWEEPS
 from evals.measures import Probe, mean_of
 from evals.pictures import draw_recipes
-from evals.sweeps import SWEEPS
 
 FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
 

@@ -10,14 +10,44 @@ of public weights. So it is trained only once, even if several commands use it. 
     gpu, ..     some two minutes on one H200: 8 layers, width 512, T = 512, books in bytes, Moby-Dick held out
 """
 import re
+import string
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import attention
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 SEEDS = "2,3,4"                                 # of the lab, its sweeps and the ledger, so that they share runs
 OUT_DIR = "out/lab"
 PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+
+
+def read_toml(path):
+    return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def expanded(text):
+    """The texts for which one with braces stands: "at {64,128} = {0,1}" for "at 64 = 0" and "at 128 = 1"."""
+    outside = re.split("{([^{}]*,[^{}]*)}", text)
+    several = zip(*(inside.split(",") for inside in outside[1::2]), strict=True) if len(outside) > 1 else [()]
+    return ["".join(part + value for part, value in zip(outside[0::2], (*values, ""), strict=True))
+            for values in several]
+
+
+def table_of(rows):
+    """{name: text} of a table of lab_runs.toml, with its braces expanded and its parts filled in."""
+    lines = (line for name, text in rows.items() for line in expanded(f"{name}\n{text}"))
+    return {name: " ".join(string.Template(text).safe_substitute(FILE["parts"]).split())
+            for name, _, text in (line.partition("\n") for line in lines)}
+
+
+def fields(text):
+    return re.split(r" *\| *", text)
 
 
 class Setup(NamedTuple):
@@ -25,107 +55,19 @@ class Setup(NamedTuple):
     flags: str                                  # of train.py, before the recipe's own
     data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
     cost: str = "lab"                           # of a run, a class of ledger.claim.COSTS
-    steps: int = 1000                           # {steps} of RECIPES: of a router beside a frozen model
+    steps: str = "1000"                         # {steps} of RECIPES: of a router beside a frozen model
 
 
-BACKCOPY = "data/backcopy.py"
-BOOKS = "data/text.py --source={books} --val=moby-dick"
-GPU = ("--n_layer=8 --n_head=8 --n_embd=512 --block_size=512 --pos=rope --batch_size=64 --max_iters=2000 "
-       "--learning_rate=1e-3 --warmup_iters=200 --eval_interval=100 --eval_iters=4")
+def swept(run, *figures):
+    """Our run, and the paper's figures: Sink* of the extra key and Sink_1 in percent, loss in nats a token."""
+    return run, *(None if figure == "-" else float(figure) for figure in figures)
 
-SETUPS = {
-    "lab": Setup("--preset=lab"),
-    "nobos": Setup("--preset=lab --dataset={data}/nobos", f"{BACKCOPY} --no_bos"),      # begins with a random symbol
-    "nobias": Setup("--preset=lab --bias=0"),
-    # in linear layers, only the biases of queries, keys and values, or of one of them
-    "bias-qkv": Setup("--preset=lab --bias=0 --qkv_bias=1"),
-    **{f"bias-{part}": Setup(f"--preset=lab --bias=0 --qkv_bias=1 --bias_of={part}") for part in "qkv"},
-    "tied": Setup("--preset=lab --tied=1"),
-    "lr3e-3": Setup("--preset=lab --learning_rate=3e-3"),
-    "table2": Setup("--preset=lab --dataset={data}/table2", f"{BACKCOPY} --seed=2"),
-    "heads8": Setup("--preset=lab --n_head=8"),
-    "long": Setup("--preset=lab --dataset={data}/long --block_size=256 --bias_range=256 --batch_size=12",
-                  f"{BACKCOPY} --length=256 --sequences=10000 --val_sequences=1000"),
-    **{f"fixed{place}": Setup(f"--preset=lab --dataset={{data}}/fixed{place}",
-                              f"{BACKCOPY} --no_bos --fixed_at={place}") for place in (4, 32)},
-    "text": Setup("--preset=tiny --max_iters=600", cost="cpu-minutes"),
-    "text6": Setup("--preset=tiny --max_iters=600 --n_layer=6", cost="cpu-minutes"),
-    "smollm2": Setup("--dataset={data}/smollm2 --block_size=512 --learning_rate=1e-3 --warmup_iters=10 "
-                     "--eval_interval=100 --eval_iters=8", f"{BOOKS} --tokenizer=out/smollm2", "cpu-hours", 300),
-    "gpu": Setup(f"{GPU} --dataset={{data}}/gpu", f"{BOOKS} --tokenizer=bytes", "gpu-minutes"),
-    **{f"gpu-fixed{place}": Setup(
-        f"{GPU} --dataset={{data}}/gpu-fixed{place}",
-        f"{BOOKS} --tokenizer=bytes --fixed_at={place} --length=512", "gpu-minutes")
-       for place in (4, 8, 16, 32, 64)},
-}
 
-TDA = "--attn=tda --attn_args=learn_beta=0,beta_init="
-FROZEN = "--attn=focus --affinity=score --window=128 --init_from=softmax --train_only=focus --max_iters={steps}"
-HEADS = "--n_layer=2 --n_head=4"
-TUNED = f"{HEADS} --init_from=heads --max_iters=250 --learning_rate=1e-3"
-
-RECIPES = {                                     # {name: flags of train.py}, in addition to attention.ATTENTIONS
-    "blind": "--attn=window --window=1",        # rows see only themselves: the lab without attention
-    # positions (When Attention Sink Emerges, table 3) and places of norms
-    **{pos: f"--attn=softmax --pos={pos}" for pos in ("learned", "rope", "sinusoidal", "alibi", "t5", "rope+bias")},
-    "no-positions": "--attn=softmax --pos=none",
-    "t5-index": "--attn=softmax --pos=t5_index",
-    "alibi-learned": "--attn=softmax --pos=alibi --attn_args=learn_alibi=1",
-    "sink-rope": "--attn=sink --pos=rope",
-    **{f"{pos}-untrained": f"--attn=softmax --pos={pos} --max_iters=1"
-       for pos in ("learned", "sinusoidal", "rope", "alibi")},
-    "postnorm": "--attn=softmax --norm_place=post",
-    "outnorm": "--attn=softmax --norm_place=out",
-    "outnorm-qknorm": "--attn=softmax --norm_place=out --qk_norm=all",          # as in OLMo 2
-    # the lazy family, one part at a time
-    "elastic-rope": "--attn=elastic --pos=rope",
-    # a sink logit that learns 30 times as fast; a bias key whose value has a fixed norm, in all channels or in one
-    "sink-x30": "--attn=sink --head_lr=30",
-    **{f"value-norm-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=1" for m in (0, 1, 5, 20)},
-    **{f"value-axis-{m}": f"--attn=kv_bias --attn_args=value_norm={m},value_even=0" for m in (1, 5, 20)},
-    # a bias key in few channels; models of four heads, also with one bias key for all four
-    **{f"k_bias-{dims}-dims": f"--attn=k_bias --attn_args=bias_dims={dims}" for dims in (1, 4)},
-    **{f"{attn}-4-heads": f"--attn={attn} --n_head=4" for attn in ("softmax", "relu", "k_bias", "kv_bias")},
-    **{f"{attn}-4-heads-shared": f"--attn={attn} --n_head=4 --attn_args=bias_shared=1"
-       for attn in ("k_bias", "kv_bias")},
-    # threshold differential attention with a fixed beta
-    **{f"tda-{beta}": f"{TDA}{beta}" for beta in ("0.3", "0.5", "0.8", "1")},
-    # the forms of elastic's offset (lazy attention, table 2), and tau's learning rate
-    "tau-from-0": "--attn=elastic --attn_args=tau_init=0",
-    "tau-fixed": "--attn=elastic --attn_args=learn_tau=0",
-    "tau-plain": "--attn=elastic --attn_args=per_length=0,tau_init=0",
-    "elastic-x30": "--attn=elastic --head_lr=30",
-    "bias-alone": "--attn=softmax --pos=bias",
-    **{f"tda-p{power}": f"--attn=tda --attn_args=power={power}" for power in (1, 3, 5)},
-    **{f"balanced-{weight}": f"--attn=softmax --head_balance={weight} --balance_skip=1" for weight in (0.001, 0.01)},
-    # Focus: from scratch; its router alone, on a frozen model
-    **{f"focus-{balance}": f"--attn=focus --window=64 --balance={balance} --attn_args=groups=8"
-       for balance in ("softmax", "entropy", "sinkhorn")},
-    "focus-frozen": FROZEN, "focus-frozen-sinkhorn": f"{FROZEN} --balance=sinkhorn",
-    "focus-random": f"{FROZEN} --max_iters=1", "focus-short": f"{FROZEN} --block_size=256 --window=64",
-    "focus-k8": f"{FROZEN} --attn_args=groups=8",
-    "focus-k8-random": f"{FROZEN} --attn_args=groups=8 --max_iters=1",
-    **{f"focus-n{count}": f"{FROZEN} --balance=sinkhorn --attn_args=iterations={count}" for count in (3, 5, 20)},
-    **{f"focus-d{width}": f"{FROZEN} --attn_args=route_dim={width}" for width in (8, 64, 512)},
-    **{f"focus-w{width}": f"{FROZEN} --window={width}" for width in (16, 32, 64, 256)},
-    "focus-w32-random": f"{FROZEN} --window=32 --max_iters=1",
-    # trained further in all weights, with Focus and without
-    "focus-tuned": "--attn=focus --affinity=score --window=128 --attn_args=groups=8 --init_from=softmax "
-                   "--max_iters=1000",
-    "softmax-tuned": "--attn=softmax --init_from=softmax --max_iters=1000",
-    # peak learning rate times steps of decay is four times the lab's product: see ledger/later.py
-    **{f"history-{rate}": f"--attn=softmax --learning_rate={rate} --lr_decay_iters={steps} "
-                          f"--max_iters={steps * 5 // 4} --eval_interval=25"
-       for rate, steps in (("1e-3", 32_000), ("3e-3", 10_667), ("1e-2", 3200), ("2e-2", 1600))},
-    # two layers, also with norms in other places. `heads` has four heads in each layer; the next three train it for 250
-    # more steps, with and without the balancing loss
-    "two-layers": "--attn=softmax --n_layer=2",
-    **{f"two-layers-{place}": f"--attn=softmax --n_layer=2 --norm_place={place}" for place in ("post", "out")},
-    "heads": f"--attn=softmax {HEADS}",
-    "heads-plain": f"--attn=softmax {TUNED}",
-    "heads-eq8": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_form=all",
-    "heads-eq9": f"--attn=softmax {TUNED} --head_balance=0.01 --balance_skip=1",
-}
+FILE = read_toml(Path(__file__).with_suffix(".toml"))
+RECIPES, COMMANDS, TIMED = (table_of(FILE[name]) for name in ("recipes", "commands", "timed"))
+SETUPS = {name: Setup(*fields(text)) for name, text in table_of(FILE["setups"]).items()}
+SWEEPS = {name: {what: swept(*fields(text)) for what, text in table_of(rows).items()}
+          for name, rows in FILE["sweeps"].items()}
 
 
 def folder_of(run, seed, out_dir):

@@ -23,12 +23,11 @@ from evals import claims, jobs
 from evals.ablate import losses_with, unchanged
 from evals.instrument import Common, OpenedRun, Overrides, window_batches
 from evals.jobs import Job, Place, all_jobs
-from evals.lab_runs import RECIPES, SETUPS, train_flags
+from evals.lab_runs import RECIPES, SETUPS, SWEEPS, train_flags
 from evals.ledger import checks, claim, experiments, later, quantities, routing, view
 from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Quantity, Reading, judge, readable
 from evals.ledger.experiments import COMMANDS, LOOKS, jobs_of
 from evals.ledger.quantities import interval
-from evals.sweeps import SWEEPS
 from model import GPTConfig
 
 A, M, C, N, NOT_RUN = claim.VERDICTS            # agrees, mixed, contradicts, not testable, not run here

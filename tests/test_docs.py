@@ -118,7 +118,7 @@ def test_quoted_code_is_the_files_own(page):
 
 def with_additions(folder, *additions):
     """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where it matches)."""
-    for path in (path for files in ("*.py", "*/*.py", "evals/ledger/*.*") for path in ROOT.glob(files)):
+    for path in (path for files in ("*.py", "*/*.py", "evals/*.toml", "evals/ledger/*.*") for path in ROOT.glob(files)):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)

@@ -14,11 +14,11 @@ import eval as eval_script
 from attention import ATTENTIONS
 from common.machine import Machine
 from data import tokens
-from evals import jobs, lab, sweeps
+from evals import jobs, lab
 from evals.ablate import every_head, key_hidden, losses_with, unchanged, value_zeroed
 from evals.claims import ClaimsFlags
 from evals.instrument import markdown
-from evals.lab_runs import RECIPES, folder_of, train_flags
+from evals.lab_runs import RECIPES, SWEEPS, folder_of, train_flags
 from evals.measures import Probe
 from mixers import trained_recipes
 from model import GPT
@@ -78,7 +78,7 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
 
 def test_the_lab_its_sweeps_and_the_ledger_share_runs():
     """The same model has the same folder and flags, so the second command finds it trained."""
-    job, run = jobs.train_job("postnorm", 3, jobs.Place()), sweeps.SWEEPS["norm_place"]["post"][0]
+    job, run = jobs.train_job("postnorm", 3, jobs.Place()), SWEEPS["norm_place"]["post"][0]
     assert job.place == folder_of(run, 3, lab.Lab().out_dir) and lab.Lab().seeds == ClaimsFlags().seeds
     assert list(job.words[1:]) == train_flags(run, 3, lab.Lab().out_dir)
     tuned = jobs.train_job("heads-eq9@long", 3, jobs.Place())
@@ -111,11 +111,11 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, c
 def test_the_committed_tables_show_the_committed_figures_which_beat_the_model_without_attention_on_copy_rows():
     """All but routing, whose clusters seldom hold both a trigger and the token that it copies. rela, whose rows sum to
     more than 100, copies badly with one seed of three, and has half of the margin."""
-    for name in ("", *sweeps.SWEEPS):           # a sweep's table shows the paper's numbers beside ours
+    for name in ("", *SWEEPS):           # a sweep's table shows the paper's numbers beside ours
         place = f"results/lab-{name}".rstrip("-")
         runs = json.loads((ROOT / f"{place}.json").read_text())["runs"]
         assert (ROOT / f"{place}.md").read_text() == markdown(*lab.rows_of(runs, name)) + "\n"
-        assert set(runs) == ({*sweeps.SWEEPS[name]} if name else {*trained_recipes(), "blind"})
+        assert set(runs) == ({*SWEEPS[name]} if name else {*trained_recipes(), "blind"})
         assert all(len(group) == 3 for group in runs.values())
     copy = {name: [run["excess_copy"] for run in group] for name, group in json.loads(
         (ROOT / "results/lab.json").read_text())["runs"].items() if name != "routing"}

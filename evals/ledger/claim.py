@@ -6,16 +6,17 @@ Verdicts, sentences, tables and pictures all come from the bounds. In a .toml fi
 
     about       place in the paper, class of COSTS, and what differs from the defaults of Claim and Reading
     reads       a line for some runs: "RUN RUN @SETUP: COLUMN = PATH | COLUMN = PATH". Braces stand for several columns:
-                "at {64,128} = lengths/{0,1}/sink"
-    bounds      "words | quantity | agrees CONDITION | contradicts CONDITION | ..", with the fields of Bound
+                "at {64,128} = lengths/{0,1}/sink", or before the colon for several lines
+    bounds      "words | quantity | agrees CONDITION | contradicts CONDITION | ..", with the fields of Bound. Braces
+                stand for several lines
     changes     "date | before -> after | verdict before -> after | why"
-    [ID.NAME]   another reading: the same question about other runs. Those of the best grade decide the claim
+    [ID.NAME]   another reading: the same question about other runs. Those of the best grade decide the claim.
+                Instead of `reads`, `like` says what differs from the claim's own: "OLD -> NEW | OLD -> NEW"
 
 and a line that begins with a space continues the one before.
 """
 import hashlib
 import re
-import sys
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -23,14 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evals.lab_runs import PUBLIC, SETUPS
+from evals.lab_runs import PUBLIC, SETUPS, TIMED, expanded, read_toml
 from evals.ledger import quantities
-from evals.ledger.experiments import CONSTANT, TIMED
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from evals.ledger.experiments import CONSTANT
 
 COSTS = {                                       # class: what a measurement needs
     "lab": "one-layer models and exact checks, on a CPU",
@@ -52,11 +48,14 @@ GRADE_OF = {"lab": "lab", "cpu-minutes": "tiny text", "gpu-minutes": "small text
 
 KINDS = {                                       # what a row is
     "claim": "what a paper says",
-    "defect": "what a method does and its paper does not say",
-    "question": "what no paper has asked, or one after the five"}
+    "defect": "a flaw that we found in a method; the row tests the sentence that it breaks",
+    "question": "asked here, or by a paper after the five"}
 
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
+WHY_MIXED = {                                   # {(whether a part holds, whether a part does not hold)}
+    (True, True): "one part holds, another does not", (True, False): "one part holds, another is undecided",
+    (False, True): "it does not hold, but does not fail clearly", (False, False): "its interval contains a bound"}
 
 # A claim about sinks needs runs in which softmax has one. Readings with the column SOFTMAX_SINK ask for it
 SOFTMAX_SINK = "softmax itself, x uniform"
@@ -206,7 +205,7 @@ class Claim:
 
 def claims_of(path):
     """A paper's title, its full name, and its claims {id: Claim}."""
-    rows = tomllib.loads(path.read_text(encoding="utf-8"))
+    rows = read_toml(path)
     title, cited = rows.pop("title"), rows.pop("cited")
     return title, cited, {name: claim_of(name, title, row) for name, row in rows.items()}
 
@@ -230,7 +229,8 @@ def claim_of(name, paper, row):
         found[setup] = Reading(moved | needed, bounds_of(row), **how)
     for where, part in elsewhere.items():
         bounds = bounds_of(part) or bounds_of(elsewhere.get(part.get("bounds_of"), row))
-        found[where] = Reading(columns_of(part["reads"]), bounds, **how | part.get("about", {}))
+        text = part.get("reads") or with_changes(row["reads"], part["like"])
+        found[where] = Reading(columns_of(text), bounds, **how | part.get("about", {}))
     asked = (Bound(SOFTMAX_SINK, SOFTMAX_SINK, needs=f">= {LEAST_SINK}"),)
     found = {where: replace(reading, bounds=reading.bounds + asked * (SOFTMAX_SINK in reading.reads))
              for where, reading in found.items()}
@@ -242,18 +242,22 @@ def lines(text):
     return re.sub(r"\n +", " ", text.strip()).splitlines()
 
 
+def with_changes(text, like):
+    for change in like.split(" | "):
+        text = text.replace(*change.split(" -> "))
+    return text
+
+
 def columns_of(text):
     """The `reads` of a Reading."""
     found = {}
-    for line in lines(text):
+    for line in (one for each in lines(text) for one in (expanded(each) if "{" in each.split(": ")[0] else [each])):
         runs, _, columns = line.partition(": ")
         *names, last = runs.split()
         runs = " ".join(name + last for name in names) if last.startswith("@") else runs
         for column in columns.split(" | "):
-            braces = re.findall("{(.*?)}", column)                      # of the column, and of its path
-            for values in zip(*(inside.split(",") for inside in braces), strict=True) if braces else [()]:
-                column_of_one = re.sub("{.*?}", "%s", column) % values if values else column
-                name, _, path = column_of_one.partition(" = ")
+            for one in expanded(column):
+                name, _, path = one.partition(" = ")
                 found[name] = (path, runs)
     return found
 
@@ -261,7 +265,7 @@ def columns_of(text):
 def bounds_of(part):
     """The bounds of a claim or of a reading."""
     found = []
-    for line in lines(part.get("bounds", "")):
+    for line in (one for each in lines(part.get("bounds", "")) for one in expanded(each)):
         what, quantity, *conditions = line.split(" | ")
         found.append(Bound(what, quantity, **dict(condition.split(" ", 1) for condition in conditions)))
     return tuple(found)
@@ -361,9 +365,10 @@ def judge(reading, numbers, level=quantities.LEVEL):
     if chance <= level:
         return Verdict(AGREES if agrees <= level else CONTRADICTS, every, "", chance)
     if chance <= quantities.LEVEL and not half:
-        return Verdict(MIXED, every, "clear alone, but not among all rows of its paper", chance)
-    return Verdict(MIXED, every, "one part holds, another does not" if min(yes, default=1) <= level else
-                   "its interval is not beyond a bound", chance)
+        alone = AGREES if agrees == chance else CONTRADICTS
+        return Verdict(MIXED, every, f"{alone} by itself, but not clearly enough among all rows of its paper", chance)
+    holds, fails = min(yes, default=1.0) <= quantities.LEVEL, max(yes, default=0.0) >= 1 - quantities.LEVEL
+    return Verdict(MIXED, every, WHY_MIXED[holds, fails], chance)
 
 
 def verdicts_of(found):

@@ -6,6 +6,7 @@ claim.verdicts_of, or those of one claim.
 import itertools
 import shlex
 import textwrap
+from collections import Counter
 
 import numpy as np
 
@@ -13,46 +14,47 @@ from common import files
 from evals.jobs import all_jobs
 from evals.lab_runs import PUBLIC
 from evals.ledger.claim import (
-    AGREES,
-    CITED,
-    CLAIMS,
-    CONTRADICTS,
-    COSTS,
-    FILES,
-    GRADES,
-    KINDS,
-    MIXED,
-    NOT_RUN,
-    PAPERS,
-    UNTESTABLE,
-    VERDICTS,
-    in_words,
-    parts_of,
-)
+    AGREES, CITED, CLAIMS, CONTRADICTS, COSTS, FILES, GRADES, KINDS, LEAST_SHARE, MIXED, NOT_RUN, PAPERS, UNTESTABLE,
+    VERDICTS, in_words, parts_of)
 from evals.ledger.experiments import jobs_of
 from evals.pictures import pyplot, save_figure
 
 PAGES = "results/claims"                        # the folder of the pages
 HOW_TO_READ = f"""\
-agrees, contradicts: the whole 95 % interval of the mean lies beyond the bound at which the claim holds, or fails: over
-seeds by Student's t, or over windows of text. The rows of a paper are tested together (Holm), so that with a chance of
-95 % no verdict in either direction is luck. A number without an interval is compared as it is. "Contradicts" is meant
-at the scale of its evidence. mixed: neither. not testable: a condition is missing, such as a sink in softmax itself.
-The readings with the best evidence decide.
+agrees: the whole 95 % interval of the mean meets the bound at which a claim holds. contradicts: it meets the one at
+which the claim fails, at the scale of its evidence. Intervals are Student's t over seeds, or over windows of text for
+one model; shares of a row are judged by their log-odds. The rows of a paper are tested together (Holm): if seeds are
+normally distributed, the chance that any verdict of a paper is luck is at most 5 %. A number without an interval, such
+as that of one run, is compared as it is, and luck is not excluded there. not testable: a condition is missing, such as
+a sink in softmax itself. not run here: no numbers; the line says what they would take. Where there are several kinds
+of evidence, the best one decides.
 
 The lab was first run on 20 November 2026, the first bounds were written on the evening of the 21st, and many were
 changed after numbers had been seen; {PAGES}/changes.md names the changes. * marks a verdict that came from one.
-Since 25 November all bounds are frozen, and the decided rows of the lab are run again with the seeds 40 to 49.
+Since 25 November all bounds are frozen, and what the lab decides is measured again with the seeds 40 to 49. Where all
+ten are there, they decide alone, and "confirmed" says that the verdict of the first seeds was the same.
 
-Five surprises:
+Five surprises, whose verdicts are in the list below:
   sigmoid-norm-sink        Rows that sum to 1 need not have a sink: normalised sigmoid spreads its weight.
-  sink-logit-moves-sink    Without linear biases a sink logit takes nothing: the first token keeps the sink.
+  sink-logit-moves-sink    Without linear biases a sink logit takes nothing, and the first token has 0.93.
   elastic-removed-mass     "59.58 % sparsity" is removed mass. Exact zeros are another number.
   diff-fixed-sum           Differential softmax is called free of a fixed sum, and has one.
   focus-leak               Sinkhorn over a sequence lets earlier tokens see later ones while Focus trains.
 
 python eval.py claims --show=ID    one claim: its verdict, its bounds and our numbers; --all adds everything else
 python eval.py claims --run=ID     measure it again; {PAGES}/ has all of them with pictures"""
+
+HOW_TO_READ_A_PAGE = """\
+[How to read a verdict](../../docs/findings.md#how-to-read-a-verdict). A claim holds with the numbers under *agrees* and
+fails with those under *contradicts*; without what it *needs* it cannot be tested, and a quantity with neither is only
+shown. *Ours* is a mean with its 95 % interval; of shares it is the mean of the log-odds. *Over uniform* is relative to
+the weight of an even spread. The tables that decide come first. The others do not count: *nobos* (texts without BOS),
+*nobias* (linear layers without biases), *tied* (tied embeddings), *lr3e-3* (a third of the learning rate) and *table2*
+(another bigram table) are variations of the lab. Verdicts in brackets after *Changed* are by the rules of that day.
+
+In the picture, the axis of a claim shows the quantity that supports its verdict least, or the first of those that do so
+equally. In the blue part the claim holds, in the red part it fails. A dot is a seed, the bar is the 95 % interval, and
+other set-ups are grey. Claims without tested numbers have no axis."""
 
 
 def table(header, rows):
@@ -76,8 +78,9 @@ def ledger(verdicts, first, names):
         for claim, verdict in ((claims[name], VERDICTS[n]) for n, name in rows):
             grade = evidence(claim, verdicts[claim.id]) or claim.cheapest
             again = "" if claim.id not in first else "confirmed" if first[claim.id] == verdict else "not confirmed"
+            again = f"{again:<13} " * bool(first)
             said, star = textwrap.shorten(claim.says, 80, placeholder=" ..."), "*" * claim.moved_to(verdict)
-            lines.append(f"  {verdict + star:<13} {grade:<15} {claim.id:<24} {again:<13} {said}")
+            lines.append(f"  {verdict + star:<13} {grade:<15} {claim.id:<24} {again}{said}")
         parts += ["\n".join([title, *lines])] * bool(lines)
     return "\n\n".join(parts)
 
@@ -92,9 +95,11 @@ def counts(verdicts):
     missing = sum(verdicts[claim.id]["claim"] == NOT_RUN for claim in own)
     decided = [claim for claim in own if verdicts[claim.id]["claim"] in (AGREES, CONTRADICTS)]
     moved = sum(claim.moved_to(verdicts[claim.id]["claim"]) for claim in decided)
-    return "\n\n".join([f"{len(own)} claims of five papers. {missing} are not run here. {moved} of the {len(decided)} "
+    reasons = Counter(every["claim"].why for every in verdicts.values() if every["claim"] == MIXED)
+    return "\n\n".join([f"{len(own)} claims of five papers. {missing} are not run here.\n{moved} of the {len(decided)} "
                         "decided ones owe their verdict to a bound that was changed after numbers had been seen.",
                         table(["evidence", *VERDICTS[:-1]], [[name, *row] for name, row in rows.items()]),
+                        "\n".join(["mixed, and why:", *(f"  {n:>2}  {why}" for why, n in reasons.most_common())]),
                         "\n".join(f"{name}: {(GRADES | KINDS)[name]}" for name in rows)])
 
 
@@ -120,7 +125,8 @@ def section(claim, here, verdicts, first=None, words=True):
         parts += [f"*Theirs:* {claim.theirs}"] + [f"*Note:* {claim.note}"] * bool(claim.note)
         parts += [f"*Changed {date}:* {changed} ({verdicts}). {why}".replace("->", "→")
                   for date, changed, verdicts, why in claim.changes]
-    for name, reading in claim.readings.items():
+    deciding = claim.decided_by(verdicts)
+    for name, reading in sorted(claim.readings.items(), key=lambda item: item[0] not in deciding):
         if name in here:
             seeds = f", {said_seeds(here[name])}" if any(here[name]["seeds"]) else ""
             tested = f" ({claim.tested})" if claim.tested and not name else ""
@@ -164,9 +170,10 @@ def reason(verdict):
 
 
 def effect(quantity):
-    """The mean and its 95 % interval: "0.31 [0.28, 0.35]"."""
+    """The mean and its 95 % interval: "0.31 [0.28, 0.35]". Shares below LEAST_SHARE count as this."""
     low, high = quantity.interval
-    return f"{quantity.mean:.3g}" + f" [{low:.3g}, {high:.3g}]" * bool(low < high)
+    below = "<= " if quantity.share and quantity.values.max() <= LEAST_SHARE else ""
+    return f"{below}{quantity.mean:.3g}" + f" [{low:.3g}, {high:.3g}]" * bool(low < high)
 
 
 def mean_of(values):
@@ -215,9 +222,7 @@ def write_pages(folder, found, verdicts, first):
         draw(folder / f"{FILES[title]}.png", {"verdicts": verdicts}, title)
         parts = [f"# {title}", f"{CITED[title]}. Written by `python eval.py claims --pages={PAGES}`.",
                  f"![what was found over its bounds]({FILES[title]}.png)",
-                 "In the picture each claim is shown by the one of its quantities that is nearest to failing. In the "
-                 "blue part of its axis the claim holds, in the red part it fails. A dot is a seed, the bar is the "
-                 "95 % interval. Other set-ups are grey."]
+                 HOW_TO_READ_A_PAGE]
         for name, claim in claims.items():
             parts += [section(claim, found.get(name, {}), verdicts[name], first.get(name)),
                       f"`python eval.py claims --show={name} --all` prints the numbers of each seed, and the commands."]
@@ -242,7 +247,7 @@ COLOURS = {AGREES: "#2c6fb3", MIXED: "#d9a21b", CONTRADICTS: "#c8402f", UNTESTAB
 
 def draw(path, results, *titles):
     """A forest plot of these papers, or of all, side by side: for each claim with numbers an axis in the unit of the
-    quantity that is nearest to failing. results: with the verdicts of all claims."""
+    quantity that supports its verdict least. results: with the verdicts of all claims."""
     verdicts, papers = results["verdicts"], {}
     for title in titles or PAPERS:
         shown = {name: shown_of(CLAIMS[name], verdicts[name]) for name in PAPERS[title]}
@@ -262,13 +267,15 @@ def draw(path, results, *titles):
 
 
 def shown_of(claim, verdicts):
-    """The quantity nearest to failing of the reading that decides, and the same quantity of other readings."""
+    """The quantity that supports the verdict least, in the reading that decides, and the same quantity of others."""
     for where in claim.decided_by(verdicts):
         side = "contradicts" if verdicts[where] == CONTRADICTS else "agrees"
         able = [quantity for quantity in verdicts[where].quantities
                 if quantity.tested and getattr(quantity.bound, side) and np.isfinite(quantity.values).all()]
         if able:
-            chosen = max(able, key=lambda quantity: quantity.chance(getattr(quantity.bound, side)))
+            # one condition that fails may be enough: then the clearest one supports the verdict
+            extreme = min if side == "contradicts" and claim.readings[where].fails == "any" else max
+            chosen = extreme(able, key=lambda quantity: quantity.chance(getattr(quantity.bound, side)))
             return [chosen] + [other for name in claim.readings if name in verdicts and name != where
                                for other in verdicts[name].quantities if other.name == chosen.name and other.tested]
     return []
