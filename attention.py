@@ -447,7 +447,7 @@ def tra(s, seen, t, power=2.0):
     Weights have exact zeros and no fixed sum, so no sink is needed.
     Learned: beta (H,), 1 at the start. Both views of the recipe tda share it.
     Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether beta belongs to a
-    head or to a layer, nor whether its RMSNorm sees one head or all: here each head has a beta, and the norm sees one.
+    head or to a layer, nor whether its RMSNorm sees one head or all. Here beta belongs to a head; the norm sees one.
     Differs from the released kernel: it has kappa = 1, takes beta as a constant, and has no norm on the output. That
     norm rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n."""
     return (s - t).add_(~seen * MASKED).relu_() ** power

@@ -574,7 +574,7 @@ def add_to_output(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl
 def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles are alive."""
     number, keys, head, i, q, t, second = my_rows(inputs, c)
-    my_side = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))       # of (B, H, row tiles, key tiles)
+    my_side = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))       # into (B, H, row tiles, key tiles)
 
     # the statistic, where the output needs it; then the output
     r = tl.full((c.BM,), rule.floor, tl.float32)
@@ -798,7 +798,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
         r, t, delta = r[:, None], t[:, None], delta[:, None]
         _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, True)
         total += ds
-    at = DTable + tl.program_id(0).to(tl.int64) * c.BM * c.BM                   # of (B, H, diagonals, BM, BM)
+    at = DTable + tl.program_id(0).to(tl.int64) * c.BM * c.BM                   # into (B, H, diagonals, BM, BM)
     tl.store(at + row[:, None] * c.BM + row[None, :], total)
 
 

@@ -108,7 +108,7 @@ class MoE(nn.Module):
             if len(token):
                 out = leave(self.activation(enter(tokens[token])))      # (n, C)
                 y.index_add_(0, token, weight[token, place, None] * out)
-        self.routed = scores, chosen            # of the last batch, for load()
+        self.routed = scores, chosen            # the last batch's, for load()
         return self.dropout(y.view_as(x))
 
     @staticmethod

@@ -283,7 +283,7 @@ class Training:
                 # forward and backward. Each micro-batch is weighted by its share of the sequences, so the gradients add
                 # up to that of one big batch, which would not fit into memory
                 micro_batches = batches(step)
-                sums = torch.zeros(2, device=machine.device)            # of both losses, on the device: no waiting here
+                sums = torch.zeros(2, device=machine.device)            # of both losses, kept on the device: no waiting
                 for micro, (x, y) in enumerate(micro_batches):
                     if self.config.dropout:     # its seed depends on these four numbers: resuming needs no stored state
                         seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))

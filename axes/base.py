@@ -40,7 +40,7 @@ class Choice:
     shared: tuple = ()                          # names of learned tensors that all layers share
     # qk_norm, feature
     projected: Callable | None = None           # layer, a learned norm, x -> x: queries or keys, before rotation
-    normed: Callable = unchanged                # layer, x -> x: after rotation. Of out_norm: layer, o -> o
+    normed: Callable = unchanged                # layer, x -> x: after rotation. For out_norm: layer, o -> o
     mapped: Callable = unchanged                # layer, x -> x: queries or keys, after their norm
     # scale
     factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1

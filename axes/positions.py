@@ -156,7 +156,7 @@ def rope_frequencies(config, width, device):
 
 def rope_score_factor(config):
     """The factor on all scores that belongs to a rope_scaling. YaRN's is (0.1 log(factor) + 1)^2, because a row becomes
-    flatter when it has more keys; the others have none (1).
+    flatter when it has more keys; the other factors are 1.
     Source: Peng et al. 2309.00071, section 3.4. Released code multiplies queries and keys by the root of the factor."""
     how, numbers = parse_rope_scaling(config.rope_scaling)
     return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0

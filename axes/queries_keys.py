@@ -90,7 +90,7 @@ def ssmax_scale(layer, n):
 
 def ssmax_scalars(layer):
     config, width, sigma = layer.config, layer.width, layer.args["sigma_init"]
-    mean_log = math.lgamma(config.block_size + 1) / config.block_size   # of log 1, ..., log block_size: log T! / T
+    mean_log = math.lgamma(config.block_size + 1) / config.block_size   # mean of log 1, .., log T: log T! / T
     if sigma == "auto":
         sigma = math.sqrt(width) * math.log(width) if config.qk_norm == "l2" else 1 / max(mean_log, 0.1)
     return {"sigma": torch.full((layer.score_heads,), sigma)}

@@ -297,7 +297,7 @@ def read_weights(out_dir):
 
 
 def on_base(state, meta, path):
-    """The weights in a run's checkpoint. An adapter's replace those of its base, which may be an adapter itself."""
+    """The weights in a run's checkpoint. An adapter's weights replace its base's, which may be an adapter's."""
     return read_weights(find_base(meta, path.parent)) | state if "base" in meta else state
 
 

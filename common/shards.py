@@ -170,7 +170,7 @@ def read_parts(folder, state=None):
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     class Planner(dcp.DefaultLoadPlanner if state else _EmptyStateDictLoadPlanner):
-        def load_bytes(self, read_item, value):                         # of entries other than tensors
+        def load_bytes(self, read_item, value):                         # for entries that are not tensors
             place = self.mappings[read_item.dest_index.fqn]             # torch's own planner executes code here
             set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 

@@ -50,7 +50,7 @@ def command(args, run):
     coder, length = text_tokenizer(run), args.length or run.model.config.block_size
     run.check_positions(length)
     folder, tasks = args.source or benchmarks.HERE, {}
-    # read all before the work begins
+    # read all rows before the work begins
     sets = {name: benchmarks.read(name, folder) for name in benchmarks.task_names(args.tasks, folder)}
     for name, rows in sets.items():
         spread = np.linspace(0, len(rows) - 1, min(args.limit or len(rows), len(rows))).round().astype(int)
@@ -156,7 +156,7 @@ def compared(scores, first):
     return {"difference": short(value), "+- ": short(error), "verdict": outcome}
 
 
-MEANINGS = {                                    # of the table's columns
+MEANINGS = {                                    # the columns of the table
     "score": "value of the measure", "+-": "standard error", "n": "rows", "chance": "score of guessing",
     "adjusted": "(score - chance) / (1 - chance)",
     "than guessing": "no better: within two standard errors of chance, those of guessing n times",
@@ -166,7 +166,7 @@ MEANINGS = {                                    # of the table's columns
 
 
 def tell(args, found):
-    """A table with a row for each score. Of several runs, the rows of one measure follow each other, and show the
+    """A table with a row for each score. With several runs, the rows of one measure are adjacent, and show the
     differences from the first run."""
     several, lines, (first, *_) = len(found) > 1, {}, found.values()
     parts = {(name, measure): [(name, measure)] for name in first["tasks"] for measure in MEASURES[name]}

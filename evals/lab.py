@@ -99,7 +99,7 @@ def lab_figures(model, split, data_meta, machine, count=256):
     rows, = window_batches(model, split, machine, T, count, count)             # whole sequences (N, T + 1)
     bayes, trigger = true_process(rows, data_meta)
     late = torch.arange(T, device=rows.device) >= FIRST_ROW
-    kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # of queries, (N, T)
+    kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # kinds of queries
     probes = {kind: [Probe() for _ in model.transformer.h] for kind in kinds}
 
     def see(layer, module, *inputs):

@@ -33,8 +33,8 @@ def row_requests(row, coder, length, bos):
     longer context loses its beginning."""
     found = []
     for context, choice in zip(row.contexts, row.choices, strict=True):
-        # both are encoded as one text, because a token may span the boundary, and cut after as many ids as the context
-        # has alone. A space at the end of the context goes to the choice
+        # context and choice are encoded as one text, because a token may span the boundary. The choice begins after as
+        # many ids as the context has alone. A space at the end of the context goes to the choice
         before = coder.encode(context.rstrip()).tolist()
         after = coder.encode(f"{context} {choice}").tolist()[len(before):]
         if not 0 < len(after) <= length:
@@ -56,7 +56,7 @@ def page_requests(page, coder, length, bos):
 
 
 class Answer(NamedTuple):
-    loglik: float                               # of all scored tokens, in nats
+    loglik: float                               # sum over all scored tokens, in nats
     greedy: bool                                # was each of them the likeliest?
     rank: float = 1.0                           # their mean rank, each given those before it; 1: the likeliest
 

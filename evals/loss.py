@@ -65,7 +65,7 @@ def token_losses(model, rows, machine):
 
 def figures_of(losses, more):
     """The means and standard errors of losses (windows,) and of `more`, their excess over another model's losses of the
-    same windows. It varies little from window to window, so its error is much smaller than that of the loss."""
+    same windows. The excess varies little between windows, so its error is much smaller than that of the loss."""
     (loss, error), (more, more_error) = map(mean_and_error, (losses, more))
     return {"loss": loss, "loss_error": error, "more": more, "more_error": more_error,
             "perplexity": math.exp(min(loss, 700))}                     # exp of more overflows

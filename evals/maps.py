@@ -229,7 +229,7 @@ def draw(path, found):
     """Draw the maps: a column for each layer, a row for each head and view. Runs with one column are side by side. All
     maps have one colour scale."""
     grids = [[list(maps) for _, maps in groupby(numbers["maps"], lambda one: one["layer"])]
-             for numbers in found.values()]     # of each run: the maps of each column
+             for numbers in found.values()]     # for each run, the maps of each column
     rows, columns = max(len(maps) for grid in grids for maps in grid), max(map(len, grids))
     beside = columns == 1
     side = min(7.0, max(2.6, 0.14 * max(len(numbers["keys"]) for numbers in found.values())))   # inches of a map
@@ -274,7 +274,7 @@ def draw_run(axes, numbers, grid, place, side, colours):
         for ax, found in zip(column, maps, strict=False):
             w = np.array(found["weights"])
             ax.set_axis_on()
-            ax.set_facecolor("0.93")            # of later keys; exact zeros are yellow
+            ax.set_facecolor("0.93")            # later keys are grey, exact zeros yellow
             image = ax.imshow(np.ma.array(w, mask=later | (w == 0)), **colours)
             ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=exactly_zero)
             name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")

@@ -63,7 +63,7 @@ MEANINGS = {                                    # name: its meaning, printed bel
 BIAS = {"distance bias": "added to the score at each distance, mean over heads; Lazy Attention's b is minus this",
         "decay": "its mean at distances 1 to 8, minus its mean beyond a quarter of all distances"}
 
-RANGES = {                                      # of distances, from Lazy Attention's section 5.3
+RANGES = {                                      # ranges of distances, from Lazy Attention's section 5.3
     "0": (0, 0), "1": (1, 1), "2-10": (2, 10), "11-100": (11, 100), ">100": (101, 10 ** 9)}
 
 

@@ -72,7 +72,7 @@ def command(args, run):
     if min(lengths) < 2:
         raise ValueError("a window needs 2 tokens or more, to compare the first with others: give a larger --length")
     by_length = {}
-    for T in sorted(lengths, reverse=True):     # the longest may fail
+    for T in sorted(lengths, reverse=True):     # the longest first: it may not fit into memory
         count = max(1, min(100, 25_600 // T)) if args.windows < 0 else args.windows
         by_length[T] = probe(run.model, run.split(args.split), run.machine, count, args.batch_size, T, bar=True,
                              change=change_of(args.input, run), k=args.k, eps=args.eps)

@@ -20,7 +20,7 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, share=not in_parts)
               for name, split in splits.items()}
-    if not machine.main:                        # the ranks do not share the rest
+    if not machine.main:                        # the main rank does the rest alone
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
     print(table(rows, ["split", "loss", "bits per byte"]) + "\n")

@@ -28,7 +28,7 @@ from evals.loss import figures_of, token_losses
 from evals.pictures import figure_of, frame, line_panel
 from model import GPT
 
-SWEEPS = {                                      # {knob: the paper's values}, sizes as shares of ours
+SWEEPS = {                                      # {knob: the paper's values}; sizes are shares of ours
     "groups": ("4", "8", "16", "32"),
     "window": ("1/16", "1/8", "1/4", "1/2"),    # of block_size; the paper: 64 to 512 of 1024
     "temperature": ("0.05", "0.1", "0.2", "0.5"),

@@ -63,7 +63,7 @@ def as_ids(array, machine):
 # ChatML, the format in which many public models learned to answer. Each turn is enclosed in two special tokens, and its
 # first line names the speaker. The prompt ends with the beginning of the assistant's turn, which the model continues.
 BEGIN, END = "<|im_start|>", "<|im_end|>"
-SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}    # of its own template
+SYSTEM = {"smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}    # from its own template
 
 
 def conversation(coder, system, prompt):

@@ -300,7 +300,7 @@ def time_live_tiles(args, machine, lengths, numbers):
         raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
     run = OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
     numbers |= {"out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": {}}
-    inputs = []                                 # of every layer's attention: [(module, (q, k, v, x, distance))]
+    inputs = []                                 # for every layer's attention: [(module, (q, k, v, x, distance))]
 
     def keep(layer, module, *parts):            # copies, because a layer may overwrite its inputs
         inputs.append((module, tree_map_only(torch.Tensor, torch.clone, parts)))

@@ -347,7 +347,7 @@ RULES = {
                          has_weights=False, rope_positions=lambda positions, chunk: positions % chunk),
     "momentum": StateRule(learns=titans_parameters, args=CHUNK, refuse=one_rate, chunk=one_chunk_titans,
                           inputs=chunk_inputs_titans, start=initial_state_titans, slowed=slowed_titans,
-                          has_weights=False, products=7 * 4),           # of two memories, four times as wide as a head
+                          has_weights=False, products=7 * 4),           # two memories, four times a head's width
 }
 
 # ----------------------------------------------------------------------------------- the axes forget, write and conv

@@ -102,7 +102,7 @@ def convert(name, path, origin, out, public):
         coder, kinds = source_tokenizer(name, source), Counter()
         for tensor in source.tensors.values():
             kinds[tensor.kind] += prod(tensor.shape)
-        ends = [coder.separator]                # of a text; in a public tokenizer also the end of a turn in a chat
+        ends = [coder.separator]                # ends of a text; in a public tokenizer also of a turn in a chat
         if coder.content:
             ends = coder.special_ids([*source.id_hints, {"eos_token": "<|im_end|>"}], "eos")
         meta = {

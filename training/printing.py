@@ -87,7 +87,7 @@ def say_what_next(knobs, config, meta, waited):
         return
     replaced = "--attn=" if knobs.train_only == "all" else "--init_from="
     given = [flag for flag in meta["flags"] if not flag.startswith(replaced)]
-    again = " ".join(["       python train.py", *given])                # of a flag given twice, the last one counts
+    again = " ".join(["       python train.py", *given])                # if a flag is repeated, the last one counts
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"
         print(f"{again} --attn={other} --out_dir={knobs.out_dir}-{other}    the same with another attention")
