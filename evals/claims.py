@@ -7,11 +7,10 @@
     python eval.py claims --run=lazy-sink-gone@ --seeds=31 --results=out/mine.json      as written, with your own seed
     python eval.py claims --pages=results/claims        write a page with a picture for each paper
 
-A claim is a table in the file of its paper, ledger/lazy.toml, threshold.toml, focus.toml, native_moe.toml or
-emerges.toml, or with later questions in later.toml: the paper's statement and figures, the numbers to read from our
-runs, and the bounds that decide it. ledger/claim.py reads and judges them; quantities.py computes what is more than a
-column. lab_runs.py names the runs, ledger/experiments.py names what is measured on them, jobs.py runs both, and
-ledger/view.py prints the results.
+A claim is a table in the file of its paper, such as ledger/lazy.toml: the paper's statement and figures, the numbers to
+read from our runs, and the bounds that decide it. ledger/claim.py reads and judges them; quantities.py computes what is
+more than a column. lab_runs.toml has the runs and what is measured on them, jobs.py runs both, and ledger/view.py
+prints the results.
 
 results/claims.json stores the numbers by claim and seed, and every call computes the verdicts from them. Repeat an
 interrupted --run to continue it. A --run with other seeds adds these seeds. With --results it leaves the committed

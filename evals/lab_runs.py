@@ -1,4 +1,5 @@
-"""The runs that the lab, its sweeps and the ledger share: their names, and the flags of train.py that make them.
+"""The runs that the lab, its sweeps and the ledger share: lab_runs.toml has their names, and the flags of train.py that
+make them.
 
 A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED, or that
 of public weights. So it is trained only once, even if several commands use it. One run takes

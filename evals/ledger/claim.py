@@ -28,28 +28,10 @@ from evals.lab_runs import PUBLIC, SETUPS, TIMED, expanded, read_toml
 from evals.ledger import quantities
 from evals.ledger.experiments import CONSTANT
 
-COSTS = {                                       # class: what a measurement needs
-    "lab": "one-layer models and exact checks, on a CPU",
-    "cpu-minutes": "small models on text, on a CPU",
-    "public-weights": "the weights of SmolLM2 or GPT-2",
-    "cpu-hours": "routers beside the weights of out/smollm2: up to an hour each on a CPU",
-    "gpu-minutes": "models of 30M parameters, or timings of kernels: at most ten minutes on one H200",
-    "out of reach": "more than that"}
-
-GRADES = {                                      # what kind of evidence numbers are, from the weakest on
-    "identity": "it follows from the definition and could not have come out otherwise",
-    "lab": "a one-layer model on a synthetic task, or random tensors",
-    "tiny text": "a model of 1M parameters on text",
-    "small text": "a model of 30M parameters on text",
-    "real model": "GPT-2, or SmolLM2 (135M parameters)",
-    "the paper's own": "the paper's models or printed numbers"}
+WORDS = read_toml(Path(__file__).with_name("words.toml"))
+COSTS, GRADES, KINDS = (WORDS[name] for name in ("costs", "grades", "kinds"))      # each {name: what it means}
 GRADE_OF = {"lab": "lab", "cpu-minutes": "tiny text", "gpu-minutes": "small text", "cpu-hours": "real model",
             "public-weights": "real model"}
-
-KINDS = {                                       # what a row is
-    "claim": "what a paper says",
-    "defect": "a flaw that we found in a method; the row tests the sentence that it breaks",
-    "question": "asked here, or by a paper after the five"}
 
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)

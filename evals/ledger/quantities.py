@@ -167,7 +167,7 @@ EACH = {                                        # alpha: each head's weight on t
 
 
 def means(n, column):
-    return {run: values.mean() for run, values in n[column].items()}
+    return {run: np.mean(values) for run, values in n[column].items()}
 
 
 def noise(n, column):
@@ -198,6 +198,11 @@ def count_below(n, column, run):
     """How many runs have a lower mean than this one."""
     found = means(n, column)
     return sum(mean < found[run] for mean in found.values())
+
+
+def growths(found):
+    """The growth from each of these to the next, {"one to next": growth}."""
+    return {f"{one} to {following}": found[following] - found[one] for one, following in pairwise(found)}
 
 
 def less_each(n, column, run, others):
@@ -328,8 +333,7 @@ def speedup(n):
 
 def growth_of_speedup(n):
     """By how much the speedup grows from one length to the next."""
-    ratio = speedup(n)
-    return {f"{one} to {two}": ratio[two] - ratio[one] for one, two in pairwise(ratio)}
+    return growths(speedup(n))
 
 
 # ----------------------------------------------------------------------------------------- [3] Focus and [4] Native MoE
@@ -340,8 +344,7 @@ WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w2
 
 def increase_with_window(n):
     """The increase of the loss from each window size that was run to the next."""
-    return {f"{a} to {b}": n["loss"][WINDOWS[b]] - n["loss"][WINDOWS[a]]
-            for a, b in pairwise(w for w, run in WINDOWS.items() if run in n["loss"])}
+    return growths({width: n["loss"][run] for width, run in WINDOWS.items() if run in n["loss"]})
 
 
 def better_form_less(n, rival):
@@ -365,8 +368,7 @@ def loss_and_dominance(n):
 
 def growth_of_share(n):
     """By how much the share of dormant heads grows from each model to the next larger one."""
-    shares = {name: np.mean(values) for name, values in n["dormant"].items()}
-    return {f"{small} to {large}": shares[large] - shares[small] for small, large in pairwise(shares)}
+    return growths(means(n, "dormant"))
 
 
 # -------------------------------------------------------------------------------------- [5] When Attention Sink Emerges

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from data import benchmarks
 from evals import groups
 from evals.instrument import Common, OpenedRun, read_windows, watch, window_batches
+from evals.lab_runs import FILE
 from evals.ledger.quantities import rank_correlation
 from evals.likelihood import row_requests
 from mixers import focus
@@ -55,13 +56,9 @@ def focus_sinkhorn(seed, T=1024):
         scores = deviation * torch.randn(1, T, K, generator=dice) + 0.5 * F.one_hot(torch.tensor(0), K)
         for t, count in itertools.product((0.1, 0.5), (3, 5, 10, 20)):
             g = focus.sinkhorn(SimpleNamespace(args={"iterations": count}), scores / t)
-            found[f"SD {deviation}, K {K}, t {t}, N {count}"] = largest_group(g)
+            sizes = F.one_hot(g[0].argmax(-1), K).double().mean(0)      # a token is in the group of its largest share
+            found[f"SD {deviation}, K {K}, t {t}, N {count}"] = sizes.max().item()
     return found
-
-
-def largest_group(g):
-    """The share of tokens in the largest group. A token belongs to the group of its largest share. g (..., T, K)."""
-    return (F.one_hot(g.argmax(-1), g.shape[-1]).flatten(0, -2).double().mean(0)).max().item()
 
 
 def focus_topk(seed, T=512, K=4):
@@ -110,17 +107,9 @@ def part_of(s, v, seen):
     return (e / total.clamp(min=1e-6)) @ v, total.log()
 
 
-# perplexity and dominance: K 4 to 32, window 64 to 512, temperature 0.05 to 0.5, iterations 3 to 20
-TABLE_9 = {"frozen": ((36.8, 40), (38.4, 24), (40.4, 20), (42.4, 21), (38.3, 17), (38.4, 26), (38.1, 26), (38.6, 27),
-                      (36.9, 68), (38.4, 24), (39.1, 16), (40.5, 21), (35.8, 95), (36.8, 69), (38.4, 21), (39.0, 14)),
-           "fine-tuned": ((30.1, 38), (30.3, 23), (30.4, 31), (30.5, 30), (30.2, 17), (30.2, 23), (30.3, 25),
-                          (30.0, 28), (30.0, 74), (30.3, 23), (30.3, 19), (30.3, 31), (29.9, 97), (30.2, 5),
-                          (30.3, 20), (30.2, 14))}
-
-
 def focus_table(seed):
     """Their own table 9: rank correlation of perplexity and dominance, of centroids alone and of all weights."""
-    return {name: rank_correlation(*zip(*rows, strict=True)) for name, rows in TABLE_9.items()}
+    return {name: rank_correlation(*zip(*rows, strict=True)) for name, rows in FILE["table_9"].items()}
 
 
 CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sinkhorn, focus_topk, focus_merge,

@@ -15,46 +15,11 @@ from evals.jobs import all_jobs
 from evals.lab_runs import PUBLIC
 from evals.ledger.claim import (
     AGREES, CITED, CLAIMS, CONTRADICTS, COSTS, FILES, GRADES, KINDS, LEAST_SHARE, MIXED, NOT_RUN, PAPERS, UNTESTABLE,
-    VERDICTS, in_words, parts_of)
+    VERDICTS, WORDS, in_words, parts_of)
 from evals.ledger.experiments import jobs_of
 from evals.pictures import pyplot, save_figure
 
 PAGES = "results/claims"                        # the folder of the pages
-HOW_TO_READ = f"""\
-agrees: the whole 95 % interval of the mean meets the bound at which a claim holds. contradicts: it meets the one at
-which the claim fails, at the scale of its evidence. Intervals are Student's t over seeds, or over windows of text for
-one model; shares of a row are judged by their log-odds. The rows of a paper are tested together (Holm): if seeds are
-normally distributed, the chance that any verdict of a paper is luck is at most 5 %. A number without an interval, such
-as that of one run, is compared as it is, and luck is not excluded there. not testable: a condition is missing, such as
-a sink in softmax itself. not run here: no numbers; the line says what they would take. Where there are several kinds
-of evidence, the best one decides.
-
-The lab was first run on 20 November 2026, the first bounds were written on the evening of the 21st, and many were
-changed after numbers had been seen; {PAGES}/changes.md names the changes. * marks a verdict that came from one.
-Since 25 November all bounds are frozen, and what the lab decides is measured again with the seeds 40 to 49. Where all
-ten are there, they decide alone, and "confirmed" says that the verdict of the first seeds was the same.
-
-Five surprises, whose verdicts are in the list below:
-  sigmoid-norm-sink        Rows that sum to 1 need not have a sink: normalised sigmoid spreads its weight.
-  sink-logit-moves-sink    Without linear biases a sink logit takes nothing, and the first token has 0.93.
-  elastic-removed-mass     "59.58 % sparsity" is removed mass. Exact zeros are another number.
-  diff-fixed-sum           Differential softmax is called free of a fixed sum, and has one.
-  focus-leak               Sinkhorn over a sequence lets earlier tokens see later ones while Focus trains.
-
-python eval.py claims --show=ID    one claim: its verdict, its bounds and our numbers; --all adds everything else
-python eval.py claims --run=ID     measure it again; {PAGES}/ has all of them with pictures"""
-
-HOW_TO_READ_A_PAGE = """\
-[How to read a verdict](../../docs/findings.md#how-to-read-a-verdict). A claim holds with the numbers under *agrees* and
-fails with those under *contradicts*; without what it *needs* it cannot be tested, and a quantity with neither is only
-shown. *Ours* is a mean with its 95 % interval; of shares it is the mean of the log-odds. *Over uniform* is relative to
-the weight of an even spread. The tables that decide come first. The others do not count: *nobos* (texts without BOS),
-*nobias* (linear layers without biases), *tied* (tied embeddings), *lr3e-3* (a third of the learning rate) and *table2*
-(another bigram table) are variations of the lab. Verdicts in brackets after *Changed* are by the rules of that day.
-
-In the picture, the axis of a claim shows the quantity that supports its verdict least, or the first of those that do so
-equally. In the blue part the claim holds, in the red part it fails. A dot is a seed, the bar is the 95 % interval, and
-other set-ups are grey. Claims without tested numbers have no axis."""
 
 
 def table(header, rows):
@@ -71,7 +36,7 @@ def table(header, rows):
 def ledger(verdicts, first, names):
     """Counts by grade and verdict, how to read them, and a line for each of these claims, by verdict. first: the
     verdicts before the new seeds, of the claims that have new ones."""
-    parts = [counts(verdicts), HOW_TO_READ] if len(names) == len(CLAIMS) else []
+    parts = [counts(verdicts), WORDS["texts"]["screen"]] if len(names) == len(CLAIMS) else []
     for title, claims in PAPERS.items():
         rows = sorted((VERDICTS.index(verdicts[name]["claim"]), name) for name in claims if name in names)
         lines = []
@@ -221,8 +186,7 @@ def write_pages(folder, found, verdicts, first):
     for title, claims in PAPERS.items():
         draw(folder / f"{FILES[title]}.png", {"verdicts": verdicts}, title)
         parts = [f"# {title}", f"{CITED[title]}. Written by `python eval.py claims --pages={PAGES}`.",
-                 f"![what was found over its bounds]({FILES[title]}.png)",
-                 HOW_TO_READ_A_PAGE]
+                 f"![what was found over its bounds]({FILES[title]}.png)", WORDS["texts"]["page"]]
         for name, claim in claims.items():
             parts += [section(claim, found.get(name, {}), verdicts[name], first.get(name)),
                       f"`python eval.py claims --show={name} --all` prints the numbers of each seed, and the commands."]
@@ -231,15 +195,8 @@ def write_pages(folder, found, verdicts, first):
     rows = sorted(([f"`{claim.id}`", change.date, *change.changed.split(" -> "), change.verdicts.replace("->", "→"),
                     change.why] for claim in CLAIMS.values() for change in claim.changes), key=lambda row: row[1])
     with files.replacing(folder / "changes.md", "w") as f:
-        f.write("# The log of changed bounds\n\nThe lab was first run on 20 November 2026, and the first bounds were "
-                "written on the evening of the 21st. These were changed after numbers had been seen; the first "
-                "complete run is commit 49b8a29. Each verdict here is by the rules of its day: until 25 November every "
-                "seed had to lie beyond a bound, unless it said \"on average\" or \"clearly\". Since then the interval "
-                "of the mean decides all rows, and bounds are frozen (evals/ledger/frozen.json): a changed bound is a "
-                "new row beside the old one. Commits 509f857, f1a22d9 and d0c9704 also changed parts of bounds that "
-                "are not listed here, most of them of rows without numbers; of rows with numbers, those of "
-                "fixed-token-16 and rela-sink-free.\n\n"
-                + table(["claim", "date", "before", "after", "verdict", "why"], rows) + "\n")
+        log = table(["claim", "date", "before", "after", "verdict", "why"], rows)
+        f.write(f"{WORDS['texts']['changes']}\n\n{log}\n")
 
 
 COLOURS = {AGREES: "#2c6fb3", MIXED: "#d9a21b", CONTRADICTS: "#c8402f", UNTESTABLE: "#8a8a8a", NOT_RUN: "#bbbbbb"}
