@@ -25,7 +25,7 @@ def draw(table, count):
     x = torch.full((count, T + 1), BOS)
     x[:, 1] = torch.randint(TRIGGERS, SYMBOLS, (count,))                # no trigger: it would have nothing to repeat
     for i in range(2, T + 1):
-        drawn = (table[x[:, i - 1]].cumsum(-1)[:, :-1] < torch.rand(count, 1)).sum(-1)
+        drawn = (table[x[:, i - 1]].cumsum(-1)[:, :-1] < torch.rand(count, 1)).sum(-1)  # with these probabilities
         x[:, i] = torch.where(x[:, i - 1] < TRIGGERS, x[:, i - 2], drawn)
     return x[:, :-1], x[:, 1:]
 
@@ -58,12 +58,12 @@ def main(rule, seed):
     for step in range(1, STEPS + 1):
         optimizer.param_groups[0]["lr"] = 1e-2 * min(step / 100, 1.1 - step / STEPS)        # up, then down
         x, y = draw(table, BATCH)
-        F.cross_entropy(model(x)[0].mT, y).backward()
+        F.cross_entropy(model(x)[0].mT, y).backward()       # .mT: it wants (B, symbols, T)
         optimizer.step()
         optimizer.zero_grad()
     x, y = draw(table, 256)                     # new sequences
     logits, w, v = model(x)
-    copy, idle = x < TRIGGERS, (x >= TRIGGERS) & (COUNT > 8)            # rows with a key to find; rows without one
+    copy, idle = x < TRIGGERS, (x >= TRIGGERS) & (COUNT > 8)            # with a key to find; without, after 8 keys
     shown, norm = copy.sum(-1).argmax(), v.norm(dim=-1).mean(0)         # a sequence with many triggers; (T,)
     for token, row in zip(x[shown].tolist(), w[shown].tolist(), strict=True):
         print("copy" if token < TRIGGERS else "idle", "".join(2 * " .:+*#@"[round(6 * weight)] for weight in row))
