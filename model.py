@@ -217,7 +217,7 @@ class GPTConfig(Knobs):
         ("auto", "torch", "triton", "sdpa"))
     # the axes
     mixer: str | None = axis("mixer", "layer that mixes tokens: attention; focus: distant pairs need a common group; "
-        "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: such "
+        "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: "
         "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax")
     rule: str | None = axis("rule", "how scores become attention weights; for a state: how a token changes it")
     forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed share, or a share "

@@ -86,8 +86,8 @@ class Train(Knobs):
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
     head_balance: float = knob(0.0, "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads",
                                 least=0)
-    balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all but those that the next two flags "
-                                       "exclude (eq. 9)", ("routed", "all"))
+    balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all except those that the next two "
+                                       "flags exclude (eq. 9)", ("routed", "all"))
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes",
                                   least=0, below=1)

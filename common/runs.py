@@ -43,7 +43,7 @@ class Run:
     COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
 
     def __init__(self, folder, machine, extra_columns=()):
-        """extra_columns: of the log, beyond the usual ones."""
+        """extra_columns: columns of the log beyond the usual ones."""
         self.folder, self.main = Path(folder), machine.main
         self.checkpoint, self.parts = self.folder / "ckpt.pt", self.folder / PARTS
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"

@@ -176,7 +176,7 @@ def read_parts(folder, state=None):
 
     try:
         with open(files.regular(folder / ".metadata"), "rb") as f:
-            metadata = MetadataUnpickler(f).load()                      # what passes here, torch may unpickle again
+            metadata = MetadataUnpickler(f).load()                      # torch may unpickle again what passes here
         for name in {place.relative_path for place in metadata.storage_data.values()}:
             if Path(name).name != name:
                 raise ValueError(f"its part {name} is in another folder")

@@ -66,7 +66,7 @@ def question(name, row):
         case "siqa":                            # social interactions, Sap et al. 2019
             contexts, choices = f"Q: {row['context']} {row['question']}\nA:", [row[f"answer{x}"] for x in "ABC"]
             gold = int(row["label"]) - 1
-        case "winogrande":                      # Sakaguchi et al. 2021. Each option fills the gap; the rest is scored
+        case "winogrande":                      # Sakaguchi et al. 2021. Each option fills the gap; the end is scored
             before, after = row["sentence"].split("_", 1)
             contexts, choices = [before + row["option1"], before + row["option2"]], [after.strip()] * 2
             gold = int(row["answer"]) - 1
@@ -223,7 +223,7 @@ def fetch(name, folder):
         if task.members:
             with zipfile.ZipFile(io.BufferedReader(Remote(task.url), 1 << 18)) as archive:
                 content, *labels = (archive.read(member) for member in task.members)
-            if labels:                          # they are in a file of their own: each row gets its label
+            if labels:                          # labels are in a separate file: each row gets its label
                 pairs = zip(content.splitlines(), labels[0].split(), strict=True)
                 rows = (json.loads(row) | {"label": int(label)} for row, label in pairs)
                 content = "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -42,7 +42,7 @@ class Bench(Knobs):
     limit: int = knob(0, "rows of each task, spread evenly over its file; 0: all")
     bos: bool = knob(False, "begin every context with the separator, like the texts in training")
     length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; 0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer row gets a pass of its own", least=1)
+    batch_size: int = knob(4096, "tokens per forward pass; a longer row gets a separate pass", least=1)
 
 
 def command(args, run):

@@ -47,7 +47,7 @@ class ClaimsFlags:
     show: str = knob("", "print the verdict, the bounds and our numbers of this claim")
     all: bool = knob(False, "with --show: print everything else about it")
     run: str = knob("", f"measure the missing numbers of a cost class ({', '.join([*COSTS][:-1])}) or of claims "
-                        "(ID,ID); ID@SETUP names one reading of a claim, ID@ the one as written")
+                        "(ID,ID); ID@SETUP names one reading of a claim, ID@ the claim as written")
     pages: str = knob("", "write a page for each paper into this folder, with a picture")
     seeds: str = knob(SEEDS, "seeds, separated by commas")
     workers: int = knob(0, "jobs at a time; 0: two with one thread each, or one on a GPU")

@@ -37,7 +37,7 @@ class Curve(Knobs):
     recipes: str = knob("softmax,elastic,entmax,tda", "recipes, separated by commas", positional=True)
     spread: float = knob(4.0, "the largest score of the row; the smallest is minus that", least=0)
     keys: int = knob(64, "how many keys the row sees", least=2)
-    html: str = knob("", "also write a page for a browser into this file, on which one drags the scores")
+    html: str = knob("", "also write a page for a browser into this file, to drag the scores")
     json: bool = knob(False, "print JSON instead of a table")
 
 

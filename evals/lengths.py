@@ -29,8 +29,8 @@ class Lengths(Knobs):
     lengths: str = knob("", "tokens of a window; each divides the longest; empty: 1, 2 and 4 times the training length")
     windows: int = knob(-1, "spans of the longest length; 0: as many as fit; -1: 65,536 tokens, at least 2", least=-1)
     batch_size: int = knob(1, "spans per forward pass", least=1)
-    finetune: int = knob(0, "first train for so many steps at each length beyond the training length, with a tenth of "
-                            "the learning rate and as many tokens per step; the new run is OUT_DIR-LENGTH")
+    finetune: int = knob(0, "first train for this many steps at each length beyond the training length, with a tenth "
+                            "of the learning rate and as many tokens per step; the new run is OUT_DIR-LENGTH")
     train_args: str = knob("", "with --finetune: further flags of train.py, separated by spaces")
 
 

@@ -32,8 +32,8 @@ class Maps(Knobs):
     text: str | None = knob(None, f"the sentence, of at most {MOST} tokens; default: {SHOWN} tokens about Alice and a "
                                   "rabbit, or of the held-out data if tokens are not text")
     layers: str = knob("", "layers, counted from 0, separated by commas; empty: four, from the first to the last")
-    heads: str = knob("", "heads, counted from 0, separated by commas; empty: in each layer that with the most "
-                          "weight on the first token and, without --views, that with the least")
+    heads: str = knob("", "heads, counted from 0, separated by commas; empty: in each layer the one with the "
+                          "most weight on the first token and, without --views, the one with the least")
     views: bool = knob(False, "also show the two views of a differential recipe")
     html: str = knob("", "also write a page for a browser into this file, with all heads; each run or recipe has a tab")
     cost: bool = knob(False, "with --html: also measure how much the loss of the sentence rises without each head")

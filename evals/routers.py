@@ -47,7 +47,7 @@ class Routers(Knobs):
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
     batch_size: int = knob(4, "windows per forward pass", least=1)
     repeats: int = knob(5, "timed rounds over all forms; the result is the median", least=1)
-    sweep: str = knob("", "on a run of plain attention, train routers with several values of this knob (all: of each)",
+    sweep: str = knob("", "on a run of plain attention, train routers with several values of this knob, or of all",
                       ("", *SWEEPS, "all"))
     values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
     steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)", least=1)
