@@ -198,8 +198,7 @@ def test_the_quantities_of_claims_without_committed_numbers():
     leads = {f"gain at {T}": {"tda": T + np.arange(3), "softmax": np.arange(3)} for T in (512, 1024, 2048)}
     leads |= {f"error at {T}": {"tda": [3] * 3, "softmax": [4] * 3} for T in (512, 1024, 2048)}
     close([*quantities.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
-    shares = {"dormant": {"small": [.1, .3], "medium": [.5], "large": [.1]}}
-    close([*quantities.growth_of_share(shares).values()], [.3, -.4])
+    close([*quantities.growth_of_share({"dormant": dict(small=[.1, .3], medium=[.5], large=[.1])}).values()], [.3, -.4])
     bias = 1.0 * (np.arange(200) < np.array([[40], [60], [80]]))        # of three heads, smoothed over five distances
     assert quantities.reach(bias) == 61 and np.isnan(quantities.reach(bias + 0.2))  # the latter does not fade
     before, after = ({"alibi-learned": np.array(slopes)} for slopes in ([.5, .25], [.6, .2]))
