@@ -56,7 +56,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 19,958 together, without the tests. A change that needs more says so here
+# lines of code that each room may have: 19,980 together, without the tests. A change that needs more says so here
 CEILINGS = {"": 3150, "axes": 1061, "mixers": 2325, "training": 580, "common": 1123, "data": 1535, "pretrained": 821,
             "evals": 9385, "tests": 9253}
 
