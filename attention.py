@@ -807,21 +807,20 @@ class Attention(Layer):
 
     @staticmethod
     def obstacles(config, device):
-        """Triples: a kernel, whether it cannot run here, and the reason."""
         choices, width = options.chosen(config, AXES), config.head_width
         doubled = 2 * width if config.first and choices["pos"].rotates else 0           # see `rotated`
         widest = max(doubled, *(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width)))
         yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
-        yield "triton", widest > 256, "its heads are wider than 256"
-        yield from triton_obstacles(config, device)
+        yield from triton_obstacles(config, device, widest)
         plain = (config.rule == "softmax" and config.diff == "none" and not config.window
                  and choices["sink"].score is None and not choices["pos"].bias)
         yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
 
 
-def triton_obstacles(config, device):
-    """The obstacles that all Triton kernels share."""
+def triton_obstacles(config, device, widest):
+    """The obstacles that all Triton kernels share. widest: the width of the widest heads."""
+    yield "triton", widest > 256, "its heads are wider than 256"
     here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
     yield "triton", not here, "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"

@@ -171,11 +171,6 @@ class Layer(nn.Module):
         bias = self.choices["pos"].bias
         return bias and bias(self)
 
-    def refuse_table(self, table):
-        """Raise ValueError on relative positions, for a mixer whose scores cannot take any."""
-        if table is not None:
-            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
-
     def weights_of(self, q, k, x, table=None, sight=None):
         """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first. For a differential
         recipe they are the difference of its views. Gates, norms and corrections of the output are not part of them.

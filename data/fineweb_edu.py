@@ -108,7 +108,8 @@ def prepare(args):
         tokens.begin(out, coder)
         number = len(state["shards"])
         name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
-        row = state["shards"][name] = tokens.write_shard(out / name, ids_of(shard, state), coder)
+        pieces_of_it = (ids for _, state["next"], ids in shard)         # "next": the position after the last piece
+        row = state["shards"][name] = tokens.write_shard(out / name, pieces_of_it, coder)
         print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
         files.write_json(progress, state)
     rows = list(state["shards"].values())
@@ -121,12 +122,6 @@ def prepare(args):
         print(f"the last shard is partial, {rows[-1]['tokens']:,} of {size:,} tokens: this is normal")
     tokens.finish(out, state)
     progress.unlink(missing_ok=True)
-
-
-def ids_of(shard, state):
-    """The ids of a shard, piece by piece. state["next"] is the position after the last piece."""
-    for _, state["next"], ids in shard:
-        yield ids
 
 
 if __name__ == "__main__":

@@ -239,12 +239,6 @@ def shards_of(meta, split):
     return [row for name, row in meta["shards"].items() if name.startswith(split)]
 
 
-def bytes_per_token(meta, split):
-    """Bytes of text per token, which turn a loss in nats per token into bits per byte; None if tokens are not text."""
-    size, tokens = (sum(row.get(key) or 0 for row in shards_of(meta, split)) for key in ("bytes", "tokens"))
-    return size / tokens if size and tokens else None
-
-
 def data_hash(meta):
     """One short hash of a data set's whole content."""
     digests = "".join(row["sha256"] for _, row in sorted(meta["shards"].items()))

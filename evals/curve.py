@@ -52,8 +52,7 @@ def command(args, run=None):
         found[name] = {"on_keys": sum(w), "extra": extra, "zeros": w.count(0) / len(w), "largest": max(w), "weights": w}
     numbers = {"scores": scores.tolist(), "recipes": found}
     if args.html:                               # the recipe of each rule, and what may be around a rule
-        numbers["rules"] = [recorded(name) for name in attention.ATTENTIONS
-                            if name in (*attention.RULES, *AROUND)]
+        numbers["rules"] = [recorded(name) for name in attention.ATTENTIONS if name in (*attention.RULES, *AROUND)]
     cells = [[name, row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
     return numbers, (f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
                      + table(cells, ["recipe", "sum", "zeros", "largest weight"])
@@ -145,7 +144,10 @@ def recorded(name):
     layer = attention.Attention(GPTConfig(n_head=1, n_embd=WIDTH, block_size=64, attn=name, kernel="torch"), 0).eval()
     sliders, inputs = [], {"s": torch.linspace(-1, 2, 7).view(1, 1, 1, -1),
                            "seen": torch.ones(1, 1, 1, 7, dtype=torch.bool), "n": torch.tensor([7.0])}
-    for constant, (least, most, step, meaning, ask) in ranges_of(name, layer).items():
+    ranges = {scalar: (start.item() - 4, start.item() + 4, 0.1, "learned", "what does it change?")
+              for scalar, start in layer.rule.learns(layer).items()
+              if isinstance(start, torch.Tensor) and start.numel() == 1}
+    for constant, (least, most, step, meaning, ask) in (ranges | CONSTANTS.get(name, {})).items():
         start = (STARTS[constant] if constant in STARTS else layer.args[constant] if constant in layer.args else
                  getattr(layer, constant).item() if constant != "t" else
                  layer.rule.row_input(layer, torch.tensor([64.0])).item())
@@ -158,14 +160,6 @@ def recorded(name):
     paragraph, *_ = (inspect.getdoc(getattr(function, "func", function)) or "").split("\n\n")
     formulas, words = explained(AROUND.get(name, " ".join(paragraph.split("\nSource")[0].split())))
     return {"name": name, "formulas": formulas, "about": words, "constants": sliders, "program": steps}
-
-
-def ranges_of(name, layer):
-    """{constant: a row of CONSTANTS} of a recipe."""
-    learned = layer.rule.learns(layer) if layer.rule.learns else {}
-    return {scalar: (start.item() - 4, start.item() + 4, 0.1, "learned", "what does it change?")
-            for scalar, start in learned.items()
-            if isinstance(start, torch.Tensor) and start.numel() == 1} | CONSTANTS.get(name, {})
 
 
 def row_weights(layer, s, seen, n, **constants):

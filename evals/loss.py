@@ -73,5 +73,6 @@ def figures_of(losses, more):
 
 def bits_per_byte(loss, data_meta, split):
     """Nats per token as bits per byte of text, which is comparable across tokenizers; None if tokens are not text."""
-    ratio = tokens.bytes_per_token(data_meta, split)
-    return loss / math.log(2) / ratio if ratio else None
+    rows = tokens.shards_of(data_meta, split)
+    size, count = (sum(row.get(key) or 0 for row in rows) for key in ("bytes", "tokens"))
+    return loss / math.log(2) / (size / count) if size and count else None

@@ -235,7 +235,14 @@ def draw(path, found):
     side = min(7.0, max(2.6, 0.14 * max(len(numbers["keys"]) for numbers in found.values())))   # inches of a map
     down, across = (rows, len(grids)) if beside else (rows * len(grids), columns)
     shown = [(np.array(one["weights"]), later_keys(numbers)) for numbers in found.values() for one in numbers["maps"]]
-    colours, beyond = colour_scale([w for w, _ in shown])
+    # all colours go by the square root of the weight, so that small weights show. The scale ends at the largest weight
+    # after the first row, in which softmax always has a weight of 1
+    most = max(1e-6, *(np.abs(w[min(1, len(w) - 1):]).max() for w, _ in shown))
+    below = any((w < 0).any() for w, _ in shown)
+    root, square = lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x
+    norm = pyplot().matplotlib.colors.FuncNorm((root, square), vmin=-most if below else 0, vmax=most)
+    colours = {"cmap": "RdBu_r" if below else "Blues", "norm": norm}
+    beyond = "max" if any(w.max() > most for w, _ in shown) else "neither"          # in a first row
     with figure_of(path, [side + 1.5] * down, [side + 1.1] * across) as axes:
         for ax in axes.flat:
             ax.set_axis_off()                   # a column may be shorter than others
@@ -251,18 +258,6 @@ def later_keys(numbers):
     """The mask (T, keys) of the keys that a row does not see because they come later."""
     T, keys = len(numbers["queries"]), len(numbers["keys"])
     return np.triu(np.ones((T, keys), bool), 1 + keys - T)
-
-
-def colour_scale(maps):
-    """The colours of all maps: by the square root of the weight, so that small weights show. The scale ends at the
-    largest weight after the first row, in which softmax always has a weight of 1. Returns imshow's arguments, and which
-    end of the scale some weight is beyond."""
-    below = any((w < 0).any() for w in maps)
-    most = max(1e-6, *(np.abs(w[min(1, len(w) - 1):]).max() for w in maps))
-    root, square = lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x
-    norm = pyplot().matplotlib.colors.FuncNorm((root, square), vmin=-most if below else 0, vmax=most)
-    beyond = "max" if any(w.max() > most for w in maps) else "neither"              # in a first row
-    return {"cmap": "RdBu_r" if below else "Blues", "norm": norm}, beyond
 
 
 def draw_run(axes, numbers, grid, place, side, colours):

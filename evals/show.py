@@ -68,7 +68,10 @@ def page_of(name, meta=None):
     """The page of a recipe as numbers for JSON and as text, built as the first layer of a model. meta: the meta.json of
     a run. Then the page has the run's sizes, and its recipe if the name is empty."""
     config = model_config(meta["knobs"] if meta else SIZES | {"attn": "elastic"}, {"attn": name} if name else {})
-    layer, where, sections = mixers.layer_of(config, 0), recipe_place(config.attn), {}
+    layer, sections = mixers.layer_of(config, 0), {}
+    code = Path(attention.__file__).read_text(encoding="utf-8")         # the recipe's row, and its line
+    row = re.search(rf'^ *"{config.attn}": {{.*?}},( *#[^\n]*)?$', code, re.M | re.S)
+    where = f"attention.py:{code.count(chr(10), 0, row.start()) + 1}    {' '.join(map(str.strip, row[0].splitlines()))}"
     axes = {axis: getattr(config, axis) for axis in mixers.DEFAULTS}
     functions = {(axis, part): getattr(layer.choices.get(axis), part, None) for axis, part in PASS}
     functions = {choice: f for choice, f in functions.items() if f not in (None, unchanged)}
@@ -179,10 +182,3 @@ def place(function):
     """The file and line of a function, as attention.py:59."""
     lines, number = inspect.getsourcelines(function)
     return f"{Path(inspect.getsourcefile(function)).relative_to(ROOT).as_posix()}:{number}"
-
-
-def recipe_place(name):
-    """The line of a recipe's row in attention.py, and the row."""
-    text = Path(attention.__file__).read_text(encoding="utf-8")
-    row = re.search(rf'^ *"{name}": {{.*?}},( *#[^\n]*)?$', text, re.M | re.S)
-    return f"attention.py:{text.count(chr(10), 0, row.start()) + 1}    {' '.join(map(str.strip, row[0].splitlines()))}"

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional as F
 
+import kernels
 from axes import options
 from axes.base import only
 from axes.layer import Layer
@@ -10,7 +11,6 @@ from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import WITHOUT_BIAS
 from axes.queries_keys import QK_NORMS
 from axes.rows import share_of_keys
-from kernels import weighted_sum
 
 
 def axes_of(rules, **known):
@@ -55,7 +55,8 @@ class Mixer(Layer):
 
     def check(self, k, x, table):
         """Raise ValueError on inputs that a mixer cannot use."""
-        self.refuse_table(table)
+        if table is not None:
+            raise ValueError(f"--attn={self.config.attn} adds nothing to scores by distance: call it without a table")
         if self.decided_by_x and x.shape[1] != k.shape[2]:
             raise ValueError(f"x has {x.shape[1]} rows for {k.shape[2]} keys: --attn={self.config.attn} needs the "
                              f"layer's input at every token, which decides {self.decided_by_x}")
@@ -64,11 +65,14 @@ class Mixer(Layer):
         """The output (B, H, R, E) of the rows at positions i, and their log-sum-exp if an extra key needs it. weights:
         a function of i, q, k and `parts` that returns the weights (B, H, R, keys), and that log-sum-exp if needed."""
         w, *r = weights(i, q, k, *parts)
-        return weighted_sum(w, v, self.dropout), *r
+        return kernels.weighted_sum(w, v, self.dropout), *r
 
-    def with_extra_key(self, w, q, r, T):
-        """Softmax weights w (B, H, R, keys) of the first keys, extended to all T. The extra key, if there is one, comes
-        first and takes its share. r: the log-sum-exp of each row."""
-        share = share_of_keys(self, q, r, None)
-        w = F.pad(w if share is None else w * share, (0, T - w.shape[-1]))
-        return torch.cat([1 - share, w], -1) if self.has_extra_key else w
+    def softmax_blocks(self, weights, q, k):
+        """weight_blocks of a mixer with softmax. weights: a function of the positions i of a block's rows, their q and
+        the keys up to the last of them; it returns their weights, and their log-sum-exp if an extra key needs it. The
+        extra key, if there is one, comes first and takes its share."""
+        for block, i in kernels.row_blocks(q.shape[2], k.shape[2], q.device):
+            w, *r = weights(i, q[:, :, block], k[:, :, :i[-1] + 1])
+            share = share_of_keys(self, q[:, :, block], r[0] if r else None, None)
+            w = F.pad(w if share is None else w * share, (0, k.shape[2] - w.shape[-1]))
+            yield torch.cat([1 - share, w], -1) if self.has_extra_key else w

@@ -424,11 +424,8 @@ class Focus(Mixer):
         """See Mixer."""
         self.check(k, x, table)
         a, b = self.gate_factors(self.assign(x))
-        q, k, T, sight = self.featured(q), self.featured(k), k.shape[2], sight or self.sight
-        for block, i in kernels.row_blocks(q.shape[2], T, q.device):
-            qb, end = q[:, :, block], i[-1] + 1
-            w, *r = self.gated_weights(sight, i, qb, k[:, :, :end], a[:, :, i], b[:, :, :end])
-            yield self.with_extra_key(w, qb, r[0] if r else None, T)
+        return self.softmax_blocks(lambda i, q, k: self.gated_weights(
+            sight or self.sight, i, q, k, a[:, :, i], b[:, :, :i[-1] + 1]), self.featured(q), self.featured(k))
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, g=None):
         """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never shut."""
@@ -444,7 +441,6 @@ class Focus(Mixer):
 
     @staticmethod
     def cannot_learn(config):
-        """The reason why the router cannot learn with this config, or None."""
         groups = options.constants(config, AXES)["groups"]
         if groups == 1:
             return "--attn_args=groups=1: with one group there is nothing to learn; use two or more groups"
@@ -457,8 +453,6 @@ class Focus(Mixer):
 
     @staticmethod
     def obstacles(config, device):
-        """Triples (kernel, condition under which it cannot run on this device, reason)."""
         yield "triton", not config.topk, "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
-        yield "triton", config.head_width > 256, "its heads are wider than 256"
-        yield from triton_obstacles(config, device)
+        yield from triton_obstacles(config, device, config.head_width)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

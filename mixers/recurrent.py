@@ -671,8 +671,6 @@ class Recurrent(Mixer):
 
     @staticmethod
     def obstacles(config, device):
-        """Triples (kernel, condition under which it cannot run on this device, reason)."""
         yield "triton", not RULES[config.rule].has_weights, f"rule {config.rule} of a state has no kernel"
-        yield "triton", config.head_width > 256, "its heads are wider than 256"
-        yield from triton_obstacles(config, device)
+        yield from triton_obstacles(config, device, config.head_width)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

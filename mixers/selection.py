@@ -305,10 +305,7 @@ class Selection(Mixer):
         self.check(k, x, table)
         sight = sight or self.sight
         q, k, index = self.rule_inputs(q, k, k, sight)                      # the values do not change the weights
-        for block, i in kernels.row_blocks(q.shape[2], k.shape[2], q.device):
-            qb = q[:, :, block]
-            w, *r = self.row_weights(index, sight, i, qb, k[:, :, :i[-1] + 1])
-            yield self.with_extra_key(w, qb, r[0] if r else None, k.shape[2])
+        return self.softmax_blocks(partial(self.row_weights, index, sight), q, k)
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
         """The bytes that the choice of keys reads, and those of the selected keys and values of every head."""

@@ -56,9 +56,9 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 19,980 together, without the tests. A change that needs more says so here
-CEILINGS = {"": 3150, "axes": 1061, "mixers": 2325, "training": 580, "common": 1123, "data": 1535, "pretrained": 821,
-            "evals": 9385, "tests": 9253}
+# lines of code that each room may have: 19,937 together, without the tests. A change that needs more says so here
+CEILINGS = {"": 3149, "axes": 1055, "mixers": 2318, "training": 576, "common": 1123, "data": 1524, "pretrained": 821,
+            "evals": 9371, "tests": 9253}
 
 
 @pytest.mark.parametrize("room", CEILINGS)

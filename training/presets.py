@@ -83,7 +83,15 @@ def settle_knobs(args, Train):
     base = dict(PRESETS[given.get("preset", Train.preset)])
     if given.get("init_from") == "resume":
         knobs = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
-        return resume_knobs(given, given.get("out_dir") or default_out_dir(knobs["dataset"], knobs["attn"]))
+        out_dir = given.get("out_dir") or default_out_dir(knobs["dataset"], knobs["attn"])
+        meta, _ = read_run(out_dir)
+        stored = meta["knobs"]
+        for name, value in given.items():       # flags may repeat the stored knobs, or change those in MAY_CHANGE
+            decided = value == 0 and name in ("n_kv_head", "vocab_size")            # 0: "decide for me", as the run did
+            if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
+                raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
+                                 f"{name}={value}: leave out the flag, or start a new run with another --out_dir")
+        return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
     if given.get("init_from", "scratch") != "scratch":                  # flags may change the other run's model
         meta, checkpoint = read_run(given["init_from"])
         given["init_from"] = str(checkpoint)
@@ -94,18 +102,6 @@ def settle_knobs(args, Train):
         if given.get("preset") == "tune":
             base |= PRESETS["tune"]
     return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
-
-
-def resume_knobs(given, out_dir):
-    """settle_knobs for a run to resume: its stored knobs. Flags may repeat them, or change those in MAY_CHANGE."""
-    meta, _ = read_run(out_dir)
-    stored = meta["knobs"]
-    for name, value in given.items():
-        decided = value == 0 and name in ("n_kv_head", "vocab_size")    # 0: "decide for me", as the run did
-        if name not in MAY_CHANGE | {"init_from"} and value != stored.get(name, value) and not decided:
-            raise ValueError(f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
-                             f"{name}={value}: leave out the flag, or start a new run with another --out_dir")
-    return stored | {n: v for n, v in given.items() if n in MAY_CHANGE} | {"out_dir": out_dir}, meta
 
 
 def default_out_dir(dataset, attn):
