@@ -8,6 +8,7 @@ import base64
 import zlib
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -236,8 +237,9 @@ def draw(path, found):
     down, across = (rows, len(grids)) if beside else (rows * len(grids), columns)
     shown = [(np.array(one["weights"]), later_keys(numbers)) for numbers in found.values() for one in numbers["maps"]]
     # all colours go by the square root of the weight, so that small weights show. The scale ends at the largest weight
-    # after the first row, in which softmax always has a weight of 1
+    # after the first row, in which softmax always has a weight of 1, or at 1 if that is near
     most = max(1e-6, *(np.abs(w[min(1, len(w) - 1):]).max() for w, _ in shown))
+    most = 1 if 0.8 < most < 1 else most
     below = any((w < 0).any() for w, _ in shown)
     root, square = lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x * x
     norm = pyplot().matplotlib.colors.FuncNorm((root, square), vmin=-most if below else 0, vmax=most)
@@ -248,10 +250,13 @@ def draw(path, found):
             ax.set_axis_off()                   # a column may be shorter than others
         parts = np.split(axes, len(grids), axis=int(beside))
         for part, (place, numbers), grid in zip(parts, found.items(), grids, strict=True):
-            image = draw_run(part, numbers, grid, f"{place}\n" if len(found) > 1 else "", side, colours)
+            image = draw_run(part, numbers, grid, f"{Path(place).name}: " if len(found) > 1 else "", side, colours)
         zeros = any((w == 0)[~later].any() for w, later in shown)
         label = "weight (square-root scale" + ("; yellow: exactly 0)" if zeros else ")")
-        axes[0, 0].figure.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
+        figure = axes[0, 0].figure
+        figure.supxlabel("key: the token that is attended to", fontsize=10)
+        figure.supylabel("query: the token that attends", fontsize=10)
+        figure.colorbar(image, ax=axes, label=label, shrink=0.6, aspect=30, pad=0.01, extend=beyond)
 
 
 def later_keys(numbers):

@@ -23,7 +23,8 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     if not machine.main:                        # the main rank does the rest alone
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
-    print(table(rows, ["split", "loss", "bits per byte"]) + "\n")
+    columns = 2 + (rows[0][2] is not None)      # tokens that are not text have no bytes
+    print(table([row[:columns] for row in rows], ["split", "loss", "bits per byte"][:columns]) + "\n")
     if in_parts:
         return losses
     shares = load_of_experts(model, splits["val"], machine) if model.config.mlp == "moe" else {}

@@ -86,7 +86,7 @@ def say_what_next(knobs, config, meta, waited):
     if "resume" in " ".join(meta["flags"]):     # these are only the flags of the last call
         return
     replaced = "--attn=" if knobs.train_only == "all" else "--init_from="
-    given = [flag for flag in meta["flags"] if not flag.startswith(replaced)]
+    given = [flag for flag in meta["flags"] if not flag.startswith((replaced, "--out_dir="))]
     again = " ".join(["       python train.py", *given])                # if a flag is repeated, the last one counts
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"
