@@ -677,7 +677,7 @@ AXES = {"rule": RULES} | options.AXES
 
 class Attention(Layer):
     """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all mixers share (heads_of,
-    recall, rotated, featured, finished, output) is in axes/layer.py."""
+    projected, featured, finished, output) is in axes/layer.py."""
     axes, numbers = AXES, options.NUMBERS
 
     def __init__(self, config, layer):
@@ -691,12 +691,7 @@ class Attention(Layer):
 
     def forward(self, x, past=None):
         """x (B, R, C) to (B, R, C). past: a dict, the KV cache."""
-        q, k, v = self.heads_of(self.c_attn(x))                         # (B, H, R, D), (B, Hk, R, D), (B, Hv, R, E)
-        dropped = 0                             # number of tokens that the cache no longer holds
-        if past is not None:
-            k, v, dropped = self.recall(past, k, v)                     # (B, Hk, T, D), (B, Hv, T, E)
-        if self.choices["pos"].rotates:
-            q, k = self.rotated(q, k, dropped)
+        q, k, v = self.projected(x, past)                               # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
         o = self.attend(q, k, v, x, self.distance())                    # (B, heads, R, E)
         return self.output(o)                                           # (B, R, C)
 
@@ -808,7 +803,7 @@ class Attention(Layer):
     @staticmethod
     def obstacles(config, device):
         choices, width = options.chosen(config, AXES), config.head_width
-        doubled = 2 * width if config.first and choices["pos"].rotates else 0           # see `rotated`
+        doubled = 2 * width if config.first and choices["pos"].rotates else 0           # see `projected`
         widest = max(doubled, *(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width)))
         yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"

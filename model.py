@@ -369,12 +369,13 @@ class GPT(nn.Module):
         return {name: value for name, value in state.items()
                 if name in ours or name.partition(".attn.")[2] not in mixers.ADDED}
 
-    def forward(self, idx, targets=None, cache=None, importance=False):
+    def forward(self, idx, targets=None, cache=None, importance=False, last_only=False):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
-        importance: return the importance of every head, (layers, heads), as a third value. Raises ValueError if idx is
-        longer than absolute positions allow, or if another model filled the cache."""
+        importance: return the importance of every head, (layers, heads), as a third value. last_only: logits of the last
+        position only, (B, 1, V). Raises ValueError if idx is longer than absolute positions allow, or if another model
+        filled the cache."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
@@ -401,7 +402,8 @@ class GPT(nn.Module):
         more = (torch.stack([block.attn.importance for block in self.transformer.h]),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
-        logits = self.lm_head(self.transformer.ln_f(x[:, ahead:]))      # (B, T, V)
+        x = x[:, -1:] if last_only else x[:, ahead:]
+        logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
         if targets is None:
             return logits, None, *more
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1), *more
@@ -507,7 +509,7 @@ class GPT(nn.Module):
                 context = idx[:, -1:]           # the cache contains all tokens but the newest
             else:
                 context = idx                   # the whole prompt
-            logits = self(context, cache=cache)[0][:, -1].float()       # (B, V) of the last position
+            logits = self(context, cache=cache, last_only=True)[0][:, 0].float()        # (B, V)
             new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)
             if len(stop):                       # only then, because all() waits for the GPU

@@ -27,6 +27,28 @@ class Projections(nn.Linear):
         return F.linear(x, self.weight, bias)
 
 
+def extended(past, name, new, axis=2):
+    """Append `new` to the cached tensor past[name] along an axis, and return the whole.
+
+    The cached tensor is the filled part of a buffer, which doubles when it is full, so a decoding step writes only its
+    own rows. Copies of a cache may go on separately: only the first of them to be continued keeps the buffer."""
+    old, whole = past.get(name), new
+    if old is not None and (old.requires_grad or new.requires_grad):    # autograd needs what a buffer would overwrite
+        whole = torch.cat([old, new], axis)
+    elif old is not None:
+        if len(old) != len(new):
+            raise ValueError(f"the cache has {len(old)} sequences, the input {len(new)}: begin with model.new_cache()")
+        held, end = old.shape[axis], old.shape[axis] + new.shape[axis]
+        room = past.get(f"{name} room", [old, None])                    # the buffer, and how much of it is filled
+        if room[1] != held or room[0].data_ptr() != old.data_ptr() or room[0].shape[axis] < end:
+            room = past[f"{name} room"] = [torch.cat([old, new, old, new], axis), held]     # half will be overwritten
+        room[1] = end
+        whole = room[0].narrow(axis, 0, end)
+        whole.narrow(axis, held, end - held).copy_(new)
+    past[name] = whole
+    return whole
+
+
 class Layer(nn.Module):
     """A layer built from the axes of a model.GPTConfig: module(x) takes (B, R, C) to (B, R, C).
 
@@ -128,38 +150,43 @@ class Layer(nn.Module):
 
     # ------------------------------------------------------------------ cache and rotation, for StreamingLLM as well
 
-    def recall(self, past, k, v):
-        """Append new keys and values to the cache `past`, and drop those that the next token does not see. Returns
-        those of all tokens that were cached, and how many tokens had been dropped between the first keys and the recent
-        ones. Keys are cached before rotation: when some are dropped, the positions of the others change."""
-        tokens = past.get("tokens", 0) + k.shape[2]                     # including those that were dropped
-        k, v = (torch.cat([past[name], new], 2) if name in past else new for name, new in (("k", k), ("v", v)))
-        first, recent, T = self.sight.first, self.sight.window - 1, k.shape[2]
-        past.update(k=k, v=v, tokens=tokens)
-        needs_distances = first and self.choices["pos"].bias            # the true ones, so all keys are kept
-        if self.sight.window and T > first + recent and not needs_distances:
-            for name in ("k", "v"):
-                past[name] = torch.cat([past[name][:, :, :first], past[name][:, :, T - recent:]], 2)
-        return k, v, tokens - T
-
-    def rotated(self, q, k, dropped=0):
-        """RoPE for the queries of the last R of T rows, and for all keys. dropped: see `recall`.
+    def projected(self, x, past=None):
+        """Queries (B, H, R, D) of the layer's input x (B, R, C), and keys (B, Hk, T, D) and values (B, Hv, T, E) of all
+        cached tokens and of x. RoPE, if any, rotates queries and keys; the cache `past` holds rotated keys.
 
         StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been dropped, each query
         scores the first keys as if it were at position `end`, and the recent keys as usual. So q and k become twice as
         wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys."""
-        frequency = rope_frequencies(self.config, self.width, k.device)
-        first, j = self.sight.first, torch.arange(k.shape[2], device=k.device)
-        j = j + dropped * (j >= first)
-        i, end = j[k.shape[2] - q.shape[2]:], first + self.sight.window - 1
-        turned, k = rotate(q, frequency, i), rotate(k, frequency, j)
-        if not first or dropped + k.shape[2] <= end + 1:
-            return turned, k
-        early = (j < first)[:, None]
-        return torch.cat([turned, rotate(q, frequency, i.clamp(max=end))], -1), torch.cat([k * ~early, k * early], -1)
+        q, k, v = self.heads_of(self.c_attn(x))
+        cached, first, end = (past or {}).get("tokens", 0), self.sight.first, self.sight.first + self.sight.window - 1
+        rotates, early = self.choices["pos"].rotates, None
+        i = torch.arange(cached, cached + x.shape[1], device=x.device)  # (R,)
+        if rotates:
+            frequency = rope_frequencies(self.config, self.width, x.device)
+            if first and cached + len(i) > end + 1:
+                early = rotate(q, frequency, i.clamp(max=end))
+            q, k = rotate(q, frequency, i), rotate(k, frequency, i)
+        if past is not None:
+            k, v = self.recall(past, k, v)
+        if early is not None:
+            is_first = torch.arange(k.shape[2], device=k.device)[:, None] < first
+            q, k = torch.cat([q, early], -1), torch.cat([k * ~is_first, k * is_first], -1)
+        return q, k, v
+
+    def recall(self, past, k, v):
+        """Append the keys and values of new tokens to the cache `past`, and drop those that the next token does not
+        see. Returns the keys and values that were cached, and the new ones."""
+        past["tokens"] = past.get("tokens", 0) + k.shape[2]             # including those that were dropped
+        k, v = extended(past, "k", k), extended(past, "v", v)
+        first, recent, T = self.sight.first, self.sight.window - 1, k.shape[2]
+        needs_distances = first and self.choices["pos"].bias            # the true ones, so all keys are kept
+        if self.sight.window and T > first + recent and not needs_distances:
+            for name in ("k", "v"):
+                past[name] = torch.cat([past[name][:, :, :first], past[name][:, :, T - recent:]], 2)
+        return k, v
 
     def featured(self, x):
-        """Apply the norm without weights, then the feature map, to queries or keys (.., D). If `rotated` has doubled
+        """Apply the norm without weights, then the feature map, to queries or keys (.., D). If `projected` has doubled
         the width, apply both to each half."""
         x = self.choices["qk_norm"].normed(self, x.unflatten(-1, (-1, self.width)))
         return self.choices["feature"].mapped(self, x).flatten(-2)

@@ -162,9 +162,7 @@ def generated(model, machine, prompts, count, stop=(), batch_size=1):
         by_length.setdefault(len(prompt), []).append(number)
     todo = [numbers[i:i + batch_size] for _, numbers in sorted(by_length.items(), reverse=True)
             for i in range(0, len(numbers), batch_size)]
-    # only the last token's logits are needed, and those of a long text would fill the memory
-    last_only = model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, -1:],))
-    with last_only, machine.autocast():
+    with machine.autocast():
         for batch in progress(todo, machine.main):
             idx = torch.tensor([prompts[number] for number in batch], device=machine.device)
             ids = model.generate(idx, count, temperature=0, stop=stop)

@@ -131,7 +131,7 @@ def pytorch_of(layer, functions):
     found, plain = [], type(layer).attend is attention.Attention.attend
     for choice, function in functions.items():
         found += [function, *called_by(function), *([AROUND[choice]] if plain and choice in AROUND else [])]
-    found += [visible, attention.Attention.rotated] if layer.config.window else []
+    found += [visible, attention.Attention.projected] if layer.config.window else []
     return list(dict.fromkeys(found))
 
 

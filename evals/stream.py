@@ -88,7 +88,7 @@ def plain(value):
 def entering_the_score(module, q, k):
     """Queries and keys (B, H, T, D) of each score head as they enter the score: rotated, normed, mapped to features.
     Scales are left out, because some of them grow with the length and are 0 for the first query. If the rotation treats
-    the first keys specially and doubles the width (see Attention.rotated), the queries are those for the first keys."""
+    the first keys specially and doubles the width (see Layer.projected), the queries are those for the first keys."""
     q, k = (module.featured(part).float().unflatten(-1, (-1, module.width)) for part in (q, k))
     return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)          # one of the two halves of a doubled key is 0
 

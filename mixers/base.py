@@ -42,13 +42,6 @@ class Mixer(Layer):
         cached = {} if past is None else self.remember(past, x, k, v)
         return self.output(self.attend(q, k, v, x, None, **cached))
 
-    def projected(self, x, past):
-        """Queries (B, H, R, D) of x, and keys (B, Hk, T, D) and values (B, Hk, T, E) of all cached tokens and of x."""
-        q, k, v = self.heads_of(self.c_attn(x))
-        if past is not None:
-            k, v, _ = self.recall(past, k, v)
-        return *(self.rotated(q, k) if self.choices["pos"].rotates else (q, k)), v
-
     def remember(self, past, x, k, v):
         """Update what a mixer caches beyond keys and values. Returns it by the names of `attend`'s arguments."""
         return {}

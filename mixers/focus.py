@@ -32,6 +32,7 @@ import kernels
 from attention import MASKED, RULES, LogSumExp, choose_kernel, softmax, triton_obstacles
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only, wide
+from axes.layer import extended
 from axes.rows import SINKS, normalised_output
 from axes.sight import Sight, visible
 from kernels import for_products, grouped, scaled_scores
@@ -384,9 +385,7 @@ class Focus(Mixer):
 
     def remember(self, past, x, k, v):
         """The shares of all tokens."""
-        g = self.assign(x)
-        past["g"] = torch.cat([past["g"], g], 1) if "g" in past else g
-        return {"g": past["g"]}
+        return {"g": extended(past, "g", self.assign(x), 1)}
 
     def attend(self, q, k, v, x, table=None, sight=None, g=None):
         """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from x."""

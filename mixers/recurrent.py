@@ -513,7 +513,7 @@ class Recurrent(Mixer):
         past["tokens"] = past.get("tokens", 0) + x.shape[1]
         return {"past": past}
 
-    def projected(self, x, past):
+    def projected(self, x, past=None):
         """Queries, keys and values (B, heads, T, width), after the short convolution and RoPE, if any."""
         y = self.c_attn(x)
         if self.choices["conv"].convolved:

@@ -36,6 +36,7 @@ import kernels
 from attention import RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, only, wide
+from axes.layer import extended
 from axes.queries_keys import SCALES
 from axes.rows import SINKS, normalised_output
 from axes.sight import visible, visible_count
@@ -94,10 +95,9 @@ def by_largest_components(layer, q, k, index, i, seen):
 
 def channels(layer, k, v, old):
     """Keys in the order of their components (B, Hk, D, T), and the sum of all values (B, Hk, 1, E)."""
-    known = old["channels"].shape[-1] if old else 0
-    new, total = k[:, :, known:].mT, wide(v[:, :, known:]).sum(2, keepdim=True)
-    return {"channels": torch.cat([old["channels"], new], -1) if old else new.contiguous(),
-            "total": old["total"] + total if old else total}
+    index, known = dict(old or {}), old["channels"].shape[3] if old else 0
+    extended(index, "channels", k[:, :, known:].mT.contiguous(), 3)
+    return index | {"total": index.get("total", 0) + wide(v[:, :, known:]).sum(2, keepdim=True)}
 
 
 # Quest. A page is 16 consecutive keys (--attn_args=page). With the smallest and the largest value m_d and M_d of each
@@ -120,10 +120,12 @@ def by_page(layer, q, k, index, i, seen):
 def page_bounds(layer, k, v, old):
     """The smallest and the largest value of each component in every whole page: (B, Hk, P, D) each."""
     page = layer.args["page"]
-    known, whole = old["low"].shape[2] if old else 0, k.shape[2] // page
-    new = k[:, :, known * page:whole * page].unflatten(2, (whole - known, page))
-    found = {"low": new.amin(3), "high": new.amax(3)}
-    return {name: torch.cat([old[name], y], 2) for name, y in found.items()} if old else found
+    index, known, whole = dict(old or {}), old["low"].shape[2] if old else 0, k.shape[2] // page
+    if whole > known or not index:
+        new = k[:, :, known * page:whole * page].unflatten(2, (whole - known, page))
+        extended(index, "low", new.amin(3))
+        extended(index, "high", new.amax(3))
+    return index
 
 
 # MagicPIG. A table gives a vector the signs of its products with K random directions as a hash. With p = 1 -
@@ -165,12 +167,13 @@ def hashed_keys(layer, k, v, old):
     Differs from the paper: its centre is the mean of all keys of the prompt, which early rows must not see. Here it is
     the mean of the `recent` keys that follow the `first` ones. Every row that samples a key comes after all of them."""
     first, recent = layer.args["first"], layer.args["recent"]
-    known = old["codes"].shape[-1] if old and old["codes"].shape[-1] >= first + recent else 0
-    if not known:                               # so far all keys are exact
-        some = wide(k[:, :, first:first + recent])
-        old = {"centre": some.sum(2, keepdim=True) / max(1, some.shape[2])}
-    new = hashes(layer, wide(k[:, :, known:]) - old["centre"])
-    return {"centre": old["centre"], "codes": torch.cat([old["codes"], new], -1) if known else new}
+    index, known = dict(old or {}), old["codes"].shape[3] if old else 0
+    if known < first + recent:                  # so far all keys are exact
+        index.pop("codes", None)
+        some, known = wide(k[:, :, first:first + recent]), 0
+        index["centre"] = some.sum(2, keepdim=True) / max(1, some.shape[2])
+    extended(index, "codes", hashes(layer, wide(k[:, :, known:]) - index["centre"]), 3)
+    return index
 
 
 def hashes(layer, x):
