@@ -25,7 +25,7 @@ MEASURES = {                                    # name: its meaning, printed und
     "stability": "share of tokens that --against has in the same group, after the best matching of groups (section 4); "
                  "about {even:.3f} or more by chance",
 }
-KEPT = "share of distant pairs, {window} apart or more, that share one of their {k} largest groups (table 7)"
+KEPT = "share of distant pairs, {window} apart or more, with a common group among the {k} largest of each (table 7)"
 MOST = 4                                        # the largest of these k
 
 
@@ -177,7 +177,8 @@ def in_words(numbers):
     lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
     lines = {name: line | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
     meanings = {name: text.format(even=1 / numbers["groups"]) for name, text in MEASURES.items()}
-    meanings |= {f"kept, k={k}": KEPT.format(window=numbers["window"], k=k) for k in numbers["mean"]["kept"]}
+    meanings |= {f"kept, k={k}": KEPT.format(window=numbers["window"], k=k) for k in numbers["mean"]["kept"]
+                 if int(k) < numbers["groups"]}
     shown = numbers["shown"]
     text = [first_line(numbers), "", explained(lines, meanings, "layer"), "",
             f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]

@@ -126,7 +126,8 @@ def in_words(numbers):
         "dormant": f"{numbers['dormant']:.0%}"}
     columns = {names[name]: meaning.format(**numbers) for name, meaning in MEASURES.items()} | {
         "dormant": f"heads whose weight on the sink is above {threshold:g}"}
-    figures = [[f"{name}, {meaning}".format(**numbers), numbers[name]] for name, meaning in FIGURES.items()]
+    figures = [[f"{name}, {meaning}".format(**numbers), numbers[name]] for name, meaning in FIGURES.items()
+               if numbers[name] is not None]
     if "against" in numbers:
         figures += [[f"{name} of the weights on the sink, here and on {numbers['against']['dataset']}",
                      numbers["against"][name]]

@@ -110,9 +110,13 @@ def test_a_layer_equals_the_reference_from_x_to_all_its_gradients(choices, where
 @settings(max_examples=examples(60))
 @torch.no_grad()
 def test_decoding_in_chunks_equals_one_call(choices, chunks):
-    module, x, past = layer(**choices), normal(2, sum(chunks), 32), {}
+    """Also if a copy of the cache then reads other tokens."""
+    module, x, past, steps = layer(**choices), normal(2, sum(chunks), 32), {}, []
     if module.cached:
-        steps = [module(part, past) for part in x.split(chunks, 1)]
+        for part in x.split(chunks, 1):
+            before = {**past}
+            steps.append(module(part, past))
+            module(-part, before)
         close(torch.cat(steps, 1), module(x), terms=64, dtype=torch.float32)
         assert past["tokens"] == sum(chunks)
 
