@@ -373,9 +373,9 @@ class GPT(nn.Module):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
-        importance: return the importance of every head, (layers, heads), as a third value. last_only: logits of the last
-        position only, (B, 1, V). Raises ValueError if idx is longer than absolute positions allow, or if another model
-        filled the cache."""
+        importance: return the importance of every head, (layers, heads), as a third value. last_only: return the logits
+        of the last position only, (B, 1, V). Raises ValueError if idx is longer than absolute positions allow, or if
+        another model filled the cache."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache

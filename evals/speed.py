@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 import attention
 import kernels
@@ -197,9 +197,9 @@ def time_decoding(args, machine, lengths, numbers):
 
     A step computes the output of one layer for one new token, given a cache of T tokens. The layer has random weights
     and reads random tokens, so scores are almost even: `magicpig` finds a few percent of all keys, whatever their
-    number. The whole step (`layer`) appends the new token to the cache and rotates keys, which copies the cache in this
-    code. The attention alone (`attend`) gets queries, keys, values and, for token selection, the index. Decoding on a
-    large machine waits for memory, so the bytes that a step must read tell how fast it could be. `traffic` is softmax's
+    number. The whole step (`layer`) appends the new token to the cache, whose buffers have room for it. The
+    attention alone (`attend`) gets queries, keys, values and, for token selection, the index. Decoding on a large
+    machine waits for memory, so the bytes that a step must read tell how fast it could be. `traffic` is softmax's
     bytes divided by the recipe's: the speed-up if only memory traffic counted."""
     names = list(attention.ATTENTIONS) if args.attn == "all" else recipe_names(args.attn)
     cases = {name: {"attn": name} for name in ("softmax", *names)}
@@ -239,17 +239,18 @@ def decoding_step(T, choices, args, machine):
         module(x[:, -64:], past)                # the size of a state does not depend on the number of tokens
     module.attend = keep_inputs
     if not past:
-        module(x, past)                         # fills the cache, without attention
-    module(x[:, :1], dict(past))
+        module(x[:, 1:], past)                  # fills the cache, without attention
+    module(x[:, :1], past)                      # makes room in its buffers
+    again = partial(tree_map, lambda value: value)          # copies dicts and lists; a step repeats itself on a copy
+    module(x[:, :1], again(past))
     del module.attend                           # restores the method
     inputs, cached = calls[-1]
 
-    def whole():                                # on copies of the dicts, which a step changes; it changes no tensor
-        module(x[:, :1], dict(past))
+    def whole():
+        module(x[:, :1], again(past))
 
     def attend():
-        module.attend(*inputs, **{
-            name: dict(value) if isinstance(value, dict) else value for name, value in cached.items()})
+        module.attend(*inputs, **again(cached))
 
     return whole, attend, int(module.bytes_read(*inputs, **cached))
 
