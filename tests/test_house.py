@@ -56,9 +56,9 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 19,937 together, without the tests. A change that needs more says so here
-CEILINGS = {"": 3149, "axes": 1055, "mixers": 2318, "training": 576, "common": 1123, "data": 1524, "pretrained": 821,
-            "evals": 9371, "tests": 9253}
+# lines of code that each room may have: 19,963 together, without the tests. A change that needs more says so here
+CEILINGS = {"": 3146, "axes": 1082, "mixers": 2313, "training": 576, "common": 1123, "data": 1524, "pretrained": 821,
+            "evals": 9378, "tests": 9257}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
