@@ -118,13 +118,13 @@ def compared(asked, found, committed):
 
 
 def with_new_seeds(found, again):
-    """The numbers, replaced by those of `again` where all ten new seeds exist, and {claim: its headline by the first
-    seeds} of the claims that this changes."""
+    """The numbers, replaced by those of `again` where all ten new seeds exist, and {claim: its verdict as written, by
+    the first seeds} of the claims that this changes."""
     new = {name: ready for name, here in again.items() if name in found and (
         ready := {where: numbers for where, numbers in here.items() if set(numbers["seeds"]) >= {*NEW_SEEDS}})}
     before = verdicts_of(found) if new else {}
     return found | {name: found[name] | ready for name, ready in new.items()}, {
-        name: before[name]["claim"] for name in new}
+        name: before[name][""] for name in new}
 
 
 def stored(place):

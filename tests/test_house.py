@@ -56,9 +56,9 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 19,963 together, without the tests. A change that needs more says so here
+# lines of code that each room may have: 19,969 together, without the tests. A change that needs more says so here
 CEILINGS = {"": 3146, "axes": 1082, "mixers": 2313, "training": 576, "common": 1123, "data": 1524, "pretrained": 821,
-            "evals": 9378, "tests": 9257}
+            "evals": 9384, "tests": 9257}
 
 
 @pytest.mark.parametrize("room", CEILINGS)

@@ -35,19 +35,25 @@ def table(header, rows):
 
 def ledger(verdicts, first, names):
     """Counts by grade and verdict, how to read them, and a line for each of these claims, by verdict. first: the
-    verdicts before the new seeds, of the claims that have new ones."""
+    verdicts as written by the first seeds, of the claims that have new ones."""
     parts = [counts(verdicts), WORDS["texts"]["screen"]] if len(names) == len(CLAIMS) else []
     for title, claims in PAPERS.items():
         rows = sorted((VERDICTS.index(verdicts[name]["claim"]), name) for name in claims if name in names)
         lines = []
         for claim, verdict in ((claims[name], VERDICTS[n]) for n, name in rows):
             grade = evidence(claim, verdicts[claim.id]) or claim.cheapest
-            again = "" if claim.id not in first else "confirmed" if first[claim.id] == verdict else "not confirmed"
-            again = f"{again:<13} " * bool(first)
+            again = f"{confirmed(first.get(claim.id), verdicts[claim.id]):<13} " * bool(first)
             said, star = textwrap.shorten(claim.says, 80, placeholder=" ..."), "*" * claim.moved_to(verdict)
             lines.append(f"  {verdict + star:<13} {grade:<15} {claim.id:<24} {again}{said}")
         parts += ["\n".join([title, *lines])] * bool(lines)
     return "\n\n".join(parts)
+
+
+def confirmed(first, verdicts):
+    """What ten new seeds say of the verdict as written, which by the first seeds was `first`; None without new ones."""
+    if first is None or first == verdicts[""]:
+        return "confirmed" if first else ""
+    return "not confirmed" if first in (AGREES, CONTRADICTS) else "decided now"
 
 
 def counts(verdicts):
@@ -79,13 +85,13 @@ def evidence(claim, verdicts):
 
 def section(claim, here, verdicts, first=None, words=True):
     """A claim, its verdict, and what was found next to its bounds; with `words` also the paper's figures, our note and
-    the changed bounds. verdicts: of this claim. first: the headline by the first seeds, if new ones decide."""
+    the changed bounds. verdicts: of this claim. first: the verdict as written by the first seeds, if new ones decide."""
     headline, grade = verdicts["claim"], evidence(claim, verdicts)
     how = f", evidence: {grade}" if grade else ""
     star = ", by a bound that was changed after numbers had been seen" * claim.moved_to(headline)
     kind = f"{claim.kind}: " * (claim.kind != "claim")
     parts = [f"## {claim.id}", f"**{headline}**{reason(headline)}{how}{star}. {kind}{claim.says} ({claim.place})"
-             + f" By the first seeds: {first}." * bool(first)]
+             + f" As written, by the first seeds: {first}, by ten new ones: {verdicts.get('')}." * bool(first)]
     if words:
         parts += [f"*Theirs:* {claim.theirs}"] + [f"*Note:* {claim.note}"] * bool(claim.note)
         parts += [f"*Changed {date}:* {changed} ({verdicts}). {why}".replace("->", "→")
