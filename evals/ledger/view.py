@@ -85,7 +85,7 @@ def evidence(claim, verdicts):
 
 def section(claim, here, verdicts, first=None, words=True):
     """A claim, its verdict, and what was found next to its bounds; with `words` also the paper's figures, our note and
-    the changed bounds. verdicts: of this claim. first: the verdict as written by the first seeds, if new ones decide."""
+    the changed bounds. verdicts: of this claim. first: the verdict by the first seeds, if new ones decide."""
     headline, grade = verdicts["claim"], evidence(claim, verdicts)
     how = f", evidence: {grade}" if grade else ""
     star = ", by a bound that was changed after numbers had been seen" * claim.moved_to(headline)
