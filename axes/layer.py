@@ -27,13 +27,14 @@ class Projections(nn.Linear):
         return F.linear(x, self.weight, bias)
 
 
-def extended(past, name, new, axis=2):
+def extended(past, name, new, axis=2, grows=True):
     """Append `new` to the cached tensor past[name] along an axis, and return the whole.
 
-    The cached tensor is the filled part of a buffer, which doubles when it is full, so a decoding step writes only its
-    own rows. Copies of a cache may go on separately: only the first of them to be continued keeps the buffer."""
+    If it grows, the cached tensor is the filled part of a buffer, which doubles when it is full, so a decoding step
+    writes only its own rows. Copies of a cache may go on separately: the first one to be continued keeps the buffer.
+    Autograd needs what a buffer would overwrite, so tensors with a gradient have none."""
     old, whole = past.get(name), new
-    if old is not None and (old.requires_grad or new.requires_grad):    # autograd needs what a buffer would overwrite
+    if old is not None and (not grows or old.requires_grad or new.requires_grad):
         whole = torch.cat([old, new], axis)
     elif old is not None:
         if len(old) != len(new):
@@ -159,9 +160,8 @@ class Layer(nn.Module):
         wide: [q at i | q at end], and [k | 0] for recent keys or [0 | k] for first keys."""
         q, k, v = self.heads_of(self.c_attn(x))
         cached, first, end = (past or {}).get("tokens", 0), self.sight.first, self.sight.first + self.sight.window - 1
-        rotates, early = self.choices["pos"].rotates, None
-        i = torch.arange(cached, cached + x.shape[1], device=x.device)  # (R,)
-        if rotates:
+        i, early = torch.arange(cached, cached + x.shape[1], device=x.device), None     # i (R,)
+        if self.choices["pos"].rotates:
             frequency = rope_frequencies(self.config, self.width, x.device)
             if first and cached + len(i) > end + 1:
                 early = rotate(q, frequency, i.clamp(max=end))
@@ -177,10 +177,10 @@ class Layer(nn.Module):
         """Append the keys and values of new tokens to the cache `past`, and drop those that the next token does not
         see. Returns the keys and values that were cached, and the new ones."""
         past["tokens"] = past.get("tokens", 0) + k.shape[2]             # including those that were dropped
-        k, v = extended(past, "k", k), extended(past, "v", v)
-        first, recent, T = self.sight.first, self.sight.window - 1, k.shape[2]
-        needs_distances = first and self.choices["pos"].bias            # the true ones, so all keys are kept
-        if self.sight.window and T > first + recent and not needs_distances:
+        first, recent = self.sight.first, self.sight.window - 1
+        keeps_all = not self.sight.window or first and self.choices["pos"].bias         # which needs true distances
+        k, v = extended(past, "k", k, grows=keeps_all), extended(past, "v", v, grows=keeps_all)
+        if not keeps_all and (T := k.shape[2]) > first + recent:
             for name in ("k", "v"):
                 past[name] = torch.cat([past[name][:, :, :first], past[name][:, :, T - recent:]], 2)
         return k, v
