@@ -34,7 +34,7 @@ from common import files
 from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob
 from common.machine import Machine, check_memory
 from common.runs import Run, as_base, last_checkpoint, made_by, read_run
-from common.shards import whole
+from common.shards import is_split
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
@@ -179,7 +179,6 @@ def learning_rate(step, knobs):
         return knobs.learning_rate * step / knobs.warmup_iters
     if not knobs.decay_lr:
         return knobs.learning_rate
-    # half a cosine from 1 to 0, which falls slowly at both ends
     end = knobs.lr_decay_iters or knobs.max_iters
     low = knobs.min_lr if knobs.min_lr >= 0 else knobs.learning_rate / 10
     done = min(1.0, (step - knobs.warmup_iters) / max(1, end - knobs.warmup_iters))     # share of the decay, 0 to 1
@@ -271,17 +270,15 @@ class Training:
         knobs, machine, batches, model, running = self.knobs, self.machine, self.batches, self.model, self.running
         optimizer, scaler = self.optimizer, self.scaler
         first = self.run.saved or 0             # steps that an earlier part of this run has done
-        progress = printing.Progress(knobs, model, machine, batches.total, first)
-        with StopSignal() as signals, progress:
+        unseen, stop = [], False                # steps whose numbers the device may not have computed yet
+        with StopSignal() as signals, printing.Progress(knobs, model, machine, batches.total, first) as progress:
             for step in range(first + 1, knobs.max_iters + 1):
-                # the learning rate of this step, times each group's own factor
                 lr = learning_rate(step, knobs)
                 for group in optimizer.param_groups:
-                    group["lr"] = lr * group["lr_scale"]
+                    group["lr"] = lr * group["lr_scale"]                # the group's own factor
                 model.set_progress(step / knobs.max_iters)              # for layers with a schedule
 
-                # forward and backward. Each micro-batch is weighted by its share of the sequences, so the gradients add
-                # up to that of one big batch, which would not fit into memory
+                # each micro-batch is weighted by its share of the sequences, so gradients add up to that of one batch
                 micro_batches = batches(step)
                 sums = torch.zeros(2, device=machine.device)            # of both losses, kept on the device: no waiting
                 for micro, (x, y) in enumerate(micro_batches):
@@ -298,25 +295,28 @@ class Training:
                     scaler.scale((loss + balance) * share).backward()
                     sums += torch.stack([loss.detach(), balance.detach()]) * share
 
-                # all ranks share the mean losses and any stop request, so they stop after the same step
-                train_loss, balance, stop = (total / machine.world for total in machine.sum(
-                    *sums.tolist(), float(signals.asked is not None)))
-
-                # clip the gradient, to limit the effect of one unusual batch; a float16 gradient may overflow: then the
-                # scaler skips the step and lowers its scale
+                # clip the gradient, to limit the effect of one unusual batch. If float16 overflows, the scaler skips
+                # the step and lowers its scale
                 scaler.unscale_(optimizer)      # the norm is that of the unscaled gradient
-                norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)).item()
-                if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
-                    raise self.run.diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}: "
-                                            "stopped before this step touched the weights")
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)
+                norm = norm.full_tensor() if is_split(norm) else norm
                 scaler.step(optimizer)
                 scaler.update()
                 model.finish_step(machine)      # for layers that count tokens
                 optimizer.zero_grad(set_to_none=True)                   # frees memory for the next forward pass
                 progress.update()
 
+                # All ranks share these sums, so they stop after the same step. They are looked at one step later, or
+                # before a row of the log: so a GPU need not wait for Python, and nothing is saved of a diverged run
+                unseen.append((step, machine.sums(torch.stack([*sums, norm, norm.new_full((), bool(signals.asked))]))))
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
-                if evaluate or stop or step % knobs.log_interval == 0:
+                log = evaluate or step % knobs.log_interval == 0
+                while len(unseen) > (0 if log or stop else 1):
+                    seen, numbers = unseen.pop(0)
+                    train_loss, balance, norm, stop = (total / machine.world for total in numbers())
+                    if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
+                        raise self.run.diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {seen}")
+                if log or stop:
                     row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm, "balance": balance}
                     row |= progress.speed(step)
                     progress.show(row)

@@ -3,8 +3,7 @@
 A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4 both work, -h lists
 every knob with its meaning, and a wrong flag or value ends with one line that names the valid ones.
 
-Precedence: a flag overrides the recipe (--attn), the recipe overrides the preset or the stored run, and these override
-the default. `with_recipe` combines the first three; the default is in the dataclass.
+Precedence: a flag overrides the recipe (--attn), which overrides the preset or stored run, which overrides the default.
 """
 import argparse
 import dataclasses

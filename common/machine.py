@@ -64,11 +64,17 @@ class Machine:
 
     def sum(self, *values):
         """Sums of Python numbers over all ranks."""
-        if self.world == 1:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        return values if self.world == 1 else self.sums(torch.tensor(values, dtype=torch.float64, device=self.device))()
+
+    def sums(self, values):
+        """Sums over all ranks of a tensor (n,), as a function: only its call waits, and for nothing later."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        if self.device.type != "cuda":
+            return values.tolist
+        copy, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
+        copied.record()
+        return lambda: copied.synchronize() or copy.tolist()
 
     def mean(self, x):
         """Mean of a tensor over all ranks. The gradient flows through each rank's own tensor only. Since ranks average
@@ -116,12 +122,10 @@ class Machine:
     def race(self, cases, rounds):
         """Median seconds of each case {name: function}. Cases take turns, so noise affects all alike."""
         seconds = {name: [] for name in cases}
-        for number in range(rounds + 2):
+        for _ in range(rounds + 2):             # the first two rounds warm up
             for name, run in cases.items():
-                passed = self.seconds(run)
-                if number >= 2:                 # the first two rounds warm up
-                    seconds[name].append(passed)
-        return {name: float(np.median(values)) for name, values in seconds.items()}
+                seconds[name].append(self.seconds(run))
+        return {name: float(np.median(values[2:])) for name, values in seconds.items()}
 
     def peak_memory(self, run):
         """Peak bytes of tensors during run(), without those that existed before. (On a CPU, an older tensor counts as

@@ -161,12 +161,10 @@ def learned(model):
 def made_by():
     """The entries of meta.json about the code that wrote it."""
     def git(*args):                             # None without a repository or without git
-        try:
+        with contextlib.suppress(OSError):
             found = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *args], capture_output=True,
                                    text=True)
-        except OSError:
-            return None
-        return found.stdout.strip() if found.returncode == 0 else None
+            return found.stdout.strip() if found.returncode == 0 else None
 
     return {
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),

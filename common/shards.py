@@ -67,8 +67,7 @@ def generator_of(seed, name):
 
 
 def draw(p, std, generator):
-    """Fill a parameter with values from N(0, std). Each part of a split one has the values that the whole would have.
-    """
+    """Fill a parameter from N(0, std). Each part of a split one has the values that the whole would have."""
     if is_split(p):
         return p.copy_(part_of(torch.empty(p.shape).normal_(0.0, std, generator=generator), p))
     return p.normal_(0.0, std, generator=generator)

@@ -67,7 +67,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
     stdout then, and what it prints is lost. It is also stopped by Ctrl-C. Resuming a finished run changes nothing."""
     rng, whole, out = random.Random(bounds.SEED), tmp_path / "whole", tmp_path / "killed"
     new = [*TINY, f"--dataset={data}", "--attn=elastic", "--n_layer=2", "--dropout=0.1", "--max_iters=160",
-           "--gradient_accumulation_steps=2", *flags]
+           "--gradient_accumulation_steps=2", "--log_interval=3", *flags]
 
     def train(folder):
         how = ["--init_from=resume"] if (folder / "meta.json").exists() else new

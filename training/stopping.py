@@ -14,7 +14,7 @@ def say_terminated():
 
 
 class StopSignal:
-    """Inside this context, Ctrl-C and SIGTERM ask the loop to save and stop after the current step.
+    """Inside this context, Ctrl-C and SIGTERM ask the loop to save and stop after the current step, or the next.
 
     Another signal, more than PATIENCE seconds later, ends the process at once."""
     PATIENCE = 3                                # torchrun repeats a signal that its children have already received
