@@ -689,9 +689,9 @@ class Attention(Layer):
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
 
-    def forward(self, x, past=None):
-        """x (B, R, C) to (B, R, C). past: a dict, the KV cache."""
-        q, k, v = self.projected(x, past)                               # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
+    def forward(self, x, past=None, turn=None):
+        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. turn: RoPE's cos and sin; None: made here."""
+        q, k, v = self.projected(x, past, turn)                         # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
         o = self.attend(q, k, v, x, self.distance())                    # (B, heads, R, E)
         return self.output(o)                                           # (B, R, C)
 

@@ -149,14 +149,19 @@ def for_products(x):
 
 def grouped(a, b):
     """a @ b for a (B, H, R, .) and a b with as many heads or fewer: then groups of a's heads share a head of b."""
-    B, H, R, _ = a.shape
+    B, H, R, width = a.shape
+    a = a.reshape(B, b.shape[1], -1, width)
     with torch.autocast(a.device.type, enabled=False):                  # a and b already have the right precision
-        return (a.reshape(B, b.shape[1], -1, a.shape[-1]) @ b).view(B, H, R, b.shape[-1])
+        # in a decoding step with 16 bits, oneDNN would copy the transposed keys of a cache
+        turned = R == 1 and b.stride(-1) != 1 and b.element_size() < 4
+        return ((b.mT @ a.mT).mT if turned else a @ b).reshape(B, H, R, b.shape[-1])
 
 
 def plain_softmax(q, k, v, scale, dropout):
     """Softmax attention by torch's own fused kernel."""
     R, T = q.shape[2], k.shape[2]
+    if R == 1 and q.device.type == "cpu" and q.element_size() < 4:      # where that kernel is ten times slower
+        return weighted_sum(torch.softmax(scaled_scores(q, k, scale), -1), v, dropout)
     mask = None
     if 1 < R < T:                               # is_causal aligns rows with the first keys
         mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), Sight())

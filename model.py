@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import attention
 import mixers
-from axes.positions import POSITIONS, parse_rope_scaling
+from axes.base import Linear, linear
+from axes.positions import POSITIONS, parse_rope_scaling, rotation
 from axes.rows import SINKS
 from common.flags import Knobs, knob
 from common.machine import check_memory
@@ -53,9 +54,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         gated, hidden = config.mlp == "swiglu", hidden_width(config)
-        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_gate = Linear(config.n_embd, hidden, bias=config.bias) if gated else None
+        self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
         self.activation = F.silu if gated else self.ACTIVATIONS[config.mlp]
         self.dropout = nn.Dropout(config.dropout)
 
@@ -78,7 +79,7 @@ class ExpertLinear(nn.Module):
     def unbind(self):
         """The layers as E functions. An expert that is not called gets the gradient 0, not None, as DDP requires."""
         biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
-        return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight.unbind(), biases, strict=True)]
+        return [partial(linear, weight=w, bias=b) for w, b in zip(self.weight.unbind(), biases, strict=True)]
 
 
 class MoE(nn.Module):
@@ -92,7 +93,7 @@ class MoE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.active, hidden = config.n_active, hidden_width(config)
-        self.router = nn.Linear(config.n_embd, config.n_expert, bias=config.bias)
+        self.router = Linear(config.n_embd, config.n_expert, bias=config.bias)
         self.c_fc = ExpertLinear(config.n_expert, config.n_embd, 2 * hidden, config.bias)
         self.c_proj = ExpertLinear(config.n_expert, hidden, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -129,8 +130,7 @@ class Block(nn.Module):
     """One attention layer, which mixes tokens, and one MLP. Both add to the residual stream x.
 
     Differs from the paper (Vaswani et al. 2017) with norm_place="post": the model's ln_f follows the ln_2 of the last
-    block. The paper has no norm there; torch.nn.Transformer has one. The additional norm changes nothing until training
-    has moved the weights of ln_2."""
+    block. The paper has no norm there; torch.nn.Transformer has one. It changes nothing until training moves ln_2."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -140,21 +140,21 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.mlp == "moe" else MLP(config)
         self.norm_place = config.norm_place
 
-    def forward(self, x, cache=None):
+    def forward(self, x, cache=None, turn=None):
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays bounded, but every
         # gradient passes through all norms, so training needs a warm-up: 100 steps are enough with --preset=lab
         if self.norm_place == "post":
-            x = self.ln_1(x + self.attn(x, cache))                      # (B, T, C)
+            x = self.ln_1(x + self.attn(x, cache, turn))                # (B, T, C)
             return self.ln_2(x + self.mlp(x))                           # (B, T, C)
         # out: a norm on what each branch adds (OLMo 2). No norm changes the stream itself
         if self.norm_place == "out":
-            x = x + self.ln_1(self.attn(x, cache))                      # (B, T, C)
+            x = x + self.ln_1(self.attn(x, cache, turn))                # (B, T, C)
             return x + self.ln_2(self.mlp(x))                           # (B, T, C)
         # parallel: as pre, but both branches read the same x (GPT-J, GPT-NeoX)
         if self.norm_place == "parallel":
-            return x + self.attn(self.ln_1(x), cache) + self.mlp(self.ln_2(x))
+            return x + self.attn(self.ln_1(x), cache, turn) + self.mlp(self.ln_2(x))
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
-        x = x + self.attn(self.ln_1(x), cache)                          # (B, T, C)
+        x = x + self.attn(self.ln_1(x), cache, turn)                    # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
 
 
@@ -220,11 +220,9 @@ class GPTConfig(Knobs):
         "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: "
         "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax")
     rule: str | None = axis("rule", "how scores become attention weights; for a state: how a token changes it")
-    forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed share, or a share "
-        "computed from the token")
+    forget: str | None = axis("forget", "what a state loses at each token: nothing, a fixed or a computed share")
     write: str | None = axis("write", "how much of its value a token writes into the state")
-    conv: str | None = axis("conv", "a convolution over 4 tokens, then silu, on the queries, keys and values of a "
-        "state")
+    conv: str | None = axis("conv", "a convolution over 4 tokens, then silu, on a state's queries, keys and values")
     balance: str | None = axis("balance", "how a token's scores become its shares of Focus' groups")
     affinity: str | None = axis("affinity", "how Focus' gate acts on the score of a distant pair: its logarithm is "
         "added (log), or it multiplies the score (score)")
@@ -320,7 +318,7 @@ class GPT(nn.Module):
             "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             "ln_f": make_norm(config),
         })
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie()
         if self.ahead:                                                  # When Attention Sink Emerges, table 4
             self.sink_token = nn.Parameter(torch.zeros(config.n_embd))
@@ -337,8 +335,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Draw GPT-2's initial weights: N(0, 0.02), biases 0, the last linear layer of each branch divided by
-        sqrt(2 n_layer).
+        """Draw GPT-2's initial weights: N(0, 0.02), biases 0, the last layer of each branch divided by sqrt(2 n_layer).
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
         lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
@@ -373,9 +370,8 @@ class GPT(nn.Module):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
-        importance: return the importance of every head, (layers, heads), as a third value. last_only: return the logits
-        of the last position only, (B, 1, V). Raises ValueError if idx is longer than absolute positions allow, or if
-        another model filled the cache."""
+        importance: return the importance of every head, (layers, heads), as a third value. last_only: only the logits
+        of the last position, (B, 1, V). Raises ValueError on too many tokens for --pos, or a cache of another model."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
@@ -387,18 +383,19 @@ class GPT(nn.Module):
             x = self.transformer.ln_wte(x)
         if ahead:
             x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)                # (B, 1+T, C)
+        i = torch.arange(cached, cached + x.shape[1], device=idx.device)                # the positions, (T,)
         if "wpe" in self.transformer:
-            end = cached + x.shape[1]
-            if end > self.transformer.wpe.num_embeddings:
-                raise ValueError(f"{end - self.ahead} tokens, but --pos={self.config.pos} knows only its "
+            if cached + len(i) > self.transformer.wpe.num_embeddings:
+                raise ValueError(f"{cached + len(i) - self.ahead} tokens, but --pos={self.config.pos} knows only its "
                                  f"block_size={self.config.block_size} positions")
-            x = x + self.transformer.wpe(torch.arange(cached, end, device=idx.device))
+            x = x + self.transformer.wpe(i)
+        turn = rotation(self.config, i) if POSITIONS[self.config.pos].rotates else None # of all layers
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
         for layer, block in enumerate(self.transformer.h):
             block.attn.measures_importance = importance
-            x = block(x, None if cache is None else cache[layer])
+            x = block(x, None if cache is None else cache[layer], turn)
         more = (torch.stack([block.attn.importance for block in self.transformer.h]),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
@@ -447,8 +444,7 @@ class GPT(nn.Module):
         """AdamW on all parameters that require a gradient.
 
         Matrices (also those of experts) and embeddings decay; biases and norms do not. Parameters outside linear
-        layers, embeddings and norms, such as one scalar a head, do not decay either, and their learning rate is
-        multiplied by head_lr."""
+        layers, embeddings and norms, such as one scalar a head, do not decay, and learn head_lr times as fast."""
         groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
             plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ExpertLinear))
@@ -489,8 +485,8 @@ class GPT(nn.Module):
         temperature 0 takes the likeliest token. top_k keeps only the k likeliest tokens, top_p only the fewest whose
         probabilities sum to p. A row that has drawn an id in `stop` repeats that id, and generation ends early when all
         rows have stopped. With relative positions the context grows without limit. With absolute ones, a context longer
-        than block_size is cropped to its last block_size tokens and read without a cache. Raises ValueError on an
-        empty prompt or an unknown id."""
+        than block_size is cropped to its last block_size tokens and read without a cache. Raises ValueError on
+        an empty prompt or unknown id."""
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
         training = self.training
@@ -505,10 +501,8 @@ class GPT(nn.Module):
             if idx.shape[1] > limit:
                 # absolute positions have run out: the window slides and moves every token, so the cache is void
                 context, cache = idx[:, -limit:], None
-            elif cache and cache[0]:
-                context = idx[:, -1:]           # the cache contains all tokens but the newest
-            else:
-                context = idx                   # the whole prompt
+            else:                               # the whole prompt, or the newest token, which the cache lacks
+                context = idx[:, -1:] if cache and cache[0] else idx
             logits = self(context, cache=cache, last_only=True)[0][:, 0].float()        # (B, V)
             new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)

@@ -1,30 +1,28 @@
 """The base class of attention and all other mixers: projections, learned choices, cache and interface."""
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
 
 from axes import options
-from axes.base import Fixed, Normal, split_heads
-from axes.positions import rope_frequencies, rope_score_factor, rotate
+from axes.base import Fixed, Linear, Normal, linear, split_heads
+from axes.positions import rope_score_factor, rotate, rotation
 from axes.sight import Sight
 
 
-class Projections(nn.Linear):
+class Projections(Linear):
     """The linear layer of queries, keys and values, side by side: (B, R, C) to (B, R, sum of widths).
 
-    widths: {"q": width, ...}. bias_of: the part whose bias is added, or all. The biases of the other parts are not
-    used. Their gradient is 0, so they keep their initial value, 0."""
+    widths: {"q": width, ...}. bias_of: the part whose bias is used, or all. The others, without a gradient, stay 0."""
 
     def __init__(self, inputs, widths, bias, bias_of):
         super().__init__(inputs, sum(widths.values()), bias)
         self.widths, self.bias_of = widths, bias_of
 
     def forward(self, x):
-        if self.bias is None or self.bias_of == "all":
-            return super().forward(x)
-        parts = zip(self.widths, self.bias.split([*self.widths.values()]), strict=True)
-        bias = torch.cat([b if part == self.bias_of else torch.zeros_like(b) for part, b in parts])
-        return F.linear(x, self.weight, bias)
+        bias = self.bias
+        if bias is not None and self.bias_of != "all":
+            parts = zip(self.widths, bias.split([*self.widths.values()]), strict=True)
+            bias = torch.cat([b * (part == self.bias_of) for part, b in parts])
+        return linear(x, self.weight, bias)
 
 
 def extended(past, name, new, axis=2, grows=True):
@@ -33,21 +31,19 @@ def extended(past, name, new, axis=2, grows=True):
     If it grows, the cached tensor is the filled part of a buffer, which doubles when it is full, so a decoding step
     writes only its own rows. Copies of a cache may go on separately: the first one to be continued keeps the buffer.
     Autograd needs what a buffer would overwrite, so tensors with a gradient have none."""
-    old, whole = past.get(name), new
-    if old is not None and (not grows or old.requires_grad or new.requires_grad):
-        whole = torch.cat([old, new], axis)
-    elif old is not None:
-        if len(old) != len(new):
-            raise ValueError(f"the cache has {len(old)} sequences, the input {len(new)}: begin with model.new_cache()")
-        held, end = old.shape[axis], old.shape[axis] + new.shape[axis]
-        room = past.get(f"{name} room", [old, None])                    # the buffer, and how much of it is filled
-        if room[1] != held or room[0].data_ptr() != old.data_ptr() or room[0].shape[axis] < end:
-            room = past[f"{name} room"] = [torch.cat([old, new, old, new], axis), held]     # half will be overwritten
-        room[1] = end
-        whole = room[0].narrow(axis, 0, end)
-        whole.narrow(axis, held, end - held).copy_(new)
-    past[name] = whole
-    return whole
+    old = past.get(name)
+    if old is None or not grows or old.requires_grad or new.requires_grad:
+        past[name] = new if old is None else torch.cat([old, new], axis)
+        return past[name]
+    if len(old) != len(new):
+        raise ValueError(f"the cache has {len(old)} sequences, the input {len(new)}: begin with model.new_cache()")
+    held, count = old.shape[axis], new.shape[axis]
+    room = past.get(f"{name} room", [old, None])                        # the buffer, and how much of it is filled
+    if room[1] != held or room[0].data_ptr() != old.data_ptr() or room[0].shape[axis] < held + count:
+        room = past[f"{name} room"] = [torch.cat([old, new, old, new], axis), held]         # half will be overwritten
+    room[0].narrow(axis, held, count).copy_(new)
+    room[1], past[name] = held + count, room[0].narrow(axis, 0, held + count)
+    return past[name]
 
 
 class Layer(nn.Module):
@@ -80,13 +76,13 @@ class Layer(nn.Module):
         self.ahead = self.choices["sink"].ahead                         # learned tokens before the sequence
         # the projections
         self.width = config.head_width                                  # of queries and keys
-        heads = self.choices[self.heads_by].heads(config.n_head, config.n_kv_head, self.width)
-        self.shapes = dict(zip("qkv", heads, strict=True))
+        heads_of = self.choices[self.heads_by].heads
+        self.shapes = dict(zip("qkv", heads_of(config.n_head, config.n_kv_head, self.width), strict=True))
         self.score_heads, value_width = self.shapes["q"][0], self.shapes["v"][1]
         self.heads = config.n_head * self.width // value_width          # of the output
         self.c_attn = Projections(config.n_embd, {part: h * w for part, (h, w) in self.shapes.items()},
                                   config.bias or config.qkv_bias, config.bias_of)
-        self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(self.heads * value_width, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         # which keys a row sees, and the constant factor on scores
         windowed = layer % config.window_every == 0
@@ -99,9 +95,8 @@ class Layer(nn.Module):
                 self.add(name, start)
 
     def add(self, name, start):
-        """Add what a choice learns or keeps. start: a module; a tensor of initial values, which --attn_args
-        learn_<name>=0 keeps fixed; a Fixed; or a Normal. A layer used alone is initialised here; GPT.init_weights
-        redraws it from the model's seed."""
+        """Add what a choice learns or keeps. start: a module; initial values, which --attn_args=learn_<name>=0 keeps
+        fixed; a Fixed; or a Normal. GPT.init_weights redraws what a layer used alone draws here."""
         if isinstance(start, Normal):
             self.init_std[name] = start.std
             if start.shape is None:
@@ -137,8 +132,7 @@ class Layer(nn.Module):
     def finished(self, o, x, dtype):
         """The output of each head o (B, heads, R, E) after value bias, Dex, norm, the factor that follows the norm of a
         difference, and gate. x: the layer's input (B, R, C). Without these axes only o's dtype changes."""
-        o = self.choices["value_bias"].corrected(self, o)
-        o = self.choices["dex"].corrected(self, o)
+        o = self.choices["dex"].corrected(self, self.choices["value_bias"].corrected(self, o))
         norm, gate = self.choices["out_norm"].normed, self.choices["gate"]
         if gate.before_norm:
             return norm(self, gate.gated(self, o, x)).to(dtype)
@@ -151,9 +145,9 @@ class Layer(nn.Module):
 
     # ------------------------------------------------------------------ cache and rotation, for StreamingLLM as well
 
-    def projected(self, x, past=None):
+    def projected(self, x, past=None, turn=None):
         """Queries (B, H, R, D) of the layer's input x (B, R, C), and keys (B, Hk, T, D) and values (B, Hv, T, E) of all
-        cached tokens and of x. RoPE, if any, rotates queries and keys; the cache `past` holds rotated keys.
+        cached tokens and of x. RoPE, if any, rotates q and k by `turn` (None: made here); `past` holds rotated keys.
 
         StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been dropped, each query
         scores the first keys as if it were at position `end`, and the recent keys as usual. So q and k become twice as
@@ -162,10 +156,10 @@ class Layer(nn.Module):
         cached, first, end = (past or {}).get("tokens", 0), self.sight.first, self.sight.first + self.sight.window - 1
         i, early = torch.arange(cached, cached + x.shape[1], device=x.device), None     # i (R,)
         if self.choices["pos"].rotates:
-            frequency = rope_frequencies(self.config, self.width, x.device)
             if first and cached + len(i) > end + 1:
-                early = rotate(q, frequency, i.clamp(max=end))
-            q, k = rotate(q, frequency, i), rotate(k, frequency, i)
+                early = rotate(q, rotation(self.config, i.clamp(max=end)))
+            turn = turn or rotation(self.config, i)
+            q, k = rotate(q, turn), rotate(k, turn)
         if past is not None:
             k, v = self.recall(past, k, v)
         if early is not None:
@@ -221,8 +215,7 @@ class Layer(nn.Module):
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
     def flops_per_token(self):
-        """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys. The projections are not
-        included, and neither is a second view."""
+        """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys; without a second view."""
         return 12 * self.config.n_head * self.config.head_width * self.config.block_size
 
     def bytes_read(self, q, k, v, x, table=None, sight=None):

@@ -9,17 +9,13 @@ from axes.queries_keys import FEATURES, QK_NORMS, SCALES
 from axes.rows import DIFFERENCES, NORMALIZERS, SINKS
 
 AXES = {                                        # axis: its values, the default first; attention.py adds the axis rule
-    "pos": POSITIONS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES,
-    "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES,
-    "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES,
-}
+    "pos": POSITIONS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES, "normalize": NORMALIZERS,
+    "sink": SINKS, "diff": DIFFERENCES, "value_bias": VALUE_BIASES, "dex": DEXES, "out_norm": OUT_NORMS, "gate": GATES}
 
 
 def wrong_window(config, args, choices):
-    if not config.window and config.window_every > 1:
-        return f"--window_every={config.window_every} says which layers have a window: add --window=N"
     if not config.window:
-        return f"--first={config.first} keeps keys visible beyond a window: add --window=N"
+        return f"--window_every={config.window_every} and --first={config.first} change a window: add --window=N"
     if config.first and choices["pos"].rotates and config.feature == "elu":
         return (f"--first with --pos={config.pos} gives first and recent keys channels of their own, and --feature=elu "
                 "makes the unused ones 1 instead of 0: use another --feature or --pos")

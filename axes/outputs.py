@@ -12,8 +12,7 @@ from axes.rows import lambda_at_depth
 
 
 def plus_value(layer, o):
-    """o + v*, a learned vector for each head that starts as N(0, 0.02).
-    Source: V biases of When Attention Sink Emerges, table 4."""
+    """o + v*, learned for each head, at first N(0, 0.02). Source: V biases of When Attention Sink Emerges, table 4."""
     return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
 
 
@@ -23,8 +22,7 @@ def dex_corrected(layer, o):
     lambda(t) = (1 - a) a lambda_init + a lambda_learned, with a = min(1, progress / anneal) and progress from 0 to 1
     over the training. W and lambda_learned start at 0, where their gradients are 0. The first term, which fades in
     and out again, gives W a gradient. Once W is not 0, lambda_learned has one as well.
-    Source: Kong et al. 2505.16333, which has no official code.
-    Differs from the paper: it corrects some heads of a trained model. Here all heads are corrected."""
+    Source: Kong et al. 2505.16333. Differs from the paper: it corrects some heads of a trained model, here all."""
     a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
     factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
     return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
@@ -51,15 +49,13 @@ def head_norm(layer, o):
 
 
 def joint_norm(layer, o):
-    """RMSNorm of all heads together.
-    Source: ReLA, Zhang et al. 2021. Its code uses eps 1e-8, which gives an empty row a huge gradient."""
+    """RMSNorm of all heads together: ReLA, Zhang et al. 2021. Its eps, 1e-8, gives an empty row a huge gradient."""
     together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)             # (B, R, heads E)
     return split_heads(layer.out_norm(together), *o.shape[1::2])
 
 
 def gated_norm(layer, o):
-    """The joint norm of o, times sigmoid(g o). The vector g is learned and starts as N(0, 0.02).
-    Source: ReLA's second form."""
+    """The joint norm of o, times sigmoid(g o). The vector g starts as N(0, 0.02). Source: ReLA's second form."""
     together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)             # (B, R, heads E)
     return split_heads(layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2])
 

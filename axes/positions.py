@@ -54,8 +54,7 @@ def learned_bias(layer):
 
 
 def alibi(layer):
-    """score - m_h (i - j), fixed, or learned with --attn_args=learn_alibi=1.
-    Source: ALiBi, Press et al. 2108.12409, section 3."""
+    """score - m_h (i - j), fixed, or learned with learn_alibi=1. Source: ALiBi, Press et al. 2108.12409, section 3."""
     return Distance(slope=-layer.alibi)
 
 
@@ -68,8 +67,7 @@ def alibi_slopes(layer):
     return {"alibi": torch.tensor(slopes).repeat_interleave(layer.score_heads // heads)}
 
 
-T5_BUCKETS = 32
-T5_FAR = 128                                    # from this distance on, all distances are in the last bucket
+T5_BUCKETS, T5_FAR = 32, 128                    # from distance T5_FAR on, all distances are in the last bucket
 
 
 def t5_buckets(device=None):
@@ -81,21 +79,18 @@ def t5_buckets(device=None):
 
 
 def t5_bias(layer):
-    """score + b[h, bucket of i - j]. All layers share b (heads, 32), which starts as N(0, 1 / sqrt(n_embd)), as in
-    transformers.
+    """score + b[h, bucket of i - j]. All layers share b (heads, 32). It starts as N(0, 1 / sqrt(n_embd)).
     Source: T5, section 2.1. T5 does not divide scores by sqrt(d): --scale=one gives its form."""
     return Distance(layer.t5[:, t5_buckets(layer.t5.device)], layer.t5[:, -1])
 
 
 def t5_index(layer):
     """score + the number of the bucket, 0 to 31, which favours far keys. Nothing is learned. It is a negative control.
-    Source: the released code of When Attention Sink Emerges computes this as relative positions (table 3, where its
-    loss is 5.45 and the others' is 3.8)."""
+    Source: the relative positions in the code of When Attention Sink Emerges (table 3: loss 5.45, the others 3.8)."""
     return Distance(layer.t5_index, layer.t5_index[:, -1])
 
 
 # ----------------------------------------------------------------------------------------------------- rotary positions
-
 
 ROPE_SCALINGS = {                               # {its name: its numbers}
     "linear": "FACTOR", "ntk": "RATIO", "llama3": "FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH",
@@ -162,15 +157,21 @@ def rope_score_factor(config):
     return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0
 
 
-def rotate(x, frequency, positions):
+def rotation(config, positions):
+    """What `rotate` needs at these positions (T,): P, [cos | cos | 1] and [-sin | sin | 0] of the angles, (T, D)."""
+    angle = positions[:, None].float() * rope_frequencies(config, config.head_width, positions.device)  # (T, P)
+    cos, sin, rest = angle.cos(), angle.sin(), (0, config.head_width - 2 * angle.shape[1])
+    return angle.shape[1], F.pad(torch.cat([cos, cos], -1), rest, value=1.0), F.pad(torch.cat([-sin, sin], -1), rest)
+
+
+def rotate(x, turn):
     """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position * frequency_c.
 
-    positions (T,), frequency (P,): the first 2 P channels rotate, usually all D. They are paired half by half, as in
-    GPT-NeoX and LLaMA. The other channels stay as they are. Source: Su et al. 2021."""
-    pairs, angle = len(frequency), positions[:, None].float() * frequency               # (T, P)
-    cos, sin = angle.cos(), angle.sin()
-    a, b, rest = x[..., :pairs], x[..., pairs:2 * pairs], x[..., 2 * pairs:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(x.dtype)
+    turn: from `rotation`. The first 2 P channels rotate, usually all D. They are paired half by half, as in GPT-NeoX
+    and LLaMA. The other channels stay as they are. Source: Su et al. 2021."""
+    pairs, cos, sin = turn
+    partner = torch.cat([x[..., pairs:2 * pairs], x[..., :x.shape[-1] - pairs]], -1)    # [b | a | anything] of [a | b]
+    return (x * cos + partner * sin).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------- absolute positions
@@ -195,10 +196,8 @@ class Sinusoids(nn.Module):
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
-def learned_table(layer):
-    return {"table": torch.zeros(layer.score_heads, layer.config.bias_range)}
-
-
+TABLE = {"bias": learned_bias, "learns": lambda layer: {
+    "table": torch.zeros(layer.score_heads, layer.config.bias_range)}}
 POSITIONS = {
     "rope": Choice(rotates=True),
     "none": Choice(),
@@ -209,7 +208,7 @@ POSITIONS = {
         "t5": Normal(layer.config.n_embd ** -0.5, (layer.score_heads, T5_BUCKETS))}),
     "t5_index": Choice(bias=t5_index, learns=lambda layer: {
         "t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))}),
-    "bias": Choice(learns=learned_table, bias=learned_bias),
-    "rope+bias": Choice(learns=learned_table, bias=learned_bias, rotates=True),
+    "bias": Choice(**TABLE),
+    "rope+bias": Choice(**TABLE, rotates=True),
 }
 WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if not row.bias}

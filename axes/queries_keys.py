@@ -56,16 +56,14 @@ def elu_features(layer, x):
 
 
 def mlp_features(layer, x):
-    """W2 relu(W1 x), one map for the queries and keys of all heads.
-    Source: When Attention Sink Emerges, table 6.
+    """W2 relu(W1 x), one map for the queries and keys of all heads. Source: When Attention Sink Emerges, table 6.
     Differs from the paper: it prints mlp(q, mlp(k)). Its code computes mlp(q) mlp(k), as here."""
     return layer.feature(x.to(layer.feature[0].weight.dtype)).to(x.dtype)
 
 
 def mlp_feature_map(layer):
-    width = layer.width
-    first, second = (nn.Linear(width, width, bias=False) for _ in range(2))
-    drawn = Normal(math.sqrt(2 / (5 * width)))
+    first, second = (nn.Linear(layer.width, layer.width, bias=False) for _ in range(2))
+    drawn = Normal(math.sqrt(2 / (5 * layer.width)))
     return {"feature": nn.Sequential(first, nn.ReLU(), second), "feature.0.weight": drawn, "feature.2.weight": drawn}
 
 
@@ -82,8 +80,7 @@ def ssmax_scale(layer, n):
     """SSMax: the score is multiplied by sigma_h log n_i, so that long rows are as sharp as short ones.
 
     Learned: sigma (H,), at first 1 / mean(log n) over a training context (0.168 for 1024), or at sigma_init. For unit q
-    and k (LSSAR, which does not learn it) sigma is sqrt(d) log(d).
-    Source: Nakanishi 2501.19399.
+    and k (LSSAR, which does not learn it) sigma is sqrt(d) log(d). Source: Nakanishi 2501.19399.
     Differs from the asentmax repository, which has log(n + 1) and draws sigma from N(1, 0.01)."""
     return layer.sigma[:, None, None] * n.log()[:, None]
 
@@ -101,9 +98,8 @@ def asentmax_scale(layer, n):
 
     Learned: scale_beta (H,), at first evenly spread over the heads from 0.1 to 1; scale_gamma (H,), at first 0.
     Source: the asentmax repository, sparse_gemma.py.
-    Differs from that code: it draws beta from that range and gamma from N(0, 0.1). Its recommended form has
-    beta = softplus(x W) and gamma = 2 tanh(x W') for each token, and scales only the heads without positions; its other
-    heads carry ALiBi."""
+    Differs from that code: it draws beta from that range and gamma from N(0, 0.1). Its recommended form has beta =
+    softplus(x W), gamma = 2 tanh(x W') for each token. It scales heads without positions; the others carry ALiBi."""
     return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[:, None] ** layer.scale_gamma[:, None, None]
 
 

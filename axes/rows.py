@@ -85,8 +85,7 @@ def wrong_sink(config, args, choices):
     if config.sink == "token" and config.window and not config.first:
         return "--sink=token cannot be seen beyond --window: add --first=1"
     if choices["sink"].score and config.rule != "softmax":
-        return (f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, and rule "
-                f"{config.rule} has none")
+        return f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, which only it has"
     if args.get("value_even") and args["value_norm"] == "learned":
         return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
     return wrong_bias_dims(config, args, choices)
@@ -106,8 +105,7 @@ SINKS = {
 
 
 def share_of_keys(layer, q, r, n):
-    """The factor on the weights of a row's real keys, (B, H, R, 1): 1 / the row normaliser, or 1 minus the weight of
-    the extra key. None: no factor.
+    """The factor on a row's real keys, (B, H, R, 1): 1 / the row normaliser, 1 minus the extra key's weight, or None.
 
     An extra key of score c multiplies the weights of the real keys by e^r / (e^r + e^c), where r is the log-sum-exp of
     their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
@@ -119,8 +117,7 @@ def share_of_keys(layer, q, r, n):
 
 
 def normalised_output(layer, o, q, r, n):
-    """Apply the row normaliser or the extra key to the output o (B, H, R, E). The extra key's value gets the weight
-    that the real keys lose."""
+    """Apply the row normaliser, or the extra key (its value gets the weight that real keys lose), to o (B, H, R, E)."""
     share = share_of_keys(layer, q, r, n)
     if share is None:
         return o
@@ -138,8 +135,7 @@ def lambda_at_depth(depth):
 
 
 def lambda_of_head(layer, x):
-    """sigmoid(lambda_logit_h), 0.5 at first.
-    Source: Threshold Differential Attention.
+    """sigmoid(lambda_logit_h), 0.5 at first. Source: Threshold Differential Attention.
     Differs from the paper: it gives no initial value. Its code clamps lambda to [0, 1]: beyond, the gradient is 0."""
     return torch.sigmoid(layer.lambda_logit)[:, None, None]
 
@@ -156,8 +152,7 @@ def lambda_of_layer(layer, x):
 
 
 def lambda_of_token(layer, x):
-    """sigmoid of a linear map of the layer's input: one lambda per head and token, and no norm on the output.
-    Source: unilm, Diff-Transformer-V2."""
+    """sigmoid(W x): one lambda per head and token, and no norm on the output. Source: unilm, Diff-Transformer-V2."""
     return torch.sigmoid(wide(layer.lambda_proj(x))).transpose(1, 2)[..., None]
 
 
@@ -168,8 +163,7 @@ def shrunk(layer, o):
 
 def needs_pairs(config, args, choices):
     if config.n_kv_head % 2:
-        return (f"--diff=v1 pairs the heads of queries and those of keys: n_head={config.n_head} and "
-                f"n_kv_head={config.n_kv_head} must both be even")
+        return f"--diff=v1 pairs heads: n_head={config.n_head} and n_kv_head={config.n_kv_head} must both be even"
 
 
 DIFFERENCES = {

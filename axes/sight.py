@@ -15,8 +15,7 @@ def visible(i, j, sight):
     """The mask: row i sees key j (positions, broadcast against each other).
 
     A window (Beltagy et al. 2020) hides the sink. A model that was trained without a window needs its sink and breaks,
-    unless the first keys stay visible (StreamingLLM, Xiao et al. 2309.17453). GPT-OSS has a window of 128 in every
-    second layer, starting with layer 0."""
+    unless the first keys stay visible (StreamingLLM, Xiao et al. 2309.17453). In GPT-OSS layers 0, 2, .. have one."""
     seen = j <= i
     if sight.window:
         seen = seen & ((i - j < sight.window) | (j < sight.first))

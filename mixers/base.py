@@ -36,9 +36,9 @@ class Mixer(Layer):
         """The share of the attention weights that is dropped."""
         return self.config.dropout if self.training else 0.0
 
-    def forward(self, x, past=None):
-        """x (B, R, C), the layer's normed input. past: a dict, the cache, which the call updates."""
-        q, k, v = self.projected(x, past)
+    def forward(self, x, past=None, turn=None):
+        """x (B, R, C), the layer's normed input. past: a dict, the cache, which the call updates. turn: see Layer."""
+        q, k, v = self.projected(x, past, turn)
         cached = {} if past is None else self.remember(past, x, k, v)
         return self.output(self.attend(q, k, v, x, None, **cached))
 

@@ -50,7 +50,7 @@ import kernels
 from attention import choose_kernel, triton_obstacles
 from axes.base import Choice, Constant, Normal, only, split_heads, wide
 from axes.outputs import EPS, GATES, OUT_NORMS
-from axes.positions import rope_frequencies, rotate
+from axes.positions import rotate, rotation
 from axes.queries_keys import FEATURES, SCALES, unit_square
 from axes.rows import NORMALIZERS
 from mixers import recurrent_kernels
@@ -241,7 +241,7 @@ class StateRule(Choice):
     products: int = 2                           # vector-matrix products with a state per token: one write, one read
     has_weights: bool = True                    # u is linear in v, so attention weights exist
     slowed: Callable | None = None              # as `chunk`, but instead of o returns which tokens' rates it lowers
-    rope_positions: Callable = lambda positions, chunk: positions       # the positions by which RoPE rotates
+    rope_positions: Callable | None = None      # positions, chunk -> others, by which RoPE rotates
 
 
 def chunk_inputs(layer, q, k, v, forget, write, x):
@@ -513,7 +513,7 @@ class Recurrent(Mixer):
         past["tokens"] = past.get("tokens", 0) + x.shape[1]
         return {"past": past}
 
-    def projected(self, x, past=None):
+    def projected(self, x, past=None, turn=None):
         """Queries, keys and values (B, heads, T, width), after the short convolution and RoPE, if any."""
         y = self.c_attn(x)
         if self.choices["conv"].convolved:
@@ -524,11 +524,11 @@ class Recurrent(Mixer):
             y = self.choices["conv"].convolved(self, y)
         q, k, v = self.heads_of(y)
         if self.choices["pos"].rotates:
-            seen = 0 if past is None else past.get("tokens", 0)
-            positions = torch.arange(seen, seen + x.shape[1], device=x.device)
-            positions = self.rule.rope_positions(positions, self.args["chunk"])
-            frequency = rope_frequencies(self.config, self.width, x.device)
-            q, k = (rotate(y, frequency, positions) for y in (q, k))
+            if turn is None or self.rule.rope_positions:
+                seen, count = 0 if past is None else past.get("tokens", 0), self.rule.rope_positions
+                positions = torch.arange(seen, seen + x.shape[1], device=x.device)
+                turn = rotation(self.config, count(positions, self.args["chunk"]) if count else positions)
+            q, k = rotate(q, turn), rotate(k, turn)
         return q, k, v
 
     def attend(self, q, k, v, x, table=None, sight=None, past=None):

@@ -35,8 +35,7 @@ from data import tokens  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def fresh_start(monkeypatch):
-    """Every test draws the same numbers, whatever ran before it. Test servers need no proxy, and urllib forgets proxies
-    of its first request."""
+    """Every test draws the same numbers, whatever ran before it. Test servers need no proxy: urllib forgets its."""
     torch.manual_seed(bounds.SEED)
     np.random.seed(bounds.SEED)
     monkeypatch.setenv("no_proxy", "127.0.0.1")

@@ -32,8 +32,7 @@ def selection(attn="softmax", **choices):
 
 @st.composite
 def combinations(draw, *of):
-    """A recipe of these mixers (none: of all) with up to four axes changed, as choices for a GPTConfig of SIZES. Some
-    are illegal."""
+    """A recipe of these mixers (none: of all) with up to four axes changed, for a GPTConfig. Some are illegal."""
     recipes = mixers.attention.ATTENTIONS
     attn = draw(st.sampled_from([name for name in recipes if not of or recipes[name].get("mixer", "attention") in of]))
     mixer = mixers.MIXERS[recipes[attn].get("mixer", "attention")]
@@ -141,8 +140,7 @@ def attend_and_gradients(module, *qkvx, table=None):
 
 
 def with_gradients(function, inputs, parameters=()):
-    """A function's output and, for a random upstream gradient, the gradients of all inputs and of these parameters.
-    None: no gradient."""
+    """A function's output and, for a random upstream gradient, those of all inputs and parameters. None: none."""
     leaves = [a.detach().clone().requires_grad_() for a in inputs]
     o = function(*leaves)
     above = normal(*o.shape, stream=9).to(o)

@@ -180,8 +180,7 @@ def shares(module, x):
 
 
 def sinkhorn(s, iterations):
-    """exp(s), divided in turn by its sums over tokens and over groups. Without iterations only by the latter. Focus,
-    section 2."""
+    """exp(s), divided in turn by its sums over tokens and over groups. 0 iterations: by the latter. Focus, 2."""
     Q = torch.softmax(s, -1) if iterations == 0 else s.exp()
     for _ in range(iterations):
         Q = Q / Q.sum(1, keepdim=True)

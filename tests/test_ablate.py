@@ -26,8 +26,7 @@ def lively(**choices):
 
 
 def first_layer(**choices):
-    """The attention of the first layer, its inputs q, k, v, x, table, and a function that returns its output with a
-    change."""
+    """The attention of the first layer, its inputs q, k, v, x, table, and a function: its output with a change."""
     module, *inputs = in_every_layer(lambda *seen: seen, lively(**choices), token_ids(3, 17)[:, :-1])[0]
     return module, inputs, torch.no_grad()(lambda change, layer=0: change(module.attend, layer, module, *inputs))
 

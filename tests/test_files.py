@@ -216,8 +216,7 @@ REPLACE = {"type": "Replace", "pattern": {"String": "e"}}
     ({"normalizer": REPLACE | {"content": "x" * 300}}, "more than 100 tokens"), ({"model": {}}, ""),
     ({}, "more than 0.01 seconds")])
 def test_a_foreign_tokenizer_is_tried_in_a_process_of_its_own(damage, says, toy, tmp_path, monkeypatch):
-    """Some of these abort the process that loads them. The rest fail only at the first text, fill all memory, or take
-    too long."""
+    """Some abort the process that loads them. Others fail only at the first text, fill all memory, or are slow."""
     monkeypatch.setattr(coders, "MEMORY", 1 << 30)
     monkeypatch.setattr(coders, "SECONDS", coders.SECONDS if damage else 0.01)
     files.write_json(tmp_path / "tokenizer.json", files.read_json(toy / "tokenizer.json") | damage)

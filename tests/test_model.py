@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import attention
 import mixers
 from attention import ATTENTIONS
+from axes.base import linear
 from axes.positions import POSITIONS, rope_frequencies
 from model import GPT, MoE, hidden_width
 
@@ -189,6 +190,15 @@ def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(att
     same(cached, uncached)                      # ids: rounding is too small to change a draw
     context = cached[:, -16:] if POSITIONS[pos].embeds else cached
     same(gpt.generate(cached, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@torch.no_grad()
+def test_one_or_two_rows_take_another_way_to_the_same_product(rows):
+    inputs = normal(1, rows, 256), normal(1056, 256, stream=1), normal(1056, stream=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        close(linear(*(part.to(dtype) for part in inputs)), F.linear(*inputs), terms=16, dtype=dtype)
+    assert torch.backends.mkldnn.enabled
 
 
 def test_the_seed_decides_the_draws_and_model_and_global_generator_stay_as_they_were():

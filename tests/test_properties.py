@@ -100,7 +100,7 @@ def test_a_layer_equals_the_reference_from_x_to_all_its_gradients(choices, where
     """With projections and positions."""
     module, x = layer(**choices, **where, bias_range=20, dropout=0.5), normal(2, T, 32)         # for training alone
     names, parameters = zip(*module.named_parameters(), strict=True)
-    with mock.patch("axes.layer.rope_frequencies", exact_frequencies):
+    with mock.patch("axes.positions.rope_frequencies", exact_frequencies):
         found, expected = (dict(zip(("y", "dx", *names), with_gradients(form, [x], parameters), strict=True))
                            for form in (module, partial(reference.layer, module)))
     agree(found, expected, 1000 * T)             # lssar raises to the power 15

@@ -95,8 +95,7 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
 
 @pytest.mark.parametrize("attn", ["ttt", "titans"])
 def test_weights_of_a_learner_estimate_derivatives(attn):
-    """weights_of estimates the mean over channels of the derivatives of o_ic with respect to v_jc, along one direction
-    of random signs."""
+    """weights_of estimates the mean over channels c of the derivatives of o_ic by v_jc, along random signs."""
     module, x = layer(attn), normal(1, 20, 32)
     q, k, v = module.projected(x, None)
     jacobian = torch.autograd.functional.jacobian(lambda v: module.read(q, k, v[None], x)[0], v[0].detach())

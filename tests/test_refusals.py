@@ -190,8 +190,7 @@ def place(request, tmp_path_factory):
 
 @pytest.fixture
 def prepared(place, tmp_path, monkeypatch):
-    """prepared(line) makes a new folder the current one, copies the folders that the line names into it, and returns
-    the line's words."""
+    """prepared(line) enters a new folder, copies the folders that the line names into it, returns the line's words."""
     def prepare(line):
         line = line.replace("{new}", NEW)
         here = tmp_path / f"{len([*tmp_path.iterdir()])}" / "here"      # so that ".." is a small folder

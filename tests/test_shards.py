@@ -61,8 +61,7 @@ def join(out_dir):
 
 @pytest.mark.parametrize("before, after", [(1, 1), by_default(False, 2, 1), by_default(False, 2, 4)])
 def test_a_run_goes_on_from_parts_with_any_number_of_ranks(before, after, tmp_path, data):
-    """Joined, the parts are the ckpt.pt of a run without parts. A run can change the kind of its checkpoint, and has
-    one of them."""
+    """Joined, the parts are the ckpt.pt of a run without parts. A run can change its kind, and has one of them."""
     flags = (f"--dataset={data}", *SHARED, "--attn=elastic", "--max_iters=4", "--eval_interval=2")
     parts, whole, joined = (tmp_path / name for name in ("parts", "whole", "joined"))
     trained(before, *flags, f"--out_dir={parts}", "--shard=1", "--sharded_ckpt=1")

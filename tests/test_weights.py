@@ -212,8 +212,7 @@ def test_an_odd_entry_is_refused_unless_the_logits_are_those_of_transformers(kin
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_absent_key_has_the_default_of_its_family_and_every_key_of_its_class_is_known(kind):
-    """The file that transformers writes for its default model is read. Without one of its keys, it gives the same
-    model, or it is refused."""
+    """Read from the file that transformers writes. Without one of its keys, it gives the same model, or is refused."""
     transformers = pytest.importorskip("transformers")
     whole = transformers.AutoConfig.for_model(kind).to_dict()
     assert FAMILIES[kind].other.items() >= transformers.AutoConfig.for_model(kind).attribute_map.items()
