@@ -159,10 +159,11 @@ def grouped(a, b):
 
 def plain_softmax(q, k, v, scale, dropout):
     """Softmax attention by torch's own fused kernel."""
-    R, T = q.shape[2], k.shape[2]
+    R, T, mask = q.shape[2], k.shape[2], None
     if R == 1 and q.device.type == "cpu" and q.element_size() < 4:      # where that kernel is ten times slower
-        return weighted_sum(torch.softmax(scaled_scores(q, k, scale), -1), v, dropout)
-    mask = None
+        if T > 512:
+            return weighted_sum(torch.softmax(scaled_scores(q, k, scale), -1), v, dropout)
+        q, k, v = wide(q), wide(k), wide(v)     # few keys: converting them is faster still
     if 1 < R < T:                               # is_causal aligns rows with the first keys
         mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), Sight())
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=R == T and R > 1, scale=scale,

@@ -110,8 +110,7 @@ def in_every_layer(look, gpt, idx):
 
 
 def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):
-    """Random q (of the last R of T rows), k, v and x for module.attend. The queries are twice as long as the keys, so
-    that rows are far from uniform."""
+    """Random q (of the last R of T rows), k, v, x for module.attend. q is twice as long as k: rows are not uniform."""
     q, k, v = (normal(B, heads, T, width, stream=stream + n) for n, (heads, width) in enumerate(module.shapes.values()))
     x, first = normal(B, T, module.config.n_embd, stream=stream + 3), T - (R or T)
     of_x = 0 if module.config.mixer in ("recurrent", "performer", "focus") else first      # these need all tokens

@@ -16,8 +16,7 @@ PROGRAM = ("import sys; sys.path[:0] = sys.argv[1:3]; import attention, eval; "
 
 
 def compiled(*flags, folder="", **environment):
-    """The kernels that the command finds in a separate process, because this one may interpret them. folder: the first
-    place where modules are looked for."""
+    """The kernels that the command finds in a process that does not interpret them. folder: where modules come from."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     argv = [sys.executable, "-c", PROGRAM, folder, str(ROOT), *flags]
     return json.loads(subprocess.run(argv, env=env, stdout=subprocess.PIPE, check=True).stdout)["kernels"]

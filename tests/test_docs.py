@@ -134,8 +134,7 @@ OWN_PAGE = re.findall(r"```python\n(.*?)```", PAGES["docs/add-your-own.md"], re.
 
 @needs_triton
 def test_the_readers_own_rule_works(tmp_path):
-    """README's card of a rule, with its kernel of docs/add-your-own.md, put among the others: the recipe trains, and
-    its kernel equals the block loop."""
+    """README's card, with its kernel of docs/add-your-own.md: the recipe trains, and the kernel equals the loop."""
     card, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
     card, _, entry = card.partition("ATTENTIONS = {..., ")
     with_additions(tmp_path, ("attention.py", "# -+ the recipes\n", f"{card}{OWN_PAGE[0]}\n"),

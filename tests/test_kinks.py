@@ -52,8 +52,7 @@ def slopes_in_pytorch(rule, s, t, power):
 
 
 def slopes_in_triton(rule, s, t, power):
-    """The same by kernels.py. Keys and values are unit vectors, so q holds the scores and the output holds the weights.
-    Only the last row is used."""
+    """The same by kernels.py: keys and values are unit vectors, q holds the scores, and o's last row the weights."""
     n = len(s)
     q, eye = torch.zeros(1, 1, n, n, device=DEVICE), torch.eye(n, device=DEVICE).expand(1, 1, n, n)
     q[..., -1, :] = torch.tensor(s)

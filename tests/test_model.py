@@ -17,6 +17,7 @@ import mixers
 from attention import ATTENTIONS
 from axes.base import linear
 from axes.positions import POSITIONS, rope_frequencies
+from kernels import plain_softmax
 from model import GPT, MoE, hidden_width
 
 
@@ -128,8 +129,7 @@ def dense_experts(moe, x):
 
 @pytest.mark.parametrize("experts, active", [(4, 1), (5, 2), (3, 3), (40, 2)])
 def test_experts_equal_a_dense_sum_in_output_gradients_and_load(experts, active):
-    """Of 40 experts, some are chosen by no token: their gradient is 0 and not None. The load is the share of choices,
-    and the mean probability."""
+    """Of 40 experts, no token chooses some: their gradient is 0, not None. The load: shares of choices, and means."""
     moe = MoE(tiny_config(mlp="moe", n_expert=experts, n_active=active, bias=True)).double()
     for n, p in enumerate(moe.parameters()):
         p.data = 0.8 * normal(*p.shape, stream=n)                       # some inputs of SwiGLU are above 7
@@ -194,10 +194,13 @@ def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(att
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @torch.no_grad()
-def test_one_or_two_rows_take_another_way_to_the_same_product(rows):
+def test_decoding_steps_take_another_way_to_the_same_products(rows):
     inputs = normal(1, rows, 256), normal(1056, 256, stream=1), normal(1056, stream=2)
+    qkv = normal(rows, 2, 1, 8), normal(rows, 1, 600, 8, stream=1), normal(rows, 1, 600, 8, stream=2)
     for dtype in (torch.float32, torch.bfloat16):
         close(linear(*(part.to(dtype) for part in inputs)), F.linear(*inputs), terms=16, dtype=dtype)
+        o = plain_softmax(*(part.to(dtype) for part in qkv), 1.0, 0.0)
+        close(o, F.scaled_dot_product_attention(*qkv, scale=1.0, enable_gqa=True), terms=16, dtype=dtype, size=1.0)
     assert torch.backends.mkldnn.enabled
 
 
