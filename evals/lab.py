@@ -7,27 +7,19 @@ The command starts train.py once for each recipe and seed. At its end, train.py 
 and writes the figures to meta.json. The command collects them in a table, a JSON file and a picture.
 """
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
 import attention
 import mixers
 from common import files
 from common.flags import knob
 from common.runs import ROOT
-from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
-from evals.instrument import (
-    markdown, recipe_names, seeing, table, whole_numbers, window_batches)
+from evals.instrument import markdown, recipe_names, table, whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of, train_job
 from evals.lab_runs import OUT_DIR, SEEDS, SWEEPS
-from evals.measures import Probe, mean_of
 from evals.pictures import draw_recipes
-
-FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
 
 COLUMNS = {                                     # {column of the table: figure}
     "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle",
@@ -50,8 +42,7 @@ PANELS = {                                      # of the picture, {figure: (titl
 class Lab:
     """Flags of lab"""
     attn: str = knob("all", "recipes, separated by commas")
-    sweep: str = knob("", "instead of recipes, repeat this table of When Attention Sink Emerges",
-                      ("", *SWEEPS))
+    sweep: str = knob("", "instead of recipes, repeat this table of When Attention Sink Emerges", ("", *SWEEPS))
     seeds: str = knob(SEEDS, "seeds, separated by commas")
     out_dir: str = knob(OUT_DIR, "folder of the runs, a subfolder each; finished runs are not trained again")
     results: str = knob("", "save the table, the figures and the picture as this name with .md, .json and .png; "
@@ -85,53 +76,6 @@ def command(args, run):
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
     return numbers, f"{table(rows, header)}\n\nmeans over seeds {args.seeds}; saved as {place}.md, .json and .png"
-
-
-@torch.no_grad()
-def lab_figures(model, split, data_meta, machine, count=256):
-    """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
-
-    Losses are the excess over the loss of the true process, so 0 is perfect. *Copy* rows are queries at triggers,
-    *idle* rows all others, both from position 8. zero_cost is the increase of the loss when the first token's value is
-    zero, hide_cost the increase when no later row sees the first key (the rows' counts n do not change).
-    """
-    T = model.config.block_size
-    rows, = window_batches(model, split, machine, T, count, count)             # whole sequences (N, T + 1)
-    bayes, trigger = true_process(rows, data_meta)
-    late = torch.arange(T, device=rows.device) >= FIRST_ROW
-    kinds = {"idle": ~trigger & late, "copy": trigger & late, "all": torch.ones_like(trigger)}      # kinds of queries
-    probes = {kind: [Probe() for _ in model.transformer.h] for kind in kinds}
-
-    def see(layer, module, *inputs):
-        for kind, counted in kinds.items():
-            probes[kind][layer].see(module, *inputs, counted=counted)
-
-    # the same sequences three times: unchanged, without the first value, without the first key
-    changes = (seeing(see), value_zeroed(every_head(model)), key_hidden)
-    as_is, zero, hide = (losses_with(change, model, rows, machine) for change in changes)
-    excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
-    mean = {kind: mean_of(layers) for kind, layers in probes.items()}
-    figures = {"excess_loss": excess["all"], "excess_copy": excess["copy"], "excess_idle": excess["idle"]}
-    for name in ("sink", "share", "times_uniform", "row_mass", "extra"):
-        figures |= {f"{name}_{kind}": mean[kind][name] for kind in ("idle", "copy")}
-    figures |= {name: mean["all"][name] for name in (
-        "value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps")}
-    figures |= {"zero_cost": (zero - as_is).mean().item(), "hide_cost": (hide - as_is).mean().item()}
-    return {name: value for name, value in figures.items() if not math.isnan(value)}    # nan: undefined for this recipe
-
-
-def true_process(rows, data_meta):
-    """For sequences (N, T + 1), the loss of each target under the process that generated it, (N, T), and which queries
-    are triggers, (N, T)."""
-    x, y = rows[:, :-1], rows[:, 1:]
-    symbols = data_meta["symbols"]              # larger ids, BOS and the fixed token, are never copied
-    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # no token precedes the first query
-    trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
-    bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)   # (ids, symbols)
-    # after a trigger the token before it is certain, if it is a symbol; elsewhere the bigram row decides
-    p = torch.where(trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)])
-    p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0        # the fixed token's place is known
-    return -p.log(), trigger
 
 
 def rows_of(runs, sweep=""):

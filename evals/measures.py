@@ -50,7 +50,7 @@ MEASURES = {                                    # name: its meaning, printed und
 NAMES = {"sink": "first token", "alpha_sink": "sink, all rows", "density": "other tokens", "row_mass": "row sum",
          "extra": "extra key", "excess": "excess loss", "excess_loss": "excess loss, all rows"}
 
-IN_THE_LAB = {                                  # {figure of evals/lab.py: its meaning}; train.py prints the first five
+IN_THE_LAB = {                                  # {figure of the lab: its meaning}; train.py prints the first five
     "excess_copy": "nats above the best possible loss, where one key is needed; 2.3 without attention",
     "sink_idle": "weight on the first token, where no key is needed: near 1 is a sink",
     "sink_copy": "the same where one other key is needed: near 0 if the head copies",

@@ -9,6 +9,7 @@ import torch
 from common.flags import knob
 from evals.instrument import (
     Windows, explained, first_line, table, watch, whole_numbers, window_batches, with_meanings)
+from evals.lab_figures import lab_figures
 from evals.measures import IN_THE_LAB, MEASURES, Probe, mean_of
 from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
 from evals.stream import Stream, watching
@@ -83,7 +84,6 @@ def command(args, run):
                                "massive": max(place["massive"] for place in found["stream"])}
                               for T, found in sorted(by_length.items())]
     if args.all and "triggers" in run.data_meta:                        # only the sink lab's sequences have them
-        from evals.lab import lab_figures       # here, because it reads the list of all runs
         numbers["lab"] = lab_figures(run.model, run.split("val"), run.data_meta, run.machine)
     return numbers, "\n\n".join(tables(args, numbers))
 

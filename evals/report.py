@@ -3,6 +3,7 @@ import torch
 
 from data import tokens
 from evals.instrument import table, window_batches, with_meanings
+from evals.lab_figures import lab_figures
 from evals.loss import bits_per_byte, mean_loss
 from evals.measures import IN_THE_LAB, MEASURES
 from evals.probe import probe
@@ -28,7 +29,6 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
         return losses
     shares = load_of_experts(model, splits["val"], machine) if model.config.mlp == "moe" else {}
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
-        from evals.lab import lab_figures       # here, because it reads the list of all runs
         found = lab_figures(model, splits["val"], data_meta, machine)
         print(with_meanings({name: found[name] for name in [*IN_THE_LAB][:5] if name in found}, IN_THE_LAB))
         return losses | shares | found

@@ -14,7 +14,7 @@ import eval as eval_script
 from attention import ATTENTIONS
 from common.machine import Machine
 from data import tokens
-from evals import jobs, lab
+from evals import jobs, lab, lab_figures
 from evals.ablate import every_head, key_hidden, losses_with, unchanged, value_zeroed
 from evals.claims import ClaimsFlags
 from evals.instrument import markdown
@@ -36,7 +36,7 @@ def task(tmp_path_factory):
 def test_the_exact_loss_equals_its_enumeration_in_every_form(flags, tmp_path):
     folder = make(tmp_path / "x", "--sequences=200", *flags)
     about, rows = meta(folder), torch.from_numpy(sequences(folder))[:20]
-    loss, trigger = lab.true_process(rows, about)
+    loss, trigger = lab_figures.true_process(rows, about)
     for n, i in np.ndindex(*loss.shape):
         before, x, y = rows[n, i - 1].item() if i else 64, rows[n, i].item(), rows[n, i + 1].item()
         copies = x in about["triggers"]
@@ -53,12 +53,12 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
     gpt = GPT(tiny_config(block_size=T, vocab_size=66, attn=attn, pos="learned")).eval()
     for p in gpt.parameters():
         p.mul_(20 if p.dim() > 1 else 1)
-    found = lab.lab_figures(gpt, split, about, machine)
+    found = lab_figures.lab_figures(gpt, split, about, machine)
     rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, T, 256), T + 1, 66))
     as_is, zero, hide = (losses_with(change, gpt, rows, machine).double() for change in (
         unchanged, value_zeroed(every_head(gpt)), key_hidden))
     trigger, late = torch.isin(rows[:, :-1], torch.tensor(about["triggers"])), torch.arange(T) >= 8
-    excess, means = as_is - lab.true_process(rows, about)[0], {}
+    excess, means = as_is - lab_figures.true_process(rows, about)[0], {}
     for kind, counted in (("idle", late & ~trigger), ("copy", late & trigger), ("all", torch.ones_like(trigger))):
         probe = Probe()
         in_every_layer(lambda *seen, probe=probe, counted=counted: probe.see(*seen, counted=counted), gpt, rows[:, :-1])

@@ -11,7 +11,7 @@ import attention
 import kernels
 from evals.ablate import losses_with, unchanged
 from evals.instrument import Common, OpenedRun, seeing, watch, window_batches
-from evals.lab import FIRST_ROW, true_process
+from evals.lab_figures import FIRST_ROW, kinds_of_rows, true_process
 from evals.measures import split_extra
 from evals.stream import entering_the_score
 from model import GPT, GPTConfig
@@ -125,9 +125,7 @@ def rows(place):
     query with the first key. "effective" is the weight on the first key times the gate, over an even spread.
     Also by how much the loss rises without the extra key."""
     run, windows = opened(place)
-    trigger = true_process(windows, run.data_meta)[1]                   # (N, T)
-    late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW
-    kinds, found = {"idle": ~trigger & late, "copy": trigger & late}, {}
+    kinds, found = kinds_of_rows(true_process(windows, run.data_meta)[1]), {}
 
     def see(layer, module, q, k, v, x, table):
         if layer == 0:

@@ -9,7 +9,7 @@ from common.runs import RESUME
 from evals.ablate import output_fixed, output_zeroed, unchanged, value_zeroed, window_losses
 from evals.instrument import Common, OpenedRun, instead, window_batches
 from evals.jobs import Job, do, result_of, val_losses
-from evals.lab import true_process
+from evals.lab_figures import true_process
 from evals.measures import Probe
 
 # ------------------------------------------------------------------------------------------------------ history or loss
