@@ -308,11 +308,11 @@ def table(rows, header):
 
 
 def markdown(rows, header):
-    """The same table in markdown. Every cell is a string."""
-    line = "| " + " | ".join(["---"] * len(header)) + " |"
+    """A table in markdown whose columns are also aligned in a terminal. Every cell is a string."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
-    head, *body = ("| " + " | ".join(row) + " |" for row in cells)
-    return "\n".join([head, line, *body])
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
 
 
 def legend(meanings):

@@ -60,7 +60,7 @@ def runs(tmp_path_factory, data):
 
 def test_two_seeds_of_one_recipe_share_a_row_and_with_anyway_budgets_may_differ(runs, capsys):
     eval_script.main(["compare", "--device=cpu", "--windows=4", f"--out_dir={runs}/*", "--anyway", "--md"])
-    said = capsys.readouterr().out.splitlines()
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     rows = {line.split(" | ")[0]: line for line in said[2:5]}
     assert rows.keys() == {"| softmax", "| elastic --max_iters=8", "| elastic --max_iters=4"}
     assert said[0].startswith("| recipe | runs | loss |") and f" {8 * 4 * 16:,} |" in rows["| elastic --max_iters=8"]

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 
 from common import files
+from evals.instrument import markdown
 from evals.jobs import all_jobs
 from evals.lab_runs import PUBLIC
 from evals.ledger.claim import (
@@ -20,15 +21,6 @@ from evals.ledger.experiments import jobs_of
 from evals.pictures import pyplot, save_figure
 
 PAGES = "results/claims"                        # the folder of the pages
-
-
-def table(header, rows):
-    """A table in markdown whose columns are also aligned in a terminal."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
-    head, *body = ("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
-    return "\n".join([head, "| " + " | ".join("-" * width for width in widths) + " |", *body])
-
 
 # --------------------------------------------------------------------------------------------------------- all claims
 
@@ -69,7 +61,7 @@ def counts(verdicts):
     reasons = Counter(every["claim"].why for every in verdicts.values() if every["claim"] == MIXED)
     return "\n\n".join([f"{len(own)} claims of five papers. {missing} are not run here.\n{moved} of the {len(decided)} "
                         "decided ones owe their verdict to a bound that was changed after numbers had been seen.",
-                        table(["evidence", *VERDICTS[:-1]], [[name, *row] for name, row in rows.items()]),
+                        markdown([[name, *row] for name, row in rows.items()], ["evidence", *VERDICTS[:-1]]),
                         "\n".join(["mixed, and why:", *(f"  {n:>2}  {why}" for why, n in reasons.most_common())]),
                         "\n".join(f"{name}: {(GRADES | KINDS)[name]}" for name in rows)])
 
@@ -106,7 +98,7 @@ def section(claim, here, verdicts, first=None, words=True):
                      quantity.bound.agrees or (f"needs {quantity.bound.needs}" if quantity.bound.needs else "-"),
                      quantity.bound.contradicts or "-", effect(quantity)] for quantity in verdicts[name].quantities]
             parts += [f"{name or 'As written'}: {verdicts[name]}{reason(verdicts[name])}, {reading.grade}{seeds}"
-                      f"{tested}.", table(["", "agrees", "contradicts", "ours"], rows)]
+                      f"{tested}.", markdown(rows, ["", "agrees", "contradicts", "ours"])]
     if here and "" in claim.readings and "" not in here:
         parts += ["As written: not run here."]
     if not here:
@@ -126,7 +118,7 @@ def details(claim, here, folders):
             seeds = here[name]["seeds"]
             rows = [[column, run, *(mean_of([value]) for value in values)]
                     for column, group in here[name]["numbers"].items() for run, values in group.items()]
-            parts += [table(["", "run", *(f"seed {seed}" if seed else "" for seed in seeds)], rows),
+            parts += [markdown(rows, ["", "run", *(f"seed {seed}" if seed else "" for seed in seeds)]),
                       made(claim, here[name])]
         else:
             seeds = claim.seeds_of(reading, [2])
@@ -201,7 +193,7 @@ def write_pages(folder, found, verdicts, first):
     rows = sorted(([f"`{claim.id}`", change.date, *change.changed.split(" -> "), change.verdicts.replace("->", "→"),
                     change.why] for claim in CLAIMS.values() for change in claim.changes), key=lambda row: row[1])
     with files.replacing(folder / "changes.md", "w") as f:
-        log = table(["claim", "date", "before", "after", "verdict", "why"], rows)
+        log = markdown(rows, ["claim", "date", "before", "after", "verdict", "why"])
         f.write(f"{WORDS['texts']['changes']}\n\n{log}\n")
 
 
