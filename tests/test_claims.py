@@ -27,7 +27,7 @@ from evals.lab_runs import RECIPES, SETUPS, SWEEPS, train_flags
 from evals.ledger import checks, claim, experiments, later, quantities, routing, view
 from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Quantity, Reading, judge, readable
 from evals.ledger.experiments import COMMANDS, LOOKS, jobs_of
-from evals.ledger.quantities import interval
+from evals.ledger.quantities import TOGETHER, interval, reach
 from model import GPTConfig
 
 A, M, C, N, NOT_RUN = claim.VERDICTS            # agrees, mixed, contradicts, not testable, not run here
@@ -194,15 +194,15 @@ def test_the_quantities_of_claims_without_committed_numbers():
     """The pages have their bounds, but no numbers of theirs."""
     speeds = {f"{name} at {T}": {"kernels": np.array([speed])} for T, *pair in (
         (1024, 2, 1), (4096, 1, 3), (16_384, 2, 10)) for name, speed in zip(("torch", "TRA"), pair, strict=True)}
-    close(np.concatenate([*quantities.growth_of_speedup(speeds).values()]), [2.5, 2])
+    close(np.concatenate([*TOGETHER["growth_of_speedup"](speeds).values()]), [2.5, 2])
     leads = {f"gain at {T}": {"tda": T + np.arange(3), "softmax": np.arange(3)} for T in (512, 1024, 2048)}
     leads |= {f"error at {T}": {"tda": [3] * 3, "softmax": [4] * 3} for T in (512, 1024, 2048)}
-    close([*quantities.lead_in_errors(leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
-    close([*quantities.growth_of_share({"dormant": dict(small=[.1, .3], medium=[.5], large=[.1])}).values()], [.3, -.4])
+    close([*TOGETHER["lead_in_errors"](leads).values()], [512 / 5, 1024 / 5, 2048 / 5])
+    close([*TOGETHER["growth_of_share"]({"dormant": dict(small=[.1, .3], mid=[.5], large=[.1])}).values()], [.3, -.4])
     bias = 1.0 * (np.arange(200) < np.array([[40], [60], [80]]))        # of three heads, smoothed over five distances
-    assert quantities.reach(bias) == 61 and np.isnan(quantities.reach(bias + 0.2))  # the latter does not fade
+    assert reach(bias) == 61 and np.isnan(reach(bias + 0.2))                # the latter does not fade
     before, after = ({"alibi-learned": np.array(slopes)} for slopes in ([.5, .25], [.6, .2]))
-    close(quantities.change_of_slopes({"slopes at first": before, "slopes": after}), 0.2)
+    close(TOGETHER["change_of_slopes"]({"slopes at first": before, "slopes": after}), 0.2)
     ratios = {"forward": {"kernels": [0.5]}, "forward and backward": {"kernels": [0.8]}}
     found = judge(CLAIMS["elastic-two-pass"].readings[""], ratios).quantities
     close(np.concatenate([part.values for part in found]), [2, 1.25])

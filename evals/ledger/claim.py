@@ -60,7 +60,7 @@ class Bound:
     quantity: str                               # COLUMN, or some of its runs, COLUMN[RUN RUN], perhaps with " / " or
                                                 # " - " and another column or a run of the same one. FUNCTION(..) of
                                                 # quantities.py: of EACH, around any of these or around a COLUMN; or
-                                                # one of the others, FUNCTION(ARGUMENT; ARGUMENT)
+                                                # of TOGETHER, FUNCTION(ARGUMENT; ARGUMENT)
     agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
@@ -392,7 +392,7 @@ def values_of(quantity, n):
         name, inside = call.groups()
         if name in quantities.EACH:
             return {run: quantities.EACH[name](values) for run, values in values_of(inside, n).items()}
-        values = getattr(quantities, name)(n, *filter(None, inside.split("; ")))
+        values = quantities.TOGETHER[name](n, *filter(None, inside.split("; ")))
         return values if isinstance(values, dict) else {"": values}
     column, sign, other = re.fullmatch(r"(.*?)(?: ([/-]) (.*))?", quantity).groups()
     column, _, runs = column.partition("[")

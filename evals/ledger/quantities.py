@@ -1,8 +1,8 @@
 """The quantities of claims that are more than a column. A bound in a .toml file names one by its function.
 
-Functions of EACH take one run's array (seeds, ..) and return (seeds,). All others take n, {column: {run: array}} of a
-reading, and return an array (seeds,) or {name: (seeds,)}. nan means that it cannot be tested. If an error is read over
-windows, arrays are (seeds, windows).
+Those of EACH take one run's array (seeds, ..) and return (seeds,). Those of TOGETHER take n, {column: {run: array}} of
+a reading, and return an array (seeds,) or {name: (seeds,)}. nan means that it cannot be tested. If an error is read
+over windows, arrays are (seeds, windows).
 """
 import functools
 import math
@@ -108,18 +108,6 @@ def reach(bias):
     return np.median([np.flatnonzero(curve >= curve.max() / 10)[-1] for curve in smooth])
 
 
-def first_tau_over(tau, which):
-    """The mean tau of layer 1, less the "max" of the layers up to two thirds, or the "min" of all others."""
-    first, *others = tau.mean(2).T              # each (seeds,)
-    return first - getattr(np, which)(others[:max(1, len(others) * 2 // 3)] if which == "max" else others, 0)
-
-
-def deviation_on_top(tau):
-    """The deviation over heads in the upper third of the layers, over that in the middle third."""
-    _, middle, upper = thirds(tau.std(2))
-    return upper / middle
-
-
 def use_variation(alpha):
     """The coefficient of variation of the use, 1 - the weight on the sink, of the heads that eq. 9 of Native MoE
     balances: those of layer 2 but the most used one."""
@@ -146,9 +134,12 @@ EACH = {                                        # alpha: each head's weight on t
     "layers": lambda x: x.shape[1],
     "reach": reach,
     "last_quarter": lambda bias: np.median(tails(bias), (1, 2)),
-    "first_over_largest": lambda tau: first_tau_over(tau, "max"),
-    "first_over_smallest": lambda tau: first_tau_over(tau, "min"),
-    "deviation_on_top": deviation_on_top,
+    # the mean tau of layer 1, less the largest of the layers up to two thirds, or the smallest of all others
+    "first_over_largest": lambda tau: tau[:, 0].mean(1) - tau[
+        :, 1:max(2, 1 + (tau.shape[1] - 1) * 2 // 3)].mean(2).max(1),
+    "first_over_smallest": lambda tau: tau[:, 0].mean(1) - tau[:, 1:].mean(2).min(1),
+    # the deviation over heads in the upper third of the layers, over that in the middle third
+    "deviation_on_top": lambda tau: thirds(tau.std(2))[2] / thirds(tau.std(2))[1],
     # pairs (1, layers, 2) of the first token and the others: the median over the layers after the first
     "first_over_others": lambda pairs: np.median(pairs[:, 1:, 0] / pairs[:, 1:, 1], 1),
     "median": np.median,
@@ -175,29 +166,9 @@ def noise(n, column):
     return np.mean([values.std(ddof=1) for values in n[column].values() if len(values) > 1] or [np.nan])
 
 
-def over_largest(n, column, run):
-    """A run, less the largest of the others."""
-    return n[column][run] - np.max([values for name, values in n[column].items() if name != run], 0)
-
-
-def over_lowest_in_sd(n, column, run):
-    """The mean of a run, less the lowest, in SD over seeds."""
-    return (n[column][run].mean() - min(means(n, column).values())) / noise(n, column)
-
-
 def range_of_means(n, column, left_out=""):
     """The largest mean less the smallest, without one run."""
     return np.ptp([mean for run, mean in means(n, column).items() if run != left_out])
-
-
-def range_in_sd(n, column):
-    return range_of_means(n, column) / noise(n, column)
-
-
-def count_below(n, column, run):
-    """How many runs have a lower mean than this one."""
-    found = means(n, column)
-    return sum(mean < found[run] for mean in found.values())
 
 
 def growths(found):
@@ -205,45 +176,12 @@ def growths(found):
     return {f"{one} to {following}": found[following] - found[one] for one, following in pairwise(found)}
 
 
-def less_each(n, column, run, others):
-    return {name: n[column][run] - n[column][name] for name in others.split()}
-
-
-def extreme(n, which, column, runs):
-    """The "max" or "min" over runs."""
-    return getattr(np, which)([n[column][run] for run in runs.split()], 0)
-
-
-# --------------------------------------------------------------------------------------------------- [1] Lazy Attention
-
-
-def zeros_less_removed(n):
-    return n["zeros"]["elastic"] + n["mass"]["elastic"] - 1
-
-
-def largest_lead(n):
-    """The largest lead of the fixed token over the first token, over its places."""
-    places = [column.removeprefix("fixed") for column in n if column.startswith("fixed")]
-    return np.max([n[f"fixed{place}"]["softmax"] - n[f"first{place}"]["softmax"] for place in places], 0)
-
-
-def states_apart(n):
-    """The largest distance of the hidden states with relative positions, of trained and of untrained models."""
-    return np.max([values for name, values in n["spread"].items() if name.startswith(("rope", "alibi"))], 0)
-
-
-def change_by_bias(n):
-    loss = n["loss"]
-    return {"softmax": loss["rope+bias"] - loss["softmax"], "elastic": loss["lazy"] - loss["elastic"]}
-
-
 def inhibiting(n, condition=""):
     """The shares of the upper half's heads that meet each of three conditions, and all of them; or one of these."""
     curves = n["bias"]["lazy"][:, n["bias"]["lazy"].shape[1] // 2:]     # (seeds, layers, heads, W)
-    lowest = curves[..., 1:].argmin(-1) + 1
-    signs = (curves[..., 1] > 0) & (curves[..., 2:11].mean(-1) < 0)
-    place = (lowest >= 2) & (lowest <= 30)
-    back = np.abs(curves[..., 101:].mean(-1)) < 0.5 * np.abs(curves[..., 2:11].mean(-1))
+    lowest, near = curves[..., 1:].argmin(-1) + 1, curves[..., 2:11].mean(-1)
+    signs, place = (curves[..., 1] > 0) & (near < 0), (lowest >= 2) & (lowest <= 30)
+    back = np.abs(curves[..., 101:].mean(-1)) < 0.5 * np.abs(near)
     met = {"all three": signs & place & back, "signs": signs, "place of the lowest": place, "recovered": back}
     found = {name: heads.mean((1, 2)) for name, heads in met.items()}
     return found[condition] if condition else found
@@ -252,8 +190,8 @@ def inhibiting(n, condition=""):
 def increase(n, one, sign, other):
     """The increase of the loss of one of (softmax, elastic, lazy), over or less that of another, by length."""
     found = {}
-    for column, (softmax, elastic, lazy) in ((column, group.values()) for column, group in n.items()):
-        more = {"softmax": softmax, "elastic": elastic, "lazy": lazy}
+    for column, group in n.items():
+        more = dict(zip(("softmax", "elastic", "lazy"), group.values(), strict=True))
         found[column] = more[one] / more[other] if sign == "over" else more[one] - more[other]
     return found
 
@@ -261,9 +199,6 @@ def increase(n, one, sign, other):
 def change_of_slopes(n):
     before, after = (n[column]["alibi-learned"] for column in ("slopes at first", "slopes"))
     return np.mean(np.abs(after - before) / before)
-
-
-# --------------------------------------------------------------------------------- [2] Threshold Differential Attention
 
 
 def over_theorem(n, column):
@@ -275,11 +210,6 @@ def over_theorem(n, column):
         theirs = kappa if column == "survivors" else kappa ** 2 / lengths
         found[f"kappa {kappa}"] = np.max((mean - 3 * error) / theirs)
     return found
-
-
-def entropy_over_softmax(n):
-    """TRA's entropy at the longest length, over that of softmax."""
-    return n["tra"]["survivors"][:, -1] / n["softmax"]["survivors"][:, -1].mean()
 
 
 def middle_less_others(n, column):
@@ -331,20 +261,8 @@ def speedup(n):
     return {T: speed[f"TRA at {T}"] / speed[f"torch at {T}"] for T in (1024, 4096, 16_384)}
 
 
-def growth_of_speedup(n):
-    """By how much the speedup grows from one length to the next."""
-    return growths(speedup(n))
-
-
-# ----------------------------------------------------------------------------------------- [3] Focus and [4] Native MoE
-
 # of focus-frozen: a router of 16 dimensions, a window of 128
 WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w256"}
-
-
-def increase_with_window(n):
-    """The increase of the loss from each window size that was run to the next."""
-    return growths({width: n["loss"][run] for width, run in WINDOWS.items() if run in n["loss"]})
 
 
 def better_form_less(n, rival):
@@ -354,24 +272,6 @@ def better_form_less(n, rival):
     form = min(("gate", "top-2"), key=lambda name: np.mean(losses[name]))
     return losses[form] - losses[f"untrained {form}" if rival == "untrained" else rival]
 
-
-def growth_of_gap(n):
-    """By how much more top-2 loses at 512 tokens than at 256, by windows in about the same places."""
-    near, far = (n[f"top-2 at {T}"]["focus-short"] - n[f"full at {T}"]["focus-short"] for T in (256, 512))
-    return far - near
-
-
-def loss_and_dominance(n):
-    """The rank correlation of a run's mean loss and its mean dominance over layers."""
-    return rank_correlation(*([*means(n, column).values()] for column in ("loss", "dominance")))
-
-
-def growth_of_share(n):
-    """By how much the share of dormant heads grows from each model to the next larger one."""
-    return growths(means(n, "dormant"))
-
-
-# -------------------------------------------------------------------------------------- [5] When Attention Sink Emerges
 
 SUM_TO_ONE = "softmax v_bias gated entmax sparsemax lssar sigmoid_norm elu_norm linear diff".split()
 NORMS = ("value-norm-0", "value-norm-1", "value-norm-5", "value-norm-20")
@@ -384,13 +284,50 @@ def share_with_sink(n, measure, rows):
                     for name in n["raw"] if (name in SUM_TO_ONE) == (rows == "sum to one")], 0)
 
 
-def by_a_sum_of_one(n):
-    """By how much larger the share of recipes with a sink is where rows sum to one, by both measures."""
-    return {measure: share_with_sink(n, measure, "sum to one") - share_with_sink(n, measure, "need not")
-            for measure in ("shares", "weights")}
-
-
 def step_back(n):
     """The largest step of either weight in the wrong direction, over all norms."""
     bias, first = (np.diff([n[column][run] for run in NORMS], axis=0) for column in ("bias", "first"))
     return np.maximum(bias.max(0), -first.min(0))                       # (seeds,)
+
+
+TOGETHER = {function.__name__: function for function in (
+    range_of_means, inhibiting, increase, change_of_slopes, over_theorem, middle_less_others, over_larger_view,
+    over_lengths, order_of_losses, noise_less_gap, lead_in_errors, speedup, better_form_less, share_with_sink,
+    step_back)} | {
+    "over_largest": lambda n, column, run: n[column][run] - np.max(
+        [values for name, values in n[column].items() if name != run], 0),
+    "over_lowest_in_sd": lambda n, column, run: (
+        n[column][run].mean() - min(means(n, column).values())) / noise(n, column),
+    "range_in_sd": lambda n, column: range_of_means(n, column) / noise(n, column),
+    # how many runs have a lower mean than this one
+    "count_below": lambda n, column, run: sum(mean < means(n, column)[run] for mean in means(n, column).values()),
+    "less_each": lambda n, column, run, others: {name: n[column][run] - n[column][name] for name in others.split()},
+    "extreme": lambda n, which, column, runs: getattr(np, which)([n[column][run] for run in runs.split()], 0),
+    # [1] Lazy Attention
+    "zeros_less_removed": lambda n: n["zeros"]["elastic"] + n["mass"]["elastic"] - 1,
+    # of the fixed token over the first token, over its places
+    "largest_lead": lambda n: np.max([n[column]["softmax"] - n[column.replace("fixed", "first")]["softmax"]
+                                      for column in n if column.startswith("fixed")], 0),
+    # the largest distance of the hidden states with relative positions, of trained and of untrained models
+    "states_apart": lambda n: np.max([values for name, values in n["spread"].items()
+                                      if name.startswith(("rope", "alibi"))], 0),
+    "change_by_bias": lambda n: {"softmax": n["loss"]["rope+bias"] - n["loss"]["softmax"],
+                                 "elastic": n["loss"]["lazy"] - n["loss"]["elastic"]},
+    # [2] Threshold Differential Attention: TRA's entropy at the longest length, over that of softmax
+    "entropy_over_softmax": lambda n: n["tra"]["survivors"][:, -1] / n["softmax"]["survivors"][:, -1].mean(),
+    "growth_of_speedup": lambda n: growths(speedup(n)),
+    # [3] Focus: from each window size that was run to the next
+    "increase_with_window": lambda n: growths(
+        {width: n["loss"][run] for width, run in WINDOWS.items() if run in n["loss"]}),
+    # by how much more top-2 loses at 512 tokens than at 256, by windows in about the same places
+    "growth_of_gap": lambda n: np.subtract(*(n[f"top-2 at {T}"]["focus-short"] - n[f"full at {T}"]["focus-short"]
+                                             for T in (512, 256))),
+    # the rank correlation of a run's mean loss and its mean dominance over layers
+    "loss_and_dominance": lambda n: rank_correlation(
+        *([*means(n, column).values()] for column in ("loss", "dominance"))),
+    # [4] Native MoE: of the share of dormant heads, from each model to the next larger one
+    "growth_of_share": lambda n: growths(means(n, "dormant")),
+    # [5] When Attention Sink Emerges: by how much larger the share of recipes with a sink is where rows sum to one
+    "by_a_sum_of_one": lambda n: {measure: share_with_sink(n, measure, "sum to one") - share_with_sink(
+        n, measure, "need not") for measure in ("shares", "weights")},
+}
