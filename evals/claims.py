@@ -32,7 +32,7 @@ from evals.instrument import whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of
 from evals.lab_runs import OUT_DIR, SEEDS
 from evals.ledger import view
-from evals.ledger.claim import CLAIMS, COSTS, NOT_RUN, judge, readable, verdicts_of
+from evals.ledger.claim import CLAIMS, COSTS, NOT_RUN, judge, verdicts_of
 from evals.ledger.experiments import COMMANDS, LOOKS, TIMED, jobs_of
 
 draw = view.draw
@@ -61,13 +61,11 @@ class ClaimsFlags:
 
     def __post_init__(self):
         whole_numbers(self.seeds, "seeds")
-        named = [part.partition("@")[::2] for part in asked_for(self.run)]
-        for name, where in named:
+        for name, where in [(self.show, ""), *(part.partition("@")[::2] for part in asked_for(self.run))]:
             if name in CLAIMS and where and where not in CLAIMS[name].readings:
                 raise ValueError(f"--run={name}@{where}: {name} has no such reading; it has "
                                  f"{', '.join(filter(None, CLAIMS[name].readings))}")
-        for name in [*([self.show] if self.show else []), *(name for name, _ in named)]:
-            if name not in CLAIMS and (name not in COSTS or name == self.show):
+            if name and name not in CLAIMS and (name not in COSTS or name == self.show):
                 more = "" if name == self.show else f"; --run also takes {', '.join([*COSTS][:-1])}"
                 raise ValueError(f"there is no claim {name!r}{nearest(name, [*COSTS, *CLAIMS]) or '.'} "
                                  f"python eval.py claims names them all{more}")
@@ -108,11 +106,9 @@ def command(args, run):
 def compared(asked, found, committed):
     """A line for each of these readings: its verdict on the numbers found and on the committed ones."""
     def verdict(claim, where, numbers):
-        if where not in numbers.get(claim.id, {}):
-            return NOT_RUN
-        here = numbers[claim.id][where]
-        seeds = view.said_seeds(here)
-        return judge(claim.readings[where], here["numbers"]) + (f" ({seeds})" if seeds else "")
+        here = numbers.get(claim.id, {}).get(where)
+        seeds = here and view.said_seeds(here)
+        return (judge(claim.readings[where], here["numbers"]) if here else NOT_RUN) + (f" ({seeds})" if seeds else "")
     return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}; "
                      f"committed: {verdict(claim, where, committed)}" for claim, where, _ in asked)
 
@@ -131,9 +127,8 @@ def stored(place):
     """{claim: {where: numbers}} of a file of results. Raises ValueError if it is damaged."""
     content = files.read_json(place)
     try:
-        found = readable(content["claims"])
-        verdicts_of(found)                      # raises if they are not numbers
-        return found
+        verdicts_of(content["claims"])          # raises if they are not numbers
+        return content["claims"]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise ValueError(f"{place} holds no results of claims: restore it, or name another file by --results") from None
 
@@ -191,12 +186,13 @@ def merged(old, new):
     stay = [seed for seed in old["seeds"] if seed not in new["seeds"]]
     if not stay:
         return new
-    seeds = sorted(stay + new["seeds"])
-    numbers = {column: {run: [old["numbers"][column][run][old["seeds"].index(seed)] if seed in stay else
-                              values[new["seeds"].index(seed)] for seed in seeds] for run, values in group.items()}
-               for column, group in new["numbers"].items()}
+
+    def both(column, run):                      # sorted by seed
+        kept, found = (dict(zip(part["seeds"], part["numbers"][column][run], strict=True)) for part in (old, new))
+        return [value for _, value in sorted((kept | found).items())]
+    numbers = {column: {run: both(column, run) for run in group} for column, group in new["numbers"].items()}
     earlier = {name: value for name, value in old.items() if name != "numbers"} | {"seeds": stay}
-    return new | {"seeds": seeds, "numbers": numbers, "earlier": earlier}
+    return new | {"seeds": sorted(stay + new["seeds"]), "numbers": numbers, "earlier": earlier}
 
 
 def numbers_of(reading, jobs):

@@ -4,7 +4,6 @@ import math
 import os
 import re
 import statistics
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from evals.instrument import Common, OpenedRun, Overrides, window_batches
 from evals.jobs import Job, Place, all_jobs
 from evals.lab_runs import RECIPES, SETUPS, SWEEPS, train_flags
 from evals.ledger import checks, claim, experiments, later, quantities, routing, view
-from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Quantity, Reading, judge, readable
+from evals.ledger.claim import CLAIMS, PAPERS, SOFTMAX_SINK, Bound, Quantity, Reading, judge
 from evals.ledger.experiments import COMMANDS, LOOKS, jobs_of
 from evals.ledger.quantities import TOGETHER, interval, reach
 from model import GPTConfig
@@ -73,7 +72,7 @@ def chance(condition, values, errors):
         return float(not all(eval(f"x {condition}", {"x": x}) for x in values))
     n, mean = len(values), sum(values) / len(values)
     error = math.hypot(*errors) / n if errors else statistics.stdev(values) / n ** 0.5
-    t = (mean - float(Fraction(bound))) / error
+    t = (mean - eval(bound)) / error
     return tail(t if sign[0] == ">" else -t, 0 if errors else n - 1)
 
 
@@ -359,9 +358,10 @@ def test_claims_are_measured_once_also_after_a_failure_and_further_seeds_are_add
 
 def test_the_pages_and_their_verdicts_are_those_that_the_command_writes(tmp_path):
     """If not, run python eval.py claims --pages=results/claims. They have each quantity with its bounds and verdict."""
-    assert all(CLAIMS[name].readings[where].fits(kept["numbers"])
-               for name, found in COMMITTED.items() for where, kept in found.items())
-    found, first = claims.with_new_seeds(readable(COMMITTED), claims.stored(claims.AGAIN))
+    assert all({column: runs.split() for column, (_, runs) in CLAIMS[name].readings[where].reads.items()} == {
+        column: [*group] for column, group in kept["numbers"].items()}
+        for name, found in COMMITTED.items() for where, kept in found.items())
+    found, first = claims.with_new_seeds(COMMITTED, claims.stored(claims.AGAIN))
     view.write_pages(tmp_path, found, claim.verdicts_of(found), first)
     written = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
     assert written == {page.name: page.read_text() for page in (ROOT / "results/claims").glob("*.md")}

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evals.lab_runs import PUBLIC, SETUPS, TIMED, expanded, read_toml
+from evals.lab_runs import PUBLIC, SETUPS, TIMED, expanded, fields, read_toml
 from evals.ledger import quantities
 from evals.ledger.experiments import CONSTANT
 
@@ -107,11 +107,6 @@ class Reading:
         judged = self.reads, [astuple(bound) for bound in self.bounds], self.fails
         return hashlib.sha256(repr(judged).encode()).hexdigest()[:12]
 
-    def fits(self, numbers):
-        """Do these numbers have the reading's columns and runs?"""
-        return {column: runs.split() for column, (_, runs) in self.reads.items()} == {
-            column: list(group) for column, group in numbers.items()}
-
 
 class Change(NamedTuple):
     """One change of a claim's words or bounds. verdicts: before and after, on the same numbers unless `why` says
@@ -185,34 +180,29 @@ class Claim:
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
-def claims_of(path):
-    """A paper's title, its full name, and its claims {id: Claim}."""
-    rows = read_toml(path)
-    title, cited = rows.pop("title"), rows.pop("cited")
-    return title, cited, {name: claim_of(name, title, row) for name, row in rows.items()}
-
-
 def claim_of(name, paper, row):
-    """One table of a file."""
+    """The Claim of one table."""
     about = row.pop("about")
     variations = tuple(about.pop("variations", "").split())
     how = {key: about.pop(key) for key in ("fails", "own_grade", "aside") if key in about}
     texts = {key: " ".join(row.get(key, "").split()) for key in ("says", "theirs", "tested", "note")}
     changes = tuple(Change(*line.split(" | ")) for line in lines(row.get("changes", "")))
-    elsewhere = {where: part for where, part in row.items() if isinstance(part, dict)}
-    reads, found = columns_of(row.get("reads", "")), {}
+    reads, bounds, found = columns_of(row.get("reads", "")), bounds_of(row), {}
     if reads:
-        found[""] = Reading(reads, bounds_of(row), **how)
+        found[""] = Reading(reads, bounds, **how)
         how.pop("own_grade", None)
     for setup in variations:
         moved = {column: (path, " ".join(f"{run.partition('@')[0]}@{setup}" for run in runs.split()))
                  for column, (path, runs) in reads.items()}
         needed = {SOFTMAX_SINK: ("times_uniform_idle", "softmax@nobos")} if setup == "nobos" else {}
-        found[setup] = Reading(moved | needed, bounds_of(row), **how)
-    for where, part in elsewhere.items():
-        bounds = bounds_of(part) or bounds_of(elsewhere.get(part.get("bounds_of"), row))
-        text = part.get("reads") or with_changes(row["reads"], part["like"])
-        found[where] = Reading(columns_of(text), bounds, **how | part.get("about", {}))
+        found[setup] = Reading(moved | needed, bounds, **how)
+    for where, part in row.items():
+        if isinstance(part, dict):
+            text = part.get("reads", row.get("reads"))
+            for change in fields(part.get("like", "")):
+                text = text.replace(*change.split(" -> ")) if change else text
+            own = bounds_of(part) or bounds_of(row.get(part.get("bounds_of"), row))
+            found[where] = Reading(columns_of(text), own, **how | part.get("about", {}))
     asked = (Bound(SOFTMAX_SINK, SOFTMAX_SINK, needs=f">= {LEAST_SINK}"),)
     found = {where: replace(reading, bounds=reading.bounds + asked * (SOFTMAX_SINK in reading.reads))
              for where, reading in found.items()}
@@ -222,12 +212,6 @@ def claim_of(name, paper, row):
 def lines(text):
     """The lines of a table."""
     return re.sub(r"\n +", " ", text.strip()).splitlines()
-
-
-def with_changes(text, like):
-    for change in like.split(" | "):
-        text = text.replace(*change.split(" -> "))
-    return text
 
 
 def columns_of(text):
@@ -259,15 +243,10 @@ def bounds_of(part):
 SIGNS = {"<=": np.less_equal, "<": np.less, ">=": np.greater_equal, ">": np.greater, "==": np.equal}
 
 
-def number(text):
-    """"0.3" or "1/3" as a float."""
-    return float(Fraction(text))
-
-
 def parts_of(condition):
-    """A condition as pairs of a sign and a number: "0.4 to 0.8" is [(">=", 0.4), ("<=", 0.8)]."""
+    """A condition as pairs of a sign and a number: "0.4 to 4/5" is [(">=", 0.4), ("<=", 0.8)]."""
     low, to, high = condition.partition(" to ")
-    return [(">=", number(low)), ("<=", number(high))] if to else [(sign, number(x)) for sign, x in [low.split(" ")]]
+    return [(sign, float(Fraction(x))) for sign, x in ([(">=", low), ("<=", high)] if to else [condition.split(" ")])]
 
 
 def log_odds(share):
@@ -408,19 +387,13 @@ def values_of(quantity, n):
 
 # ---------------------------------------------------------------------------------------------------------- all of them
 
-PAPERS, CITED, CLAIMS = {}, {}, {}              # {title: its claims {id: Claim}}, {title: full name}, {id: Claim}
-FILES = {}                                      # {title: the name of its file}
+PAPERS, CITED, FILES = {}, {}, {}               # {title: its claims {id: Claim}, its full name, the name of its file}
 for name in ("lazy", "threshold", "focus", "native_moe", "emerges", "later"):
-    title, full_name, claims = claims_of(Path(__file__).with_name(f"{name}.toml"))
-    FILES[title], PAPERS[title], CITED[title] = name, claims, full_name
-    CLAIMS |= claims
-
-
-def readable(found):
-    """{claim: {where: numbers}} without numbers of another version of the ledger, which have other columns or runs."""
-    return {claim.id: {where: found[claim.id][where] for where, reading in claim.readings.items()
-                       if where in found[claim.id] and reading.fits(found[claim.id][where]["numbers"])}
-            for claim in CLAIMS.values() if claim.id in found}
+    rows = read_toml(Path(__file__).with_name(f"{name}.toml"))
+    title = rows.pop("title")
+    FILES[title], CITED[title] = name, rows.pop("cited")
+    PAPERS[title] = {key: claim_of(key, title, row) for key, row in rows.items()}
+CLAIMS = {key: claim for claims in PAPERS.values() for key, claim in claims.items()}
 
 
 def in_words(claim, reading):
