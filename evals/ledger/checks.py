@@ -3,7 +3,6 @@
 In the lab, copy rows have something to copy; all others are idle.
 """
 import math
-from pathlib import Path
 
 import torch
 
@@ -182,10 +181,10 @@ def extra_key_deleted(attend, layer, module, q, k, v, x, table):
 
 
 @torch.no_grad()
-def far(place):
+def far(place, longer):
     """The excess loss in sequences of 256, four times the training length: beyond the training length, minus that
-    within it."""
-    run, windows = opened(place, str(Path(place).parent / "data" / "long"))
+    within it. longer: the data set with such sequences."""
+    run, windows = opened(place, longer)
     bayes = true_process(windows, run.data_meta)[0]
     excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)
     within = excess[FIRST_ROW:64].mean()

@@ -8,6 +8,7 @@ from evals.ledger import checks, later, routing
 
 CHECKS, LOOKS = checks.CHECKS | routing.CHECKS, checks.LOOKS | routing.LOOKS | later.LOOKS
 
+DATA_OF = {"far": "{data}/long", "dormant": "{data}/smollm2"}           # the data sets that looks read
 CONSTANT = {*PUBLIC, *TIMED, "focus_table"}     # without seeds: measured once
 
 
@@ -22,8 +23,8 @@ def job_of(run, path, seed, folders):
     if look not in LOOKS and look not in COMMANDS:
         return base
     words = f"eval.py {COMMANDS[look]} --out_dir={base.place} --json" if look in COMMANDS else (
-        f"{look} {base.place}" + " {data}/smollm2" * (look == "dormant"))
-    data = ["long"] if look == "far" else re.findall(r"{data}/(\w+)", words)
+        f"{look} {base.place} {DATA_OF.get(look, '')}")
+    data = re.findall(r"{data}/(\w+)", words)
     words = words.format(data=Path(folders.out_dir) / "data").split()
     file = found / f"{base.place.name}-{look}.json"
     return Job(tuple(words), file, (*(data_job(name, folders) for name in data), base), LOOKS.get(look))
