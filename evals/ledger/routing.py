@@ -136,12 +136,15 @@ def classes(place):
 
 def purity(own, kinds):
     """The share of punctuation in the group that holds most of it. own, kinds (tokens,): groups and classes."""
-    mark = kinds == CLASSES.index("punctuation")
+    mark = kinds == list(CLASSES).index("punctuation")
     return mark[own == np.bincount(own[mark], minlength=1).argmax()].mean()
 
 
-CLASSES = ("punctuation", "digit", "space", "article", "preposition", "capitalised", "other")
-WORDS = {"article": "a an the", "preposition": "of in to for with on at from by about into over after under"}
+PREPOSITIONS = "of in to for with on at from by about into over after under".split()
+CLASSES = {                                     # {class: is a word, or one other character, of it?}; the first counts
+    "article": lambda word: word.lower() in ("a", "an", "the"),
+    "preposition": lambda word: word.lower() in PREPOSITIONS, "digit": str.isdigit, "space": str.isspace,
+    "punctuation": lambda word: not word.isalpha(), "capitalised": lambda word: word[0].isupper(), "other": str.isalpha}
 
 
 def classes_of(tokens):
@@ -149,12 +152,7 @@ def classes_of(tokens):
     text = "".join(tokens)
     found = np.empty(len(text), np.int64)
     for match in re.finditer(r"[A-Za-z]+|.", text, re.S):
-        word = match[0]
-        kind = next((name for name, words in WORDS.items() if word.lower() in words.split()), "other")
-        if kind == "other":
-            kind = ("digit" if word.isdigit() else "space" if word.isspace() else "punctuation" if not word.isalpha()
-                    else "capitalised" if word[0].isupper() else "other")
-        found[match.start():match.end()] = CLASSES.index(kind)
+        found[slice(*match.span())] = next(n for n, fits in enumerate(CLASSES.values()) if fits(match[0]))
     return found[np.cumsum([len(token) for token in tokens]) - 1]
 
 
@@ -173,14 +171,12 @@ def within_window(place, window=128):
     """The share of benchmark requests that are no longer than the window, of the paper's tasks and of all that are
     here, and how much Focus with random centroids changes the logits of texts of this length."""
     run = OpenedRun(Common(out_dir=place, dtype="float32"), {})
-    folder = benchmarks.HERE
-    lengths = {name: [len(request.ids) - 1 for row in benchmarks.read(name, folder)
-                      for request in row_requests(row, run.tokenizer, 10_000, False)]
-               for name in benchmarks.task_names("", folder) if name not in PAGES}
+    fits = {name: [len(request.ids) - 1 <= window for row in benchmarks.read(name, benchmarks.HERE)
+                   for request in row_requests(row, run.tokenizer, 10_000, False)]
+            for name in benchmarks.task_names("", benchmarks.HERE) if name != "wikitext"}       # it has no questions
     routed = OpenedRun(Common(out_dir=place, dtype="float32"), {"attn": "focus", "window": window})
     idx = read_windows(run.split("val"), [0, window], window, run.model, run.machine)
     difference = (run.model(idx)[0].float() - routed.model(idx)[0].float()).abs().max().item()
-    fits = {name: [n <= window for n in several] for name, several in lengths.items()}
     theirs, every = (np.concatenate([fits[name] for name in names if name in fits]) for names in (THEIR_TASKS, fits))
     return {"requests": len(theirs), "fit": float(theirs.mean()), "fit, all": float(every.mean()),
             "difference": difference}
@@ -193,24 +189,18 @@ def shut(place, windows=16):
     run, found = OpenedRun(Common(out_dir=place), {}), []
 
     def see(layer, module, q, k, v, x, table):
-        found.append(shut_in(module, q, k, x))
+        T, near, own = x.shape[1], module.local, module.assign(x).argmax(-1)
+        apart = (own[:, :, None] != own[:, None]) & groups.distant(T, near, x.device)   # (B, T, T)
+        gated = module.weights_of(q, k, x)                              # (B, H, T, T)
+        module.local = T                        # now all pairs are near, and near pairs have no gate
+        plain, module.local = module.weights_of(q, k, x), near
+        mass = [(w * apart[:, None]).sum(-1).mean().item() for w in (gated, plain)]
+        found.append([*mass, apart.sum().item() / (len(x) * T * (T + 1) / 2)])
 
     for rows in window_batches(run.model, run.split("val"), run.machine, run.model.config.block_size, windows, 1):
         watch(run.model, see, rows[:, :-1], run.machine)
     return dict(zip(("with the gate", "without", "pairs"), np.mean(found, 0).tolist(), strict=True))
 
 
-def shut_in(module, q, k, x):
-    """The three numbers of `shut`, in one layer."""
-    T, near, own = x.shape[1], module.local, module.assign(x).argmax(-1)
-    apart = (own[:, :, None] != own[:, None]) & groups.distant(T, near, x.device)       # (B, T, T)
-    gated = module.weights_of(q, k, x)                                  # (B, H, T, T)
-    module.local = T                            # now all pairs are near, and near pairs have no gate
-    plain, module.local = module.weights_of(q, k, x), near
-    mass = [(w * apart[:, None]).sum(-1).mean().item() for w in (gated, plain)]
-    return [*mass, apart.sum().item() / (len(x) * T * (T + 1) / 2)]
-
-
 THEIR_TASKS = ("hellaswag", "arc_easy", "piqa", "lambada")              # of tables 1 to 4
-PAGES = ("wikitext",)                           # read in windows, without questions
 LOOKS = {look.__name__: look for look in (classes, shut, within_window)}
