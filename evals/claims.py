@@ -197,32 +197,28 @@ def merged(old, new):
 
 def numbers_of(reading, jobs):
     """{column: {run: [the number at the path for each seed]}}, or None if a job is not done."""
-    found = {}
+    found = {column: {} for column in reading.reads}
     for (column, run), group in jobs.items():
-        results = [result_of(job) for job in group]
-        if None in results:
+        results = [(result_of(job), reading.reads[column][0], job) for job in group]
+        if any(result is None for result, *_ in results):
             return None
-        path = reading.reads[column][0]
-        found.setdefault(column, {})[run] = [rounded(value_at(result, path, job))
-                                             for result, job in zip(results, group, strict=True)]
+        found[column][run] = [rounded(value_at(*result)) for result in results]
     return found
 
 
 def value_at(found, path, job):
     """The value at a path of names and indices in a job's result; the first name may be that of its command or look. *
     selects every item of a list that has the next name. Raises ValueError if there is no such value."""
-    def down(found, steps):
-        if not steps:
-            return found
-        if isinstance(found, list) and ", " in steps[0]:                # an ablation: what, in which heads
-            return down(next(item for item in found if f"{item['what']}, {item['where']}" == steps[0]), steps[1:])
-        if steps[0] == "*":                     # the stream after the last layer has fewer names
-            return [down(item, steps[1:]) for item in found if steps[1] in item]
-        return down(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
-    steps = path.split("/")
+    def down(found, step="", *steps):
+        if step == "*":                         # the stream after the last layer has fewer names
+            return [down(item, *steps) for item in found if steps[0] in item]
+        if isinstance(found, list) and ", " in step:                    # an ablation: what, in which heads
+            found = {f"{item['what']}, {item['where']}": item for item in found}
+        return down(found[int(step) if isinstance(found, list) else step], *steps) if step else found
+    first, *rest = path.split("/")
     try:
-        return down(found, steps[1:] if steps[0] in COMMANDS or steps[0] in LOOKS else steps)
-    except (KeyError, IndexError, ValueError, TypeError, StopIteration):        # TypeError: None in place of a list
+        return down(found, *rest) if first in COMMANDS or first in LOOKS else down(found, first, *rest)
+    except (KeyError, IndexError, ValueError, TypeError):               # TypeError: None in place of a list
         raise ValueError(f"{job.place} has nothing at {path}: another version wrote it, so remove it and "
                          "measure again") from None
 
@@ -230,5 +226,5 @@ def value_at(found, path, job):
 def rounded(value):
     """A number or a list of them, to six digits; None stays None."""
     if isinstance(value, list):
-        return [rounded(item) for item in value]
+        return [*map(rounded, value)]
     return None if value is None else float(f"{value:.6g}")

@@ -36,8 +36,8 @@ def lab_figures(model, split, data_meta, machine, count=256):
     excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
     mean = {kind: mean_of(layers) for kind, layers in probes.items()}
     figures = {"excess_loss": excess["all"], "excess_copy": excess["copy"], "excess_idle": excess["idle"]}
-    for name in ("sink", "share", "times_uniform", "row_mass", "extra"):
-        figures |= {f"{name}_{kind}": mean[kind][name] for kind in ("idle", "copy")}
+    figures |= {f"{name}_{kind}": mean[kind][name]
+                for name in ("sink", "share", "times_uniform", "row_mass", "extra") for kind in ("idle", "copy")}
     figures |= {name: mean["all"][name] for name in (
         "value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps")}
     figures |= {"zero_cost": (zero - as_is).mean().item(), "hide_cost": (hide - as_is).mean().item()}

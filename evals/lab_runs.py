@@ -59,15 +59,12 @@ class Setup(NamedTuple):
     steps: str = "1000"                         # {steps} of RECIPES: of a router beside a frozen model
 
 
-def swept(run, *figures):
-    """Our run, and the paper's figures: Sink* of the extra key and Sink_1 in percent, loss in nats a token."""
-    return run, *(None if figure == "-" else float(figure) for figure in figures)
-
-
 FILE = read_toml(Path(__file__).with_suffix(".toml"))
 RECIPES, COMMANDS, TIMED = (table_of(FILE[name]) for name in ("recipes", "commands", "timed"))
 SETUPS = {name: Setup(*fields(text)) for name, text in table_of(FILE["setups"]).items()}
-SWEEPS = {name: {what: swept(*fields(text)) for what, text in table_of(rows).items()}
+# our run, and the paper's figures: Sink* of the extra key and Sink_1 in percent, loss in nats a token
+SWEEPS = {name: {what: (run, *(None if figure == "-" else float(figure) for figure in figures))
+                 for what, text in table_of(rows).items() for run, *figures in [fields(text)]}
           for name, rows in FILE["sweeps"].items()}
 
 

@@ -116,7 +116,7 @@ def details(claim, here, folders):
         parts += [f"### {name or 'As written'} ({reading.grade})"]
         if name in here:
             seeds = here[name]["seeds"]
-            rows = [[column, run, *(mean_of([value]) for value in values)]
+            rows = [[column, run, *map(in_short, values)]
                     for column, group in here[name]["numbers"].items() for run, values in group.items()]
             parts += [markdown(rows, ["", "run", *(f"seed {seed}" if seed else "" for seed in seeds)]),
                       made(claim, here[name])]
@@ -139,11 +139,10 @@ def effect(quantity):
     return f"{below}{quantity.mean:.3g}" + f" [{low:.3g}, {high:.3g}]" * bool(low < high)
 
 
-def mean_of(values):
-    """The mean over seeds as text: a number, a short list, or the mean and range of a long list."""
-    mean = np.mean(np.array(values, float), 0).ravel()
-    return (", ".join(f"{x:.3g}" for x in mean) if len(mean) <= 4 else
-            f"{mean.mean():.4g} ({mean.min():.3g} to {mean.max():.3g})")
+def in_short(value):
+    """A number or a short list as text, or the mean and range of a long list."""
+    x = np.ravel(np.array(value, float))
+    return f"{x.mean():.4g} ({x.min():.3g} to {x.max():.3g})" if len(x) > 4 else ", ".join(f"{part:.3g}" for part in x)
 
 
 def said_seeds(found):
@@ -203,12 +202,12 @@ COLOURS = {AGREES: "#2c6fb3", MIXED: "#d9a21b", CONTRADICTS: "#c8402f", UNTESTAB
 def draw(path, results, *titles):
     """A forest plot of these papers, or of all, side by side: for each claim with numbers an axis in the unit of the
     quantity that supports its verdict least. results: with the verdicts of all claims."""
-    verdicts, papers = results["verdicts"], {}
-    for title in titles or PAPERS:
-        shown = {name: shown_of(CLAIMS[name], verdicts[name]) for name in PAPERS[title]}
-        papers[title] = {name: rows for name, rows in shown.items() if rows}
+    verdicts = results["verdicts"]
+    papers = {title: {name: rows for name in PAPERS[title] if (rows := shown_of(CLAIMS[name], verdicts[name]))}
+              for title in titles or PAPERS}
     most = max(1, *map(len, papers.values()))
-    figure, axes = pyplot().subplots(most, len(papers), figsize=(8 * len(papers), 0.85 * most + 0.4), squeeze=False)
+    height = 0.85 * most + 0.4                  # of the figure, in inches
+    figure, axes = pyplot().subplots(most, len(papers), figsize=(8 * len(papers), height), squeeze=False)
     for column, (title, shown) in zip(axes.T, papers.items(), strict=True):
         column[0].annotate(title, (0, 1), (0, 22), fontsize=11, xycoords="axes fraction", textcoords="offset points")
         for ax, (name, rows) in itertools.zip_longest(column, shown.items(), fillvalue=(None, ())):
@@ -216,7 +215,6 @@ def draw(path, results, *titles):
                 draw_claim(ax, name, verdicts[name]["claim"], rows)
             else:
                 ax.set_axis_off()
-    height = 0.85 * most + 0.4                  # of the figure, in inches
     figure.subplots_adjust(hspace=2.2, wspace=0.15, left=0.02, right=0.98, top=1 - 0.5 / height, bottom=0.2 / height)
     save_figure(figure, path)
 
@@ -224,12 +222,12 @@ def draw(path, results, *titles):
 def shown_of(claim, verdicts):
     """The quantity that supports the verdict least, in the reading that decides, and the same quantity of others."""
     for where in claim.decided_by(verdicts):
-        side = "contradicts" if verdicts[where] == CONTRADICTS else "agrees"
+        side = CONTRADICTS if verdicts[where] == CONTRADICTS else AGREES       # also the field of a Bound
         able = [quantity for quantity in verdicts[where].quantities
                 if quantity.tested and getattr(quantity.bound, side) and np.isfinite(quantity.values).all()]
         if able:
             # one condition that fails may be enough: then the clearest one supports the verdict
-            extreme = min if side == "contradicts" and claim.readings[where].fails == "any" else max
+            extreme = min if side == CONTRADICTS and claim.readings[where].fails == "any" else max
             chosen = extreme(able, key=lambda quantity: quantity.chance(getattr(quantity.bound, side)))
             return [chosen] + [other for name in claim.readings if name in verdicts and name != where
                                for other in verdicts[name].quantities if other.name == chosen.name and other.tested]
@@ -238,18 +236,16 @@ def shown_of(claim, verdicts):
 
 def draw_claim(ax, name, verdict, rows):
     """One claim: the parts of the axis where it holds and fails, its seeds and interval, and in grey other set-ups."""
+    conditions = {side: parts_of(condition) for side in (AGREES, CONTRADICTS)
+                  if (condition := getattr(rows[0].bound, side))}
     ends = [x for row in rows for x in (*row.values, *row.interval)]
-    ends += [bound for part in ("agrees", "contradicts") if (condition := getattr(rows[0].bound, part))
-             for _, bound in parts_of(condition)]
-    low, high = min(ends), max(ends)
-    margin = 0.06 * (high - low) or 1.0
-    low, high = low - margin, high + margin
-    for part, colour in (("agrees", COLOURS[AGREES]), ("contradicts", COLOURS[CONTRADICTS])):
-        if condition := getattr(rows[0].bound, part):
-            span = [low, high]
-            for sign, bound in parts_of(condition):
-                span = [max(span[0], bound), span[1]] if sign[0] == ">" else [span[0], min(span[1], bound)]
-            ax.axvspan(*span, color=colour, alpha=0.1, linewidth=0)
+    ends += [bound for condition in conditions.values() for _, bound in condition]
+    margin = 0.06 * (max(ends) - min(ends)) or 1.0
+    low, high = min(ends) - margin, max(ends) + margin
+    for side, condition in conditions.items():
+        least = [bound for sign, bound in condition if sign[0] == ">"] or [low]
+        most = [bound for sign, bound in condition if sign[0] != ">"] or [high]
+        ax.axvspan(*least, *most, color=COLOURS[side], alpha=0.1, linewidth=0)
     for y, row in enumerate(rows):
         colour = "0.6" if y else COLOURS[verdict]
         ax.plot(row.interval, [-y, -y], color=colour, linewidth=2)
