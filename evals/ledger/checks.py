@@ -42,24 +42,24 @@ def fixed_sum(seed):
     return found
 
 
-LENGTHS = (64, 512, 4096, 65_536)
-
-
-def survivors(seed, d=64, pairs=2 ** 22, relevant=4):
-    """Threshold attention on random unit vectors. Each number is a list over LENGTHS, from equally many pairs: keys of
+def survivors(seed):
+    """Threshold attention on random unit vectors. Each number is a list over lengths, from equally many pairs: keys of
     a row that pass, keys that pass in both of two views, rows in which none passes, and the entropy of TRA, TDA and
     softmax over log n. The entropies are also measured with relevant keys in each row, of cosine 0.8 in both views."""
     dice, found = torch.Generator().manual_seed(seed), {}
     for kappa in (1, 4):
-        rows = [chance_of(n, kappa, d, pairs // n, relevant, dice) for n in LENGTHS]
+        rows = [chance_of(n, kappa, dice) for n in (64, 512, 4096, 65_536)]
         found[f"kappa {kappa}"] = {name: [row[name] for row in rows] for name in rows[0]}
     return found
 
 
-def chance_of(n, kappa, d, queries, relevant, dice):
+def chance_of(n, kappa, dice, d=64, pairs=2 ** 22, relevant=4):
     """The numbers of `survivors` at one length."""
-    threshold = math.sqrt(2 * math.log(n / kappa) / d)
-    cosines = torch.stack([random_cosines(queries, n, d, dice) for _ in range(2)])      # (2, queries, n)
+    def directions(count):
+        return torch.nn.functional.normalize(torch.randn(count, d, generator=dice), dim=-1)
+
+    threshold, queries = math.sqrt(2 * math.log(n / kappa) / d), pairs // n
+    cosines = torch.stack([directions(queries) @ directions(n).T for _ in range(2)])    # (2, queries, n)
     passed = cosines > threshold
     found = {"empty": (~passed[0]).all(-1).double().mean().item()}
     for name, alive in (("survivors", passed[0]), ("overlap", passed.all(0))):
@@ -72,12 +72,6 @@ def chance_of(n, kappa, d, queries, relevant, dice):
                   f"softmax{suffix}": dispersion((cosines[0] * d ** 0.5).softmax(-1))}
         cosines[..., :relevant] = 0.8
     return found
-
-
-def random_cosines(queries, n, d, dice):
-    """Cosines of independent random directions, (queries, n)."""
-    q, k = (torch.nn.functional.normalize(torch.randn(count, d, generator=dice), dim=-1) for count in (queries, n))
-    return q @ k.T
 
 
 def dispersion(w):

@@ -196,11 +196,6 @@ def increase(n, one, sign, other):
     return found
 
 
-def change_of_slopes(n):
-    before, after = (n[column]["alibi-learned"] for column in ("slopes at first", "slopes"))
-    return np.mean(np.abs(after - before) / before)
-
-
 def over_theorem(n, column):
     """The largest over lengths, by kappa: the mean over seeds less 3 standard errors of one seed, over the theorem's
     bound, kappa "survivors" or an "overlap" of kappa^2 / n."""
@@ -218,28 +213,11 @@ def middle_less_others(n, column):
     return {"first": middle - first, "last": middle - last}
 
 
-def over_larger_view(n):
-    """The peak of the difference, over the larger of view 1 and lambda times view 2."""
-    peak = n["difference"]["tda"]
-    share = n["lambda"]["tda"].reshape(len(peak), -1).mean(1)
-    return peak / np.maximum(n["view 1"]["tda"], share * n["view 2"]["tda"])
-
-
 def over_lengths(n, run, which):
     """Of a run's columns "at T", from the shortest length to the longest: the "last", its "growth" over the first, or
     the "largest"."""
     lengths = np.array([group[run] for column, group in n.items() if column.startswith("at ")])         # (T, seeds)
     return {"last": lengths[-1], "growth": lengths[-1] - lengths[0], "largest": lengths.max(0)}[which]
-
-
-THEIR_ORDER = {"tda": 3.1190, "softmax": 3.1196, "diff_rela": 3.1294, "tra": 3.1320, "dex": 3.1349, "ssmax": 3.1369,
-               "gated": 3.1489, "rela": 3.1657, "lssar": 3.1676, "entmax": 3.1941, "diff": 3.1941}
-
-
-def order_of_losses(n, tda):
-    """The rank correlation of our mean losses with the paper's losses. tda: the run that counts as TDA."""
-    return rank_correlation([n["loss"][tda if name == "tda" else name].mean() for name in THEIR_ORDER],
-                            list(THEIR_ORDER.values()))
 
 
 def noise_less_gap(n, tda):
@@ -255,26 +233,25 @@ def lead_in_errors(n):
     return {T: mean(np.subtract, f"gain at {T}") / mean(np.hypot, f"error at {T}") for T in (512, 1024, 2048)}
 
 
+def of_one_run(n):
+    """{column: array}, of a reading with one run in each column."""
+    return {column: next(iter(group.values())) for column, group in n.items()}
+
+
 def speedup(n):
     """TRA's speed divided by torch's, by length."""
-    speed = {column: next(iter(group.values())) for column, group in n.items()}         # of one run
-    return {T: speed[f"TRA at {T}"] / speed[f"torch at {T}"] for T in (1024, 4096, 16_384)}
-
-
-# of focus-frozen: a router of 16 dimensions, a window of 128
-WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w256"}
+    return {T: of_one_run(n)[f"TRA at {T}"] / of_one_run(n)[f"torch at {T}"] for T in (1024, 4096, 16_384)}
 
 
 def better_form_less(n, rival):
     """The loss of the better of the two causal forms, gate and top-2, less that of a rival, window by window. rival: a
     column, or "untrained" for the same form without training."""
-    losses = {column: next(iter(group.values())) for column, group in n.items()}        # (seeds, windows)
+    losses = of_one_run(n)                      # (seeds, windows)
     form = min(("gate", "top-2"), key=lambda name: np.mean(losses[name]))
     return losses[form] - losses[f"untrained {form}" if rival == "untrained" else rival]
 
 
 SUM_TO_ONE = "softmax v_bias gated entmax sparsemax lssar sigmoid_norm elu_norm linear diff".split()
-NORMS = ("value-norm-0", "value-norm-1", "value-norm-5", "value-norm-20")
 
 
 def share_with_sink(n, measure, rows):
@@ -286,14 +263,19 @@ def share_with_sink(n, measure, rows):
 
 def step_back(n):
     """The largest step of either weight in the wrong direction, over all norms."""
-    bias, first = (np.diff([n[column][run] for run in NORMS], axis=0) for column in ("bias", "first"))
+    bias, first = (np.diff([n[column][f"value-norm-{norm}"] for norm in (0, 1, 5, 20)], axis=0)
+                   for column in ("bias", "first"))
     return np.maximum(bias.max(0), -first.min(0))                       # (seeds,)
 
 
+THEIR_ORDER = {"tda": 3.1190, "softmax": 3.1196, "diff_rela": 3.1294, "tra": 3.1320, "dex": 3.1349, "ssmax": 3.1369,
+               "gated": 3.1489, "rela": 3.1657, "lssar": 3.1676, "entmax": 3.1941, "diff": 3.1941}
+# of focus-frozen: a router of 16 dimensions, a window of 128
+WINDOWS = {16: "focus-w16", 64: "focus-w64", 128: "focus-frozen", 256: "focus-w256"}
+
 TOGETHER = {function.__name__: function for function in (
-    range_of_means, inhibiting, increase, change_of_slopes, over_theorem, middle_less_others, over_larger_view,
-    over_lengths, order_of_losses, noise_less_gap, lead_in_errors, speedup, better_form_less, share_with_sink,
-    step_back)} | {
+    range_of_means, inhibiting, increase, over_theorem, middle_less_others, over_lengths, noise_less_gap,
+    lead_in_errors, speedup, better_form_less, share_with_sink, step_back)} | {
     "over_largest": lambda n, column, run: n[column][run] - np.max(
         [values for name, values in n[column].items() if name != run], 0),
     "over_lowest_in_sd": lambda n, column, run: (
@@ -313,7 +295,15 @@ TOGETHER = {function.__name__: function for function in (
                                       if name.startswith(("rope", "alibi"))], 0),
     "change_by_bias": lambda n: {"softmax": n["loss"]["rope+bias"] - n["loss"]["softmax"],
                                  "elastic": n["loss"]["lazy"] - n["loss"]["elastic"]},
-    # [2] Threshold Differential Attention: TRA's entropy at the longest length, over that of softmax
+    "change_of_slopes": lambda n: np.mean(np.abs(
+        n["slopes"]["alibi-learned"] - n["slopes at first"]["alibi-learned"]) / n["slopes at first"]["alibi-learned"]),
+    # [2] TDA: the peak of the difference, over the larger of view 1 and lambda times view 2
+    "over_larger_view": lambda n: n["difference"]["tda"] / np.maximum(n["view 1"]["tda"], n["view 2"]["tda"] * n[
+        "lambda"]["tda"].reshape(len(n["lambda"]["tda"]), -1).mean(1)),
+    # the rank correlation of our mean losses with the paper's losses. tda: the run that counts as TDA
+    "order_of_losses": lambda n, tda: rank_correlation(
+        [n["loss"][tda if name == "tda" else name].mean() for name in THEIR_ORDER], [*THEIR_ORDER.values()]),
+    # TRA's entropy at the longest length, over that of softmax
     "entropy_over_softmax": lambda n: n["tra"]["survivors"][:, -1] / n["softmax"]["survivors"][:, -1].mean(),
     "growth_of_speedup": lambda n: growths(speedup(n)),
     # [3] Focus: from each window size that was run to the next
