@@ -105,12 +105,11 @@ def command(args, run):
 
 def compared(asked, found, committed):
     """A line for each of these readings: its verdict on the numbers found and on the committed ones."""
-    def verdict(claim, where, numbers):
-        here = numbers.get(claim.id, {}).get(where)
-        seeds = here and view.said_seeds(here)
-        return (judge(claim.readings[where], here["numbers"]) if here else NOT_RUN) + (f" ({seeds})" if seeds else "")
-    return "\n".join(f"{claim.id}{where and ', '}{where}: {verdict(claim, where, found)}; "
-                     f"committed: {verdict(claim, where, committed)}" for claim, where, _ in asked)
+    def verdict(here, reading):
+        return f"{judge(reading, here['numbers'])} ({view.said_seeds(here)})".removesuffix(" ()") if here else NOT_RUN
+    return "\n".join(f"{claim.id}{where and ', '}{where}: " + "; committed: ".join(
+        verdict(numbers.get(claim.id, {}).get(where), reading) for numbers in (found, committed))
+        for claim, where, reading in asked)
 
 
 def with_new_seeds(found, again):
@@ -164,17 +163,18 @@ def measure(asked, args, folders, results):
     output names them, and their claims keep their old numbers."""
     seeds = whole_numbers(args.seeds, "seeds")
     jobs = [jobs_of(reading, claim.seeds_of(reading, seeds), folders) for claim, _, reading in asked]
-    do_all(all_jobs(job for group in jobs for row in group.values() for job in row), args.workers)
+    needed = [all_jobs(job for row in group.values() for job in row) for group in jobs]
+    do_all(all_jobs(job for every in needed for job in every), args.workers)
     about = made_by()
-    for (claim, where, reading), group in zip(asked, jobs, strict=True):
+    for (claim, where, reading), group, every in zip(asked, jobs, needed, strict=True):
         try:
             numbers = numbers_of(reading, group)
         except ValueError as e:                 # one claim without numbers must not stop the others
             print(e, file=sys.stderr)
             continue
         if numbers:
-            runs = [job for job in all_jobs(job for row in group.values() for job in row) if job.words[0] == "train.py"]
-            machines = sorted({files.read_json(run.place / "meta.json")["machine"] for run in runs})
+            machines = sorted({files.read_json(job.place / "meta.json")["machine"] for job in every
+                               if job.words[0] == "train.py"})
             found = {**about, "machine": " and ".join(machines) or str(Machine()), "version": claim.version,
                      "seeds": claim.seeds_of(reading, seeds), "numbers": numbers}
             kept = results["claims"].setdefault(claim.id, {})

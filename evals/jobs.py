@@ -59,8 +59,7 @@ def all_jobs(jobs):
 
 
 def result_of(job):
-    """The numbers of a job, or None if it is not done: a run's report and its best loss, or the content of a file. A
-    data set has none: {}."""
+    """The numbers of a job: a run's report and best loss, a file's content, or {} of a data set. None: not done."""
     if job.words[:1] == ("train.py",):
         meta = run_with(job.place, list(job.words[1:]))
         if "report" not in meta:

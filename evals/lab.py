@@ -18,17 +18,8 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.instrument import markdown, recipe_names, table, whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of, train_job
-from evals.lab_runs import OUT_DIR, SEEDS, SWEEPS
+from evals.lab_runs import FILE, OUT_DIR, SEEDS, SWEEPS
 from evals.pictures import draw_recipes
-
-COLUMNS = {                                     # {column of the table: figure}
-    "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle", "sink idle": "sink_idle",
-    "sink copy": "sink_copy", "share": "share_idle", "x uniform": "times_uniform_idle", "mass": "row_mass_idle",
-    "extra": "extra_idle", "zeros": "sparsity", "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio",
-    "zero": "zero_cost", "hide": "hide_cost"}
-IN_SWEEPS = {                                   # the same in the table of a sweep
-    "Sink*": "extra_eps", "Sink_1": "sink_eps", "sink idle": "sink_idle", "share": "share_idle", "extra": "extra_idle",
-    "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost", "excess": "excess_loss", "on copy": "excess_copy"}
 
 PANELS = {                                      # of the picture, {figure: (title, lower and upper end of the axis)}
     "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
@@ -81,7 +72,7 @@ def command(args, run):
 def rows_of(runs, sweep=""):
     """A row for each of runs, {name: [the figures of each seed]}, and the names of the columns. Figures are means over
     seeds. In a sweep, the paper's figures stand before ours, and "apart" is the range of sink idle over seeds."""
-    rows, columns = [], IN_SWEEPS if sweep else COLUMNS
+    rows, columns = [], FILE["columns"]["sweep" if sweep else "lab"]
     for name, group in runs.items():
         ours = [[figures.get(key) for figures in group] for key in columns.values()]
         cells = ["-" if None in values else f"{np.mean(values):.3f}" for values in ours]

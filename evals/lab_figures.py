@@ -1,5 +1,4 @@
-"""The figures of the sink lab: a run's losses against the best possible loss, and its attention in *idle* and *copy*
-rows."""
+"""The figures of the sink lab: a run's loss less the best possible one, and its attention in *idle* and *copy* rows."""
 import math
 
 import torch
@@ -51,8 +50,7 @@ def kinds_of_rows(trigger):
 
 
 def true_process(rows, data_meta):
-    """For sequences (N, T + 1), the loss of each target under the process that generated it, (N, T), and which queries
-    are triggers, (N, T)."""
+    """Of sequences (N, T + 1): each target's loss under the true process, (N, T), and which queries are triggers."""
     x, y = rows[:, :-1], rows[:, 1:]
     symbols = data_meta["symbols"]              # larger ids, BOS and the fixed token, are never copied
     before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # no token precedes the first query

@@ -80,8 +80,7 @@ def base_of(run):
 
 
 def train_flags(run, seed, out_dir, more=""):
-    """The flags of train.py that make a run. more: further flags, separated by spaces. Raises ValueError if there is no
-    such recipe."""
+    """The flags of train.py that make a run, and `more`, a string. Raises ValueError if there is no such recipe."""
     recipe, _, name = run.partition("@")
     setup, base = SETUPS[name or "lab"], base_of(run)
     if recipe in RECIPES:

@@ -124,9 +124,13 @@ def rows(place):
         if layer == 0:
             found.update(figures_of_rows(module, q, k, x, table, kinds))
 
+    def without_extra_key(attend, layer, module, q, k, v, x, table):        # softmax over the tokens alone
+        q, k, t, _ = module.rule_inputs(q, k)
+        return kernels.block_loop(module.rule, q, k, v, t, module.sight, attention.as_distance(table))[0]
+
     before = losses_with(seeing(see), run.model, windows, run.machine)
     if run.model.transformer.h[0].attn.has_extra_key:
-        found["deletion"] = (losses_with(extra_key_deleted, run.model, windows, run.machine) - before).mean().item()
+        found["deletion"] = (losses_with(without_extra_key, run.model, windows, run.machine) - before).mean().item()
     return found
 
 
@@ -168,16 +172,9 @@ def fixed(place):
     return {"on fixed": mean[at].item(), "on first": mean[0].item()}
 
 
-def extra_key_deleted(attend, layer, module, q, k, v, x, table):
-    """Attention without its extra key: softmax over the tokens alone."""
-    q, k, t, _ = module.rule_inputs(q, k)
-    return kernels.block_loop(module.rule, q, k, v, t, module.sight, attention.as_distance(table))[0]
-
-
 @torch.no_grad()
 def far(place, longer):
-    """The excess loss in sequences of 256, four times the training length: beyond the training length, minus that
-    within it. longer: the data set with such sequences."""
+    """The excess loss in sequences of 256, from the data set `longer`: beyond the training length less that within."""
     run, windows = opened(place, longer)
     bayes = true_process(windows, run.data_meta)[0]
     excess = (losses_with(unchanged, run.model, windows, run.machine) - bayes).double().mean(0)         # (256,)

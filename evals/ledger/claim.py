@@ -30,8 +30,6 @@ from evals.ledger.experiments import CONSTANT
 
 WORDS = read_toml(Path(__file__).with_name("words.toml"))
 COSTS, GRADES, KINDS = (WORDS[name] for name in ("costs", "grades", "kinds"))      # each {name: what it means}
-GRADE_OF = {"lab": "lab", "cpu-minutes": "tiny text", "gpu-minutes": "small text", "cpu-hours": "real model",
-            "public-weights": "real model"}
 
 AGREES, CONTRADICTS, MIXED, UNTESTABLE, NOT_RUN = "agrees", "contradicts", "mixed", "not testable", "not run here"
 VERDICTS = (AGREES, MIXED, CONTRADICTS, UNTESTABLE, NOT_RUN)
@@ -55,19 +53,22 @@ class Bound:
     """One quantity, which has a number for each seed, and conditions on it: "<= 0.1", "> 4", "== 0" or "0.4 to 0.8". A
     condition is met if the whole 95 % interval of the mean meets it. A number without an interval, which is one run or
     one number of all seeds together, is compared as it is.
+
+    quantity: COLUMN, or some of its runs, COLUMN[RUN RUN], perhaps with " / " or " - " and another column or a run of
+        the same one. FUNCTION(..) of quantities.py: of EACH, around any of these or around a COLUMN; or of TOGETHER,
+        FUNCTION(ARGUMENT; ARGUMENT).
+    error: the column of its standard errors, if the seeds do not decide; or "windows": a quantity (seeds, windows),
+        whose windows decide.
+    sink: a column of weights on the first token, in multiples of an even spread, or COLUMN/RUN. If one is below 4, this
+        bound is not tested.
     """
     what: str                                   # the quantity in words
-    quantity: str                               # COLUMN, or some of its runs, COLUMN[RUN RUN], perhaps with " / " or
-                                                # " - " and another column or a run of the same one. FUNCTION(..) of
-                                                # quantities.py: of EACH, around any of these or around a COLUMN; or
-                                                # of TOGETHER, FUNCTION(ARGUMENT; ARGUMENT)
+    quantity: str
     agrees: str = ""                            # the condition with which the claim holds; empty: it has no say
     contradicts: str = ""                       # the condition with which the claim fails
     needs: str = ""                             # the condition without which the claim cannot be tested
-    error: str = ""                             # the column of its standard errors, if the seeds do not decide; or
-                                                # "windows": a quantity (seeds, windows), whose windows decide
-    sink: str = ""                              # a column of weights on the first token, in multiples of an even
-                                                # spread, or COLUMN/RUN; if one is below 4, this bound is not tested
+    error: str = ""
+    sink: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ class Reading:
     """What to measure, and the bounds on it.
 
     reads: {column: (path, runs)}, runs separated by spaces. A column has, for each run, the number or list at this path
-        of the run's report. If the path begins with a command of experiments.COMMANDS, or with a look (one of LOOKS: a
-        measurement of a run that only the ledger makes), it is a path in that one's result. If a run is one of CHECKS,
-        it is a path in the result of that check.
+        of the run's report, of a check's result if the run is one of CHECKS, or of the result of the command in
+        COMMANDS or the look in LOOKS (a measurement of a run that only the ledger makes) with which the path begins.
     """
     reads: dict[str, tuple[str, str]]
     bounds: tuple[Bound, ...]
@@ -99,7 +99,7 @@ class Reading:
     def grade(self):
         """What kind of evidence the numbers are, of GRADES. Kernels are timed on random tensors."""
         return "lab" if set(self.runs) <= TIMED.keys() else self.own_grade or max(
-            (GRADE_OF[cost] for cost in self.costs), key=list(GRADES).index)
+            (WORDS["grade of"][cost] for cost in self.costs), key=list(GRADES).index)
 
     @property
     def fingerprint(self):
@@ -109,8 +109,7 @@ class Reading:
 
 
 class Change(NamedTuple):
-    """One change of a claim's words or bounds. verdicts: before and after, on the same numbers unless `why` says
-    otherwise."""
+    """A change of a claim's words or bounds. verdicts: before and after, on the same numbers unless `why` denies it."""
     date: str
     changed: str
     verdicts: str
@@ -183,28 +182,27 @@ class Claim:
 def claim_of(name, paper, row):
     """The Claim of one table."""
     about = row.pop("about")
-    variations = tuple(about.pop("variations", "").split())
-    how = {key: about.pop(key) for key in ("fails", "own_grade", "aside") if key in about}
+    variations, own_grade = tuple(about.pop("variations", "").split()), about.pop("own_grade", "")
+    fails = about.pop("fails", "all")
     texts = {key: " ".join(row.get(key, "").split()) for key in ("says", "theirs", "tested", "note")}
     changes = tuple(Change(*line.split(" | ")) for line in lines(row.get("changes", "")))
     reads, bounds, found = columns_of(row.get("reads", "")), bounds_of(row), {}
     if reads:
-        found[""] = Reading(reads, bounds, **how)
-        how.pop("own_grade", None)
+        found[""] = Reading(reads, bounds, fails, own_grade)
     for setup in variations:
         moved = {column: (path, " ".join(f"{run.partition('@')[0]}@{setup}" for run in runs.split()))
                  for column, (path, runs) in reads.items()}
         needed = {SOFTMAX_SINK: ("times_uniform_idle", "softmax@nobos")} if setup == "nobos" else {}
-        found[setup] = Reading(moved | needed, bounds, **how)
+        found[setup] = Reading(moved | needed, bounds, fails)
     for where, part in row.items():
         if isinstance(part, dict):
             text = part.get("reads", row.get("reads"))
             for change in fields(part.get("like", "")):
                 text = text.replace(*change.split(" -> ")) if change else text
             own = bounds_of(part) or bounds_of(row.get(part.get("bounds_of"), row))
-            found[where] = Reading(columns_of(text), own, **how | part.get("about", {}))
+            found[where] = Reading(columns_of(text), own, fails, **part.get("about", {}))
     asked = (Bound(SOFTMAX_SINK, SOFTMAX_SINK, needs=f">= {LEAST_SINK}"),)
-    found = {where: replace(reading, bounds=reading.bounds + asked * (SOFTMAX_SINK in reading.reads))
+    found = {where: replace(reading, bounds=reading.bounds + asked) if SOFTMAX_SINK in reading.reads else reading
              for where, reading in found.items()}
     return Claim(id=name, paper=paper, **texts, **about, variations=variations, readings=found, changes=changes)
 
@@ -287,14 +285,13 @@ class Quantity(NamedTuple):
         """The chance of a mean like this one or a clearer one if the condition were just not met: Student's t,
         one-sided; for a range the larger one of its two ends. 0 or 1 for a number without an interval."""
         mean, error, degrees = quantities.estimate(self.scaled, self.errors)
-        found = []
-        for sign, bound in parts_of(condition):
+
+        def chance_at(sign, bound):
             if error == 0 or sign == "==":
-                found.append(float(not SIGNS[sign](self.values, bound).all()))
-            else:
-                distance = (mean - (log_odds(bound) if self.share else bound)) / error
-                found.append(quantities.tail(distance if sign[0] == ">" else -distance, degrees))
-        return max(found)
+                return float(not SIGNS[sign](self.values, bound).all())
+            distance = (mean - (log_odds(bound) if self.share else bound)) / error
+            return quantities.tail(distance if sign[0] == ">" else -distance, degrees)
+        return max(chance_at(*part) for part in parts_of(condition))
 
 
 class Verdict(str):
@@ -398,10 +395,8 @@ CLAIMS = {key: claim for claims in PAPERS.values() for key, claim in claims.item
 
 def in_words(claim, reading):
     """The bounds of a reading in one sentence."""
-    parts = [("agrees", "agrees", "and"), ("contradicts", "contradicts", "and" if reading.fails == "all" else "or"),
-             ("testable only with", "needs", "and")]
-    said = []
-    for label, name, joint in parts:
-        conditions = [f"{bound.what} {condition}" for bound in reading.bounds if (condition := getattr(bound, name))]
-        said += [f"{label}: {f', {joint} '.join(conditions)}"] if conditions else []
+    parts = (("agrees", "agrees", "and"), ("contradicts", "contradicts", "and" if reading.fails == "all" else "or"),
+             ("testable only with", "needs", "and"))
+    said = [f"{label}: {f', {joint} '.join(conditions)}" for label, name, joint in parts if (conditions := [
+        f"{bound.what} {condition}" for bound in reading.bounds if (condition := getattr(bound, name))])]
     return (f"{claim.tested}: " if claim.tested else "") + "; ".join(said)

@@ -1,5 +1,4 @@
-"""Looks into runs for the rows of later.toml: does a sink depend on the history of a run, and what is a dormant head
-worth?"""
+"""Looks for the rows of later.toml: does a sink depend on a run's history, and what is a dormant head worth?"""
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +16,8 @@ from evals.measures import Probe
 
 def history(place, excess=0.014, more=1000):
     """The sink of a run of the lab at the first evaluation with this excess loss, or else at the one with the lowest,
-    and after `more` further steps at a learning rate of 1e-3.
-
-    The log tells the step. The run is trained again up to there, in a folder of its own: its flags decide its
-    weights."""
+    and after `more` further steps at a learning rate of 1e-3. The log tells the step. The run is trained again up to
+    there, in a folder of its own: its flags decide its weights."""
     place, run = Path(place), OpenedRun(Common(out_dir=place), {})
     knobs = run.meta["knobs"]
     count = knobs["eval_iters"] * knobs["batch_size"]                   # of the windows of each evaluation

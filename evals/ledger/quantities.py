@@ -17,8 +17,7 @@ LEVEL = 0.025                                   # of a one-sided test. So a 95 %
 
 @functools.cache
 def tail(t, degrees):
-    """The chance that a number with Student's t distribution is above t; with endless degrees of freedom it is
-    normal."""
+    """The chance of a number above t, if it has Student's t distribution; with endless degrees it is normal."""
     if degrees == math.inf:
         return math.erfc(t / 2 ** 0.5) / 2
 
@@ -72,8 +71,7 @@ def rank_correlation(a, b):
 
 
 def thirds(layers):
-    """The means of the first, middle and last third of the layers, seed by seed; nan for an empty third.
-    layers (seeds, layers)."""
+    """The means of the first, middle and last third of layers (seeds, layers), seed by seed; nan for an empty third."""
     return [part.mean(1) if part.size else np.full(len(part), np.nan) for part in np.array_split(layers, 3, 1)]
 
 
@@ -108,20 +106,6 @@ def reach(bias):
     return np.median([np.flatnonzero(curve >= curve.max() / 10)[-1] for curve in smooth])
 
 
-def use_variation(alpha):
-    """The coefficient of variation of the use, 1 - the weight on the sink, of the heads that eq. 9 of Native MoE
-    balances: those of layer 2 but the most used one."""
-    used = np.sort(1 - alpha[:, 1])[:, :-1]     # (seeds, heads)
-    return used.std(1) / used.mean(1)
-
-
-def gap_along_window(gap):
-    """A gap in the second half of the window, less that in the second quarter. The first quarter, where there is little
-    context, is left out. gap (seeds, bins)."""
-    bins = gap.shape[1]
-    return gap[:, bins // 2:].mean(1) - gap[:, bins // 4:bins // 2].mean(1)
-
-
 EACH = {                                        # alpha: each head's weight on the sink, v0: its ratio of value norms
     "size": np.abs,
     "inverse": lambda x: 1 / x,
@@ -150,8 +134,11 @@ EACH = {                                        # alpha: each head's weight on t
     "sink_in_first_tenth": lambda alpha: alpha[:, :max(1, round(alpha.shape[1] / 10))].mean((1, 2))
     / alpha.mean((1, 2)),
     "mean_weight": lambda alpha: alpha.mean((1, 2)),
-    "use_variation": use_variation,
-    "gap_along_window": gap_along_window,
+    # the coefficient of variation of 1 - alpha, of the heads that eq. 9 balances: in layer 2, all but the most used
+    "use_variation": lambda alpha: np.sort(1 - alpha[:, 1])[:, :-1].std(1) / np.sort(1 - alpha[:, 1])[:, :-1].mean(1),
+    # gap (seeds, bins): that in the second half of the window, less that in the second quarter; the first lacks context
+    "gap_along_window": lambda gap: gap[:, gap.shape[1] // 2:].mean(1) - gap[
+        :, gap.shape[1] // 4:gap.shape[1] // 2].mean(1),
 }
 
 # ------------------------------------------------------------------------------------------------------ of several runs
@@ -214,8 +201,7 @@ def middle_less_others(n, column):
 
 
 def over_lengths(n, run, which):
-    """Of a run's columns "at T", from the shortest length to the longest: the "last", its "growth" over the first, or
-    the "largest"."""
+    """Of a run's columns "at T", by rising length: the "last", its "growth" over the first, or the "largest"."""
     lengths = np.array([group[run] for column, group in n.items() if column.startswith("at ")])         # (T, seeds)
     return {"last": lengths[-1], "growth": lengths[-1] - lengths[0], "largest": lengths.max(0)}[which]
 

@@ -1,5 +1,4 @@
-"""Measurements of Focus that only the ledger makes: exact checks on random tensors, by seed, and looks into runs with a
-router."""
+"""Measurements of Focus that only the ledger makes: checks on random tensors, by seed, and looks into routed runs."""
 import itertools
 import math
 import re
@@ -81,6 +80,11 @@ def focus_merge(seed, T=256, K=4, d=32):
     """Two ways to compute softmax over the pairs that are near or share a group, both from the log-sum-exps of parts:
     merge disjoint parts, or add overlapping parts and subtract the overlap. Largest error and least cosine of each, in
     float32 and float16."""
+    def part_of(s, v, seen):                    # the output, 0 for a row without pairs, and the log-sum-exp (8, T, 1)
+        e = s.exp() * seen
+        total = e.sum(-1, keepdim=True)
+        return (e / total.clamp(min=1e-6)) @ v, total.log()
+
     dice, places, found = torch.Generator().manual_seed(seed), torch.arange(T), {}
     q, k, v = (torch.randn(8, T, d, generator=dice) for _ in range(3))
     group, near = torch.randint(K, (T,), generator=dice), places[:, None] - places < NEAR
@@ -100,29 +104,18 @@ def focus_merge(seed, T=256, K=4, d=32):
     return found
 
 
-def part_of(s, v, seen):
-    """Softmax over a set of pairs: the output, 0 for a row without pairs, and the log-sum-exp (heads, T, 1)."""
-    e = s.exp() * seen
-    total = e.sum(-1, keepdim=True)
-    return (e / total.clamp(min=1e-6)) @ v, total.log()
-
-
-def focus_table(seed):
-    """Their own table 9: rank correlation of perplexity and dominance, of centroids alone and of all weights."""
-    return {name: rank_correlation(*zip(*rows, strict=True)) for name, rows in FILE["table_9"].items()}
-
-
-CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sinkhorn, focus_topk, focus_merge,
-                                              focus_table)}
+CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sinkhorn, focus_topk, focus_merge)} | {
+    # their own table 9: rank correlation of perplexity and dominance, of centroids alone and of all weights
+    "focus_table": lambda seed: {name: rank_correlation(*zip(*rows, strict=True))
+                                 for name, rows in FILE["table_9"].items()}}
 
 # -------------------------------------------------------------------------------------------- looks: a run -> numbers
 
 
 @torch.no_grad()
 def classes(place):
-    """How much a token's group tells about its class (see CLASSES), in the layer that tells most: the mutual
-    information over the classes' entropy, minus that of random groups of the same sizes. Also the share of punctuation
-    in the group that holds most of it."""
+    """How much a token's group tells about its class, in the layer that tells most: the mutual information over the
+    classes' entropy, minus that of random groups of the same sizes. Also the `purity` of punctuation."""
     run = OpenedRun(Common(out_dir=place), {})
     T, dice, best = run.model.config.block_size, np.random.default_rng(0), {"mutual information": -math.inf}
     for layer in groups.look(groups.Groups(), run, T):

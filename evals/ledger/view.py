@@ -89,16 +89,15 @@ def section(claim, here, verdicts, first=None, words=True):
         parts += [f"*Changed {date}:* {changed} ({verdicts}). {why}".replace("->", "→")
                   for date, changed, verdicts, why in claim.changes]
     deciding = claim.decided_by(verdicts)
-    for name, reading in sorted(claim.readings.items(), key=lambda item: item[0] not in deciding):
-        if name in here:
-            seeds = f", {said_seeds(here[name])}" if any(here[name]["seeds"]) else ""
-            tested = f" ({claim.tested})" if claim.tested and not name else ""
-            rows = [[quantity.name + ", over windows" * (quantity.bound.error == "windows")
-                     + " (cannot be tested)" * (not quantity.tested),
-                     quantity.bound.agrees or (f"needs {quantity.bound.needs}" if quantity.bound.needs else "-"),
-                     quantity.bound.contradicts or "-", effect(quantity)] for quantity in verdicts[name].quantities]
-            parts += [f"{name or 'As written'}: {verdicts[name]}{reason(verdicts[name])}, {reading.grade}{seeds}"
-                      f"{tested}.", markdown(rows, ["", "agrees", "contradicts", "ours"])]
+    for name in sorted(filter(here.get, claim.readings), key=lambda name: name not in deciding):
+        seeds = f", {said_seeds(here[name])}" if any(here[name]["seeds"]) else ""
+        tested = f" ({claim.tested})" if claim.tested and not name else ""
+        rows = [[found.name + ", over windows" * (found.bound.error == "windows")
+                 + " (cannot be tested)" * (not found.tested),
+                 found.bound.agrees or (f"needs {found.bound.needs}" if found.bound.needs else "-"),
+                 found.bound.contradicts or "-", effect(found)] for found in verdicts[name].quantities]
+        parts += [f"{name or 'As written'}: {verdicts[name]}{reason(verdicts[name])}, {claim.readings[name].grade}"
+                  f"{seeds}{tested}.", markdown(rows, ["", "agrees", "contradicts", "ours"])]
     if here and "" in claim.readings and "" not in here:
         parts += ["As written: not run here."]
     if not here:
@@ -109,8 +108,7 @@ def section(claim, here, verdicts, first=None, words=True):
 
 
 def details(claim, here, folders):
-    """The paper, and of each reading the number of every seed, where it comes from, and the commands. folders: a
-    jobs.Place."""
+    """The paper, and of each reading the numbers by seed, their origin, and the commands. folders: a jobs.Place."""
     parts = [f"{claim.paper}: {CITED[claim.paper]}"]
     for name, reading in sorted(claim.readings.items(), key=lambda item: item[0] not in here):
         parts += [f"### {name or 'As written'} ({reading.grade})"]
