@@ -72,8 +72,7 @@ def time_step(module, x):
 
 
 def of_state(module, q, k, v, x):
-    """q, k, v, the share that a state keeps, and the share of v that a token writes: DeltaNet's beta, TTT's and Titans'
-    rate, Mamba2's time step."""
+    """q, k, v, the share a state keeps, and the share of v a token writes: a beta (DeltaNet), rate or time step."""
     c, keep = module.config, kept(module, x)
     write = time_step(module, x) if c.write == "dt" else torch.ones_like(keep[..., :1])
     write = torch.sigmoid(heads(module.beta(x), c.n_head)) if c.write in ("beta", "rate") else write
@@ -189,8 +188,7 @@ def sinkhorn(s, iterations):
 
 
 def focus(module, s, past, x):
-    """Scores gated by g_i.g_j beyond the window (eq. 2), or a mask: distant pairs must share one of their topk largest
-    groups (eq. 3)."""
+    """Scores gated by g_i.g_j beyond the window (eq. 2), or a mask: distant pairs share a topk group (eq. 3)."""
     c, g = module.config, shares(module, x)
     near = past.triu(1 - c.window)
     if c.topk and not module.training:

@@ -23,8 +23,7 @@ PATIENCE = 60                                   # seconds after which a process 
 
 
 def ranks_of(mark):
-    """{process id: its rank as text, or None} of a command and all that it has started, which have this variable. What
-    has ended has no variables."""
+    """{process id: its rank as text, or None} of a command and all it has started and that has not ended."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):      # it has just ended

@@ -16,11 +16,13 @@ def sample(evaluate):
     return lambda folder, *flags: evaluate("sample", f"--out_dir={folder}", *flags)["samples"]
 
 
-def test_a_sample_depends_on_its_seed_and_prompt(sample, elastic_run, data):
+def test_a_sample_depends_on_its_seed_and_prompt(sample, elastic_run, data, evaluate):
     texts = [sample(elastic_run, "--tokens=12", "--prompt=the quick", f"--seed={seed}")[0] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("the quick")
     first = chr((data / "val.bin").read_bytes()[1024])                  # of the held-out data
     assert sample(elastic_run, "--tokens=2")[0].startswith(first)
+    speed = evaluate("sample", f"--out_dir={elastic_run}", "--tokens=2", "--prompt=fox")["tokens_per_s"]
+    assert speed.keys() == {"prompt", "new"} and min(speed.values()) > 0
 
 
 def test_a_run_with_its_own_tokenizer_samples_without_its_data(toy_run, tmp_path, sample):
