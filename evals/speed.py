@@ -23,7 +23,7 @@ from common import files
 from common.flags import Knobs, knob
 from common.machine import Machine
 from common.runs import ROOT
-from evals.instrument import Common, OpenedRun, recipe_names, table, watch, whole_numbers, window_batches
+from evals.instrument import Common, OpenedRun, load_run, recipe_names, table, watch, whole_numbers, window_batches
 from evals.kernels import time_kernels
 from mixers.focus import Focus, sets_of, sparse
 from mixers.recurrent import Recurrent
@@ -60,8 +60,10 @@ class Speed(Knobs):
                              "and the time that skipping the others saves")
     focus: bool = knob(False, "instead, time the sparse form of Focus and full attention")
     decode: bool = knob(False, "instead, time a decoding step of one layer with long caches, and count the bytes of "
-                               "keys, values or state that it reads")
-    out_dir: str = knob("", "with --live: the run")
+                               "keys, values or state that it reads; with --out_dir: prompts and new tokens of a run")
+    out_dir: str = knob("", "with --live or --decode: the run")
+    rival: str = knob("", "with --decode --out_dir: also time this folder's model in transformers; python "
+                          "data/weights.py export writes one")
     widths: str = knob("64,128", "with --kernels: head dimensions, separated by commas")
     out: str = knob("", "also save the figures as JSON in this file; "
                         "empty: on a GPU with --kernels or --focus a file in results/, otherwise nowhere")
@@ -201,6 +203,9 @@ def time_decoding(args, machine, lengths, numbers):
     attention alone (`attend`) gets queries, keys, values and, for token selection, the index. Decoding on a large
     machine waits for memory, so the bytes that a step must read tell how fast it could be. `traffic` is softmax's
     bytes divided by the recipe's: the speed-up if only memory traffic counted."""
+    if args.out_dir:
+        yield from time_run(args, machine, lengths, numbers)
+        return
     names = list(attention.ATTENTIONS) if args.attn == "all" else recipe_names(args.attn)
     cases = {name: {"attn": name} for name in ("softmax", *names)}
     if "focus" in names:
@@ -219,6 +224,46 @@ def time_decoding(args, machine, lengths, numbers):
             [[name, f"{row['layer_ms']:.3f}", f"{row['layer']:.2f}", f"{row['attend_ms']:.3f}", f"{row['attend']:.2f}",
               f"{row['bytes'] / 2**10:,.0f}", f"{row['traffic']:.2f}"] for name, row in rows.items()],
             ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KiB read", "traffic alone"])
+
+
+@torch.no_grad()
+def time_run(args, machine, lengths, numbers):
+    """Seconds in which a run's model reads a prompt of T tokens, and seconds of a new token after it. "memory" is a
+    plain read of what a new token needs, all weights and the cache. With --rival, transformers takes turns, in the same
+    precision: then also our speed relative to it."""
+    model, past = load_run(args.out_dir, machine.device, {}, machine.dtype)[0], {}
+    numbers |= {"out_dir": args.out_dir, "lengths": {}}
+
+    def ours(idx, new):
+        past["ours"] = model.new_cache() if new else past["ours"]
+        model(idx, cache=past["ours"], last_only=True)
+
+    def theirs(idx, new):
+        known = None if new else past["theirs"]
+        with torch.autocast(machine.device.type, enabled=False):        # all its weights are in machine.dtype
+            past["theirs"] = rival(idx, past_key_values=known, use_cache=True, logits_to_keep=1).past_key_values
+
+    def memory():
+        cached = (value for layer in past["ours"] for value in layer.values() if isinstance(value, torch.Tensor))
+        for tensor in (*model.parameters(), *cached):
+            tensor.sum()
+
+    cases = {"ours": ours}
+    if args.rival:
+        rival, cases["theirs"] = files.optional("transformers").AutoModelForCausalLM.from_pretrained(args.rival), theirs
+        rival.to(machine.device, getattr(torch, machine.dtype)).eval()
+    for T in lengths:
+        idx = torch.randint(model.config.vocab_size, (1, T), device=machine.device)
+        with machine.autocast():                # one context for all tokens, as in sample: it keeps converted weights
+            prompt = machine.race({name: partial(run, idx, True) for name, run in cases.items()}, args.repeats)
+            step = {name: partial(run, idx[:, :1], False) for name, run in cases.items()} | {"memory": memory}
+            step = machine.race(step, 10 * args.repeats)
+        row = numbers["lengths"][T] = {"prompt_s": prompt["ours"], "token_ms": 1000 * step["ours"],
+                                       "memory_ms": 1000 * step["memory"], "of_memory": step["ours"] / step["memory"]}
+        if args.rival:
+            row |= {"prompt_speed": prompt["theirs"] / prompt["ours"], "token_speed": step["theirs"] / step["ours"]}
+    yield f"{args.out_dir}, and its speed relative to transformers\n" + table(
+        [[str(T), *row.values()] for T, row in numbers["lengths"].items()], ["T", *row])
 
 
 def decoding_step(T, choices, args, machine):

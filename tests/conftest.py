@@ -257,8 +257,7 @@ TINY = (*"--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --ma
 
 
 def train_here(*flags):
-    """Train in this process, which is cheaper than starting a new one. A new run gets the flags of TINY; flags given
-    here override them."""
+    """Train in this process, which is cheaper than a new one. A new run gets the flags of TINY, then these."""
     import train
     new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
     with pytest.raises(SystemExit) as stop:

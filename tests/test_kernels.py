@@ -116,8 +116,7 @@ def rms(x):
 
 
 def dense_gradients(rule, x, options, upstream, dtype=None):
-    """Outputs and gradients of the dense form. Also the gradients of single terms: of the scores, and of t and mix
-    expanded to all rows."""
+    """Outputs and gradients of the dense form; also of single terms: the scores, t and mix expanded to all rows."""
     B, H, T, _ = x["q"].shape
     few = {name: x[name] for name in ("t", "mix") if name in x}
     spread = {name: part.expand(B, H // 2 if name == "mix" else H, T) for name, part in few.items()}

@@ -76,8 +76,7 @@ def cases(draw):
 
 
 def watched(w, extra, sight, block, ahead=0):
-    """A substitute for a layer, whose weights are w (B, heads, T, T), in blocks of rows. ahead: the key outside is that
-    of a token, which has a row as well."""
+    """A layer whose weights are w (B, heads, T, T), in blocks of rows. ahead: the outer key is a token with a row."""
     w = w if extra is None else torch.cat([extra[:, None, :, None], w], -1)
     w = torch.cat([torch.ones_like(w[:, :, :ahead]), w], 2)
     return SimpleNamespace(

@@ -29,8 +29,7 @@ ARGS = {                                        # values of constants that make 
 
 @st.composite
 def cases(draw, fixed):
-    """Up to three axes and all numbers beyond the fixed choices, as arguments of `trained`, and the numbers of
-    sequences and tokens."""
+    """Up to three axes and all numbers beyond the fixed choices, for `trained`, and counts of sequences and tokens."""
     mixer = mixers.MIXERS[ATTENTIONS[fixed["attn"]]["mixer"]]
     axes = {axis: list(values) for axis, values in mixer.axes.items() if len(values) > 1}
     changed = draw(st.lists(st.sampled_from(sorted(axes)), max_size=3, unique=True))

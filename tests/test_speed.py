@@ -73,6 +73,11 @@ def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
     assert many["softmax"]["traffic"] == many["softmax"]["layer"] == many["softmax"]["attend"] == 1
 
 
+def test_prompts_and_new_tokens_of_a_run_are_timed(speed, elastic_run):
+    row = speed("--decode", f"--out_dir={elastic_run}", "--lengths=8")["lengths"]["8"]
+    assert row.keys() == {"prompt_s", "token_ms", "memory_ms", "of_memory"} and min(row.values()) > 0
+
+
 def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, tmp_path, capsys):
     flags = ("speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16,150")
     found = evaluate(*flags, f"--out={tmp_path / 'live.json'}")

@@ -316,13 +316,15 @@ def test_a_run_names_its_source_and_ids_and_comes_back_from_several_files_of_hal
     assert (tmp_path / "again/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
 
 
-def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path):
+def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path, evaluate):
     """An interrupted export goes on: config.json is written last."""
     for dataset, end in ((backcopy, None), (data, 256)):
         run, back = tmp_path / f"run {end}", tmp_path / f"back {end}"
         train_here(f"--dataset={dataset}", f"--out_dir={run}", "--max_iters=1", "--pos=learned", "--bias=1")
         convert.main(["export", str(run), str(back)])
         assert files.read_json(back / "config.json")["eos_token_id"] == end
+    flags = "--decode", f"--out_dir={run}", f"--rival={back}", "--lengths=2", "--repeats=1"
+    assert evaluate("speed", *flags)["lengths"]["2"]["token_speed"] > 0
     whole = contents(back)
     assert whole["tokenizer.json"] == coders.Bytes.exported and not (tmp_path / "back None/tokenizer.json").exists()
     assert files.read_json(back / "tokenizer.json")["added_tokens"][0].items() >= {"id": 256, "special": True}.items()
@@ -333,8 +335,7 @@ def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcop
 
 
 def test_a_quantized_gguf_has_the_logits_of_its_llama_also_in_a_wheel(tmp_path):
-    """The rows of q and k are in the order of llama.cpp's conversion. Each digit is a piece of its own, so a run of
-    spaces before it is not divided."""
+    """Rows of q and k are in llama.cpp's order. Each digit is its own piece: spaces before it are not divided."""
     gguf, tokenizers = pytest.importorskip("gguf"), pytest.importorskip("tokenizers")
     theirs = saved(LLAMA | {"vocab_size": 261, "intermediate_size": 64}, tmp_path / "theirs")
     names, small = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), tmp_path / "small.gguf"
