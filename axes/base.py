@@ -125,7 +125,7 @@ def linear(x, weight, bias=None):
     One or two rows, as in decoding, take as long as reading the weight does. On CPUs, MKL reads a large one twice as
     fast in float32 if it is cut into a batch. In 16 bits, torch's own product is then twice as fast as oneDNN's."""
     rows, library = x.numel() // x.shape[-1], torch.backends.mkldnn
-    if rows > 2 or x.device.type != "cpu" or torch.is_grad_enabled():
+    if rows > 2 or x.device.type != "cpu" or torch.is_grad_enabled() or not torch.backends.mkl.is_available():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu") or weight.dtype != torch.float32 or weight.numel() < 2**18:     # small: cached
         before, library.enabled = library.enabled, False
