@@ -141,8 +141,8 @@ def elastic(s, seen, t):
     Source: Lazy Attention, eq. 5 and table 2.
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
     with 100 times the learning rate (here --head_lr=100)."""
-    # without the mask, tau < 0 would give masked keys a weight
-    return (softmax(s, seen) - t).add_(~seen * MASKED).relu_()
+    # without the mask, tau < 0 would give masked keys a weight; p - t would negate its whole gradient for that of t
+    return (softmax(s, seen) + -t).add_(~seen * MASKED).relu_()
 
 
 def elastic_threshold(layer, n):
@@ -199,26 +199,29 @@ def entmax(s, seen, t=None, power=2.0):
     z = z - z.detach().amax(-1, keepdim=True)                           # now r lies in [-1, 0]
     r = entmax_threshold(z.detach(), power)
     x = F.relu(z - r)
-    # r solves sum_j x_ij^power = 1. One more step of Newton's method leaves r as it is, but is differentiable, so
-    # gradients reach z and the power
-    slope = (power * (x > 0) * x ** (power - 1)).sum(-1, keepdim=True).detach()
-    r = r + ((x ** power).sum(-1, keepdim=True) - 1) / slope
-    return F.relu(z - r) ** power
+    w = x ** power
+    # one more step of Newton's method leaves r as it is, but is differentiable, so gradients reach z and the power
+    slope = (power * w / x.clamp(min=torch.finfo(x.dtype).tiny)).sum(-1, keepdim=True).detach()
+    return F.relu(z - r - (w.sum(-1, keepdim=True) - 1) / slope) ** power
 
 
 @torch.no_grad()
 def entmax_threshold(z, power):
     """The r (.., 1) at which sum_j relu(z_j - r)^power = 1, for rows z whose maximum is 0.
 
-    Newton's method on (sum_j relu(z_j - r)^power)^(1/power), which is convex in r. It starts at r = -1, where the
-    largest key alone has weight 1. r rises and never passes the solution."""
-    r = torch.full_like(z[..., :1], -1.0)
-    for _ in range(60):                         # usually stops after 5 to 10
-        x = F.relu(z - r)
-        total = (x ** power).sum(-1, keepdim=True)
-        step = (total - total ** (1 - 1 / power)) / ((x > 0) * x ** (power - 1)).sum(-1, keepdim=True)
+    Newton's method on (sum_j relu(z_j - r)^power)^(1/power), which is convex in r. r rises and never passes the
+    solution. It starts at -1, where the largest key alone has weight 1, or higher: n keys with the mean m have, by
+    Jensen's inequality, at least the weight n (m - r)^power, so r is not below m - n^(-1/power)."""
+    x = F.relu(z + 1)
+    n = (x > 0).sum(-1, keepdim=True, dtype=z.dtype)
+    r = (x.sum(-1, keepdim=True) / n - n ** (-1 / power)).clamp(min=0) - 1
+    for _ in range(60):                         # usually stops after 2 to 10
+        x = (z - r).relu_()
+        w = x ** power
+        total, u = w.sum(-1, keepdim=True), w.div_(x.clamp_(min=torch.finfo(z.dtype).tiny))
+        step = (total - total ** (1 - 1 / power)) / u.sum(-1, keepdim=True)
         r = r + step
-        if step.max() < 2 * torch.finfo(z.dtype).eps:
+        if step.abs().max() < 2 * torch.finfo(z.dtype).eps:
             break
     return r
 
@@ -450,7 +453,7 @@ def tra(s, seen, t, power=2.0):
     head or to a layer, nor whether its RMSNorm sees one head or all. Here beta belongs to a head; the norm sees one.
     Differs from the released kernel: it has kappa = 1, takes beta as a constant, and has no norm on the output. That
     norm rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n."""
-    return (s - t).add_(~seen * MASKED).relu_() ** power
+    return (s + -t).add_(~seen * MASKED).relu_() ** power
 
 
 def tra_threshold(layer, n):
@@ -493,7 +496,7 @@ def sigmoid(s, seen, t):
     Emerges, table 6.
     Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The closest choice here is
     --qk_norm=head."""
-    return (s - t).add_(~seen * MASKED).sigmoid_()
+    return (s + -t).add_(~seen * MASKED).sigmoid_()
 
 
 def sigmoid_threshold(layer, n):
@@ -701,7 +704,7 @@ class Attention(Layer):
         table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the layer's own."""
         sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
         q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (R,)
-        mix = self.mix_of(x)                    # lambda of a second view, or None
+        mix = self.choices["diff"].mix(self, x) # lambda of a second view, or None
 
         # the rule: by Triton if every position is a row (not while decoding), by torch's softmax, or by the block loop
         kernel = choose_kernel(self.config, q.device.type)
@@ -740,11 +743,6 @@ class Attention(Layer):
                 t = t.repeat_interleave(2, 0)   # both views share their head's t
         return q, k, t, n
 
-    def mix_of(self, x):
-        """The lambda of a second view, from the layer's input x, or None."""
-        mix = self.choices["diff"].mix
-        return mix and mix(self, x)
-
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
         """Run the rule's Triton kernel: output (B, score heads, R, E), and the statistic or None. One call computes
         both views and subtracts them, if the rule does not normalise, nothing needs the row sum, and a tile can hold
@@ -765,7 +763,7 @@ class Attention(Layer):
         """As weights_of, but a block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 + T)."""
         start = 0
         for w in self.view_blocks(q, k, table, sight):
-            mix = self.mix_of(x[:, start:start + w.shape[2]])
+            mix = self.choices["diff"].mix(self, x[:, start:start + w.shape[2]])
             start += w.shape[2]
             yield w if mix is None else w[:, 0::2] - mix * w[:, 1::2]
 

@@ -55,7 +55,7 @@ class Choice:
     # diff
     heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # -> (heads, width) of q, k, v
     own_keys: bool = False                      # each view has a key head of its own
-    mix: Callable | None = None                 # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
+    mix: Callable = lambda layer, x: None       # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
     after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
     # value_bias, dex, gate
     corrected: Callable = unchanged             # layer, o -> o

@@ -55,7 +55,7 @@ def command(args, run):
     modules = [block.attn for block in run.model.transformer.h]
     if args.cost and len(ids) < 2:
         raise ValueError("--cost needs a sentence of two tokens or more: the loss is that of the second and later ones")
-    if args.views and not modules[0].choices["diff"].mix:
+    if args.views and modules[0].config.diff == "none":
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
     chosen = {}                                 # by flags; empty: the flag is not given

@@ -130,7 +130,7 @@ def figures(module, x=None):
         found["alpha"] = 1 + 1 / module.rule.row_input(module, ones).flatten()
     if choices["scale"].factor:
         found["sharpness"] = choices["scale"].factor(module, module.config.block_size * ones).flatten()
-    if choices["diff"].mix:                     # one number, one for each head, or one for each head and token
+    if module.config.diff != "none":            # one number, one for each head, or one for each head and token
         found["lambda"] = (choices["diff"].mix(module, x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
     if "forget" in choices and choices["forget"].log_forget:
         found["kept"] = choices["forget"].log_forget(module, x).exp().mean((0, 2, 3))
