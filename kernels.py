@@ -83,21 +83,20 @@ def run_blocks(one_block, sight, parts, *tensors):
     parts: for each tensor, which slice along axis -2 a block gets: its "rows", or the "keys" that they see. q and k
     come first. A tensor may be None. Outputs are (B, H, rows, any).
 
-    The last two blocks, which see the most keys, keep their weights for the backward pass. It computes those of all
-    others again, with the same dropout, so memory stays O(T x BLOCK)."""
+    Up to two blocks keep their weights for the backward pass. If there are more, the backward pass computes them again,
+    with the same dropout, so memory stays O(T x BLOCK)."""
     R, T = (x.shape[2] for x in tensors[:2])
     tensors = [None if x is None else x.contiguous() for x in tensors]  # one copy here saves one in every block
-    again = one_block
     if torch.is_grad_enabled() and R > 2 * BLOCK:
-        again = partial(checkpoint, one_block, use_reentrant=False)
+        one_block = partial(checkpoint, one_block, use_reentrant=False)
         tensors = [None if x is None else wide(x) for x in tensors]     # their gradients add up over blocks in float32
     blocks = []
     for block, i in [*row_blocks(R, T, tensors[0].device)][::-1]:
         cuts = {"rows": block, "keys": keys_of(block, R, T, sight)}
         # a cut of the cut before: its gradient fills only the keys that it sees. The backward pass starts with block 0
         tensors = [None if x is None else x[..., :cuts[part].stop, :] for part, x in zip(parts, tensors, strict=True)]
-        blocks.append((one_block if block.start + 2 * BLOCK >= R else again)(i, *(
-            None if x is None else x[..., cuts[part].start:, :] for part, x in zip(parts, tensors, strict=True))))
+        blocks.append(one_block(i, *(None if x is None else x[..., cuts[part].start:, :]
+                                     for part, x in zip(parts, tensors, strict=True))))
     return tuple(torch.cat(outputs[::-1], 2) for outputs in zip(*blocks, strict=True))
 
 

@@ -123,7 +123,7 @@ def poison():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """The block loop takes 16 rows at a time. 45 rows are three blocks: the backward pass computes the first again."""
+    """The block loop takes 16 rows at a time. 45 rows are three blocks, which the backward pass computes again."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
 
 
