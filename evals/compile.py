@@ -26,8 +26,8 @@ from common.flags import Knobs, knob
 from evals.instrument import progress, table, whole_numbers
 from mixers import recurrent_kernels
 
-COLUMNS = ("sm", "dtype", "width", "call", "kernel", "tile", "warps", "registers", "shared", "stack", "programs",
-           "matmuls", "exponentials", "problems")
+COLUMNS = ("sm", "dtype", "width", "call", "kernel", "tile", "warps", "registers", "shared", "stack",
+           "programs_per_sm", "warps_per_scheduler", "matmuls", "exponentials", "problems")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Calls of the attention kernels: a rule, with or without options. EXPONENTIALS: how many the rule computes for a score.
@@ -74,7 +74,7 @@ Case = collections.namedtuple("Case", "sm dtype width call")            # one ca
 
 def command(args, run):
     """Compile the Triton kernels for GPUs that this machine may lack: registers, shared memory, spills to the stack,
-    and how many programs a multiprocessor holds."""
+    how many programs a multiprocessor (SM) holds, and how many warps each of its four schedulers can choose from."""
     if kernels.INTERPRETED or not hasattr(kernels.triton, "runtime"):
         raise ValueError("compile needs triton without TRITON_INTERPRET=1: install triton, or unset the variable")
     warnings.filterwarnings("ignore")
@@ -97,7 +97,7 @@ def rows_of(case):
     def compile_only(kernel, *args, grid, warmup, **options):
         name = kernel.__name__
         if name not in compiled:                # a state's backward launches `scan` again
-            compiled[name] = args[-1], options["num_warps"], run(kernel, *args, grid=grid, warmup=True, **options)
+            compiled[name] = args[-1], run(kernel, *args, grid=grid, warmup=True, **options)
 
     # the substitute answers all that Triton asks before it compiles. A device's number is a key of Triton's cache
     target = kernels.triton.backends.compiler.GPUTarget("cuda", case.sm, 32)
@@ -137,7 +137,7 @@ def launch(case):
     kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
 
 
-def row_of(case, name, sizes, warps, compiled):
+def row_of(case, name, sizes, compiled):
     """The row of one kernel. "problems" names what would make it slow, or unable to run on this GPU."""
     # registers and bytes of stack of a thread, from the disassembler in Triton's package. Spills use the stack
     tool = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -148,7 +148,7 @@ def row_of(case, name, sizes, warps, compiled):
     registers, stack = (int(re.search(name + r":(\d+)", listing)[1]) for name in ("REG", "STACK"))
     # a multiprocessor holds as many programs as its 65,536 registers, its shared memory and its warps allow. Source:
     # CUDA C++ Programming Guide, technical specifications per compute capability
-    data_centre, shared = case.sm // 10 in (9, 10), compiled.metadata.shared
+    data_centre, shared, warps = case.sm // 10 in (9, 10), compiled.metadata.shared, compiled.metadata.num_warps
     kilobytes, most_warps = (228, 64) if data_centre else (164, 64) if case.sm == 80 else (100, 48)
     of_a_warp = 32 * 8 * -(-registers // 8)     # a thread gets its registers in steps of 8
     programs = min(65536 // (of_a_warp * warps), 1024 * kilobytes // (shared + 1024), most_warps // warps)
@@ -167,8 +167,8 @@ def row_of(case, name, sizes, warps, compiled):
     sides = (sizes.BM, sizes.BN) if attention else (sizes.C, sizes.BD, sizes.BE)
     return case._asdict() | {
         "kernel": name, "tile": "x".join(str(side.value) for side in sides), "warps": warps, "registers": registers,
-        "shared": shared, "stack": stack, "programs": programs, "matmuls": hopper + blackwell or older,
-        "exponentials": exps, "problems": [problem for problem, found in problems.items() if found],
+        "shared": shared, "stack": stack, "programs_per_sm": programs, "warps_per_scheduler": programs * warps / 4,
+        "matmuls": hopper + blackwell or older, "exponentials": exps, "problems": [*filter(problems.get, problems)],
         "code": hashlib.sha256(ptx.encode()).hexdigest()}
 
 
