@@ -341,9 +341,7 @@ def row_tiles(j, inputs, c: tl.constexpr):
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo = j // c.BM * c.BM
     a = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, tl.cdiv(hi, c.BM) * c.BM)
-    if inputs.sets is not None:
-        b = a
-    return 0, lo, a, tl.maximum(a, b), hi
+    return 0, lo, a, a if inputs.sets is not None else tl.maximum(a, b), hi
 
 
 @jit
@@ -404,8 +402,7 @@ def my_tile(inputs, size: tl.constexpr, REVERSED: tl.constexpr):
     views, if there are two: its head is that of the first."""
     tiles = tl.cdiv(inputs.T, size)
     tile, out = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    if REVERSED:
-        tile = tiles - 1 - tile
+    tile = tiles - 1 - tile if REVERSED else tile
     head = head_of(inputs, out if inputs.mix is None else 2 * out)
     return (out * tiles + tile).to(tl.int64), tile * size, head
 
@@ -478,12 +475,13 @@ def times(a, b):
 
 @jit
 def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
-    """Returns the scores (BM, BN) in the rule's unit, the lifted scores that weigh takes, and the mask. i and t are
-    columns (BM, 1), j is a row (1, BN).
+    """Returns q @ k.T (BM, BN), the scores in the rule's unit, the lifted scores that weigh takes, and the mask. i and
+    t are columns (BM, 1), j is a row (1, BN).
 
     The tile may be transposed: with k as q, q as k, rows i and t and a column j, the results are (BN, BM)."""
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)              (all times rule.unit)
-    s = times(q, tl.trans(k)) * (inputs.scale * rule.unit)
+    raw = times(q, tl.trans(k))
+    s = raw * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs)
     if inputs.sets is not None:
         at = inputs.sets + head.batch * inputs.T
@@ -499,7 +497,7 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.conste
     if inputs.tail_slope is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
     lifted = s if rule.lift is None else rule.lift(s, t, rule.power)
-    return s, lifted, seen
+    return raw, s, lifted, seen
 
 
 # -------------------------------------------------------------------------------------------------------------- forward
@@ -510,10 +508,14 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
     """w, z, u and r of one tile, and the factor on earlier sums. RUNNING: r is the maximum so far, which may rise."""
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
-    _, s, seen = tile_scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, NEAR)
+    raw, _, s, seen = tile_scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, NEAR)
     rescale = 1.
     if RUNNING:
-        top = tl.maximum(r, tl.max(tl.where(seen, s, float("-inf")) if NEAR else s, 1))
+        # without biases s is a positive multiple of raw: one product a row, and the scores' own are fused with s - r
+        factor = inputs.scale * rule.unit
+        if rule.lift is not None or inputs.table is not None or inputs.tail_slope is not None:
+            raw, factor = s, 1.
+        top = tl.maximum(r, tl.max(tl.where(seen, raw, float("-inf")) if NEAR else raw, 1) * factor)
         rescale = tl.exp2(r - top)
         r = top
     w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
@@ -626,7 +628,7 @@ def load_row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.con
 @jit
 def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
     """Weights, ds and the summands of dt of one tile, which may be transposed as in tile_scores()."""
-    s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, NEAR)
+    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, NEAR)
     w, _, _ = rule.weigh(lifted, r, t, rule.power)
     ds, dt = rule.slope(s, r, t, rule.power, g, delta)
     if NEAR:
@@ -854,7 +856,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
-    for bad, why in problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
+    for bad, why in problems(rule, q, k, v, t, table, tail, slope, scale, row_sum, power, mix, sets):
         if bad:
             raise ValueError(why)
 
@@ -878,10 +880,10 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, 
     return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
 
 
-def problems(rule, q, k, v, t, table, tail, slope, row_sum, power, mix, sets):
-    """Pairs (condition, error message). Each condition relies on those before it. (PyTorch itself refuses what does not
-    broadcast.)"""
+def problems(rule, q, k, v, t, table, tail, slope, scale, row_sum, power, mix, sets):
+    """Pairs (condition, error message). Each relies on those before it. PyTorch refuses what does not broadcast."""
     yield from problems_anywhere(q, k, v)
+    yield not scale > 0, f"scale must be positive, not {scale}: give q the sign"
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     kernel = KERNELS[rule]
     yield row_sum and rule + "_sum" not in KERNELS, f"{rule} has no row sum to return: leave out row_sum"
@@ -1077,8 +1079,7 @@ def diagonals_in_sight(call, n):
 
 
 def visits_of(alive, kernel, rule, call):
-    """For every tile of a backward kernel, the list of live tiles on the other side. An empty tensor, which is not
-    read, if all are visited."""
+    """For every tile of a backward kernel, the list of live tiles on the other side. Empty if all are visited."""
     if not rule.skip:
         return alive
     (BM, BN, *_), (rows, keys, *_) = (tile_config(name, rule, call) for name in ("forward", kernel))
@@ -1155,8 +1156,7 @@ run_backward.register_autograd(refuse_second_derivative)
 # backward_table handles one); and a table, a tail, a slope or a window, which make a call busy. Each warp needs at
 # least 16 rows: otherwise warps would repeat each other's work.
 #
-# `python eval.py compile` compiles all of them without a GPU and shows registers, shared memory and spills: the tiles
-# were chosen by hand from these figures.
+# `python eval.py compile` compiles all of them without a GPU. The tiles were chosen by hand from its figures.
 
 COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # GPU generation (0: float32, on any), width, kind of call, is it busy? For gaps see tile_config

@@ -323,7 +323,7 @@ zeros = partial(torch.zeros, device=DEVICE)
     ("must agree", "softmax", {"k": zeros(1, 2, 8, 32)}), ("must agree", "softmax", {"k": zeros(1, 3, 8, 16)}),
     ("must agree", "softmax", {"v": zeros(1, 2, 8, 0)}), ("must agree", "relu", {"mix": zeros(())}),
     ("heads of q", "softmax", {"table": zeros(3, 4)}), ("heads of q", "softmax", {"tail": zeros(3)}),
-    ("width 256 at most", "softmax", {"v": zeros(1, 2, 8, 257)}),
+    ("must be positive", "softmax", {"scale": 0.0}), ("width 256 at most", "softmax", {"v": zeros(1, 2, 8, 257)}),
     ("width 128 at most", "relu", {"mix": zeros(()), "v": zeros(1, 1, 8, 129)}),
     ("share one of float32", "softmax", {"v": zeros(1, 2, 8, 16, dtype=torch.float16)}),
     (r"sets must be \(B, T\) int64", "softmax", {"sets": zeros(1, 9, dtype=torch.int64)}),
