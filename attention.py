@@ -654,6 +654,8 @@ ATTENTIONS = {
                  "out_norm": "head"},
     "gated_deltanet": {"mixer": "recurrent", "rule": "delta", "forget": "dt", "write": "beta", "pos": "none",
                        "conv": "on", "qk_norm": "l2", "out_norm": "head", "gate": "silu"},
+    "kda": {"mixer": "recurrent", "rule": "delta", "forget": "channel_dt", "write": "beta", "pos": "none", "conv": "on",
+            "qk_norm": "l2", "out_norm": "head", "gate": "low_rank", "args": {"chunk": 16}},
     "ttt": {"mixer": "recurrent", "rule": "descent", "write": "rate", "pos": "rope", "scale": "one",
             "out_norm": "layer", "args": {"chunk": 16}},
     "titans": {"mixer": "recurrent", "rule": "momentum", "forget": "alpha", "write": "rate", "pos": "none",

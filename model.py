@@ -249,7 +249,7 @@ class GPTConfig(Knobs):
     out_norm: str | None = axis("out_norm", "RMSNorm on the output of each head, or of all heads together; gated: the "
         "latter with ReLA's gate; layer: LayerNorm, for a state")
     gate: str | None = axis("gate", "sigmoid gate on the output, computed from the layer's input: one per head, or "
-        "one per element; for a state also silu, after or before the norm")
+        "one per element, for a state also of low rank; or silu, after or before the norm")
     window: int | None = axis("window", "number of keys that a row sees, its own included; 0: all earlier keys. "
         "Focus: keys that it sees whatever their group")
     window_every: int | None = axis("window_every", "N: only layers 0, N, 2N, ... have the window")

@@ -33,6 +33,7 @@ MEANINGS = {                                    # name: its meaning, printed bel
     "|value_bias|": "norm of the vector added to the output",
     "|norm_gate|": "norm of the vector that gates the normed output",
     "dt_bias": "a token's time step is softplus(dt_bias), from 0.001 to 0.1 at first",
+    "|dt_bias|": "norm of the biases of a head's time steps, one for each channel",
     "A_log": "the logarithm of the rate at which a head's state fades",
     "forget_bias": "a head's state keeps sigmoid(forget_bias) at each token, before the token's own contribution",
     "skip": "factor on a token's own value, which is added to the state's output",

@@ -1,6 +1,6 @@
 """Mixers with a state: a head keeps its past in one matrix S instead of keys and values.
 
-Six of the eight recipes are the recurrent rivals in table 1 of Lazy Attention. Each token t has a query, a key and a
+Six of the nine recipes are the recurrent rivals in table 1 of Lazy Attention. Each token t has a query, a key and a
 value, all row vectors. It updates S (D x E) and reads it:
 
     S   = forget_t S                            fade the state
@@ -18,6 +18,7 @@ happens before and after:
     mamba2          exp(-A_h dt_t)              dt_t      0         conv; all heads one k   + D_h v, silu gate, RMSNorm
     deltanet        1                           beta_t    beta_t    conv, unit q and k      RMSNorm a head
     gated_deltanet  exp(-A_h dt_t)              beta_t    beta_t    conv, unit q and k      RMSNorm a head, silu gate
+    kda             exp(-A_h dt_t) a channel    beta_t    beta_t    conv, unit q and k      RMSNorm a head, gate
     ttt             1                           rate_t    gradient  RoPE within a chunk     q + LayerNorm, LayerNorm
     titans          1 - alpha_t, with momentum  rate_t    gradient  conv, unit q, k; RMS v  as retnet
 
@@ -49,7 +50,7 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 from attention import choose_kernel, triton_obstacles
 from axes.base import Choice, Constant, Normal, only, split_heads, wide
-from axes.outputs import EPS, GATES, OUT_NORMS
+from axes.outputs import EPS, GATES, OUT_NORMS, sigmoid_gate
 from axes.positions import rotate, rotation
 from axes.queries_keys import FEATURES, SCALES, unit_square
 from axes.rows import NORMALIZERS
@@ -266,7 +267,7 @@ def needs_small_writes(config, args, choices):
 
 
 def one_rate(config, args, choices):
-    if config.forget == "channel":
+    if config.forget in ("channel", "channel_dt"):
         return f"--rule={config.rule} needs one rate per head: use --forget=none, fixed, dt or alpha"
 
 
@@ -378,8 +379,8 @@ def gla_forget(layer, x):
 
 
 def time_step(layer, x):
-    """dt = softplus(x W + b), (B, H, T, 1): how much a token writes, and for how long the state decays."""
-    return F.softplus(wide(split_heads(layer.dt(x), layer.heads, 1)) + layer.dt_bias[:, None, None])
+    """dt = softplus(x W + b), (B, H, T, 1 or D): how much a token writes, and for how long the state decays."""
+    return F.softplus(wide(split_heads(layer.dt(x), layer.heads, -1)) + layer.dt_bias.view(layer.heads, 1, -1))
 
 
 def mamba2_forget(layer, x):
@@ -394,10 +395,25 @@ def mamba2_forget(layer, x):
 def mamba2_parameters(layer):
     """The papers draw A from U(1, 16) (or U(0, 16)) and the softplus of b from 0.001 to 0.1, uniformly in its
     logarithm. Here both start evenly spread over the heads: the first head decays slowly, the last one fast."""
-    spread = (torch.arange(layer.heads) + 0.5) / layer.heads
-    dt = torch.exp(math.log(0.001) + spread * math.log(100))
-    return {"dt": nn.Linear(layer.config.n_embd, layer.heads, bias=False), "A_log": (1 + 15 * spread).log(),
-            "dt_bias": dt + torch.log(-torch.expm1(-dt))}               # the inverse of softplus
+    return {"dt": nn.Linear(layer.config.n_embd, layer.heads, bias=False), "dt_bias": time_biases(layer.heads),
+            "A_log": (1 + 15 * (torch.arange(layer.heads) + 0.5) / layer.heads).log()}
+
+
+def time_biases(count):
+    """Biases (count,) whose softplus is evenly spread from 0.001 to 0.1, in its logarithm."""
+    dt = torch.exp(math.log(0.001) + (torch.arange(count) + 0.5) / count * math.log(100))
+    return dt + torch.log(-torch.expm1(-dt))    # the inverse of softplus
+
+
+def kda_parameters(layer):
+    """The same with a time step for each channel, from a matrix of rank D. Kimi Delta Attention, Kimi Team 2510.26692,
+    section 3. In each head the first channel decays slowly, the last one fast; the authors' code (fla) draws these
+    biases, as Mamba2's.
+
+    Differs from the paper: its values can be wider than its keys; here both have the same width."""
+    rank_d = nn.Sequential(nn.Linear(layer.config.n_embd, layer.width, bias=False),
+                           nn.Linear(layer.width, layer.heads * layer.width, bias=False))
+    return mamba2_parameters(layer) | {"dt": rank_d, "dt_bias": time_biases(layer.width).repeat(layer.heads, 1)}
 
 
 def titans_forget(layer, x):
@@ -411,6 +427,7 @@ FORGETS = {
     "channel": Choice(log_forget=gla_forget, learns=lambda layer: {"fade": nn.Sequential(
         nn.Linear(layer.config.n_embd, 16, bias=False), nn.Linear(16, layer.heads * layer.width))}),
     "dt": Choice(log_forget=mamba2_forget, learns=mamba2_parameters),
+    "channel_dt": Choice(log_forget=mamba2_forget, learns=kda_parameters),
     "alpha": Choice(log_forget=titans_forget, learns=lambda layer: {
         "alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
         "forget_bias": torch.full((layer.heads,), 4.0)}),
@@ -462,6 +479,10 @@ def silu_gate(layer, o, x):
 
 GATES = GATES | {
     "silu": dataclasses.replace(GATES["element"], gated=silu_gate),
+    # KDA: W has the rank of a head
+    "low_rank": Choice(gated=sigmoid_gate, learns=lambda layer: {"gate": nn.Sequential(
+        nn.Linear(layer.config.n_embd, layer.width, bias=False),
+        nn.Linear(layer.width, layer.heads * layer.shapes["v"][1], bias=layer.config.bias))}),
     "silu_first": dataclasses.replace(GATES["element"], gated=silu_gate, before_norm=True),     # Mamba2
 }
 

@@ -321,7 +321,7 @@ def finished(module, o, x):
         o = heads(y, H)
     if c.diff == "v1":                          # Ye et al. 2410.05258, eq. 4
         o = o * (1 - lambda_init(module))
-    if c.gate in ("head", "element", "silu"):   # Qiu et al. 2505.06708
+    if c.gate in ("head", "element", "low_rank", "silu"):               # Qiu et al. 2505.06708; KDA, 2510.26692
         o = o * (F.silu if c.gate == "silu" else torch.sigmoid)(heads(module.gate(x), H))
     return o
 

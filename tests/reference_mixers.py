@@ -60,7 +60,7 @@ def kept(module, x):
         return one - 2.0 ** (-5 - torch.arange(H)[:, None, None])
     if forget == "channel":                     # GLA, Yang et al. 2312.06635, section 4.4
         return torch.sigmoid(heads(module.fade(x), H)) ** (1 / 16)
-    if forget == "dt":                          # Mamba2, Dao and Gu 2405.21060
+    if forget in ("dt", "channel_dt"):          # Mamba2, Dao and Gu 2405.21060; a channel: KDA, 2510.26692
         return torch.exp(-module.A_log.exp()[:, None, None] * time_step(module, x))
     if forget == "alpha":                       # 1 - alpha_t: Titans, eq. 13
         return 1 - torch.sigmoid(heads(module.alpha(x) - module.forget_bias, H))
@@ -68,7 +68,7 @@ def kept(module, x):
 
 
 def time_step(module, x):
-    return F.softplus(heads(module.dt(x) + module.dt_bias, module.config.n_head))
+    return F.softplus(heads(module.dt(x) + module.dt_bias.flatten(), module.config.n_head))
 
 
 def of_state(module, q, k, v, x):
