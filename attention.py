@@ -603,6 +603,7 @@ ATTENTIONS = {
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
     "diff2": {"rule": "softmax", "diff": "v2"},
     "dex": {"rule": "softmax", "dex": "on"},
+    "xsa": {"rule": "softmax", "exclude": "own"},
     # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
     "lazy": {"rule": "elastic", "pos": "rope+bias"},        # RoPE's base: larger in the paper, 10000 in its code
@@ -704,7 +705,7 @@ class Attention(Layer):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
 
         table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the layer's own."""
-        sight, distance, dtype = sight or self.sight, as_distance(table), v.dtype
+        sight, distance = sight or self.sight, as_distance(table)
         q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (R,)
         mix = self.choices["diff"].mix(self, x) # lambda of a second view, or None
 
@@ -726,7 +727,7 @@ class Attention(Layer):
         o = rows.normalised_output(self, o, q, r, n)                    # (B, H, R, E)
         if o.shape[1] > self.heads:
             o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])               # (B, heads, R, E)
-        return self.finished(o, x, dtype)
+        return self.finished(o, x, v)
 
     def rule_inputs(self, q, k):
         """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row

@@ -246,6 +246,7 @@ class GPTConfig(Knobs):
         "Differential Transformer's versions 1 and 2")
     value_bias: str | None = axis("value_bias", "a learned vector added to each head's output")
     dex: str | None = axis("dex", "Dex's learned correction of each head's output")
+    exclude: str | None = axis("exclude", "own: the output loses its part along the token's own value")
     out_norm: str | None = axis("out_norm", "RMSNorm on the output of each head, or of all heads together; gated: the "
         "latter with ReLA's gate; layer: LayerNorm, for a state")
     gate: str | None = axis("gate", "sigmoid gate on the output, computed from the layer's input: one per head, or "

@@ -57,8 +57,8 @@ class Choice:
     own_keys: bool = False                      # each view has a key head of its own
     mix: Callable = lambda layer, x: None       # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
     after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
-    # value_bias, dex, gate
-    corrected: Callable = unchanged             # layer, o -> o
+    # value_bias, dex, exclude, gate
+    corrected: Callable = unchanged             # layer, o, v -> o
     gated: Callable = unchanged                 # layer, o, x -> o
     before_norm: bool = False                   # the gate comes before the norm of the output
     # forget, write and conv of mixers/recurrent.py; affinity of mixers/focus.py. x (B, T, C): the layer's input

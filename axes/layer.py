@@ -129,15 +129,16 @@ class Layer(nn.Module):
             return x.repeat_interleave(shared, axis)
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
-    def finished(self, o, x, dtype):
-        """The output of each head o (B, heads, R, E) after value bias, Dex, norm, the factor that follows the norm of a
-        difference, and gate. x: the layer's input (B, R, C). Without these axes only o's dtype changes."""
-        o = self.choices["dex"].corrected(self, self.choices["value_bias"].corrected(self, o))
+    def finished(self, o, x, v):
+        """The output of each head o (B, heads, R, E) after value bias, Dex, XSA, norm, the factor that follows the norm
+        of a difference, and gate, in the dtype of the values v (B, Hv, T, E). x: the layer's input (B, R, C)."""
+        for axis in ("value_bias", "dex", "exclude"):
+            o = self.choices[axis].corrected(self, o, v)
         norm, gate = self.choices["out_norm"].normed, self.choices["gate"]
         if gate.before_norm:
-            return norm(self, gate.gated(self, o, x)).to(dtype)
+            return norm(self, gate.gated(self, o, x)).to(v.dtype)
         o = self.choices["diff"].after(self, norm(self, o))
-        return gate.gated(self, o, x).to(dtype)
+        return gate.gated(self, o, x).to(v.dtype)
 
     def output(self, y):
         """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""

@@ -1,6 +1,7 @@
-"""What happens to the output of each head: a value bias, Dex's correction, a norm, a gate.
+"""What happens to the output of each head: a value bias, Dex's and XSA's corrections, a norm, a gate.
 
-Shapes: B batch, R query rows, E width of v. The output o is (B, heads, R, E), the layer's input x is (B, R, C).
+Shapes: B batch, R query rows, E width of v. The output o is (B, heads, R, E), the values v are (B, Hv, T, E), the
+layer's input x is (B, R, C).
 """
 import torch
 import torch.nn as nn
@@ -8,15 +9,15 @@ import torch.nn as nn
 from axes.base import BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, split_heads, whole_bias, wrong_bias_dims
 from axes.rows import lambda_at_depth
 
-# ------------------------------------------------------------------------------------- corrections: a value bias, Dex
+# -------------------------------------------------------------------------------- corrections: a value bias, Dex, XSA
 
 
-def plus_value(layer, o):
+def plus_value(layer, o, v):
     """o + v*, learned for each head, at first N(0, 0.02). Source: V biases of When Attention Sink Emerges, table 4."""
     return o + whole_bias(layer.value_bias, o.shape[1], o.shape[-1])[:, None]
 
 
-def dex_corrected(layer, o):
+def dex_corrected(layer, o, v):
     """o - lambda(t) o W: every head can subtract the contribution of a sink's value.
 
     lambda(t) = (1 - a) a lambda_init + a lambda_learned, with a = min(1, progress / anneal) and progress from 0 to 1
@@ -26,6 +27,14 @@ def dex_corrected(layer, o):
     a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
     factor = (1 - a) * a * lambda_at_depth(layer.depth) + a * layer.dex_lambda
     return o - factor * layer.dex_proj(o.to(layer.dex_proj.weight.dtype))
+
+
+def without_own_value(layer, o, v):
+    """o - (o.v) v / |v|^2 with the row's own value v: what the token says of itself is left to the residual stream. The
+    first row sees only itself, so it becomes 0. Source: exclusive self attention, 2603.09078."""
+    v = v[:, :, -o.shape[2]:].to(o.dtype).repeat_interleave(o.shape[1] // v.shape[1], 1)
+    along = (o * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-30)       # (B, heads, R, 1)
+    return o - along * v
 
 
 VALUE_BIASES = {
@@ -39,6 +48,7 @@ DEXES = {
         "dex_proj": nn.Linear(layer.shapes["v"][1], layer.shapes["v"][1], bias=False), "dex_proj.weight": Normal(0.0),
         "dex_lambda": torch.zeros(1), "progress": Fixed(torch.zeros(()))}),             # GPT.set_progress sets it
 }
+EXCLUSIONS = {"none": Choice(), "own": Choice(corrected=without_own_value)}
 
 # ---------------------------------------------------------------------------------------------------------------- norms
 

@@ -35,7 +35,7 @@ PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("s
         ("forget", "log_forget"), ("write", "write_factor"), ("rule", "inputs"), ("rule", "row_input"),
         ("rule", "start"), ("rule", "weights"), ("rule", "chunk"), ("rule", "after"), ("normalize", "divisor"),
         ("sink", "score"), ("sink", "value"), ("diff", "mix"), ("value_bias", "corrected"), ("dex", "corrected"),
-        ("out_norm", "normed"), ("diff", "after"), ("gate", "gated")]
+        ("exclude", "corrected"), ("out_norm", "normed"), ("diff", "after"), ("gate", "gated")]
 AROUND = {("normalize", "divisor"): rows.share_of_keys, ("sink", "score"): rows.share_of_keys,
           ("sink", "value"): rows.normalised_output, ("diff", "mix"): attention.Attention.attend,
           ("pos", "bias"): Distance}

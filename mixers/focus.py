@@ -391,7 +391,7 @@ class Focus(Mixer):
         """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from x."""
         self.check(k, x if g is None else g, table)
         g = self.assign(x) if g is None else g
-        dtype, R, sight = v.dtype, q.shape[2], sight or self.sight
+        R, sight = q.shape[2], sight or self.sight
         q, k = self.featured(q), self.featured(k)
         if self.hard and R == k.shape[2] and sight.hidden < 0:
             fused = choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
@@ -402,7 +402,7 @@ class Focus(Mixer):
             weights, parts = partial(self.gated_weights, sight), ("rows", "keys", "keys", "rows", "keys")
             o, *r = kernels.run_blocks(partial(self.block, weights), sight, parts, q, k, v, a[:, :, -R:], b)
         o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
-        return self.finished(o, x[:, -R:], dtype)
+        return self.finished(o, x[:, -R:], v)
 
     def gated_weights(self, sight, i, q, k, a, b):
         """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an extra key needs it. a

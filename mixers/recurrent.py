@@ -562,7 +562,7 @@ class Recurrent(Mixer):
             without = self.read(q, k, v, x, hidden=hidden)              # the hidden token writes nothing
             here = torch.arange(k.shape[2], device=k.device) == hidden
             o = torch.where(here[:, None], o, without)
-        return self.finished(o[:, :, -R:], x[:, -R:], v.dtype)
+        return self.finished(o[:, :, -R:], x[:, -R:], v)
 
     # ------------------------------------------------------------------ the state
 

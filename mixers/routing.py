@@ -76,7 +76,7 @@ class Routing(Mixer):
         o = w @ gathered(wide(v), keys)         # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
-        return self.finished(o, x, v.dtype)
+        return self.finished(o, x, v)
 
     def prepare_heads(self, q, k, *v):
         """Apply norms to queries and keys, and repeat keys (and values) for every head."""

@@ -244,7 +244,7 @@ class Selection(Mixer):
     def attend(self, q, k, v, x, table=None, sight=None, index=None):
         """Softmax over the selected keys, see Mixer. index: of all T keys; None: made here."""
         self.check(k, x, table)
-        dtype, sight = v.dtype, sight or self.sight
+        sight = sight or self.sight
         q, k, index = self.rule_inputs(q, k, v, sight, index)
         if q.shape[2] == 1 and sight.hidden < 0:
             o, *r = self.step(q, k, v, index)
@@ -252,7 +252,7 @@ class Selection(Mixer):
             one_block = partial(self.block, partial(self.row_weights, index, sight))
             o, *r = kernels.run_blocks(one_block, sight, ("rows", "keys", "keys"), q, k, v)
         o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
-        return self.finished(o, x, dtype)
+        return self.finished(o, x, v)
 
     def rule_inputs(self, q, k, v, sight, index=None):
         """q and k after norm and learned factor, and the index of all keys, in which a hidden key is 0."""

@@ -297,10 +297,10 @@ def output(module, w, v, x):
     o = w[..., -T:] @ v.repeat_interleave(H // v.shape[1], 1)
     if module.config.sink == "key_value":       # When Attention Sink Emerges, table 4
         o = o + w[..., :1] * whole(module.sink_value, H, v.shape[3])[:, None]
-    return finished(module, o, x)
+    return finished(module, o, x, v)
 
 
-def finished(module, o, x):
+def finished(module, o, x, v):
     """The steps after the heads' outputs (B, H, R, E), in order."""
     c, H = module.config, o.shape[1]
     if c.value_bias == "on":                    # When Attention Sink Emerges, table 4
@@ -308,6 +308,9 @@ def finished(module, o, x):
     if c.dex == "on":                           # Kong et al. 2505.16333. progress: the share of the training so far
         a = (module.progress / module.args["anneal"]).clamp(max=1.0)
         o = o - ((1 - a) * a * lambda_init(module) + a * module.dex_lambda) * (o @ module.dex_proj.weight.mT)
+    if c.exclude == "own":                      # XSA, 2603.09078
+        unit = F.normalize(v.repeat_interleave(H // v.shape[1], 1), dim=-1)
+        o = o - (o * unit).sum(-1, keepdim=True) * unit
     if c.gate == "silu_first":                  # Mamba2 gates before its norm
         o = o * F.silu(heads(module.gate(x), H))
     if c.out_norm == "head":

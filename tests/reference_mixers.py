@@ -26,7 +26,7 @@ def attend(module, q, k, v, x, *_):
     if c.mixer != "recurrent":
         return reference.output(module, weights(module, q, k, x), v, x)
     run = learned if c.rule in ("descent", "momentum") else linear_state
-    return finished(module, run(module, q, every_head(k, q.shape[1]), every_head(v, c.n_head), x), x)
+    return finished(module, run(module, q, every_head(k, q.shape[1]), every_head(v, c.n_head), x), x, v)
 
 
 layer = partial(reference.layer, attend=attend)

@@ -49,7 +49,7 @@ def test_the_output_is_weights_of_times_values_also_with_their_cache_and_the_pro
     layer, (q, k, v, x, table), found = seen[0]
     w = layer.weights_of(q, k, x, table)[..., layer.has_extra_key:]
     if layer.has_weights and attn != "kv_bias":                        # its extra key has a value as well
-        close(found, layer.finished(w @ v.repeat_interleave(2, 1), x, v.dtype), terms=64)
+        close(found, layer.finished(w @ v.repeat_interleave(2, 1), x, v), terms=64)
     steps = model(ids[:, :13], use_cache=True)
     rest = model(ids[:, 13:], past_key_values=steps.past_key_values).logits
     close(rest, logits[:, 13:], terms=64)
