@@ -5,7 +5,7 @@ from functools import partial
 import bounds
 import pytest
 import torch
-from bounds import below, close, same
+from bounds import below, close, dice, same
 from conftest import CACHES, RECIPES, examples, tiny_config
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
@@ -170,6 +170,28 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(at
         found_here = [group[key] for key in ("weight_decay", "lr_scale", "lr", "betas")]
         assert found_here == [decay, scale, 1e-3, (0.8, 0.9)], name
     assert ("transformer.h.0.attn.tau" in found) == (ATTENTIONS[attn]["rule"] == "elastic")
+
+
+@pytest.mark.parametrize("attn", ["elastic", "gated_deltanet"])
+def test_muon_moves_the_matrices_of_blocks_by_almost_orthogonal_steps(attn):
+    """Singular values of a step lie between 0.7 and 1.2 times the rate, up to the rounding of bfloat16. Experts and
+    whatever is not a matrix of a linear layer is AdamW's."""
+    gpt = GPT(tiny_config(attn=attn, mlp="moe", tied=False))
+    muon, adamw = gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon").parts
+    names, before = {id(p): name for name, p in gpt.named_parameters()}, {}
+    found, others = ({names[id(p)] for group in part.param_groups for p in group["params"]} for part in (muon, adamw))
+    assert found | others == set(names.values()) and not found & others
+    assert found == {f"{name}.weight" for name, module in gpt.transformer.h.named_modules(prefix="transformer.h")
+                     if isinstance(module, torch.nn.Linear)}
+    for p in gpt.parameters():
+        p.grad, before[id(p)] = torch.randn(p.shape, generator=dice()), p.detach().clone()
+    muon.step()
+    for name, p in gpt.named_parameters():
+        step = torch.linalg.svdvals(before[id(p)] - p) / (1e-2 * 0.2 * max(p.shape) ** 0.5) if name in found else None
+        assert 0.6 < step.min() and step.max() < 1.3 if name in found else torch.equal(before[id(p)], p), name
+        p.requires_grad_(name not in found)
+    with pytest.raises(ValueError, match="and none is trained: leave it out"):
+        gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon")
 
 
 @pytest.mark.parametrize("attn", CACHES)
