@@ -22,7 +22,7 @@ import attention
 import mixers
 import kernels
 from axes import rows
-from axes.base import unchanged
+from axes.base import Choice, unchanged
 from axes.positions import Distance
 from axes.sight import visible
 from common.flags import Knobs, knob
@@ -74,7 +74,7 @@ def page_of(name, meta=None):
     where = f"attention.py:{code.count(chr(10), 0, row.start()) + 1}    {' '.join(map(str.strip, row[0].splitlines()))}"
     axes = {axis: getattr(config, axis) for axis in mixers.DEFAULTS}
     functions = {(axis, part): getattr(layer.choices.get(axis), part, None) for axis, part in PASS}
-    functions = {choice: f for choice, f in functions.items() if f not in (None, unchanged)}
+    functions = {choice: f for choice, f in functions.items() if f not in (None, unchanged, Choice.mix)}
     called, fused = pytorch_of(layer, functions), triton_of(layer)
     numbers = {"recipe": config.attn, "where": where, "axes": axes, "args": layer.args,
                "learns": {name: list(p.shape) for name, p in layer.named_parameters()},
