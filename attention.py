@@ -49,6 +49,7 @@ from kernels import BINARY, LN2, LOG2E, Kernel, const_power, jit, log_one_plus, 
 # s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware computes 2^x.
 # A comment above a line of Triton gives the same in PyTorch, unless both read alike.
 
+# Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED = -1e30                                  # additive mask. Finite, so a fully masked row gives no NaN
 
 
@@ -141,7 +142,7 @@ def elastic(s, seen, t):
     Source: Lazy Attention, eq. 5 and table 2.
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
     with 100 times the learning rate (here --head_lr=100)."""
-    # without the mask, tau < 0 would give masked keys a weight; p - t would negate its whole gradient for that of t
+    # without the mask, tau < 0 would give masked keys a weight
     return (softmax(s, seen) + -t).add_(~seen * MASKED).relu_()
 
 

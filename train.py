@@ -217,8 +217,7 @@ class Training:
 
         # the scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.optimizer = model.configure_optimizers(
-            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr,
-            knobs.optimizer)
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr, knobs.optimizer)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
 
         self.meta = self.new_meta(data, stored, flags)
@@ -325,12 +324,12 @@ class Training:
                     row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm, "balance": balance}
                     row |= progress.speed(step)
                     progress.show(row)
-                    self.evaluate_and_save(row, evaluate, stop)
+                    self.evaluate_and_save(row, evaluate, log, stop)
                     progress.measure_from(step)                         # without the time of the evaluation
                 if stop:
                     return step if step < knobs.max_iters else None
 
-    def evaluate_and_save(self, row, evaluate, stop):
+    def evaluate_and_save(self, row, evaluate, log, stop):
         """Evaluate on the same windows as always, then write a row of the log and a checkpoint, if they are due. The
         row comes first: wherever the run is killed, the log has all rows up to its checkpoint."""
         knobs, run, step = self.knobs, self.run, row["step"]
@@ -340,7 +339,7 @@ class Training:
             if not math.isfinite(row["val_loss"]):
                 raise run.diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped")
             run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}
-        if evaluate or step % knobs.log_interval == 0:
+        if log:
             run.log(**row)
         if evaluate or stop:
             run.save(self.model, self.optimizer, self.scaler, step, in_parts=knobs.sharded_ckpt)

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import attention
 import mixers
+from axes.layer import Layer
 from axes.positions import POSITIONS
 from common import files
 from common.flags import Knobs, fields_of, knob, with_recipe
@@ -269,9 +270,9 @@ def seeing(see):
 
 @contextlib.contextmanager
 def instead(model, replacement):
-    """Inside this context every attention layer calls replacement(attend, layer, module, q, k, v, x, table) instead of
-    its own attend(q, k, v, x, table), to change its inputs or its output."""
-    modules = [block.attn for block in model.transformer.h]
+    """Inside this context every attention layer of a model calls replacement(attend, layer, module, q, k, v, x, table)
+    instead of its own attend(q, k, v, x, table), to change its inputs or its output."""
+    modules = [module for module in model.modules() if isinstance(module, Layer)]
     for layer, module in enumerate(modules):
         module.attend = partial(replacement, module.attend, layer, module)  # hides the method
     try:

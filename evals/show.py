@@ -22,7 +22,6 @@ import attention
 import mixers
 import kernels
 from axes import rows
-from axes.base import Choice, unchanged
 from axes.positions import Distance
 from axes.sight import visible
 from common.flags import Knobs, knob
@@ -73,8 +72,8 @@ def page_of(name, meta=None):
     row = re.search(rf'^ *"{config.attn}": {{.*?}},( *#[^\n]*)?$', code, re.M | re.S)
     where = f"attention.py:{code.count(chr(10), 0, row.start()) + 1}    {' '.join(map(str.strip, row[0].splitlines()))}"
     axes = {axis: getattr(config, axis) for axis in mixers.DEFAULTS}
-    functions = {(axis, part): getattr(layer.choices.get(axis), part, None) for axis, part in PASS}
-    functions = {choice: f for choice, f in functions.items() if f not in (None, unchanged, Choice.mix)}
+    functions = {(axis, part): f for axis, part in PASS for choice in [layer.choices.get(axis)]
+                 if (f := getattr(choice, part, None)) is not getattr(type(choice), part, None)}
     called, fused = pytorch_of(layer, functions), triton_of(layer)
     numbers = {"recipe": config.attn, "where": where, "axes": axes, "args": layer.args,
                "learns": {name: list(p.shape) for name, p in layer.named_parameters()},

@@ -546,9 +546,9 @@ class Recurrent(Mixer):
         q, k, v = self.heads_of(y)
         if self.choices["pos"].rotates:
             if turn is None or self.rule.rope_positions:
-                seen, count = 0 if past is None else past.get("tokens", 0), self.rule.rope_positions
+                seen, places = 0 if past is None else past.get("tokens", 0), self.rule.rope_positions
                 positions = torch.arange(seen, seen + x.shape[1], device=x.device)
-                turn = rotation(self.config, count(positions, self.args["chunk"]) if count else positions)
+                turn = rotation(self.config, places(positions, self.args["chunk"]) if places else positions)
             q, k = rotate(q, turn), rotate(k, turn)
         return q, k, v
 

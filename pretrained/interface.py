@@ -16,6 +16,7 @@ import attention
 from attention import Attention
 from axes.sight import visible
 from common import files
+from evals.instrument import instead, seeing
 from evals.measures import Probe
 from model import GPTConfig
 
@@ -59,22 +60,11 @@ def measures(model, idx):
     """{layer: {measure: (heads,)}} of a model of transformers that reads tokens idx (B, T). The names of the layers are
     the model's, the measures those of evals/measures.py."""
     model(idx)                                  # every layer has its `nano` now
-    layers = {name.removesuffix(".nano"): layer for name, layer in model.named_modules()
-              if isinstance(layer, Attention)}
-    probes = {name: Probe() for name in layers}
-
-    def see(probe, layer, attend, *inputs):
-        probe.see(layer, *inputs)
-        return attend(*inputs)
-
-    for name, layer in layers.items():
-        layer.attend = partial(see, probes[name], layer, layer.attend)  # hides the method
-    try:
+    names = [name.removesuffix(".nano") for name, module in model.named_modules() if isinstance(module, Attention)]
+    probes = [Probe() for _ in names]
+    with instead(model, seeing(lambda layer, module, *inputs: probes[layer].see(module, *inputs))):
         model(idx)
-    finally:
-        for layer in layers.values():
-            del layer.attend
-    return {name: probe.result() for name, probe in probes.items()}
+    return dict(zip(names, (probe.result() for probe in probes), strict=True))
 
 
 def recipes():
