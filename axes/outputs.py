@@ -37,6 +37,11 @@ def without_own_value(layer, o, v):
     return o - along * v
 
 
+def no_norm_after(config, args, choices):
+    if config.out_norm != "none":
+        return f"a row that sees only itself is left with rounding errors, which out_norm={config.out_norm} would enlarge"
+
+
 VALUE_BIASES = {
     "off": Choice(),
     "on": Choice(args=BIAS_SIZES, refuse=wrong_bias_dims, corrected=plus_value, learns=lambda layer: {
@@ -48,7 +53,7 @@ DEXES = {
         "dex_proj": nn.Linear(layer.shapes["v"][1], layer.shapes["v"][1], bias=False), "dex_proj.weight": Normal(0.0),
         "dex_lambda": torch.zeros(1), "progress": Fixed(torch.zeros(()))}),             # GPT.set_progress sets it
 }
-EXCLUSIONS = {"none": Choice(), "own": Choice(corrected=without_own_value)}
+EXCLUSIONS = {"none": Choice(), "own": Choice(refuse=no_norm_after, corrected=without_own_value)}
 
 # ---------------------------------------------------------------------------------------------------------------- norms
 

@@ -309,7 +309,7 @@ def finished(module, o, x, v):
         a = (module.progress / module.args["anneal"]).clamp(max=1.0)
         o = o - ((1 - a) * a * lambda_init(module) + a * module.dex_lambda) * (o @ module.dex_proj.weight.mT)
     if c.exclude == "own":                      # XSA, 2603.09078
-        unit = F.normalize(v.repeat_interleave(H // v.shape[1], 1), dim=-1)
+        unit = F.normalize(v[:, :, -o.shape[2]:].repeat_interleave(H // v.shape[1], 1), dim=-1)
         o = o - (o * unit).sum(-1, keepdim=True) * unit
     if c.gate == "silu_first":                  # Mamba2 gates before its norm
         o = o * F.silu(heads(module.gate(x), H))
