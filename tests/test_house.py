@@ -57,7 +57,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 
 
 # lines of code that each room may have: 19,969 together, without the tests. A change that needs more says so here
-CEILINGS = {"": 3168, "axes": 1094, "mixers": 2334, "training": 579, "common": 1152, "data": 1524, "pretrained": 901,
+CEILINGS = {"": 3168, "axes": 1099, "mixers": 2334, "training": 579, "common": 1152, "data": 1524, "pretrained": 901,
             "evals": 9318, "tests": 9358}
 
 
