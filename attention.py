@@ -17,6 +17,7 @@ form view a, heads 1, 3, .. view b.
 """
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -671,6 +672,19 @@ def recipe(name):
     if name not in ATTENTIONS:
         raise ValueError(f"unknown --attn={name}: choose from {', '.join(ATTENTIONS)}")
     return ATTENTIONS[name]
+
+
+def pattern(text):
+    """The layers that --layers repeats, [(recipe, {axis or constant: text})]: "kda*3+softmax,pos=none" names four.
+    Raises ValueError on an unknown recipe."""
+    found = []
+    for part in text.split("+"):
+        words = re.fullmatch(r"(\w+)(?:\*([1-9]\d?))?((?:,\w+=[^,=]+)*)", part)
+        if not words or words[1] not in ATTENTIONS:
+            raise ValueError(f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes are "
+                             f"{', '.join(ATTENTIONS)}")
+        found += [(words[1], dict(pair.split("=") for pair in words[3].split(",")[1:]))] * int(words[2] or 1)
+    return found
 
 
 # kernels.py imports no rule. It gets the kernels of all rules here, and two that serve other rules

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, C = n_embd, V = vocab_size, E = n_expert.
 """
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -211,6 +211,8 @@ class GPTConfig(Knobs):
     attn: str = knob(
         next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless their flags are given",
         tuple(attention.ATTENTIONS))
+    layers: str = knob("", "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps with "
+        "axes of its own: gated_deltanet*3+softmax,pos=none. An axis changed by its flag is changed in all layers")
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
         "auto", "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; the block loop "
@@ -258,6 +260,8 @@ class GPTConfig(Knobs):
     first: int | None = axis("first", "number of first keys that stay visible beyond the window, as in StreamingLLM")
 
     def __post_init__(self):
+        if self.layers:
+            self.attn = attention.pattern(self.layers)[0][0]
         unknown = self.recipe.keys() - {*mixers.DEFAULTS, "args"}
         if unknown:
             raise ValueError(f"recipe {self.attn} has no such axis: {unknown.pop()}")
@@ -285,6 +289,19 @@ class GPTConfig(Knobs):
         mixers.check_axes(self)
 
     @property
+    def kinds(self):
+        """The configs of the layers that --layers repeats, each with the axes of its recipe, except those that differ
+        from the first recipe's, which flags have changed for all layers. Without --layers: [self]."""
+        first, found = mixers.DEFAULTS | self.recipe, []
+        changed = {axis: getattr(self, axis) for axis in first if axis != "args" and getattr(self, axis) != first[axis]}
+        for attn, own in attention.pattern(self.layers) if self.layers else ():
+            axes = {axis: own.get(axis, changed.get(axis)) for axis in mixers.DEFAULTS}
+            axes |= {axis: int(axes[axis]) for axis in mixers.NUMBERS if str(axes[axis]).isdecimal()}
+            args = [self.attn_args] * (attn == self.attn) + [f"{n}={own[n]}" for n in own if n not in axes]
+            found.append(replace(self, layers="", attn=attn, attn_args=",".join(filter(None, args)), **axes))
+        return found or [self]
+
+    @property
     def recipe(self):
         """{axis: value} of the axes that the recipe sets."""
         return attention.recipe(self.attn)
@@ -307,7 +324,7 @@ class GPT(nn.Module):
         super().__init__()
         check_memory(config.n_layer * MODULES, f"n_layer={config.n_layer}: the Python objects of the blocks need",
                      "lower n_layer")
-        self.config = config
+        self.config, kinds = config, config.kinds
         self.ahead = SINKS[config.sink].ahead                           # learned tokens before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}            # of token ids
         if config.embed_norm:
@@ -317,7 +334,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict({      # GPT-2's names, which every checkpoint contains
             **embeddings,
             "drop": nn.Dropout(config.dropout),
-            "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+            "h": nn.ModuleList(Block(kinds[layer % len(kinds)], layer) for layer in range(config.n_layer)),
             "ln_f": make_norm(config),
         })
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
@@ -327,13 +344,15 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def tie(self):
-        """Share parameters: lm_head has the token embedding's weights if config.tied, and all layers share those in
-        Choice.shared."""
+        """Share parameters: lm_head has the token embedding's weights if config.tied, and all layers that have those in
+        Choice.shared, in the same shape, share them."""
         if self.config.tied:
             self.lm_head.weight = self.transformer.wte.weight
-        for name in POSITIONS[self.config.pos].shared:
-            for block in self.transformer.h[1:]:
-                setattr(block.attn, name, getattr(self.transformer.h[0].attn, name))
+        first = {}
+        for layer in (block.attn for block in self.transformer.h):
+            for name in layer.choices["pos"].shared:
+                own = getattr(layer, name)
+                setattr(layer, name, first.setdefault((name, own.shape), own))
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -391,7 +410,8 @@ class GPT(nn.Module):
                 raise ValueError(f"{cached + len(i) - self.ahead} tokens, but --pos={self.config.pos} knows only its "
                                  f"block_size={self.config.block_size} positions")
             x = x + self.transformer.wpe(i)
-        turn = rotation(self.config, i) if POSITIONS[self.config.pos].rotates else None # of all layers
+        rotates = any(block.attn.choices["pos"].rotates for block in self.transformer.h)
+        turn = rotation(self.config, i) if rotates else None            # of all layers
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
@@ -547,13 +567,13 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 def check_size(config, copies):
     """Raise ValueError if this machine's memory cannot hold `copies` of a model's weights in float32. It counts a model
-    of one block, on the meta device."""
+    of one block, or of one period of --layers, on the meta device."""
     one = copy.copy(config)
-    one.n_layer = 1
+    one.n_layer = len(config.kinds)
     with torch.device("meta"):
         model = GPT(one)
-    block = sum(p.numel() for p in model.transformer.h.parameters())
-    count = model.num_params() + (config.n_layer - 1) * block
+    block = sum(p.numel() for p in model.transformer.h.parameters()) // one.n_layer     # a mean
+    count = model.num_params() + (config.n_layer - one.n_layer) * block
     check_memory(config.n_layer * MODULES + 4 * copies * count,
                  f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} blocks, needs",
                  "lower n_layer or n_embd, or use a larger machine")

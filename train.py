@@ -381,8 +381,9 @@ def main(argv):
         vocab_size = settled.get("vocab_size", 0)                       # 0: take it from the data set, below
         config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})
         check_balance(knobs, config)
-        if reason := mixers.MIXERS[config.mixer].cannot_learn(config):
-            raise ValueError(reason)
+        for kind in config.kinds:
+            if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
+                raise ValueError(reason)
         # the folder of the run that this one continues or starts from, and whose tokenizer it shares
         began_with = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent     # of its ckpt.pt
         before = Path(knobs.out_dir) if stored else began_with
@@ -400,7 +401,7 @@ def main(argv):
         folder, data = tokens.data_for(before, knobs.dataset, machine)
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
-        knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.attn)
+        knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
         stopped = train(knobs, config, machine, folder, data, stored, argv)
         machine.close()                         # by now nothing uses the group of ranks
     sys.exit(130 if stopped else 0)

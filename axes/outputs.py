@@ -39,7 +39,7 @@ def without_own_value(layer, o, v):
 
 def no_norm_after(config, args, choices):
     if config.out_norm != "none":
-        return f"a row that sees only itself is left with rounding errors, and out_norm={config.out_norm} enlarges them"
+        return f"--exclude=own leaves only rounding errors in rows of one key: leave out --out_norm={config.out_norm}"
 
 
 VALUE_BIASES = {

@@ -148,10 +148,10 @@ def with_recipe(base, given, recipes, axes):
     """All knobs: `given` flags override the recipe {axis: value} of a given --attn, which overrides `base`, a preset or
     the knobs of a stored run. axes: their names.
 
-    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe and all --attn_args
-    are dropped. Axis values that the user had chosen in addition are kept."""
+    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe, all --attn_args
+    and --layers are dropped. Axis values that the user had chosen in addition are kept."""
     if "attn" in given:
-        before = recipes.get(base.get("attn"), {})
-        base = {name: value for name, value in base.items() if name not in axes or before.get(name) != value}
+        before = recipes.get(base.get("attn"), {}) | {"layers": base.get("layers")}
+        base = {n: value for n, value in base.items() if n not in {*axes, "layers"} or before.get(n) != value}
         base |= {"attn_args": ""} | recipes[given["attn"]]
     return base | given

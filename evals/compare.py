@@ -95,7 +95,7 @@ def groups_of(found):
     for group in sorted(groups.values(), key=lambda group: fmean(numbers["loss"] for numbers in group)):
         attn, knobs = group[0]["attn"], group[0]["knobs"]
         alike = [other[0]["knobs"] for other in groups.values() if other[0]["attn"] == attn]
-        axes = mixers.DEFAULTS | attention.recipe(attn) | {"attn_args": ""}
+        axes = mixers.DEFAULTS | attention.recipe(attn) | {"attn_args": "", "layers": ""}
         flags = [f"--{name}={value}" for name, value in knobs.items()
                  if any(other.get(name) != value for other in alike)
                  or (name in axes and name != "pos" and value != axes[name])]

@@ -64,7 +64,7 @@ def command(args, run):
 
 def check(run):
     """Raise ValueError on a run without groups."""
-    if not isinstance(run.model.transformer.h[0].attn, Focus):
+    if not all(isinstance(block.attn, Focus) for block in run.model.transformer.h):
         raise ValueError(f"{run.out_dir} has --attn={run.model.config.attn}, which has no groups: name a run that was "
                          "trained with --attn=focus")
 

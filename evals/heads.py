@@ -66,9 +66,9 @@ def command(args, run):
         results = [probe.result() for probe in probes]
         maps.append({name: torch.stack([result[name] for result in results]) for name in MEASURES})
         windows.append(rows)
-    module = run.model.transformer.h[0].attn
+    outside = run.model.ahead or any(block.attn.has_extra_key for block in run.model.transformer.h)
     numbers = run.reads(args.split, len(windows[0]), T) | {
-        "local": args.local, "alpha_sink_is": "extra" if module.has_extra_key or module.ahead else "sink",
+        "local": args.local, "alpha_sink_is": "extra" if outside else "sink",
         **summary(maps[0], args)}
     alpha = maps[0]["alpha_sink"]
     if args.against:

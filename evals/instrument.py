@@ -106,7 +106,7 @@ class OpenedRun:
         self.out_dir = checkpoint.parent
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         # without attention weights, derivatives of outputs by values replace them
-        self.has_weights = self.model.transformer.h[0].attn.has_weights
+        self.has_weights = all(block.attn.has_weights for block in self.model.transformer.h)
         if not self.has_weights and self.machine.main:
             print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
                   "values: the weights shown are derivatives of outputs with respect to values", file=sys.stderr)

@@ -55,7 +55,7 @@ def command(args, run):
     modules = [block.attn for block in run.model.transformer.h]
     if args.cost and len(ids) < 2:
         raise ValueError("--cost needs a sentence of two tokens or more: the loss is that of the second and later ones")
-    if args.views and modules[0].config.diff == "none":
+    if args.views and any(module.config.diff == "none" for module in modules):
         raise ValueError(f"--views is for recipes that subtract one view from another (diff, diff2, tda, ...), not for "
                          f"--attn={run.model.config.attn}")
     chosen = {}                                 # by flags; empty: the flag is not given
@@ -65,7 +65,7 @@ def command(args, run):
         if max(chosen[name], default=0) >= count:
             raise ValueError(f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}")
     queries = ["(sink token)"] * modules[0].ahead + labels
-    keys = ["(extra key)"] * modules[0].has_extra_key + queries
+    keys = ["(extra key)"] * any(module.has_extra_key for module in modules) + queries
     first = len(keys) - len(labels)             # the column of the first token
     kinds, of_page = maps_of(run, ids, args)
     maps = []                                   # by default of four layers, or of all if there are fewer
@@ -128,6 +128,7 @@ def maps_of(run, ids, args):
     (layers, heads, T), and norms of the hidden states (layers + 1, T) that enter a layer, and after the last."""
     kinds, probes, value_norms, stream = [], {"weights": [], "hidden": []}, [], []
     model, rows = run.model, as_ids(ids, run.machine)
+    columns = len(ids) + model.ahead + any(block.attn.has_extra_key for block in model.transformer.h)
 
     def see(layer, module, q, k, v, x, table):
         found = {"weights": module.weights_of(q, k, x, table)}
@@ -140,7 +141,8 @@ def maps_of(run, ids, args):
                 probes[kind].append(probe_of(module, found[kind], kind == "hidden"))
             norms = v[0].float().norm(dim=-1)                           # (Hv, T)
             value_norms.append(norms.repeat_interleave(module.heads // len(norms), 0).tolist())
-        kinds.append({kind: w[0].float().cpu() for kind, w in found.items()})
+        kinds.append({kind: torch.constant_pad_nd(w[0].float().cpu(), (columns - w.shape[3], 0))
+                      for kind, w in found.items()})
 
     with watching(model, lambda layer, h: stream.append(h[0].float().norm(dim=-1).tolist())):
         watch(model, see, rows, run.machine)
@@ -155,7 +157,7 @@ def maps_of(run, ids, args):
         alone = [("", "", 1, [output_zeroed(head.view(L, H))]) for head in torch.eye(L * H, dtype=torch.bool)]
         found = [round(line["loss_change"], 6) for line in costs(alone, model, rows, run.machine, 1)["changes"]]
         measures["cost"] = [found[i:i + H] for i in range(0, L * H, H)]
-    attn, trained = model.config.attn, run.meta["knobs"]["attn"]
+    attn, trained = (knobs.get("layers") or knobs["attn"] for knobs in (vars(model.config), run.meta["knobs"]))
     about = f"--attn={attn}" + ("" if run.has_weights else
                                 ": derivatives of outputs by values, since this recipe has no attention weights")
     about += f"; the model was trained with {trained}" if attn != trained else ""

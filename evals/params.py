@@ -84,7 +84,7 @@ def command(args, run):
     now = list(map(figures, modules))
     # if a linear layer other than the projections computes a gate or a lambda, average this over text
     if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
-           for name, child in modules[0].named_children()):
+           for module in modules for name, child in module.named_children()):
         now, windows = [{} for _ in modules], 0
 
         def see(layer, module, q, k, v, x, table):
@@ -95,14 +95,18 @@ def command(args, run):
             watch(run.model, see, rows[:, :-1], run.machine)
             windows += len(rows)
         now = [{name: total / windows for name, total in layer.items()} for layer in now]
-    values, kept = {"now": now, "start": list(map(figures, fresh))}, dict(modules[0].named_buffers(recurse=False))
+    values = {"now": now, "start": list(map(figures, fresh))}
+    biased = [layer for layer, module in enumerate(modules) if module.distance() is not None]
+    kept = {name for module in modules for name, _ in module.named_buffers(recurse=False)}
     numbers = {
         "attn": run.model.config.attn,
-        "figures": {name: {when: [rounded(layer[name]) for layer in layers] for when, layers in values.items()}
-                    | {"learned": name.strip("|") not in kept} for name in now[0]},
-        "distance_bias": None if modules[0].distance() is None else {
-            when: [rounded(bias_by_distance(module)) for module in layers]
-            for when, layers in (("now", modules), ("start", fresh))}}
+        "figures": {name: {when: [rounded(layer[name]) for layer in layers if name in layer]
+                           for when, layers in values.items()}
+                    | {"layers": [layer for layer, found in enumerate(now) if name in found],
+                       "learned": name.strip("|") not in kept} for name in dict.fromkeys(sum(map(list, now), []))},
+        "distance_bias": {"layers": biased} | {
+            when: [rounded(bias_by_distance(layers[layer])) for layer in biased]
+            for when, layers in (("now", modules), ("start", fresh))} if biased else None}
     return numbers, in_words(numbers)
 
 
@@ -166,12 +170,12 @@ def in_words(numbers):
         heads = len(figure["now"][0])
         header = [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
         rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if heads > 1 else []), fmean(first)]
-                for layer, (values, first) in enumerate(zip(figure["now"], figure["start"], strict=True))]
+                for layer, values, first in zip(figure["layers"], figure["now"], figure["start"], strict=True)]
         texts.append(f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
                      + table(rows, ["layer", *header, "at first"]))
     if bias:
         rows = []
-        for layer, (curves, first) in enumerate(zip(bias["now"], bias["start"], strict=True)):
+        for layer, curves, first in zip(bias["layers"], bias["now"], bias["start"], strict=True):
             curve = np.mean(curves, 0)          # (W,)
             ends = [*RANGES.values(), (1, 8), (len(curve) // 4 + 1, len(curve))]
             parts = [curve[low:high + 1] for low, high in ends]         # empty if the curve is shorter
@@ -195,18 +199,18 @@ def draw(path, found):
             change = np.subtract(figure["now"], figure["start"])        # (layers, heads)
             colours, start = signed(max(np.abs(change).max(), 1e-6)), fmean(map(fmean, figure["start"]))
             panels.append(partial(heat_map, cells=change, colours=colours, numbers=figure["now"], bar="change",
-                                  title=f"{name} ({start:.3g} at first)"))
-        panels += [partial(draw_bias, layers=np.array(bias["now"]))] if bias else []
+                                  title=f"{name} ({start:.3g} at first)", ylabel=f"layers {figure['layers']}"))
+        panels += [partial(draw_bias, numbers=bias["layers"], layers=np.array(bias["now"]))] if bias else []
         rows |= {place: panels} if panels else {}
     if not rows:
         raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png")
     draw_rows(path, rows)
 
 
-def draw_bias(ax, layers):
+def draw_bias(ax, numbers, layers):
     """Draw the distance bias (layers, heads, W), a colour for each layer: thin lines are heads, thick ones means."""
-    for layer, curves in enumerate(layers):
-        colour = (0.1, 0.2 + 0.6 * layer / len(layers), 0.6)
+    for layer, curves in zip(numbers, layers, strict=True):
+        colour = (0.1, 0.2 + 0.6 * layer / (1 + max(numbers)), 0.6)
         ax.plot(curves.T, color=colour, linewidth=0.5)
         ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
     ax.set_xscale("symlog", linthresh=1)        # includes distance 0

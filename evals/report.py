@@ -35,7 +35,7 @@ def report(model, machine, folder, windows, batch_size, in_parts=False):
     mean = probe(model, splits["val"], machine, 16, 4)["mean"]
     sink = f"{MEASURES['sink']}; an even spread gives it {mean['uniform']:.4f}"
     print(with_meanings({name: mean[name] for name in ("sink", "density", "sparsity")}, MEASURES | {"sink": sink}))
-    print("(of derivatives in place of weights)\n" * (not model.transformer.h[0].attn.has_weights))
+    print("(of derivatives in place of weights)\n" * (not all(block.attn.has_weights for block in model.transformer.h)))
     coder = tokens.tokenizer(str(folder))
     # the first 240 tokens of what `eval.py sample` prints by default, in float32
     ids = model.generate(as_ids(first_token(coder, splits.get), machine), 240, temperature=0.8, top_k=50, seed=0)

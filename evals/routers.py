@@ -71,7 +71,7 @@ def command(args, run):
     if not args.sweep:
         numbers = compared(args, run)
         return numbers, in_words(numbers)
-    if run.model.config.mixer != "attention":
+    if any(kind.mixer != "attention" for kind in run.model.config.kinds):
         raise ValueError(f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
                          f"{run.model.config.attn}: name its base")
     if args.sweep == "iterations" and args.balancing != "sinkhorn":

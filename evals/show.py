@@ -38,7 +38,7 @@ PASS = [("conv", "convolved"), ("qk_norm", "normed"), ("feature", "mapped"), ("s
 AROUND = {("normalize", "divisor"): rows.share_of_keys, ("sink", "score"): rows.share_of_keys,
           ("sink", "value"): rows.normalised_output, ("diff", "mix"): attention.Attention.attend,
           ("pos", "bias"): Distance}
-SHOWN = ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "block_size", "vocab_size", "rope_base",
+SHOWN = ("layers", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "block_size", "vocab_size", "rope_base",
          "rope_scaling")
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
 
@@ -56,18 +56,22 @@ class Show(Knobs):
 def command(args, run):
     """A recipe as one page: its axes, PyTorch, Triton, learned parameters, and where the code is."""
     meta = read_run(args.out_dir)[0] if args.out_dir else None
-    numbers, text = page_of(args.recipe, meta)
+    period = 1 if args.recipe or not meta else len(model_config(meta["knobs"], {}).kinds)
+    pages = [page_of(args.recipe, meta, layer) for layer in range(period)]
+    numbers = {"layers": [numbers for numbers, _ in pages]} if period > 1 else pages[0][0]
+    text = "\n\n".join(dict.fromkeys(text for _, text in pages))
     if args.diff:
         changes = difflib.ndiff(page_of(args.diff, meta)[1].splitlines(), text.splitlines())
         text = "\n".join(line.rstrip() for line in changes if not line.startswith("?"))
     return numbers, text
 
 
-def page_of(name, meta=None):
-    """The page of a recipe as numbers for JSON and as text, built as the first layer of a model. meta: the meta.json of
-    a run. Then the page has the run's sizes, and its recipe if the name is empty."""
-    config = model_config(meta["knobs"] if meta else SIZES | {"attn": "elastic"}, {"attn": name} if name else {})
-    layer, sections = mixers.layer_of(config, 0), {}
+def page_of(name, meta=None, number=0):
+    """The page of a recipe as numbers for JSON and as text, built as layer `number` of a model. meta: the meta.json of
+    a run. Then the page has the run's sizes, and its layer's recipe if the name is empty."""
+    whole = model_config(meta["knobs"] if meta else SIZES | {"attn": "elastic"}, {"attn": name} if name else {})
+    config, sections = whole.kinds[number], {}
+    layer = mixers.layer_of(config, number)
     code = Path(attention.__file__).read_text(encoding="utf-8")         # the recipe's row, and its line
     row = re.search(rf'^ *"{config.attn}": {{.*?}},( *#[^\n]*)?$', code, re.M | re.S)
     where = f"attention.py:{code.count(chr(10), 0, row.start()) + 1}    {' '.join(map(str.strip, row[0].splitlines()))}"
@@ -79,7 +83,7 @@ def page_of(name, meta=None):
                "learns": {name: list(p.shape) for name, p in layer.named_parameters()},
                "pytorch": {f.__name__: place(f) for f in called}, "triton": {f.__name__: place(f) for _, f in fused}}
     if meta:
-        sizes = {name: getattr(config, name) for name in SHOWN} | {"head_dim": config.head_width}
+        sizes = {name: getattr(whole, name) for name in SHOWN} | {"head_dim": config.head_width}
         numbers |= {"sizes": sizes, "source": meta.get("source")}
         meanings = {field.name: re.split("[;:] ", field.metadata["help"])[0] for field in dataclasses.fields(config)}
         sections["the run"] = [entry(name, f"{value:.10g}" if isinstance(value, float) else str(value) or "none",

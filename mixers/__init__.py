@@ -41,7 +41,7 @@ def has_weights(recipe):
 
 
 def check_axes(config):
-    """Raise ValueError, with the reason, if a mixer does not accept a choice, or choices cannot be combined."""
+    """Raise ValueError, with the reason, if a mixer does not accept a choice, or choices or layers do not combine."""
     mixer = MIXERS[config.mixer]
     for axis, default in DEFAULTS.items():
         value, known = getattr(config, axis), (mixer.axes | {"mixer": MIXERS}).get(axis, [default])
@@ -56,9 +56,16 @@ def check_axes(config):
     for choice in [*choices.values(), *changed]:
         if choice.refuse and (reason := choice.refuse(config, args, choices)):
             raise ValueError(reason)
+    if len(kinds := config.kinds) > config.n_layer:
+        raise ValueError(f"--layers={config.layers} names {len(kinds)} layers, and n_layer={config.n_layer}: raise it")
+    for axis in ("pos", "sink", "diff"):        # embedded positions, a token ahead, the number of heads
+        values = dict.fromkeys(getattr(kind, axis) for kind in (config, *kinds))
+        if len({(row.embeds, row.ahead, row.heads(2, 2, 1)[2]) for row in map(AXES[axis].get, values)}) > 1:
+            raise ValueError(f"--layers={config.layers}: {axis} is {', '.join(values)} and must be one: give --{axis}")
 
 
 def choose_kernel(config, device):
-    """Which code computes a recipe on a device: "triton", "sdpa" or "torch". Raises ValueError if an explicit
-    --kernel cannot run."""
-    return attention.choose_kernel(config, device, MIXERS[config.mixer].obstacles)
+    """Which code computes a recipe on a device: "triton", "sdpa" or "torch"; with --layers perhaps "torch and sdpa".
+    Raises ValueError if an explicit --kernel cannot run."""
+    return " and ".join(dict.fromkeys(
+        attention.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles) for kind in config.kinds))

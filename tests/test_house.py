@@ -56,9 +56,9 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 19,969 together, without the tests. A change that needs more says so here
-CEILINGS = {"": 3168, "axes": 1099, "mixers": 2334, "training": 579, "common": 1152, "data": 1524, "pretrained": 901,
-            "evals": 9318, "tests": 9358}
+# lines of code that each room may have: 20,024 together, without the tests. A change that needs more says so here
+CEILINGS = {"": 3203, "axes": 1099, "mixers": 2341, "training": 582, "common": 1152, "data": 1524, "pretrained": 901,
+            "evals": 9328, "tests": 9389}
 
 
 @pytest.mark.parametrize("room", CEILINGS)

@@ -214,6 +214,21 @@ def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(att
     same(gpt.generate(cached, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
 
 
+@torch.no_grad()
+def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cache():
+    """Initial values depend on the names of tensors alone, so blocks of other models are the same."""
+    gpt = model(layers="gated_deltanet+sink,pos=none,window=5+lazy,tau_init=0.5", n_layer=5, out_norm="none")
+    own = ({"attn": "gated_deltanet", "out_norm": "none"}, {"attn": "sink", "pos": "none", "window": 5},
+           {"attn": "lazy", "attn_args": "tau_init=0.5"})
+    idx, cache = token_ids(2, 14), gpt.new_cache()
+    x = gpt.transformer.wte(idx)
+    for layer in range(5):
+        x = model(n_layer=5, **own[layer % 3]).transformer.h[layer](x)
+    logits = gpt.lm_head(gpt.transformer.ln_f(x))
+    close(gpt(idx)[0], logits, dtype=torch.float32)
+    close(torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1), logits, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @torch.no_grad()
 def test_decoding_steps_take_another_way_to_the_same_products(rows):

@@ -92,6 +92,13 @@ def test_a_model_before_its_first_step_shows_its_initial_values(attn, data):
         assert figure["now"] == [pytest.approx(layer, abs=0.2 * of_text) for layer in figure["start"]]
 
 
+def test_each_layer_of_a_pattern_shows_what_it_has(data):
+    gpt = GPT(tiny_config(layers="deltanet+lazy+sink", vocab_size=257, n_layer=4))
+    found, _ = params.command(Params(windows=1), opened(data, gpt))
+    assert {name: figure["layers"] for name, figure in (found["figures"] | {"b": found["distance_bias"]}).items()} == {
+        "written": [0, 3], "tau": [1], "sink_logit": [2], "b": [1]}
+
+
 def test_a_run_is_shown_next_to_its_initial_values(tmp_path, data, evaluate):
     train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=lazy", "--gate=head", "--learning_rate=0.1")
     found = evaluate("params", f"--out_dir={tmp_path}", "--windows=2", f"--png={tmp_path}/x.png")

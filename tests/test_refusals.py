@@ -63,6 +63,7 @@ def any_choices(draw):
     values = {field.name: field.metadata["choices"] or {bool: (False, True), str: ()}.get(field.type, NUMBERS)
               for field in dataclasses.fields(GPTConfig)} | mixers.AXES | {
         "rope_scaling": SCALINGS, "kernel": ("auto", "torch", "sdpa"),                  # triton would take minutes
+        "layers": ("softmax+kda", "gla+lazy,pos=none", "elastic,tau_init=0+diff,window=2", "softmax*2+sink_token"),
         "attn_args": [f"{name}={value}" for name in sorted(constants) for value in CONSTANTS]}
     names = draw(st.lists(st.sampled_from([name for name in values if values[name]]), max_size=3))
     return choices | {name: draw(st.sampled_from(list(values[name]))) for name in names}
@@ -408,7 +409,11 @@ SAYS = [                                        # (how a line begins, exit code,
     --head_balance=1 --attn=elastic => neither.*--gate; --attn=sparq => then give --attn=sparq to eval.py;
     --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
     --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
-    --expert_balance=1 => add --mlp=moe; --bias_of=k => add --qkv_bias=1"""),
+    --expert_balance=1 => add --mlp=moe; --bias_of=k => add --qkv_bias=1;
+    --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
+    --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
+    --layers=softmax+sink_token --n_layer=2 => sink is none, token and must be one: give --sink;
+    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
     --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
     ("train.py {new} --kernel=triton", INPUT, """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;

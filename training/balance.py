@@ -61,14 +61,14 @@ def check_balance(knobs, config):
                          "have: add --mlp=moe, or leave it out")
     if not knobs.head_balance:
         return
-    # which heads have an importance: see Attention.importance_of_heads
-    gated = config.mixer == "attention" and config.gate != "none"
-    if not gated and (config.mixer != "attention" or config.rule != "softmax" or config.diff != "none"):
-        raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={config.attn} "
-                         "has neither: choose such a recipe, or add --gate=head or --gate=element")
-    if not gated and config.window and not config.first and SINKS[config.sink].score is None:
-        raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond --window: "
-                         "add --first=1, a --sink or a --gate")
+    for kind in config.kinds:                   # which heads have an importance: see Attention.importance_of_heads
+        gated = kind.mixer == "attention" and kind.gate != "none"
+        if not gated and (kind.mixer != "attention" or kind.rule != "softmax" or kind.diff != "none"):
+            raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={kind.attn} "
+                             "has neither: choose such a recipe, or add --gate=head or --gate=element")
+        if not gated and kind.window and not kind.first and SINKS[kind.sink].score is None:
+            raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond "
+                             "--window: add --first=1, a --sink or a --gate")
     heads = torch.zeros(config.n_layer, config.n_head)
     if knobs.balance_form == "routed":
         heads = routed(heads, knobs.balance_skip, knobs.balance_shared)

@@ -45,7 +45,7 @@ def dry_run(knobs, config, plan):
         return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
 
     return "\n".join([
-        f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.attn}",
+        f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
         f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {tokens:,} in all",
         f"memory of one process, {knobs.batch_size} sequences at a time in {machine.dtype}, attention computed by "
         f"{mixers.choose_kernel(config, 'cpu')}:",

@@ -80,10 +80,13 @@ MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "sharded_ckpt", 
 def settle_knobs(args, Train):
     """From the flags given: all knobs of this run as one dict, and meta.json of the run to resume, or None."""
     given = given_flags(args, Train, GPTConfig)
+    if layers := given.get("layers"):
+        if given.setdefault("attn", first := attention.pattern(layers)[0][0]) != first:
+            raise ValueError(f"--layers={layers} begins with {first}: leave out --attn={given['attn']}")
     base = dict(PRESETS[given.get("preset", Train.preset)])
     if given.get("init_from") == "resume":
         knobs = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
-        out_dir = given.get("out_dir") or default_out_dir(knobs["dataset"], knobs["attn"])
+        out_dir = given.get("out_dir") or default_out_dir(knobs["dataset"], knobs.get("layers") or knobs["attn"])
         meta, _ = read_run(out_dir)
         stored = meta["knobs"]
         for name, value in given.items():       # flags may repeat the stored knobs, or change those in MAY_CHANGE
@@ -105,4 +108,4 @@ def settle_knobs(args, Train):
 
 
 def default_out_dir(dataset, attn):
-    return f"out/{Path(dataset).name}-{attn}"
+    return f"out/{Path(dataset).name}-{attn.translate(str.maketrans(',=', '--', '*'))}"

@@ -19,7 +19,7 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
     if not machine.main:
         return
     config = model.config
-    axes = [f"{name} {getattr(config, name)}" for name, default in mixers.DEFAULTS.items()
+    axes = [f"{name} {getattr(config, name)}" for name, default in ({"layers": ""} | mixers.DEFAULTS).items()
             if name in ("rule", "pos") or getattr(config, name) != default]
     tokenizer = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
     used = f", {model.num_params(active=True) / 1e6:.2f}M of them active" if config.mlp == "moe" else ""
@@ -86,7 +86,7 @@ def say_what_next(knobs, config, meta, waited):
     if "resume" in " ".join(meta["flags"]):     # these are only the flags of the last call
         return
     replaced = "--attn=" if knobs.train_only == "all" else "--init_from="
-    given = [flag for flag in meta["flags"] if not flag.startswith((replaced, "--out_dir="))]
+    given = [flag for flag in meta["flags"] if not flag.startswith((replaced, "--layers=", "--out_dir="))]
     again = " ".join(["       python train.py", *given])                # if a flag is repeated, the last one counts
     if knobs.train_only == "all":
         other = "elastic" if config.attn == "softmax" else "softmax"

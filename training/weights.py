@@ -101,7 +101,7 @@ def train_only(model, knobs):
             setattr(block.attn, name, LoRA(getattr(block.attn, name), knobs.lora_rank, generator))
     for name, p in model.named_parameters():
         _, _, inside = name.partition(".attn.")                         # the parameter's name in its attention layer
-        p.requires_grad_(".lora_" in inside if part == "lora" else inside in blocks[0].attn.added)
+        p.requires_grad_(".lora_" in inside if part == "lora" else any(inside in b.attn.added for b in blocks))
     if not num_trained(model):
         raise ValueError(f"--attn={model.config.attn} adds nothing to plain attention that --train_only={part} could "
                          f"train: use --attn={part}, or --train_only=lora")
