@@ -58,7 +58,7 @@ MASKED = -1e30                                  # additive mask. Finite, so a fu
 class Rule(Choice):
     weights: Callable | None = None             # s, seen, t -> weights: the definition
     statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), if anything needs it
-    row_input: Callable | None = None           # layer, n (R,) -> t, broadcastable to (B, H, R, 1); None: no t
+    row_input: Callable | None = None           # layer, n (.., R) -> t, broadcastable to (B, H, R, 1); None: no t
     power: Callable | None = None               # args -> the constant power of rules that have one
     kernel: Kernel | None = None                # the same rule in Triton; None: the block loop computes it everywhere
     threshold_of: str | None = None             # another rule: the kernel's t is t times that rule's row sum
@@ -153,7 +153,7 @@ def elastic_threshold(layer, n):
         n = torch.full_like(n, layer.config.block_size)
     elif not layer.args["per_length"]:
         n = torch.ones_like(n)
-    return layer.tau[:, None, None] / n[:, None]
+    return layer.tau[:, None, None] / n[..., None]
 
 
 # In the first row p = 1 and, at the start, t = 1. In the derivative, p counts as above t only beyond t (1 + 2^-18):
@@ -324,7 +324,7 @@ def lssar(s, seen, t, power=15.0):
 
 def lssar_threshold(layer, n):
     """t_i = 1 / n_i, or 0 if the row sees at most three keys. The same on every head."""
-    return torch.where(n > 3, 1 / n, 0.0)[:, None]
+    return torch.where(n > 3, 1 / n, 0.0)[..., None]
 
 
 @jit
@@ -461,7 +461,7 @@ def tra(s, seen, t, power=2.0):
 def tra_threshold(layer, n):
     """t_i = beta_h sqrt(2 log(n_i / kappa) / d), the logarithm at least 0."""
     log = torch.log(n / layer.args["kappa"]).clamp(min=0)
-    return layer.beta[:, None, None] * torch.sqrt(2 * log / layer.width)[:, None]
+    return layer.beta[:, None, None] * torch.sqrt(2 * log / layer.width)[..., None]
 
 
 @jit
@@ -503,7 +503,7 @@ def sigmoid(s, seen, t):
 
 def sigmoid_threshold(layer, n):
     """t_i = log(block_size), the negative of the published bias; the same on every row."""
-    return torch.full_like(n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0)[:, None]
+    return torch.full_like(n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0)[..., None]
 
 
 @jit
@@ -721,17 +721,17 @@ class Attention(Layer):
 
         table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the layer's own."""
         sight, distance = sight or self.sight, as_distance(table)
-        q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (R,)
+        q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (.., R)
         mix = self.choices["diff"].mix(self, x) # lambda of a second view, or None
 
         # the rule: by Triton if every position is a row (not while decoding), by torch's softmax, or by the block loop
         kernel = choose_kernel(self.config, q.device.type)
         dropout = self.config.dropout if self.training else 0.0
         need_r = self.need_r or (self.measures_importance and self.config.gate == "none")
-        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0:
+        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0 and sight.starts is None:
             o, r = self.fused(q, k, v, t, distance, sight, mix, need_r)
         elif kernel == "sdpa" and distance is None and sight.hidden < 0 and not need_r:
-            o, r = kernels.plain_softmax(q, k, v, sight.scale, dropout), None
+            o, r = kernels.plain_softmax(q, k, v, sight, dropout), None
         else:
             o, r = kernels.block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
         if self.measures_importance:            # differentiable: --head_balance trains on it
@@ -746,7 +746,8 @@ class Attention(Layer):
 
     def rule_inputs(self, q, k):
         """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row
-        input t (.., R, 1), or None; and n (R,), the number of keys that each row sees."""
+        input t (.., R, 1), or None; and n (R,), or with packed documents (B, 1, R), the number of keys that each row
+        sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         n = visible_count(i, self.sight).to(wide(q).dtype)
         q, k = self.featured(q), self.featured(k)
@@ -756,9 +757,9 @@ class Attention(Layer):
             q = (q * factor(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None:
-            t = t.expand(*t.shape[:-2], len(n), 1)                      # (.., R, 1)
-            if t.dim() == 3 and self.score_heads > self.heads:
-                t = t.repeat_interleave(2, 0)   # both views share their head's t
+            t = t.expand(*t.shape[:-2], n.shape[-1], 1)                 # (.., R, 1)
+            if t.dim() > 2 and self.score_heads > self.heads == t.shape[-3]:
+                t = t.repeat_interleave(2, -3)  # both views share their head's t
         return q, k, t, n
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
@@ -793,7 +794,7 @@ class Attention(Layer):
             keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
             tb = None if t is None else t[..., block, :]
             w, *r = kernels.attend_block(self.rule, sight, distance, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb)
-            share = rows.share_of_keys(self, qb, r[0] if r else None, n[block])
+            share = rows.share_of_keys(self, qb, r[0] if r else None, n[..., block])
             w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 

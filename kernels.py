@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from axes.base import wide
-from axes.sight import Sight, visible
+from axes.sight import visible
 
 try:
     import triton
@@ -158,16 +158,16 @@ def grouped(a, b):
         return ((b.mT @ a.mT).mT if turned else a @ b).reshape(B, H, R, b.shape[-1])
 
 
-def plain_softmax(q, k, v, scale, dropout):
-    """Softmax attention by torch's own fused kernel."""
+def plain_softmax(q, k, v, sight, dropout):
+    """Softmax attention by torch's own fused kernel. Only for packed documents does it need a mask (B, 1, T, T)."""
     R, T, mask = q.shape[2], k.shape[2], None
     if R == 1 and q.device.type == "cpu" and q.element_size() < 4:      # where that kernel is ten times slower
         if T > 512:
-            return weighted_sum(torch.softmax(scaled_scores(q, k, scale), -1), v, dropout)
+            return weighted_sum(torch.softmax(scaled_scores(q, k, sight.scale), -1), v, dropout)
         q, k, v = wide(q), wide(k), wide(v)     # few keys: converting them is faster still
-    if 1 < R < T:                               # is_causal aligns rows with the first keys
-        mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), Sight())
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=R == T and R > 1, scale=scale,
+    if 1 < R < T or sight.starts is not None:   # is_causal aligns rows with the first keys
+        mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), sight)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None and R > 1, scale=sight.scale,
                                           enable_gqa=k.shape[1] < q.shape[1])
 
 

@@ -387,16 +387,22 @@ class GPT(nn.Module):
         return {name: value for name, value in state.items()
                 if name in ours or name.partition(".attn.")[2] not in mixers.ADDED}
 
-    def forward(self, idx, targets=None, cache=None, importance=False, last_only=False):
+    def forward(self, idx, targets=None, cache=None, importance=False, last_only=False, starts=None):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
         importance: return the importance of every head, (layers, heads), as a third value. last_only: only the logits
-        of the last position, (B, 1, V). Raises ValueError on too many tokens for --pos, or a cache of another model."""
+        of the last position, (B, 1, V). starts (B, T): idx holds packed documents, and each token's own begins at this
+        position; None: it holds one. Raises ValueError on too many tokens for --pos, or a cache of another model."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
         ahead = self.ahead if cached == 0 else 0                        # a filled cache contains the sink token
+
+        for block in self.transformer.h:
+            if starts is not block.attn.sight.starts:
+                block.attn.check_packs(block.attn.config)
+                block.attn.sight = block.attn.sight._replace(starts=starts)
 
         # embeddings of token ids, and of positions where these are absolute
         x = self.transformer.wte(idx)                                   # (B, T, C)
@@ -405,13 +411,15 @@ class GPT(nn.Module):
         if ahead:
             x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)                # (B, 1+T, C)
         i = torch.arange(cached, cached + x.shape[1], device=idx.device)                # the positions, (T,)
+        if starts is not None:
+            i = i - starts                      # (B, T): each document begins at position 0, as in generation
         if "wpe" in self.transformer:
-            if cached + len(i) > self.transformer.wpe.num_embeddings:
-                raise ValueError(f"{cached + len(i) - self.ahead} tokens, but --pos={self.config.pos} knows only its "
+            if (total := cached + x.shape[1]) > self.transformer.wpe.num_embeddings:
+                raise ValueError(f"{total - self.ahead} tokens, but --pos={self.config.pos} knows only its "
                                  f"block_size={self.config.block_size} positions")
             x = x + self.transformer.wpe(i)
         rotates = any(block.attn.choices["pos"].rotates for block in self.transformer.h)
-        turn = rotation(self.config, i) if rotates else None            # of all layers
+        turn = rotation(self.config, i.unsqueeze(-2)) if rotates else None              # of all layers
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own

@@ -57,6 +57,8 @@ class Train(Knobs):
     preset: str = knob("tiny", "a named set of values for the other knobs", tuple(PRESETS))
     dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script wrote. With "
                                   "--init_from=RUN it must use that run's tokenizer")
+    docs: bool = knob(False, "packed documents: no row sees another document of its sequence, and each begins at "
+                             "position 0, as if it were alone; data scripts record where documents begin")
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
     init_from: str = knob("scratch", "scratch; resume: continue from out_dir's checkpoint; the folder of a run: start "
                                      "from its weights")
@@ -150,7 +152,8 @@ class Batches:
                              f"{machine.world} ranks: make it a multiple of {machine.world}")
 
     def read(self, step):
-        """This rank's micro-batches of a step: pairs of inputs and targets, each (at most batch_size, T)."""
+        """This rank's micro-batches of a step: inputs and targets, and with --docs=1 where the document of each input
+        begins, each (at most batch_size, T)."""
         # every rank draws the windows of all ranks and takes its own part
         drawn = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total)
         starts = drawn.reshape(self.machine.world, -1)[self.machine.rank] * self.split.stride
@@ -160,7 +163,9 @@ class Batches:
             if self.machine.device.type == "cuda":
                 rows = rows.pin_memory()        # from pinned memory, the GPU copies while it computes
             rows = rows.to(self.machine.device, non_blocking=True)
-            micro_batches.append((rows[:, :-1], rows[:, 1:]))           # the target of each token is the next token
+            starts = [self.split.first_keys(part, self.config.block_size)] if self.knobs.docs else []
+            starts = [torch.from_numpy(first).to(self.machine.device) for first in starts]
+            micro_batches.append((rows[:, :-1], rows[:, 1:], *starts))  # the target of each token is the next token
         return micro_batches
 
     def __call__(self, step):
@@ -199,9 +204,11 @@ class Training:
     def __init__(self, knobs, config, machine, folder, data, stored, flags):
         self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
         self.kernel = mixers.choose_kernel(config, machine.device.type)             # raises if it is not there
+        if knobs.docs and self.kernel == "triton":
+            self.kernel = "torch (packed documents have no kernel yet)"
         # the data: batches to train on, and a split to evaluate on
-        self.batches = Batches(tokens.Tokens(folder, "train"), config, knobs, machine)
-        self.val = tokens.Tokens(folder, "val")
+        self.batches = Batches(tokens.Tokens(folder, "train", knobs.docs), config, knobs, machine)
+        self.val = tokens.Tokens(folder, "val", knobs.docs)
         fit = len(tokens.fixed_windows(self.val, config.block_size, 0))                 # raises if it is too short
         self.windows = knobs.eval_iters * knobs.batch_size
         # a short split may have fewer windows than the default, but an --eval_iters above the default must fit
@@ -285,7 +292,7 @@ class Training:
                 # each micro-batch is weighted by its share of the sequences, so gradients add up to that of one batch
                 micro_batches = batches(step)
                 sums = torch.zeros(2, device=machine.device)            # of both losses, kept on the device: no waiting
-                for micro, (x, y) in enumerate(micro_batches):
+                for micro, (x, y, *starts) in enumerate(micro_batches):
                     if self.config.dropout:     # its seed depends on these four numbers: resuming needs no stored state
                         seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
                         torch.manual_seed(seeds.generate_state(1)[0].item())
@@ -293,7 +300,7 @@ class Training:
                     if isinstance(running, DistributedDataParallel):
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
                     with machine.autocast():    # products in 16 bits where they are fast, sums in float32
-                        loss, balance = losses(running, x, y, knobs, machine)
+                        loss, balance = losses(running, x, y, knobs, machine, *starts)
                         balance = balance + expert_loss(model, knobs, machine) + model.penalty()
                     share = len(x) * machine.world / batches.total
                     scaler.scale((loss + balance) * share).backward()
@@ -353,7 +360,8 @@ class Training:
         in_parts = is_sharded(self.model) and knobs.sharded_ckpt
         if not in_parts:
             gather(self.model)
-        meta["report"] = report(self.model, self.machine, self.folder, self.windows, knobs.batch_size, in_parts)
+        meta["report"] = report(self.model, self.machine, self.folder, self.windows, knobs.batch_size, in_parts,
+                                knobs.docs)
         self.run.write_meta()
         if self.machine.main:
             printing.say_what_next(knobs, self.config, meta, self.batches.waited)
@@ -384,6 +392,8 @@ def main(argv):
         for kind in config.kinds:
             if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
                 raise ValueError(reason)
+            if knobs.docs:
+                mixers.MIXERS[kind.mixer].check_packs(kind)
         # the folder of the run that this one continues or starts from, and whose tokenizer it shares
         began_with = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent     # of its ckpt.pt
         before = Path(knobs.out_dir) if stored else began_with

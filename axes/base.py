@@ -33,6 +33,7 @@ class Choice:
     learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
+    mixes: str = ""                             # how it mixes packed documents (--docs); empty: it does not
     # pos
     embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
     rotates: bool = False                       # RoPE rotates q and k
@@ -43,10 +44,10 @@ class Choice:
     normed: Callable = unchanged                # layer, x -> x: after rotation. For out_norm: layer, o -> o
     mapped: Callable = unchanged                # layer, x -> x: queries or keys, after their norm
     # scale
-    factor: Callable | None = None              # layer, n (R,) -> a factor on the score, (H, R, 1); None: 1
+    factor: Callable | None = None              # layer, n (.., R) -> a factor on the score, (.., H, R, 1); None: 1
     unscaled: bool = False                      # the score is not divided by sqrt(d)
     # normalize
-    divisor: Callable | None = None             # row sums r, lengths n (R, 1) -> the row's divisor; None: 1
+    divisor: Callable | None = None             # row sums r, lengths n (.., R, 1) -> the row's divisor; None: 1
     needs_sum: bool = False                     # the divisor depends on r
     # sink
     score: Callable | None = None               # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key

@@ -5,7 +5,7 @@ import torch.nn as nn
 from axes import options
 from axes.base import Fixed, Linear, Normal, linear, split_heads
 from axes.positions import rope_score_factor, rotate, rotation
-from axes.sight import Sight
+from axes.sight import Sight, start_of
 
 
 class Projections(Linear):
@@ -110,6 +110,13 @@ class Layer(nn.Module):
         else:
             self.register_buffer(name, start.value if isinstance(start, Fixed) else start)
 
+    @classmethod
+    def check_packs(cls, config):
+        """Raise ValueError if a choice of a config cannot keep packed documents apart."""
+        for axis, choice in options.chosen(config, cls.axes).items():
+            if choice.mixes:
+                raise ValueError(f"--docs=1 cannot be used with --{axis}={getattr(config, axis)}: {choice.mixes}")
+
     # ------------------------------------------------------------------ from x to q, k, v, and from y back to x
 
     def heads_of(self, y):
@@ -156,15 +163,17 @@ class Layer(nn.Module):
         q, k, v = self.heads_of(self.c_attn(x))
         cached, first, end = (past or {}).get("tokens", 0), self.sight.first, self.sight.first + self.sight.window - 1
         i, early = torch.arange(cached, cached + x.shape[1], device=x.device), None     # i (R,)
+        i = i - start_of(i, self.sight)         # or (B, 1, R) from the start of each document
         if self.choices["pos"].rotates:
-            if first and cached + len(i) > end + 1:
+            if first and cached + x.shape[1] > end + 1:
                 early = rotate(q, rotation(self.config, i.clamp(max=end)))
             turn = turn or rotation(self.config, i)
             q, k = rotate(q, turn), rotate(k, turn)
         if past is not None:
             k, v = self.recall(past, k, v)
         if early is not None:
-            is_first = torch.arange(k.shape[2], device=k.device)[:, None] < first
+            j = torch.arange(k.shape[2], device=k.device)
+            is_first = (j - start_of(j, self.sight))[..., None] < first
             q, k = torch.cat([q, early], -1), torch.cat([k * ~is_first, k * is_first], -1)
         return q, k, v
 

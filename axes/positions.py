@@ -158,10 +158,10 @@ def rope_score_factor(config):
 
 
 def rotation(config, positions):
-    """What `rotate` needs at these positions (T,): P, [cos | cos | 1] and [-sin | sin | 0] of the angles, (T, D)."""
-    angle = positions[:, None].float() * rope_frequencies(config, config.head_width, positions.device)  # (T, P)
-    cos, sin, rest = angle.cos(), angle.sin(), (0, config.head_width - 2 * angle.shape[1])
-    return angle.shape[1], F.pad(torch.cat([cos, cos], -1), rest, value=1.0), F.pad(torch.cat([-sin, sin], -1), rest)
+    """What `rotate` needs at positions (.., T): P, [cos | cos | 1] and [-sin | sin | 0] of the angles, (.., T, D)."""
+    angle = positions[..., None].float() * rope_frequencies(config, config.head_width, positions.device)    # (.., T, P)
+    cos, sin, rest = angle.cos(), angle.sin(), (0, config.head_width - 2 * angle.shape[-1])
+    return angle.shape[-1], F.pad(torch.cat([cos, cos], -1), rest, value=1.0), F.pad(torch.cat([-sin, sin], -1), rest)
 
 
 def rotate(x, turn):
@@ -187,10 +187,10 @@ class Sinusoids(nn.Module):
         super().__init__()
         self.num_embeddings, self.width = places, width
 
-    def forward(self, positions):               # (T,) to (T, C)
+    def forward(self, positions):               # (.., T) to (.., T, C)
         half = -(-self.width // 2)
-        angle = positions[:, None] * 10000.0 ** (-torch.arange(half, device=positions.device) / half)
-        return torch.cat([angle.sin(), angle.cos()], -1)[:, :self.width]
+        angle = positions[..., None] * 10000.0 ** (-torch.arange(half, device=positions.device) / half)
+        return torch.cat([angle.sin(), angle.cos()], -1)[..., :self.width]
 
 
 # ------------------------------------------------------------------------------------------------------------ the table

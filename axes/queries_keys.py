@@ -82,7 +82,7 @@ def ssmax_scale(layer, n):
     Learned: sigma (H,), at first 1 / mean(log n) over a training context (0.168 for 1024), or at sigma_init. For unit q
     and k (LSSAR, which does not learn it) sigma is sqrt(d) log(d). Source: Nakanishi 2501.19399.
     Differs from the asentmax repository, which has log(n + 1) and draws sigma from N(1, 0.01)."""
-    return layer.sigma[:, None, None] * n.log()[:, None]
+    return layer.sigma[:, None, None] * n.log()[..., None]
 
 
 def ssmax_scalars(layer):
@@ -100,7 +100,7 @@ def asentmax_scale(layer, n):
     Source: the asentmax repository, sparse_gemma.py.
     Differs from that code: it draws beta from that range and gamma from N(0, 0.1). Its recommended form has beta =
     softplus(x W), gamma = 2 tanh(x W') for each token. It scales heads without positions; the others carry ALiBi."""
-    return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[:, None] ** layer.scale_gamma[:, None, None]
+    return 1 + layer.scale_beta[:, None, None] * (n + 1).log()[..., None] ** layer.scale_gamma[:, None, None]
 
 
 def asentmax_scalars(layer):

@@ -100,7 +100,8 @@ SINKS = {
     "key_value": Choice(learns=extra_key, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
         score=key_score, value=sink_value, refuse=wrong_sink),
-    "token": Choice(ahead=1, refuse=wrong_sink),                        # an ordinary key
+    "token": Choice(ahead=1, refuse=wrong_sink,                         # an ordinary key
+                    mixes="its token precedes the first document only: use --sink=key_value"),
 }
 
 
@@ -111,7 +112,7 @@ def share_of_keys(layer, q, r, n):
     their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
     Source: The Attention Sink as Native MoE, eq. 2 to 4."""
     if layer.choices["normalize"].divisor:
-        return 1 / layer.choices["normalize"].divisor(r, n[:, None])
+        return 1 / layer.choices["normalize"].divisor(r, n[..., None])
     if layer.has_extra_key:
         return torch.sigmoid(r - layer.choices["sink"].score(layer, q))
 

@@ -114,7 +114,7 @@ def prepare(args):
         files.write_json(progress, state)
     rows = list(state["shards"].values())
     if len(rows) < 2:
-        for path in (progress, out / "val_000000.bin"):
+        for path in (progress, out / "val_000000.bin", out / "val_000000.starts.bin"):
             path.unlink(missing_ok=True)
         raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first {size:,} are "
                          "held out: lower --shard_tokens, or name a larger source")

@@ -6,6 +6,7 @@ data/<name>/:
 
     train.bin, val.bin                      one shard a split, or
     train_000000.bin, train_000001.bin ...  several, read one after another as if they were one
+    train.starts.bin ...                    beside each shard, for train.py --docs=1: where its documents begin, uint64
     meta.json                               vocab_size, tokenizer; each shard's tokens, bytes of text and sha256
     tokenizer.json                          the tokenizer itself, if a public model's
 
@@ -166,20 +167,27 @@ def shard_header(kind, count):
 
 def write_shard(path, tokens, coder=None):
     """Write one shard from an array of ids, or from an iterator of arrays, one at a time in memory. coder: the
-    tokenizer of the ids; None: they are not text. Returns the shard's row of meta.json, with the bytes of text."""
+    tokenizer of the ids; None: they are not text. Returns the shard's row of meta.json, with the bytes of text. An
+    array that begins with the separator begins a document: a file beside the shard records where."""
     # the vocabulary alone decides, so all shards of a data set have the same type
     kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
-    count = text = 0
+    count, text, starts = 0, 0, []
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))          # the number of tokens follows at the end
         for piece in map(np.asarray, tokens if hasattr(tokens, "__next__") else [tokens]):
             if piece.size and not (0 <= piece.min() and piece.max() <= np.iinfo(kind).max):
                 raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}")
             f.write(piece.astype(kind).tobytes())
+            if coder and piece.size and piece[0] == coder.separator:
+                starts.append(count)
             count += piece.size
             text += int(coder.lengths[piece].sum()) if coder else 0
         f.seek(0)
         f.write(shard_header(kind, count))
+    beside = path.with_suffix(".starts.bin")
+    beside.unlink(missing_ok=True)
+    if starts:
+        np.array(starts, np.uint64).tofile(beside)
     return {"tokens": count} | ({"bytes": text} if coder else {}) | {"sha256": files.sha256(path)}
 
 
@@ -196,6 +204,17 @@ def read_shard(path):
     if header[2] == 0:
         raise ValueError(f"{path} holds no tokens: {again} on a text that is not empty")
     return np.memmap(path, dtype=kind, mode="r", offset=HEADER)
+
+
+def read_starts(path, count):
+    """Where documents begin in a shard of `count` tokens, int64. Raises ValueError if the shard does not tell."""
+    path, again = path.with_suffix(".starts.bin"), f"run {script_of(path.parent)} again, or leave out --docs"
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and --docs=1 needs the places where documents begin: {again}")
+    starts = np.fromfile(files.regular(path), np.uint64)
+    if path.stat().st_size % 8 or not (np.append(starts[1:], np.uint64(count)) > starts).all():
+        raise ValueError(f"{path} is damaged: its {starts.size} places must ascend and lie below {count}: {again}")
+    return starts.astype(np.int64)
 
 
 # ------------------------------------------------------------------------------------------------------------ data sets
@@ -228,7 +247,8 @@ def begin(out, coder=None):
 def finish(out, meta):
     """After all shards are written: delete those of an earlier data set, and write meta.json."""
     for path in out.glob("*.bin"):
-        if path.name not in meta["shards"] and SHARD.fullmatch(path.name):
+        name = path.name.replace(".starts", "")
+        if name not in meta["shards"] and SHARD.fullmatch(name):
             path.unlink()
     files.write_json(out / "meta.json", meta)
     train, val = (sum(shard["tokens"] for shard in shards_of(meta, split)) for split in ("train", "val"))
@@ -364,11 +384,13 @@ def check_vocabulary(config, meta, dataset):
 
 class Tokens:
     """The shards of one split as one long array, which may be larger than memory. len() is its number of tokens.
-    Windows begin at multiples of its stride: the length of a stored sequence, or 1."""
+    Windows begin at multiples of its stride: the length of a stored sequence, or 1. docs: also read where documents
+    begin."""
 
-    def __init__(self, folder, split):
+    def __init__(self, folder, split, docs=False):
         folder = Path(folder)
-        paths = sorted(folder.glob(f"{split}_*.bin")) or [folder / f"{split}.bin"]
+        paths = sorted(path for path in folder.glob(f"{split}_*.bin") if SHARD.fullmatch(path.name))
+        paths = paths or [folder / f"{split}.bin"]
         if not paths[0].exists():
             raise ValueError(f"{paths[0]} is missing: make it with {script_of(folder)}")
         self.name = str(folder / split)
@@ -378,6 +400,9 @@ class Tokens:
                              f"them and run {script_of(folder)} again")
         self.ends = np.cumsum([len(s) for s in self.shards])
         self.stride = meta_of(folder).get("stride", 1)
+        self.documents = np.concatenate([[0], *(                        # where they begin, in the whole array
+            read_starts(path, len(shard)) + end - len(shard)
+            for path, shard, end in zip(paths, self.shards, self.ends, strict=True))]) if docs else None
 
     def __len__(self):
         return int(self.ends[-1])
@@ -399,6 +424,13 @@ class Tokens:
             raise ValueError(f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the vocabulary "
                              f"has {vocab_size} ids: wrong file, or wrong --vocab_size")
         return rows
+
+    def first_keys(self, starts, length):
+        """For each token of the windows at these starts, where in the window its document begins: int64 (len(starts),
+        length), as GPT.forward takes it. A document that began earlier begins with the window."""
+        places = starts[:, None] + np.arange(length)
+        began = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
+        return np.maximum(began - starts[:, None], 0)
 
 
 def fixed_windows(split, length, count):

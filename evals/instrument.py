@@ -134,7 +134,8 @@ class OpenedRun:
         return OpenedRun(common, overrides or {})
 
     def split(self, name):
-        return tokens.Tokens(self.data[0], name)
+        knobs = self.meta["knobs"]              # with --docs=1, the run's own data is read as in training
+        return tokens.Tokens(self.data[0], name, knobs.get("docs", False) and self.dataset == knobs["dataset"])
 
     @property
     def positions(self):
@@ -230,15 +231,19 @@ def batches(run, args, length):
     return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size, True)
 
 
-def window_batches(model, split, machine, length, count, batch_size, bar=False, share=False):
+def window_batches(model, split, machine, length, count, batch_size, bar=False, share=False, packed=False):
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last token is only a
     target. The windows are spread evenly over the split, and every call yields the same ones. count: how many windows,
-    0 for as many as fit. bar: show the progress. share: the ranks share the windows; then a rank may have none."""
+    0 for as many as fit. bar: show the progress. share: the ranks share the windows; then a rank may have none. packed:
+    yield pairs of such a batch and GPT.forward's `starts`, which are None if the split was opened without documents."""
     starts = tokens.fixed_windows(split, length, count)
     if share:
         starts = starts[machine.rank::machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        yield read_windows(split, starts[i:i + batch_size], length + 1, model, machine)
+        some = starts[i:i + batch_size]
+        rows = read_windows(split, some, length + 1, model, machine)
+        first = None if split.documents is None else torch.from_numpy(split.first_keys(some, length)).to(machine.device)
+        yield (rows, first) if packed else rows
 
 
 def read_windows(split, starts, length, model, machine):
@@ -253,11 +258,12 @@ def progress(steps, shown):
 
 
 @torch.no_grad()
-def watch(model, see, idx, machine):
+def watch(model, see, idx, machine, starts=None):
     """The model reads tokens idx (B, T), and every layer calls see(layer, module, q, k, v, x, table) before it attends.
-    `layer` counts the blocks from 0, `module` is the block's attention, the rest are the arguments of its attend."""
+    `layer` counts the blocks from 0, `module` is the block's attention, the rest are the arguments of its attend.
+    starts: see GPT.forward."""
     with instead(model, seeing(see)), machine.autocast():
-        model(idx)
+        model(idx, starts=starts)
 
 
 def seeing(see):

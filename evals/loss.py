@@ -33,9 +33,10 @@ def mean_loss(model, split, machine, count, batch_size, share=True):
     windows. A sharded model needs all ranks for each pass, so there every rank reads every window."""
     training, total, seen = model.training, 0.0, 0
     model.eval()                                # no dropout; train.py calls this between two steps
-    for rows in window_batches(model, split, machine, model.config.block_size, count, batch_size, share=share):
+    T = model.config.block_size
+    for rows, starts in window_batches(model, split, machine, T, count, batch_size, share=share, packed=True):
         with machine.autocast():                # a mean over B windows; the last batch may have fewer
-            total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
+            total += model(rows[:, :-1], rows[:, 1:], starts=starts)[1].item() * len(rows)
         seen += len(rows)
     model.train(training)
     total, seen = machine.sum(total, seen)
@@ -47,8 +48,8 @@ def loss_and_error(model, split, machine, count, batch_size, length):
     """The mean loss of a model in eval mode, its standard error over the windows (None for one window), and the number
     of windows. The ranks share the windows."""
     total, squares, seen = 0.0, 0.0, 0
-    for rows in window_batches(model, split, machine, length, count, batch_size, bar=True, share=True):
-        losses = token_losses(model, rows, machine).double().mean(1)    # (B,)
+    for rows, starts in window_batches(model, split, machine, length, count, batch_size, True, True, packed=True):
+        losses = token_losses(model, rows, machine, starts).double().mean(1)            # (B,)
         total, squares, seen = total + losses.sum().item(), squares + losses.square().sum().item(), seen + len(rows)
     total, squares, seen = machine.sum(total, squares, seen)
     mean = total / seen
@@ -56,10 +57,10 @@ def loss_and_error(model, split, machine, count, batch_size, length):
     return mean, math.sqrt(variance / (seen - 1)) if seen > 1 else None, int(seen)
 
 
-def token_losses(model, rows, machine):
-    """The loss of every target in windows rows (N, T + 1): (N, T) in float32."""
+def token_losses(model, rows, machine, starts=None):
+    """The loss of every target in windows rows (N, T + 1), packed or not: (N, T) in float32."""
     with machine.autocast():
-        logits = model(rows[:, :-1])[0]
+        logits = model(rows[:, :-1], starts=starts)[0]
     return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
 
 

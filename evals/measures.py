@@ -20,7 +20,7 @@ import math
 import torch
 
 from axes.outputs import sigmoid_gate
-from axes.sight import visible, visible_count
+from axes.sight import start_of, visible, visible_count
 
 MEASURES = {                                    # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over rows",
@@ -122,17 +122,18 @@ class Probe:
     def see_rows(self, module, i, w, counted):
         """Add a block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T). counted (B, 1, R): which
         rows count. Returns the shares of token k and of the key outside the sequence, (2, B, H, R)."""
-        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)       # n (R,): how many keys a row sees
+        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)      # n (.., R): the keys that it sees
         extra, w = split_extra(module, w)
-        a = w.abs()
+        a, first = w.abs(), start_of(i, module.sight)                   # first (.., R): the first token of its document
         mass = a.sum(-1)
         total = mass + extra + 1e-8             # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
         entropy, several = torch.special.entr(p).sum(-1), (n > 1).float()
         row_values = {
-            "rows": torch.ones_like(mass), "pairs": n, "uniform": visible(i, 0, module.sight) / n, "sink": w[..., 0],
-            "share": a[..., 0] / total, "row_mass": w.sum(-1), "extra": extra, "sparsity": n - (w != 0).sum(-1),
-            "empty_rows": (w == 0).all(-1), "negative": (w < 0).sum(-1), "entropy": entropy, "several": several,
+            "rows": torch.ones_like(mass), "pairs": n, "uniform": visible(i, first, module.sight) / n,
+            "sink": on(w, first), "share": on(a, first) / total, "row_mass": w.sum(-1), "extra": extra,
+            "sparsity": n - (w != 0).sum(-1), "empty_rows": (w == 0).all(-1), "negative": (w < 0).sum(-1),
+            "entropy": entropy, "several": several,
             "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
         if self.local:
             j, outside = torch.arange(w.shape[3], device=w.device), module.has_extra_key or module.ahead
@@ -147,7 +148,7 @@ class Probe:
         for name, value in row_values.items():
             self.add(name, here * value)
         self.keep_largest("peak", here * several * a.amax(-1))
-        return torch.stack([a[..., self.k - 1], extra]) / total
+        return torch.stack([on(a, first + self.k - 1), extra]) / total
 
     def see_views(self, module, q, k, table=None):
         """Add the two views of a differential recipe, before the subtraction."""
@@ -184,6 +185,12 @@ def rows_of(module, blocks):
         w = w[:, :, module.ahead:] if block == 0 else w
         yield torch.arange(start, start + w.shape[2], device=w.device), w
         start += w.shape[2]
+
+
+def on(w, j):
+    """The weights w (B, H, R, T) on keys j, one or (B, 1, R), and at most on the last key: (B, H, R)."""
+    j = torch.as_tensor(j, device=w.device).clamp(max=w.shape[3] - 1)
+    return w.gather(3, j.expand(w.shape[:3])[..., None])[..., 0]
 
 
 def split_extra(module, w):

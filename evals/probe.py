@@ -117,8 +117,8 @@ def probe(model, split, machine, count=100, batch_size=4, length=0, bar=False, c
         streams[layer].see(module, q, k, v, x)
 
     with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
-        for rows in window_batches(model, split, machine, T, count, batch_size, bar):
-            watch(model, see, change(rows[:, :-1]), machine)            # (B, T)
+        for rows, starts in window_batches(model, split, machine, T, count, batch_size, bar, packed=True):
+            watch(model, see, change(rows[:, :-1]), machine, starts)    # (B, T)
             windows += len(rows)
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}
     return {"windows": windows, "length": T, "mean": mean, "layers": [probe.numbers() for probe in probes],

@@ -10,14 +10,14 @@ from evals.probe import probe
 from evals.sample import as_ids, first_token
 
 
-def report(model, machine, folder, windows, batch_size, in_parts=False):
+def report(model, machine, folder, windows, batch_size, in_parts=False, docs=False):
     """Print the losses, then a first look at the attention and a sample, or in the sink lab five of its figures.
     folder: that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses. Returns
     all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses. Only the
     main rank prints; the others get {}."""
     model.eval()                                # no dropout: nothing is trained after this
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
-    splits = {name: tokens.Tokens(folder, name) for name in ("train", "val")}
+    splits = {name: tokens.Tokens(folder, name, docs) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, share=not in_parts)
               for name, split in splits.items()}
     if not machine.main:                        # the main rank does the rest alone

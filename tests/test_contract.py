@@ -57,6 +57,31 @@ def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
         close(o[:, :, :place + 1], module.attend(q, k, v, x)[:, :, :place + 1], terms=T)
 
 
+PACKED = ((0, 9, 10, 18), (0, 3, 20, 23))       # where documents begin in two sequences of 24 tokens
+FEW_PACKED = "streaming", "tda", "focus", "gated_deltanet", "ttt"
+
+
+@pytest.mark.parametrize("choices", [
+    pytest.param(*case.values, id=case.id, marks=() if case.id in FEW_PACKED else pytest.mark.exhaustive)
+    for case in EVERY])
+def test_no_row_sees_another_document_of_a_pack(choices):
+    """Nor has it a gradient from there: output and gradient are those of each document alone."""
+    module, x, above = layer(**choices), normal(2, 24, 32).requires_grad_(), normal(2, 24, 32, stream=1)
+    if any(choice.mixes for choice in module.choices.values()):
+        with pytest.raises(ValueError, match="--docs=1 cannot be used with --"):
+            module.check_packs(module.config)
+        return
+    module.args |= {"chunk": 4} if "chunk" in module.args else {}
+    parts = [module(part) for b, begins in enumerate(PACKED) for part in x[b:b + 1].tensor_split(begins[1:], 1)]
+    starts = torch.tensor([[max(begin for begin in begins if begin <= i) for i in range(24)] for begins in PACKED])
+    module.sight = module.sight._replace(starts=starts)
+    o, alone = module(x), torch.cat(parts, 1).view_as(x)
+    g, g_alone = (torch.autograd.grad((y * above).sum(), x, retain_graph=True)[0] for y in (o, alone))
+    close([o, g], [alone, g_alone], terms=24 * 32 * 64)
+    for own in (starts == start for start in starts.unique()):
+        assert not torch.autograd.grad((o * above)[own].sum(), x, retain_graph=True)[0][~own].any()
+
+
 @every
 def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
     module = layer(**choices, dtype=torch.float32)
@@ -165,6 +190,12 @@ CONTRACT = (
 def test_combinations_of_axes_obey_the_same_contract(choices):
     for test in CONTRACT:
         test(choices)
+
+
+@pytest.mark.exhaustive
+@given(recipes())
+def test_no_row_of_any_combination_sees_another_document(choices):
+    test_no_row_sees_another_document_of_a_pack(choices)
 
 
 @called

@@ -39,7 +39,8 @@ def ids(folder, *splits):
 def meta(folder):
     """meta.json, after a check that each shard has its hash and that the folder holds no other file."""
     found = tokens.read_meta(folder)
-    assert {p.name for p in folder.iterdir()} == {"meta.json", *found["shards"]}
+    starts = {name.replace(".bin", ".starts.bin") for name in found["shards"]}
+    assert {p.name for p in folder.iterdir()} == {"meta.json", *found["shards"], *starts}
     return found
 
 
@@ -54,7 +55,9 @@ def write(path, content):
 
 
 def documents(folder):
-    """The documents of the two splits of a data set of bytes."""
+    """The documents of the two splits of a data set of bytes. They begin where the data set says."""
+    for split in ("train", "val"):
+        assert [0, *np.flatnonzero(ids(folder, split) == 256)] == [*tokens.Tokens(folder, split, docs=True).documents]
     return [[bytes(part[1:].astype(np.uint8)).decode() for part in np.split(found, np.flatnonzero(found == 256))[1:]]
             for found in (ids(folder, "train"), ids(folder, "val"))]
 
@@ -144,6 +147,11 @@ def test_shards_are_the_stream_cut_into_pieces_and_can_be_made_in_several_calls(
     assert found["val_000000.bin"]["tokens"] == size
     assert sum(row["bytes"] for row in found.values()) == sum(len(text.encode()) for text in DOCUMENTS)
     assert (ids(tmp_path / "whole", "val", "train") == whole).all()
+    documents(tmp_path / "whole")               # checks where they begin; some continue in the next shard
+    split, places = tokens.Tokens(tmp_path / "whole", "train", docs=True), np.array([0, 5, size - 9])
+    for place, row in zip(places, split.first_keys(places, 3000), strict=True):
+        seen = np.where(whole[size + place:][:3000] == 256, np.arange(3000), 0)
+        assert (row == np.maximum.accumulate(seen)).all()
     for count in [*range(1, len(found)), 0]:
         written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
         script("fineweb_edu", *flags, tmp_path / "out", f"--train_shards={count}")

@@ -17,6 +17,7 @@ import mixers
 from attention import ATTENTIONS
 from axes.base import linear
 from axes.positions import POSITIONS, rope_frequencies
+from axes.sight import Sight
 from kernels import plain_softmax
 from model import GPT, MoE, hidden_width
 
@@ -229,6 +230,15 @@ def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cac
     close(torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1), logits, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_the_loss_of_packed_documents_is_that_of_each_alone(pos):
+    gpt, idx, ends = model(pos=pos, n_layer=2).double(), token_ids(1, 17), (3, 4, 12)
+    starts = torch.tensor([[max(end for end in (0, *ends) if end <= i) for i in range(16)]])
+    alone = [gpt(x, y)[1] * x.shape[1] for x, y in zip(
+        idx[:, :-1].tensor_split(ends, 1), idx[:, 1:].tensor_split(ends, 1), strict=True)]
+    close(gpt(idx[:, :-1], idx[:, 1:], starts=starts)[1], sum(alone) / 16)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @torch.no_grad()
 def test_decoding_steps_take_another_way_to_the_same_products(rows):
@@ -236,7 +246,7 @@ def test_decoding_steps_take_another_way_to_the_same_products(rows):
     qkv = normal(rows, 2, 1, 8), normal(rows, 1, 600, 8, stream=1), normal(rows, 1, 600, 8, stream=2)
     for dtype in (torch.float32, torch.bfloat16):
         close(linear(*(part.to(dtype) for part in inputs)), F.linear(*inputs), terms=16, dtype=dtype)
-        o = plain_softmax(*(part.to(dtype) for part in qkv), 1.0, 0.0)
+        o = plain_softmax(*(part.to(dtype) for part in qkv), Sight(), 0.0)
         close(o, F.scaled_dot_product_attention(*qkv, scale=1.0, enable_gqa=True), terms=16, dtype=dtype, size=1.0)
     assert torch.backends.mkldnn.enabled
 

@@ -59,7 +59,7 @@ def test_several_lengths_have_a_line_each(probed):
 
 def test_the_model_reads_the_chosen_input(elastic_run, probed, monkeypatch):
     read, forward = [], GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda gpt, idx: read.append(idx) or forward(gpt, idx))
+    monkeypatch.setattr(GPT, "forward", lambda gpt, idx, starts: read.append(idx) or forward(gpt, idx))
     for kind in ("data", "repeat", "random", "bos", "random"):
         assert probed("--windows=6", f"--input={kind}")["input"] == kind
     data, repeated, random, after, again = (torch.cat(read[i:i + 2]) for i in range(0, 10, 2))   # 4 and 2 windows

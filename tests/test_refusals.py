@@ -413,7 +413,8 @@ SAYS = [                                        # (how a line begins, exit code,
     --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
     --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
     --layers=softmax+sink_token --n_layer=2 => sink is none, token and must be one: give --sink;
-    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate"""),
+    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => of all documents;
+    --docs=1 --attn=sink_token => use --sink=key_value; --docs=1 --head_balance=1 => each document its own"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
     --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
     ("train.py {new} --kernel=triton", INPUT, """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;
@@ -471,6 +472,10 @@ AFTER = [                                       # (a command line, rows: what th
         *(("meta.json.*make", written("data/meta.json", wrong)) for wrong in ("{", "[1, 2]", "[" * 100_000)),
         *(("meta.json lacks vocab_size, tokenizer or", edited("data/meta.json", lambda m, wrong=wrong: m.update(wrong)))
           for wrong in ({"shards": 3}, {"vocab_size": 0}, {"vocab_size": 1 << 40}, {"tokenizer": {}}, {"stride": 0}))]),
+    ("train.py {new} --docs=1", [
+        ("train.starts.bin is missing.*leave out --docs",), *(
+            ("starts.bin.*ascend and lie below 20000", written("data/train.starts.bin", np.array(starts).tobytes()))
+            for starts in ([0, 9, 9], [0, 20000]))]),
     (RESUME, [
         ("data set ./data has changed since run began", lambda _: write_data(Path("data"), WORDS[:9000], WORDS[:900]),
          edited("run/meta.json", lambda m: m["knobs"].update(dataset="./data"))),

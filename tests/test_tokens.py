@@ -27,7 +27,7 @@ def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_si
     vocabulary is reported with its file. Shards whose ids are of two sizes are refused."""
     folder, cuts = tmp_path_factory.mktemp("shards"), np.cumsum([0, *sizes]).tolist()
     ids = np.array(draw.draw(st.lists(st.integers(0, vocab_size - 1), min_size=cuts[-1], max_size=cuts[-1])))
-    coder = SimpleNamespace(vocab_size=vocab_size, lengths=np.full(vocab_size, 3))
+    coder = SimpleNamespace(vocab_size=vocab_size, separator=-1, lengths=np.full(vocab_size, 3))
     magic, kind = ([20240801, 7], "<u4") if vocab_size > 1 << 16 else ([20240520, 1], "<u2")
     for n, (a, b) in enumerate(itertools.pairwise(cuts)):
         row = tokens.write_shard(folder / f"train_{n:06d}.bin", ids[a:b], coder)
@@ -45,7 +45,7 @@ def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_si
     with pytest.raises(ValueError, match=f"train: token id {expected.max()} near .* has {expected.max()} ids"):
         split.windows(starts, length, expected.max())
     tokens.write_shard(folder / "train_000009.bin", [0], None if vocab_size > 1 << 16 else SimpleNamespace(
-        vocab_size=70_000, lengths=np.ones(1, int)))
+        separator=-1, vocab_size=70_000, lengths=np.ones(1, int)))
     with pytest.raises(ValueError, match="train_.*two sizes.*run"):
         tokens.Tokens(folder, "train")
 

@@ -10,10 +10,11 @@ import torch
 from axes.rows import SINKS
 
 
-def losses(model, x, y, knobs, machine):
-    """The model's own loss on a micro-batch, and its head-balancing loss: 0 without --head_balance."""
+def losses(model, x, y, knobs, machine, starts=None):
+    """The model's own loss on a micro-batch, and its head-balancing loss: 0 without --head_balance. starts: see
+    GPT.forward."""
     if not knobs.head_balance:
-        return model(x, y)[1], torch.zeros((), device=x.device)
+        return model(x, y, starts=starts)[1], torch.zeros((), device=x.device)
     _, loss, importance = model(x, y, importance=True)
     importance = machine.mean(importance)       # (layers, heads), over the micro-batches of all ranks
     if knobs.balance_form == "routed":
@@ -69,6 +70,9 @@ def check_balance(knobs, config):
         if not gated and kind.window and not kind.first and SINKS[kind.sink].score is None:
             raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond "
                              "--window: add --first=1, a --sink or a --gate")
+        if not gated and knobs.docs and SINKS[kind.sink].score is None:
+            raise ValueError("--head_balance balances the sink on the first token of a window, and --docs=1 gives each "
+                             "document its own: leave out one of them, or add a --sink or a --gate")
     heads = torch.zeros(config.n_layer, config.n_head)
     if knobs.balance_form == "routed":
         heads = routed(heads, knobs.balance_skip, knobs.balance_shared)
