@@ -83,9 +83,10 @@ def val_losses(folder):
 
 
 def do_all(jobs, workers=0):
-    """Do the missing jobs and those that need one of them, several at a time, each after the jobs that it needs, and
-    name the jobs that failed. jobs: from all_jobs. workers: 0 for two with one thread each, or one on a GPU."""
-    stages, failed = {}, []                     # stages {job: number}: jobs of one stage do not need each other
+    """Do the missing jobs and those that need one of them, several at a time, each after the jobs that it needs. Print
+    and return the failures, {place: reason}. jobs: from all_jobs. workers: 0 for two with one thread each, or one on a
+    GPU."""
+    stages, failed = {}, {}                     # stages {job: number}: jobs of one stage do not need each other
     for job in jobs:
         if result_of(job) is None or not stages.keys().isdisjoint(job.after):
             stages[job] = 1 + max((stages.get(before, 0) for before in job.after), default=0)
@@ -94,7 +95,7 @@ def do_all(jobs, workers=0):
         try:
             do(job)
         except (ValueError, OSError, RuntimeError) as e:
-            failed.append(f"{job.place}: {e}")
+            failed[job.place] = str(e)
 
     missing = sorted(stages, key=stages.get)
     workers = workers or (1 if torch.cuda.is_available() else 2)
@@ -103,7 +104,8 @@ def do_all(jobs, workers=0):
         for _, stage in itertools.groupby(missing, stages.get):
             for _ in (pool.map if workers > 1 else map)(tried, stage):
                 bar.update()
-    print("".join(f"{error}\n" for error in failed), end="", file=sys.stderr)
+    print("".join(f"{place}: {error}\n" for place, error in failed.items()), end="", file=sys.stderr)
+    return failed
 
 
 def do(job):

@@ -6,7 +6,7 @@ of public weights. So it is trained only once, even if several commands use it. 
 
     lab, ..     15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
     history-..  the same with up to fifty times as many steps (ledger/later.py)
-    text, ..    3 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
+    text, board-..  3 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
     smollm2     at most an hour: a router beside the public weights of out/smollm2, T = 512, books in tokens
     gpu, ..     some two minutes on one H200: 8 layers, width 512, T = 512, books in bytes, Moby-Dick held out
 """
@@ -89,7 +89,7 @@ def train_flags(run, seed, out_dir, more=""):
             flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
     else:
         axes, flags = attention.recipe(recipe), f"--attn={recipe}"
-        if name.startswith(("text", "gpu")):    # the recipe's own positions replace the set-up's
+        if name.startswith(("text", "board", "gpu")):    # the recipe's own positions replace the set-up's
             flags += f" --pos={axes['pos']}" if "pos" in axes else ""
         else:
             flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens
