@@ -132,7 +132,7 @@ def launch(case):
     t = torch.empty(2, 4, 1024) if kernels.kernel_named(rule).takes_t else None
     table, tail_slope = (torch.empty(4, 512), torch.empty(4, 2)) if busy else (None, None)
     window, first = (256, 4) if busy else (128, 0) if grouped else (0, 0)
-    call = (rule, q, k, v, t, table, tail_slope, mix, sets, 0.125, window, first)
+    call = (rule, q, k, v, t, table, tail_slope, None, mix, sets, 0.125, window, first)
     o, r, u, alive = kernels.run_forward(*call, True, True)
     kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
 

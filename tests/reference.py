@@ -28,13 +28,14 @@ def visible(apart, window=0, first=0):
     return past & ((apart < window) | (j < first)) if window else past
 
 
-def bias(apart, table=None, tail=None, slope=None):
+def bias(apart, table=None, tail=None, slope=None, more=None):
     """The bias that relative positions add to scores, (H, R, T): table[h, i - j] at distances below its width W,
-    tail[h] beyond (without one: 0), and slope[h] (i - j) everywhere."""
+    tail[h] beyond (without one: 0), and slope[h] (i - j) everywhere. more: another term, (B, H, R, T)."""
     b = torch.zeros(1, 1, 1, device=apart.device) if tail is None else tail[:, None, None]
     W = 0 if table is None else table.shape[1]
     b = torch.where(apart < W, table[:, apart.clamp(0, W - 1)], b) if W else b
-    return b if slope is None else b + slope[:, None, None] * apart
+    b = b if slope is None else b + slope[:, None, None] * apart
+    return b if more is None else b + more
 
 
 # The rules: scores s, the mask `seen`, and perhaps a threshold t or a power, to weights. Masked scores are 0. Masked
@@ -138,14 +139,16 @@ def log_divisor(rule, s, seen, t=None, power=None):
     return torch.where(total > 0, m[..., 0], 0.0) + torch.where(total > 0, total, 1.0).log()
 
 
-def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0,
-                   row_sum=False, power=None, mix=None, sets=None, more=0.0):
+def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None, scale=1.0, window=0, first=0,
+                   row_sum=False, power=None, mix=None, sets=None, more=None):
     """What kernels.attend returns for the same arguments: the output in the dtype of v, and the row statistic in
     float32 at least. more (H, T, T): another term of the scores."""
     wide, (H, T) = torch.promote_types(q.dtype, torch.float32), q.shape[1:3]
     apart = distances(T, T, q.device)
     k, v = k.repeat_interleave(H // k.shape[1], 1), v.repeat_interleave(H // v.shape[1], 1)
-    s = (q @ k.mT).to(wide) * scale + bias(apart, table, tail, slope) + more
+    s = (q @ k.mT).to(wide) * scale + bias(apart, table, tail, slope, more)
+    if decay is not None:
+        s = s + (decay[..., None] - decay[..., None, :]).to(wide)
     seen = visible(apart, window, first)
     if sets is not None:                        # no common bit
         seen = seen & ((sets[:, :, None] & sets[:, None]) == 0)[:, None]
@@ -358,6 +361,13 @@ def positions(module, T):
         raise NotImplementedError(f"define the bias of --pos={pos} here")
 
 
+def forgotten(module, x):
+    """The sum of log f of the tokens after j up to i, (B, H, T, T): FoX, Lin et al. 2503.02130."""
+    i, j, l = (torch.arange(x.shape[1]).view(shape) for shape in ((-1, 1, 1), (-1, 1), (-1,)))
+    between = ((j < l) & (l <= i)).to(x.dtype)
+    return torch.einsum("ijl,blh->bhij", between, F.logsigmoid(module.forget_gate(x)))
+
+
 def layer(module, x, attend=attend):
     """The whole layer: x (B, T, C) to (B, T, C). attend: see above, or that of a mixer."""
     c, T, y = module.config, x.shape[1], module.c_attn(x)
@@ -374,4 +384,7 @@ def layer(module, x, attend=attend):
         if c.first and module.depth % c.window_every == 0:              # StreamingLLM counts places in its cache
             early = rotated(q, places.clamp(max=c.first + c.window - 1), c.rope_base)
         q, k = rotated(q, places, c.rope_base), rotated(k, places, c.rope_base)
-    return module.c_proj(attend(module, q, k, v, x, positions(module, T), early).transpose(1, 2).flatten(2))
+    table = positions(module, T)
+    if c.forget == "sigmoid":
+        table = table, None, None, forgotten(module, x)
+    return module.c_proj(attend(module, q, k, v, x, table, early).transpose(1, 2).flatten(2))
