@@ -55,9 +55,9 @@ def results_of(path):                           # a table has many cells of one 
 
 def value_at(found, steps):
     """The number at a path (keys and indices) in nested dicts and lists."""
-    if not steps:
+    if not (steps or isinstance(found, list)):
         return found
-    if isinstance(found, list) and not steps[0].isdigit():              # an entry for each seed
+    if isinstance(found, list) and not (steps and steps[0].isdigit()):  # an entry for each seed
         return float(np.mean([value_at(item, steps) for item in found]))
     return value_at(found[int(steps[0]) if isinstance(found, list) else steps[0]], steps[1:])
 
