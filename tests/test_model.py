@@ -1,6 +1,7 @@
 """model.py: the architecture against torch, initial weights, optimizer groups, generation against forward passes."""
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import bounds
 import pytest
@@ -20,6 +21,7 @@ from axes.positions import POSITIONS, rope_frequencies
 from axes.sight import Sight
 from kernels import plain_softmax
 from model import GPT, MoE, hidden_width
+from training import balance
 
 
 def model(spread=4.0, **choices):
@@ -230,13 +232,14 @@ def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cac
     close(torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1), logits, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_the_loss_of_packed_documents_is_that_of_each_alone(pos):
-    gpt, idx, ends = model(pos=pos, n_layer=2).double(), token_ids(1, 17), (3, 4, 12)
+@pytest.mark.parametrize("pos, head_balance", [("learned", 0.0), ("rope", 0.1)])
+def test_the_loss_of_packed_documents_is_that_of_each_alone(pos, head_balance):
+    gpt, idx, ends = model(attn="gated", pos=pos, n_layer=2).double(), token_ids(1, 17), (3, 4, 12)
     starts = torch.tensor([[max(end for end in (0, *ends) if end <= i) for i in range(16)]])
     alone = [gpt(x, y)[1] * x.shape[1] for x, y in zip(
         idx[:, :-1].tensor_split(ends, 1), idx[:, 1:].tensor_split(ends, 1), strict=True)]
-    close(gpt(idx[:, :-1], idx[:, 1:], starts=starts)[1], sum(alone) / 16)
+    knobs, machine = SimpleNamespace(head_balance=head_balance, balance_form="all"), SimpleNamespace(mean=lambda x: x)
+    close(balance.losses(gpt, idx[:, :-1], idx[:, 1:], knobs, machine, starts)[0], sum(alone) / 16)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])

@@ -15,7 +15,7 @@ def losses(model, x, y, knobs, machine, starts=None):
     GPT.forward."""
     if not knobs.head_balance:
         return model(x, y, starts=starts)[1], torch.zeros((), device=x.device)
-    _, loss, importance = model(x, y, importance=True)
+    _, loss, importance = model(x, y, importance=True, starts=starts)
     importance = machine.mean(importance)       # (layers, heads), over the micro-batches of all ranks
     if knobs.balance_form == "routed":
         importance = routed(importance, knobs.balance_skip, knobs.balance_shared)
