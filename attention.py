@@ -729,7 +729,7 @@ class Attention(Layer):
         kernel = choose_kernel(self.config, q.device.type)
         dropout = self.config.dropout if self.training else 0.0
         need_r = self.need_r or (self.measures_importance and self.config.gate == "none")
-        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0 and sight.starts is None:
+        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0:
             o, r = self.fused(q, k, v, t, distance, sight, mix, need_r)
         elif kernel == "sdpa" and distance is None and sight.hidden < 0 and not need_r:
             o, r = kernels.plain_softmax(q, k, v, sight, dropout), None
@@ -747,8 +747,7 @@ class Attention(Layer):
 
     def rule_inputs(self, q, k):
         """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row
-        input t (.., R, 1), or None; and n (R,), or with packed documents (B, 1, R), the number of keys that each row
-        sees."""
+        input t (.., R, 1), or None; and n (R,), or of packs (B, 1, R), the number of keys that each row sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         n = visible_count(i, self.sight).to(wide(q).dtype)
         q, k = self.featured(q), self.featured(k)
@@ -768,7 +767,7 @@ class Attention(Layer):
         both views and subtracts them, if the rule does not normalise, nothing needs the row sum, and a tile can hold
         both. Then the output is (B, heads, R, E)."""
         run = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
-                      window=sight.window, first=sight.first, skip=sight.skip_dead)
+                      window=sight.window, first=sight.first, skip=sight.skip_dead, starts=sight.starts)
         t = None if t is None else t.squeeze(-1)                        # (B, H, R)
         if self.rule.threshold_of:              # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]

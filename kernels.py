@@ -276,6 +276,8 @@ class Inputs(NamedTuple):
     decay: Any                  # (B, H, T) float64, or None: c_i - c_j is added to the score
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
     sets: Any                   # (B, T) int64, or None: bit masks. A row does not see a key that shares a bit
+    starts: Any                 # (B, T) int32, or None: the first key of the document of each row
+    ends: Any                   # (B, T) int32, or None: the first row beyond the document of each key
     H: int
     GK: int
     GV: int
@@ -306,46 +308,66 @@ Head = namedtuple("Head", "batch number out rows q k v tail slope")
 #            keys                      keys
 #
 # `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are visible. Both return
-# (first_end, lo, a, b, hi): tiles in [a, b) are full, those in [0, first_end), [lo, a) and [b, hi) are masked, and all
-# others are skipped. All but hi are multiples of the tile's size.
+# (first, first_end, lo, a, b, hi): tiles in [a, b) are full, those in [first, first_end), [lo, a) and [b, hi) are
+# masked, and all others are skipped. All but hi are multiples of the tile's size. Packed documents bound a row's keys
+# from below, as a window does.
 
 @jit
-def visible_in_tile(i, j, inputs):
-    seen = j <= i
+def start_of(i, inputs, head):
+    """The first key of the documents of rows i, whose places may lie before 0 or beyond T."""
+    if inputs.starts is None:
+        return 0
+    else:
+        return tl.load(inputs.starts + head.batch * inputs.T + tl.minimum(tl.maximum(i, 0), inputs.T - 1))      # as i
+
+
+@jit
+def visible_in_tile(i, j, inputs, head):
+    start, seen = start_of(i, inputs, head), j <= i
+    if inputs.starts is not None:
+        seen &= start <= j
     if inputs.window is not None:
-        seen &= (i - j < inputs.window) | (j < inputs.first)
+        seen &= (i - j < inputs.window) | (j - start < inputs.first)
     return seen
 
 
 @jit
-def key_tiles(i, inputs, c: tl.constexpr):
-    """The tiles of keys that rows i .. i+BM-1 see: (first_end, lo, a, b, hi), see above."""
+def key_tiles(i, inputs, head, c: tl.constexpr):
+    """The tiles of keys that rows i .. i+BM-1 see: (first, first_end, lo, a, b, hi), see above."""
     hi = tl.minimum(i + c.BM, inputs.T)
     end = tl.cdiv(hi, c.BN) * c.BN
-    first_end, lo, a = 0, 0, 0
+    start, last = start_of(i, inputs, head), start_of(hi - 1, inputs, head)    # of the first and of the last row
+    first = start // c.BN * c.BN
+    first_end, lo, a = first, first, tl.cdiv(last, c.BN) * c.BN
     if inputs.window is not None:
-        first_end = tl.minimum(tl.cdiv(inputs.first, c.BN) * c.BN, end)
-        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
+        first_end = tl.minimum(tl.cdiv(start + inputs.first, c.BN) * c.BN, end)
+        if inputs.starts is not None:
+            first_end = tl.where(inputs.first > 0, first_end, first)
+        lo = tl.maximum(i + 1 - inputs.window, start) // c.BN * c.BN            # start of the first row's window
         lo = tl.maximum(lo, first_end)
-        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, 0), c.BN) * c.BN       # start of the last row's window
+        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last), c.BN) * c.BN    # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
     # b: the first tile that needs the table or the causal mask. With sets, no tile is full
     b = a if inputs.sets is not None else tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN
-    return first_end, lo, a, tl.maximum(a, b), hi
+    return first, first_end, lo, a, tl.maximum(a, b), hi
 
 
 @jit
-def row_tiles(j, inputs, c: tl.constexpr):
-    """The tiles of rows that see keys j .. j+BN-1: (first_end, lo, a, b, hi), see above."""
-    hi = inputs.T
+def row_tiles(j, inputs, head, c: tl.constexpr):
+    """The tiles of rows that see keys j .. j+BN-1: (first, first_end, lo, a, b, hi), see above."""
+    hi, last = inputs.T, tl.minimum(j + c.BN, inputs.T) - 1
     b = inputs.T // c.BM * c.BM                                                 # an incomplete last tile needs masks
+    if inputs.starts is not None:
+        ends = inputs.ends + head.batch * inputs.T
+        hi = tl.load(ends + last)                                               # ()
+        b = tl.minimum(b, tl.load(ends + j) // c.BM * c.BM)                     # ()
     if inputs.window is not None:
-        if j >= inputs.first:                                                   # all later rows see the first keys
-            hi = tl.minimum(inputs.T, j + c.BN - 1 + inputs.window)
+        if j >= start_of(last, inputs, head) + inputs.first:                    # all later rows see the first keys
+            hi = tl.minimum(hi, j + c.BN - 1 + inputs.window)
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo = j // c.BM * c.BM
     a = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, tl.cdiv(hi, c.BM) * c.BM)
-    return 0, lo, a, a if inputs.sets is not None else tl.maximum(a, b), hi
+    return 0, 0, lo, a, a if inputs.sets is not None else tl.maximum(a, b), hi
 
 
 @jit
@@ -354,16 +376,17 @@ def walk(state, step: tl.constexpr, my_side, tiles, visits, inputs, head, rule: 
     """state = step(state, ..) for every visible tile: first the many full ones, then the few masked ones.
 
     my_side: what step needs in every tile, the program's own rows or keys. visits: a list of live tiles (see in_order),
-    or None. With a list, only its tiles are visited, and the five bounds become indices into it."""
-    first_end, lo, a, b, hi = tiles
+    or None. With a list, only its tiles are visited, and the six bounds become indices into it."""
+    first, first_end, lo, a, b, hi = tiles
     if visits is not None:
+        first = place_of(visits, first, size) if inputs.starts is not None else 0
         first_end, lo, a = place_of(visits, first_end, size), place_of(visits, lo, size), place_of(visits, a, size)
         b, hi = place_of(visits, b, size), place_of(visits, hi, size)
         numbers = visits + tl.cdiv(inputs.T, size) + 1                          # the numbers of the live tiles
     for place in tl.range(a, b, size):
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
         state = step(state, my_side, start, inputs, head, rule, c, False)
-    for n in tl.range(0, first_end + (a - lo) + (hi - b), size, num_stages=1):  # pipelining these costs registers
+    for n in tl.range(first, first_end + (a - lo) + (hi - b), size, num_stages=1):          # pipelining costs registers
         place = tl.where(n < first_end, n, n - first_end + lo)                  # the three ranges, end to end
         place = tl.where(place < a, place, place - a + b)
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
@@ -457,7 +480,7 @@ def my_rows(inputs, c: tl.constexpr):
         headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
         qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)          # (BM, DP)
         second = (headb, qb, load_t(inputs, headb, i, c.BM), load_mix(inputs, head, i))
-    return number, key_tiles(start, inputs, c), head, i, q, t, second
+    return number, key_tiles(start, inputs, head, c), head, i, q, t, second
 
 
 # Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns of b. If these are
@@ -486,7 +509,7 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.conste
     # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j) + c[i] - c[j]        (* rule.unit)
     raw = times(q, tl.trans(k))
     s = raw * (inputs.scale * rule.unit)
-    seen = visible_in_tile(i, j, inputs)
+    seen = visible_in_tile(i, j, inputs, head)
     if inputs.sets is not None:
         at = inputs.sets + head.batch * inputs.T
         sets_of_rows = tl.load(at + tl.minimum(i, inputs.T - 1))                # as i
@@ -787,7 +810,7 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, DDecay, Visits, rule: tl.constex
     my_side = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
 
     # the gradients
-    rows = row_tiles(start, inputs, c)
+    rows = row_tiles(start, inputs, head, c)
     visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
     dk = tl.zeros((c.BN, c.DP), tl.float32)
     state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk, tl.zeros((c.BN,), tl.float32))
@@ -833,7 +856,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 # in `differentiate`.
 
 SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? tail_slope, Tensor? decay, "
-          "Tensor? mix, Tensor? sets, float scale, SymInt window, SymInt first")
+          "Tensor? mix, Tensor? sets, Tensor? starts, float scale, SymInt window, SymInt first")
 
 
 class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(", ")])):
@@ -850,7 +873,7 @@ class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(
 
 
 def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None, scale=1.0, window=0, first=0,
-           row_sum=False, power=None, skip=True, mix=None, sets=None):
+           row_sum=False, power=None, skip=True, mix=None, sets=None, starts=None):
     """Causal attention by a rule of KERNELS: output (B, H, T, E), and the row statistic (B, H, T), or None without one.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H.
@@ -866,6 +889,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
         minus mix times those of the second. Hv divides H/2, mix broadcasts to (B, H/2, T), and the rule must have no
         statistic.
     sets (B, T) int64: row i sees key j only if they have no bit in common. The output of a row that sees no key is 0.
+    starts (B, T): packed documents. Row i sees no key before starts[:, i]; `first` counts from there.
     Output and statistic are differentiable in q, k, v, t, table, tail, slope, decay and mix, except for a statistic
     that is found by iteration.
     """
@@ -873,7 +897,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
-    for bad, why in problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power, mix, sets):
+    for bad, why in problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power, mix, sets, starts):
         if bad:
             raise ValueError(why)
 
@@ -887,9 +911,9 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
         tail_slope = torch.stack([nothing if part is None else part.float() for part in (tail, slope)], 1)
     table = table.float() if table is not None and table.shape[1] else None
     rule += ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
-    sets = None if sets is None else sets.contiguous()
+    sets, starts = None if sets is None else sets.contiguous(), None if starts is None else starts.int().contiguous()
     decay = None if decay is None else decay.expand(B, H, T)
-    call = rule, q, k, v, t, table, tail_slope, decay, mix, sets, float(scale), window, first
+    call = rule, q, k, v, t, table, tail_slope, decay, mix, sets, starts, float(scale), window, first
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
     rule = kernel_named(rule)
@@ -898,7 +922,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
     return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
 
 
-def problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power, mix, sets):
+def problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power, mix, sets, starts):
     """Pairs (condition, error message). Each relies on those before it. PyTorch refuses what does not broadcast."""
     yield from problems_anywhere(q, k, v)
     yield not scale > 0, f"scale must be positive, not {scale}: give q the sign"
@@ -919,8 +943,8 @@ def problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power,
     given = [(part, dims) for part, dims in ((table, 2), (tail, 1), (slope, 1)) if part is not None]
     yield any(part.ndim != dims or len(part) != H for part, dims in given), (
         f"table must be (H, W), tail and slope (H,), with the {H} heads of q")
-    yield sets is not None and (sets.shape != q.shape[::2] or sets.dtype != torch.int64), (
-        f"sets must be (B, T) int64 with the B and T of q, {tuple(q.shape[::2])}")
+    yield any(x is not None and (x.shape != q.shape[::2] or x.dtype != torch.int64) for x in (sets, starts)), (
+        f"sets must be (B, T) int64, as starts, with the B and T of q, {tuple(q.shape[::2])}")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
     yield mix is not None and not holds_two_views(q, v, decay), (
         f"a tile holds two views of width 128 at most in float32, and no decay: call {rule} once per view and subtract")
@@ -1014,8 +1038,12 @@ def kernel_inputs(call):
     table, tail_slope, decay = (None if part is None else (part * unit).contiguous()
                                 for part in (call.table, call.tail_slope, call.decay))
     GK, GV, W = H // call.k.shape[1], call.heads // call.v.shape[1], 0 if table is None else table.shape[1]
-    window = call.window if call.has_window else None
-    return Inputs(q, k, v, t, table, tail_slope, decay, mix, call.sets, H, GK, GV, T, W, window, call.first, call.scale)
+    window, ends = call.window if call.has_window else None, None
+    if call.starts is not None:
+        i = torch.arange(T, dtype=torch.int32, device=call.q.device).expand_as(call.starts).contiguous()
+        ends = torch.searchsorted(call.starts, i, right=True, out_int32=True)
+    return Inputs(q, k, v, t, table, tail_slope, decay, mix, call.sets, call.starts, ends, H, GK, GV, T, W, window,
+                  call.first, call.scale)
 
 
 def launch(kernel, rule, call, args, diagonals=None):
@@ -1126,13 +1154,13 @@ def resized(alive, axis, T, a, b):
 def save_for_backward(ctx, inputs, output):
     call, rule = unpacked(inputs)
     o, r, u, alive = output
-    ctx.rule, ctx.numbers = call.rule, call[10:]
-    ctx.save_for_backward(*call[1:10], u if rule.save_u else o, r, alive)
+    ctx.rule, ctx.numbers = call.rule, call[11:]
+    ctx.save_for_backward(*call[1:11], u if rule.save_u else o, r, alive)
 
 
 def differentiate(ctx, do, dr, *_):
-    q, k, v, t, table, tail_slope, decay, mix, sets, *saved = ctx.saved_tensors
-    tensors = q, k, v, t, table, tail_slope, decay, mix, sets
+    q, k, v, t, table, tail_slope, decay, mix, sets, starts, *saved = ctx.saved_tensors
+    tensors = q, k, v, t, table, tail_slope, decay, mix, sets, starts
     learn_table = table is not None and ctx.needs_input_grad[5]
     grads = run_backward(ctx.rule, *tensors, *ctx.numbers, *saved, do, dr.contiguous(), learn_table)
     dq, dk, dv, dt, dtail_slope, ddecay, dmix, dtable = grads
@@ -1141,7 +1169,7 @@ def differentiate(ctx, do, dr, *_):
     dtail_slope = None if tail_slope is None else dtail_slope.sum((0, 3))        # (H, 2)
     ddecay = None if decay is None else ddecay.sum(2).to(decay)
     dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dtail_slope, ddecay, dmix, *[None] * 6
+    return None, dq, dk, dv, dt, dtable, dtail_slope, ddecay, dmix, *[None] * 7
 
 
 def over_groups(grad, heads):

@@ -204,8 +204,6 @@ class Training:
     def __init__(self, knobs, config, machine, folder, data, stored, flags):
         self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
         self.kernel = mixers.choose_kernel(config, machine.device.type)             # raises if it is not there
-        if knobs.docs and self.kernel == "triton":
-            self.kernel = "torch (packed documents have no kernel yet)"
         # the data: batches to train on, and a split to evaluate on
         self.batches = Batches(tokens.Tokens(folder, "train", knobs.docs), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val", knobs.docs)

@@ -30,7 +30,6 @@ def start_of(i, sight):
 
 
 def visible_count(i, sight):
-    """n_i, the number of keys that row i sees, as float32: (R,), or with packed documents (B, 1, R). A hidden key
-    counts as seen."""
+    """n_i, the number of keys that row i sees, hidden ones included, as float32: (R,), or of packs (B, 1, R)."""
     n = (i + 1 - start_of(i, sight)).float()
     return n.clamp(max=sight.window + sight.first) if sight.window else n

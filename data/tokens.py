@@ -247,8 +247,7 @@ def begin(out, coder=None):
 def finish(out, meta):
     """After all shards are written: delete those of an earlier data set, and write meta.json."""
     for path in out.glob("*.bin"):
-        name = path.name.replace(".starts", "")
-        if name not in meta["shards"] and SHARD.fullmatch(name):
+        if SHARD.fullmatch(name := path.name.replace(".starts", "")) and name not in meta["shards"]:
             path.unlink()
     files.write_json(out / "meta.json", meta)
     train, val = (sum(shard["tokens"] for shard in shards_of(meta, split)) for split in ("train", "val"))

@@ -32,10 +32,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # Calls of the attention kernels: a rule, with or without options. EXPONENTIALS: how many the rule computes for a score.
 # busy: with a table, a tail, a slope, a window and first keys. mix: two views at once. sets: the call of Focus in which
-# tokens with a common group do not see each other
+# tokens with a common group do not see each other. docs: packed documents
 EXPONENTIALS = dict(softmax=1, elastic=1, entmax=0, sparsemax=0, softplus=1, lssar=2, softpick=1, relu=0, tra=0,
                     sigmoid=1, elu=1, identity=0, alphamax=1, softplus_sum=1, sigmoid_sum=1)
-ATTENTION = [*EXPONENTIALS, *(f"{rule}+busy" for rule in EXPONENTIALS), "softmax+sets", "tra+mix", "tra+mix+busy"]
+ATTENTION = [*EXPONENTIALS, *(f"{rule}+busy" for rule in EXPONENTIALS), "softmax+sets", "softmax+docs", "tra+mix",
+             "tra+mix+busy"]
 # Calls of the kernels of a state, named after a recipe that makes them (no recipe makes the last one): {name: (how many
 # `forget` rates a head has, whether the state erases)}
 STATES = {"linear_state": (0, False), "retnet": (1, False), "deltanet": (0, True), "gated_deltanet": (1, True),
@@ -45,7 +46,7 @@ CALLS = collections.defaultdict(list)
 for _call in ATTENTION:
     _rule, *_options = _call.split("+")
     _kind = "mix" if "mix" in _options else "heavy" if kernels.kernel_named(_rule).heavy else "plain"
-    CALLS[_kind + "+busy" * (_options not in ([], ["mix"]))].append(_call)
+    CALLS[_kind + "+busy" * (_options not in ([], ["mix"], ["docs"]))].append(_call)
 for _call, (_rates, _) in STATES.items():
     CALLS["states" + "+channels" * (_rates == "D")].append(_call)
 
@@ -119,8 +120,8 @@ def launch(case):
         q, k, v = (projected(4) for _ in range(3))
         c = torch.empty(2, 4, 1024, case.width if rates == "D" else 1) if rates else None
         erase = torch.empty(2, 4, 1024) if erases else None
-        o, X = recurrent_kernels.run_forward(q, k, v, c, erase)
-        recurrent_kernels.run_backward(q, k, v, c, erase, X, o)
+        o, X = recurrent_kernels.run_forward(q, k, v, c, erase, None)
+        recurrent_kernels.run_backward(q, k, v, c, erase, None, X, o)
         return
     rule, *options = case.call.split("+")
     mixed, busy, grouped = (name in options for name in ("mix", "busy", "sets"))
@@ -129,10 +130,11 @@ def launch(case):
         return                                  # attend() refuses it
     mix = torch.empty(2, 2, 1024) if mixed else None
     sets = torch.empty(2, 1024, dtype=torch.int64) if grouped else None
+    starts = torch.zeros(2, 1024, dtype=torch.int32) if "docs" in options else None
     t = torch.empty(2, 4, 1024) if kernels.kernel_named(rule).takes_t else None
     table, tail_slope = (torch.empty(4, 512), torch.empty(4, 2)) if busy else (None, None)
     window, first = (256, 4) if busy else (128, 0) if grouped else (0, 0)
-    call = (rule, q, k, v, t, table, tail_slope, None, mix, sets, 0.125, window, first)
+    call = (rule, q, k, v, t, table, tail_slope, None, mix, sets, starts, 0.125, window, first)
     o, r, u, alive = kernels.run_forward(*call, True, True)
     kernels.run_backward(*call, u if u.numel() else o, r, alive, o, r, busy)
 

@@ -129,15 +129,13 @@ def one_chunk(state, q, k, v, forget, erase=None):
 def chunks_of_documents(starts, T, size):
     """Cut the first T tokens of packed documents into chunks, such that each document begins with a chunk of its own.
 
-    Returns the place of each token among the N places of the chunks, (B, 1, T, 1); the token at each place, where the
-    places after the end of a document repeat its last token, (B, 1, N, 1); and which chunks begin a document,
-    (B, N / size)."""
+    Returns the place of each token among the N places of all chunks (B, 1, T, 1), the token at each place (B, 1, N, 1),
+    where a document's last token fills its last chunk, and which chunks begin a document (B, N / size)."""
     starts = starts[:, :T]
     i = torch.arange(T, device=starts.device).expand_as(starts)
     before = starts.gather(1, (i - 1).clamp(min=0))                     # where the previous token's document began
     places = i + ((before - i) % size * (i == starts)).cumsum(1)        # after the unused places of earlier documents
-    N = -(-int(places.max() + 1) // size) * size
-    tokens = i.new_zeros(len(i), N).scatter(1, places, i).cummax(1).values
+    tokens = i.new_zeros(len(i), -(-int(places.max() + 1) // size) * size).scatter(1, places, i).cummax(1).values
     begins = starts.gather(1, tokens[:, ::size]) == tokens[:, ::size]
     return places[:, None, :, None], tokens[:, None, :, None], begins
 
@@ -609,16 +607,18 @@ class Recurrent(Mixer):
         with torch.autocast(q.device.type, enabled=False):
             values = F.pad(v, (0, 1), value=1.0) if divisor else v      # the 1 becomes the sum of the row's weights
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
-            if (starts := self.sight.starts) is not None:
-                places, tokens, begins = chunks_of_documents(starts, v.shape[2], self.args["chunk"])
+            fused = past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
+            starts, begins = self.sight.starts, None
+            if starts is not None:
+                size = recurrent_kernels.tiles(q.to(dtype), forget.shape[3] > 1)[0] if fused else self.args["chunk"]
+                places, tokens, begins = chunks_of_documents(starts, v.shape[2], size)
                 inputs = [torch.take_along_dim(y, tokens, 2) for y in inputs]
-                o = self.run_chunks(inputs, {}, chunk or self.rule.chunk, begins)
-                o = torch.take_along_dim(o, places, 2)
-            elif past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton":
-                qkv = (y.to(dtype) for y in inputs[:3])
-                o = wide(recurrent_kernels.recur(*qkv, forget if log_forget else None, *inputs[4:]))
+            if fused:
+                qkv, forget = (y.to(dtype) for y in inputs[:3]), inputs[3] if log_forget else None
+                o = wide(recurrent_kernels.recur(*qkv, forget, *inputs[4:], begins=begins))
             else:
-                o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk)
+                o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk, begins)
+            o = o if starts is None else torch.take_along_dim(o, places, 2)
             if divisor:
                 o = o[..., :-1] / divisor(o[..., -1:], None)
             return self.rule.after(self, o, q, v)

@@ -198,6 +198,23 @@ def test_no_row_of_any_combination_sees_another_document(choices):
     test_no_row_sees_another_document_of_a_pack(choices)
 
 
+@pytest.mark.parametrize("attn", [
+    pytest.param(attn, marks=() if attn in ("streaming", "gated_deltanet") else pytest.mark.exhaustive)
+    for attn in ("softmax", "streaming", "lazy", "fox", "entmax", "tda", "retnet", "gated_deltanet", "gla")])
+def test_the_kernels_of_packed_documents_equal_the_block_loop_and_skip_other_documents(attn):
+    fused, loop = (layer(attn, dtype=torch.float32, n_kv_head=2, kernel=how).to(DEVICE) for how in ("triton", "torch"))
+    loop.load_state_dict(fused.state_dict())
+    first = torch.tensor([[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE)
+    qkvx = [a.to(DEVICE) for a in inputs(fused, 84, dtype=torch.float32)]
+    fused.sight, loop.sight = (module.sight._replace(starts=first) for module in (fused, loop))
+    found, expected = (attend_and_gradients(module, *qkvx, table=module.distance()) for module in (fused, loop))
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 84 * 84 if attn == "gla" else 2 * 84, size=None if b is None else max(1.0, b.abs().max().item()))
+    if fused.config.mixer == "attention":       # whose tiles are not visited: a nan would spread to all its rows
+        qkvx[2][:, :, :64] = torch.nan
+        assert fused.attend(*qkvx, fused.distance())[:, :, 64:].isfinite().all()
+
+
 @called
 def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices):
     """On a GPU or interpreted, with a learned distance bias and grouped heads. Some keys occur twice: scores tie."""

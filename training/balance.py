@@ -11,8 +11,7 @@ from axes.rows import SINKS
 
 
 def losses(model, x, y, knobs, machine, starts=None):
-    """The model's own loss on a micro-batch, and its head-balancing loss: 0 without --head_balance. starts: see
-    GPT.forward."""
+    """The model's own loss on a micro-batch, packed or not, and its head-balancing loss: 0 without --head_balance."""
     if not knobs.head_balance:
         return model(x, y, starts=starts)[1], torch.zeros((), device=x.device)
     _, loss, importance = model(x, y, importance=True, starts=starts)
@@ -67,12 +66,10 @@ def check_balance(knobs, config):
         if not gated and (kind.mixer != "attention" or kind.rule != "softmax" or kind.diff != "none"):
             raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={kind.attn} "
                              "has neither: choose such a recipe, or add --gate=head or --gate=element")
-        if not gated and kind.window and not kind.first and SINKS[kind.sink].score is None:
-            raise ValueError("--head_balance balances the sinks of first tokens, which are out of sight beyond "
-                             "--window: add --first=1, a --sink or a --gate")
-        if not gated and knobs.docs and SINKS[kind.sink].score is None:
-            raise ValueError("--head_balance balances the sink on the first token of a window, and --docs=1 gives each "
-                             "document its own: leave out one of them, or add a --sink or a --gate")
+        hidden = kind.window and not kind.first or knobs.docs
+        if not gated and hidden and SINKS[kind.sink].score is None:
+            raise ValueError("--head_balance balances the sink on a sequence's first token, which is out of sight with "
+                             "--docs or beyond --window: add --first=1, a --sink or a --gate, or leave out --docs")
     heads = torch.zeros(config.n_layer, config.n_head)
     if knobs.balance_form == "routed":
         heads = routed(heads, knobs.balance_skip, knobs.balance_shared)
