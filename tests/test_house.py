@@ -56,8 +56,8 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 20,455 together, without the tests. A change that needs more says so here
-CEILINGS = {"": 3271, "axes": 1149, "mixers": 2386, "training": 583, "common": 1152, "data": 1555, "pretrained": 901,
+# lines of code that each room may have: 20,456 together, without the tests. A change that needs more says so here
+CEILINGS = {"": 3271, "axes": 1149, "mixers": 2386, "training": 584, "common": 1152, "data": 1555, "pretrained": 901,
             "evals": 9458, "tests": 9513}
 
 

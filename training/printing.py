@@ -27,8 +27,9 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
     print(f"model: {model.num_params() / 1e6:.2f}M parameters{used}{part}, --attn={config.attn} "
           f"({', '.join(axes)}), computed by {kernel}\n"
           f"machine: {machine}\n"
-          f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens; {batches.total * config.block_size:,} a "
-          f"step, {knobs.max_iters} steps{f' from step {first}' if first else ''}; run: {knobs.out_dir}", flush=True)
+          f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{' in packed documents' * knobs.docs}; "
+          f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{f' from step {first}' * bool(first)}"
+          f"{' by Muon' * (knobs.optimizer == 'muon')}; run: {knobs.out_dir}", flush=True)
 
 
 class Progress(tqdm):
