@@ -41,6 +41,7 @@ def walked(tiles, mine, size, inputs):
     return found
 
 
+@mock.patch.object(kernels, "start_of", kernels.start_of.fn)
 @mock.patch.object(kernels, "tl", SimpleNamespace(
     minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), where=lambda c, a, b: a if c else b,
     range=lambda a, b, step, **_: range(a, b, step)))
@@ -50,15 +51,16 @@ def test_the_kernels_visit_every_visible_pair_once_and_mask_where_they_must():
     T = 11
     for window, first, W, BM, BN, sets in itertools.product(
             (None, *range(1, T)), range(T + 1), (0, 1, 2, 3, 6, 20), (2, 4), (2, 4), (None, True)):
-        inputs, c = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets), SimpleNamespace(BM=BM, BN=BN)
+        inputs = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets, starts=None)
+        c = SimpleNamespace(BM=BM, BN=BN)
         pairs = {(i, j) for i in range(T) for j in range(i + 1) if not window or i - j < window or j < first}
         by_rows = [seen for i in range(0, T, BM)
-                   for seen in walked(kernels.key_tiles.fn(i, inputs, c), range(i, min(i + BM, T)), BN, inputs)]
+                   for seen in walked(kernels.key_tiles.fn(i, inputs, None, c), range(i, min(i + BM, T)), BN, inputs)]
         by_keys = [(i, j, masked) for at in range(0, T, BN) for j, i, masked in walked(
-            kernels.row_tiles.fn(at, inputs, c), range(at, min(at + BN, T)), BM, inputs)]
+            kernels.row_tiles.fn(at, inputs, None, c), range(at, min(at + BN, T)), BM, inputs)]
         for seen in (by_rows, by_keys):
             shown = [(i, j) for i, j, masked in seen
-                     if not masked or i < T and kernels.visible_in_tile.fn(i, j, inputs)]
+                     if not masked or i < T and kernels.visible_in_tile.fn(i, j, inputs, None)]
             assert len(shown) == len(pairs) and set(shown) == pairs
             assert not any(not masked and (i - j < W or sets) for i, j, masked in seen)
         call = SimpleNamespace(table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0, first=first)
