@@ -240,9 +240,9 @@ def window_batches(model, split, machine, length, count, batch_size, bar=False, 
     if share:
         starts = starts[machine.rank::machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        some = starts[i:i + batch_size]
-        rows = read_windows(split, some, length + 1, model, machine)
-        first = None if split.documents is None else torch.from_numpy(split.first_keys(some, length)).to(machine.device)
+        rows, first = read_windows(split, some := starts[i:i + batch_size], length + 1, model, machine), None
+        if packed and split.documents is not None:
+            first = torch.from_numpy(split.first_keys(some, length)).to(machine.device)
         yield (rows, first) if packed else rows
 
 
