@@ -210,7 +210,7 @@ def read_starts(path, count):
     """Where documents begin in a shard of `count` tokens, int64. Raises ValueError if the shard does not tell."""
     path, again = path.with_suffix(".starts.bin"), f"run {script_of(path.parent)} again, or leave out --docs"
     if not path.exists():
-        raise ValueError(f"{path} is missing, and --docs=1 needs the places where documents begin: {again}")
+        raise ValueError(f"{path} is missing: the data are one piece, or were made before --docs: {again}")
     starts = np.fromfile(files.regular(path), np.uint64)
     if path.stat().st_size % 8 or not (np.append(starts[1:], np.uint64(count)) > starts).all():
         raise ValueError(f"{path} is damaged: its {starts.size} places must ascend and lie below {count}: {again}")

@@ -37,9 +37,9 @@ def ids(folder, *splits):
 
 
 def meta(folder):
-    """meta.json, after a check that each shard has its hash and that the folder holds no other file."""
+    """meta.json, after a check that each shard has its hash and that the folder holds no other file but starts."""
     found = tokens.read_meta(folder)
-    starts = {name.replace(".bin", ".starts.bin") for name in found["shards"]}
+    starts = {n[:-3] + "starts.bin" for n in found["shards"] if found["vocab_size"] - 1 in tokens.read_shard(folder/n)}
     assert {p.name for p in folder.iterdir()} == {"meta.json", *found["shards"], *starts}
     return found
 
