@@ -143,7 +143,7 @@ def rope_frequencies(config, width, device):
     3.2 (and 3.1 on ntk), and GPT-OSS.
     Differs from the paper: it interpolates between kept and longer waves by how often a wave fits, as LLaMA 3.1 does.
     The code of YaRN and GPT-OSS agrees with this function, but YaRN's rounds both ends of that range to whole pairs."""
-    pairs, base = int(width * config.rope_share) // 2, config.rope_base
+    pairs, base = int(width * config.rope_share) // 2, float(config.rope_base)
     pair = torch.arange(pairs, device=device, dtype=torch.float32)
     frequency = base ** (-pair / pairs)
     how, numbers = parse_rope_scaling(config.rope_scaling)

@@ -53,13 +53,13 @@ def exact_frequencies(config, width, device):
 
 
 def agree(found, expected, terms, dtype=None, moved=0.0):
-    """Values and gradients are equal up to rounding. No gradient is a gradient of 0, and a gradient has a size of 1
-    even if it cancels. moved: a share of that size, see `close`."""
+    """Values and gradients are equal up to rounding. No gradient is a gradient of 0, and a gradient that cancels still
+    has a size of 1, or that of dq and dk, which sum the same numbers. moved: a share of that size, see `close`."""
     for name, b in expected.items():
-        a = found[name]
-        if a is not None or b is not None:
+        if (a := found[name]) is not None or b is not None:
             a, b = (torch.zeros_like(other) if y is None else y for y, other in ((a, b), (b, a)))
-            size = max(1.0, b.abs().max().item())
+            also = [expected[part] for part in ("dq", "dk") if name[0] == "d" and part in expected]
+            size = max(1.0, *(part.abs().max().item() for part in (b, *also)))
             close(a, b, terms, size, dtype, moved * size, f"{name}: ")
 
 
