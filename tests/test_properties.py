@@ -58,7 +58,7 @@ def agree(found, expected, terms, dtype=None, moved=0.0):
     for name, b in expected.items():
         if (a := found[name]) is not None or b is not None:
             a, b = (torch.zeros_like(other) if y is None else y for y, other in ((a, b), (b, a)))
-            also = [expected[part] for part in ("dq", "dk") if name[0] == "d" and part in expected]
+            also = [expected[part] for part in ("dq", "dk") if name != "o" and part in expected]
             size = max(1.0, *(part.abs().max().item() for part in (b, *also)))
             close(a, b, terms, size, dtype, moved * size, f"{name}: ")
 
