@@ -11,7 +11,6 @@ from evals.measures import Probe, mean_of
 FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
 
 
-@torch.no_grad()
 def lab_figures(model, split, data_meta, machine, count=256):
     """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
 

@@ -5,13 +5,14 @@ In the lab, copy rows have something to copy; all others are idle.
 import math
 
 import torch
+from torch.nn import functional as F
 
 import attention
 import kernels
 from evals.ablate import losses_with, unchanged
 from evals.instrument import Common, OpenedRun, seeing, watch, window_batches
 from evals.lab_figures import FIRST_ROW, kinds_of_rows, true_process
-from evals.measures import split_extra
+from evals.measures import gate_of, split_extra
 from evals.stream import entering_the_score
 from model import GPT, GPTConfig
 
@@ -56,7 +57,7 @@ def survivors(seed):
 def chance_of(n, kappa, dice, d=64, pairs=2 ** 22, relevant=4):
     """The numbers of `survivors` at one length."""
     def directions(count):
-        return torch.nn.functional.normalize(torch.randn(count, d, generator=dice), dim=-1)
+        return F.normalize(torch.randn(count, d, generator=dice), dim=-1)
 
     threshold, queries = math.sqrt(2 * math.log(n / kappa) / d), pairs // n
     cosines = torch.stack([directions(queries) @ directions(n).T for _ in range(2)])    # (2, queries, n)
@@ -112,7 +113,6 @@ def opened(place, dataset="", count=256):
     return run, rows
 
 
-@torch.no_grad()
 def rows(place):
     """For idle and copy rows of the first layer: weight on the right key, share of empty rows, the gate, cosine of the
     query with the first key. "effective" is the weight on the first key times the gate, over an even spread.
@@ -121,8 +121,22 @@ def rows(place):
     kinds, found = kinds_of_rows(true_process(windows, run.data_meta)[1]), {}
 
     def see(layer, module, q, k, v, x, table):
-        if layer == 0:
-            found.update(figures_of_rows(module, q, k, x, table, kinds))
+        if layer > 0:
+            return
+        w = weights_on_tokens(module, q, k, x, table)
+        queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
+        seen = {"right": F.pad(torch.diagonal(w, -1, 1, 2), (1, 0)),    # each row's weight on the key before it
+                "empty": (w == 0).all(-1).float(),
+                "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
+        if hasattr(module, "gate"):
+            seen["gate"] = gate_of(module, x, module.shapes["v"][1]).mean((1, 3))[:, module.ahead:]
+            seen["effective"] = seen["gate"] * w[:, :, 0]
+        even = 1 / torch.arange(1, w.shape[1] + 1, device=w.device).expand(w.shape[:2])     # of an even row
+        for kind, which in kinds.items():
+            found.update({f"{name} {kind}": value[which].mean().item() for name, value in seen.items()})
+            if "gate" in seen:
+                found[f"effective {kind}"] /= even[which].mean().item()
+        found["cos_kk"] = torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()
 
     def without_extra_key(attend, layer, module, q, k, v, x, table):        # softmax over the tokens alone
         q, k, t, _ = module.rule_inputs(q, k)
@@ -132,26 +146,6 @@ def rows(place):
     if run.model.transformer.h[0].attn.has_extra_key:
         found["deletion"] = (losses_with(without_extra_key, run.model, windows, run.machine) - before).mean().item()
     return found
-
-
-def figures_of_rows(module, q, k, x, table, kinds):
-    """The numbers of `rows` in one layer. kinds: {name: which queries (N, T)}."""
-    w = weights_on_tokens(module, q, k, x, table)
-    queries, keys = (part[:, :, module.ahead:].float() for part in entering_the_score(module, q, k))
-    right = torch.diagonal(w, -1, 1, 2)         # (N, T - 1): each row's weight on the key before it
-    seen = {"right": torch.cat([right[:, :1], right], 1), "empty": (w == 0).all(-1).float(),
-            "cos_qk": torch.cosine_similarity(queries, keys[:, :, :1], dim=-1).mean(1)}
-    if hasattr(module, "gate"):
-        ones = x.new_ones(len(x), module.heads, x.shape[1], module.shapes["v"][1])
-        seen["gate"] = module.choices["gate"].gated(module, ones, x).mean((1, 3))[:, module.ahead:]
-        seen["effective"] = seen["gate"] * w[:, :, 0]
-    even = 1 / torch.arange(1, w.shape[1] + 1, device=w.device).expand(w.shape[:2])     # of a row that spreads evenly
-    found = {f"{name} {kind}": value[which].mean().item()
-             for name, value in seen.items() for kind, which in kinds.items()}
-    for kind, which in kinds.items():
-        if "gate" in seen:
-            found[f"effective {kind}"] /= even[which].mean().item()
-    return found | {"cos_kk": torch.cosine_similarity(keys[:, :, 1:], keys[:, :, :1], dim=-1).mean().item()}
 
 
 def weights_on_tokens(module, q, k, x, table):
@@ -172,7 +166,6 @@ def fixed(place):
     return {"on fixed": mean[at].item(), "on first": mean[0].item()}
 
 
-@torch.no_grad()
 def far(place, longer):
     """The excess loss in sequences of 256, from the data set `longer`: beyond the training length less that within."""
     run, windows = opened(place, longer)

@@ -112,7 +112,6 @@ CHECKS = {check.__name__: check for check in (focus_leak, focus_gate, focus_sink
 # -------------------------------------------------------------------------------------------- looks: a run -> numbers
 
 
-@torch.no_grad()
 def classes(place):
     """How much a token's group tells about its class, in the layer that tells most: the mutual information over the
     classes' entropy, minus that of random groups of the same sizes. Also the `purity` of punctuation."""
@@ -153,10 +152,8 @@ def mutual_information(a, b):
     """The mutual information of two labels over the entropy of the second: 1 if a determines b."""
     joint = np.zeros((a.max() + 1, b.max() + 1))
     np.add.at(joint, (a, b), 1 / len(a))
-    known = joint > 0
-    information = (joint[known] * np.log(joint[known] / np.outer(joint.sum(1), joint.sum(0))[known])).sum()
-    p = joint.sum(0)[joint.sum(0) > 0]
-    return information / -(p * np.log(p)).sum()
+    both, one, other = (focus.entropy(torch.from_numpy(p.ravel())) for p in (joint, joint.sum(1), joint.sum(0)))
+    return ((one + other - both) / other).item()
 
 
 @torch.no_grad()
@@ -175,7 +172,6 @@ def within_window(place, window=128):
             "difference": difference}
 
 
-@torch.no_grad()
 def shut(place, windows=16):
     """What a trained gate does to pairs of different groups: distant pairs whose tokens have different largest groups.
     Their mean mass in a row with the gate, and without it for the same queries and keys; their share of all pairs."""
