@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from axes.base import wide
+from axes.base import AMD, wide
 from axes.sight import visible
 
 try:
@@ -164,7 +164,7 @@ def grouped(a, b):
 def plain_softmax(q, k, v, sight, dropout):
     """Softmax attention by torch's own fused kernel. Only for packed documents does it need a mask (B, 1, T, T)."""
     R, T, mask = q.shape[2], k.shape[2], None
-    if R == 1 and q.device.type == "cpu" and q.element_size() < 4:      # where that kernel is ten times slower
+    if AMD and R == 1 and q.device.type == "cpu" and q.element_size() < 4:      # there that kernel is ten times slower
         if T > 512:
             return weighted_sum(torch.softmax(scaled_scores(q, k, sight.scale), -1), v, dropout)
         q, k, v = wide(q), wide(k), wide(v)     # few keys: converting them is faster still

@@ -100,8 +100,7 @@ class Layer(nn.Module):
         if isinstance(start, Normal):
             self.init_std[name] = start.std
             if start.shape is None:
-                nn.init.normal_(self.get_parameter(name), 0.0, start.std)
-                return
+                return nn.init.normal_(self.get_parameter(name), 0.0, start.std)
             start = torch.randn(start.shape) * start.std
         if isinstance(start, nn.Module):
             self.add_module(name, start)

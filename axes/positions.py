@@ -30,10 +30,8 @@ class Distance(NamedTuple):
         part = next(part for part in self if part is not None)
         table = part.new_zeros(len(part), 0) if self.table is None else self.table[:, :T]
         tail = table.new_zeros(len(part)) if self.tail is None else self.tail
-        by_distance = torch.cat([table, tail[:, None].expand(-1, T - table.shape[1])], -1)              # (H, T)
-        if self.slope is not None:
-            by_distance = by_distance + self.slope[:, None] * torch.arange(T, device=part.device)
-        return by_distance
+        b = torch.cat([table, tail[:, None].expand(-1, T - table.shape[1])], -1)        # (H, T)
+        return b if self.slope is None else b + self.slope[:, None] * torch.arange(T, device=part.device)
 
     def bias(self, R, T):
         """b for the last R of T rows and all T keys, (H, R, T). Entries of later keys are meaningless: they are masked.
@@ -215,7 +213,6 @@ class Sinusoids(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
-
 
 TABLE = {"bias": learned_bias, "learns": lambda layer: {
     "table": torch.zeros(layer.score_heads, layer.config.bias_range)}}

@@ -170,8 +170,7 @@ def needs_pairs(config, args, choices):
 DIFFERENCES = {
     "none": Choice(),
     "subtract": Choice(                         # two views of the same values
-        learns=lambda layer: {"lambda_logit": torch.full((layer.heads,), math.log(
-            layer.args["lambda_init"] / (1 - layer.args["lambda_init"])))},
+        learns=lambda layer: {"lambda_logit": torch.full((layer.heads,), layer.args["lambda_init"]).logit()},
         args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
         heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
     "v1": Choice(                               # half the heads, each twice as wide: as many parameters as softmax

@@ -242,9 +242,11 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(pos, head_balance):
     close(balance.losses(gpt, idx[:, :-1], idx[:, 1:], knobs, machine, starts)[0], sum(alone) / 16)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("amd, rows", [(True, 1), (True, 2), (True, 3), (False, 1)])
 @torch.no_grad()
-def test_decoding_steps_take_another_way_to_the_same_products(rows):
+def test_decoding_steps_take_another_way_to_the_same_products_on_some_cpus(monkeypatch, amd, rows):
+    for module in ("axes.base", "kernels"):
+        monkeypatch.setattr(f"{module}.AMD", amd)
     inputs = normal(1, rows, 256), normal(1056, 256, stream=1), normal(1056, stream=2)
     qkv = normal(rows, 2, 1, 8), normal(rows, 1, 600, 8, stream=1), normal(rows, 1, 600, 8, stream=2)
     for dtype in (torch.float32, torch.bfloat16):
