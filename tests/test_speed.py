@@ -83,7 +83,7 @@ def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evalua
     for T in (16, 150):
         layer, = found["lengths"][str(T)]       # without a kernel nothing is timed
         assert layer["gain"] is None and 0 < layer["live_pairs"] < layer["pairs"] == 4 * 2 * T * (T + 1) // 2
-    assert found["tile"] == [128, 64] and found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)        # rows 128.. see three
+    assert found["tile"] == [128, 64] and found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)  # rows 128.. see 3
     eval_script.main([*flags, "--device=cpu"])
     said = capsys.readouterr().out
     assert str(elastic_run) in said and "T=16: tiles of 128 rows and 64 keys" in said and "live pairs" in said
