@@ -43,7 +43,6 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "maps": Command(maps.Maps, maps.command, maps.draw, page=maps.page),
     "groups": Command(groups.Groups, groups.command, groups.draw),
     "routers": Command(routers.Routers, routers.command, routers.draw),
-    # benchmarks
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
     "scrolls": Command(scrolls.Scrolls, scrolls.command),
     "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
@@ -52,7 +51,6 @@ OF_THEIR_OWN = {                                # eval.py opens no run for these
     "lab": Command(lab.Lab, lab.command),
     "board": Command(board.Board, board.command),
     "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
-    # the code itself
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
     "curve": Command(curve.Curve, curve.command, curve.draw, page=curve.page),

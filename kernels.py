@@ -20,7 +20,7 @@ Legend                                              shapes in comments
   B, H, T   batch, query heads, tokens              (BM, ..)  a tile of BM rows, that is queries
   D, E      width of q and k, width of v            (BN, ..)  a tile of BN keys
   W         width of the distance table             DP, EP    D and E padded to a power of two
-  i, j      row and key numbers                     NEAR      the tile needs masks or the distance table
+  i, j      row and key numbers                     KIND      of a tile: FULL, TABLE or MASKED
   s, w      scores, weights                         do, ds    the upstream gradient of o, the gradient of s; dq, dk, ..
   r, t      row statistic, row input                g         g_ij = do_i . v_j, the gradient of w
   z         summed for the statistic, besides w     U         U_i = sum_j u_ij v_j / sum_j z_ij, often o itself
@@ -32,6 +32,7 @@ Legend                                              shapes in comments
 import os
 from collections import namedtuple
 from functools import cache, partial
+from math import gcd
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -281,6 +282,7 @@ class Inputs(NamedTuple):
     H: int
     GK: int
     GV: int
+    G: int                      # how many heads of the output share both key and value heads (1 for two views)
     T: int
     W: int                      # 0 without a table
     window: Any                 # how many keys a row sees, its own included (None: no limit)
@@ -300,17 +302,21 @@ Head = namedtuple("Head", "batch number out rows q k v tail slope")
 #
 #     without a window          with a window and first keys
 #
-#     rows   M                  rows   M                     #  full: no mask is needed, and no key lies within the
+#     rows   M                  rows   M                     #  FULL: no mask is needed, and no key lies within the
 #            # M                       M M                      distance table
-#            # # M                     M # M                 M  masked: on the diagonal, at the edge of the window,
-#            # # # M                   M M # M                  among the first keys, or within the distance table
+#            # # M                     M # M                 M  MASKED: on the diagonal, at the edge of the window, or
+#            # # # M                   M M # M                  among the first keys
 #            # # # # M                 M . M # M             .  skipped
 #            keys                      keys
 #
 # `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are visible. Both return
-# (first, first_end, lo, a, b, hi): tiles in [a, b) are full, those in [first, first_end), [lo, a) and [b, hi) are
-# masked, and all others are skipped. All but hi are multiples of the tile's size. Packed documents bound a row's keys
-# from below, as a window does.
+# (first, first_end, lo, m, a, b, d, hi): tiles in [a, b) are full. TABLE tiles, those in [m, a) and [b, d), have keys
+# within the distance table, but need no mask. Tiles in [first, first_end), [lo, m) and [d, hi) are masked, and all
+# others are skipped. All but hi are multiples of the tile's size. Packed documents bound a row's keys from below, as a
+# window does.
+
+FULL, TABLE, MASKED = (tl.constexpr(kind) for kind in range(3))
+
 
 @jit
 def start_of(i, inputs, head):
@@ -333,7 +339,7 @@ def visible_in_tile(i, j, inputs, head):
 
 @jit
 def key_tiles(i, inputs, head, c: tl.constexpr):
-    """The tiles of keys that rows i .. i+BM-1 see: (first, first_end, lo, a, b, hi), see above."""
+    """The tiles of keys that rows i .. i+BM-1 see, see above."""
     hi = tl.minimum(i + c.BM, inputs.T)
     end = tl.cdiv(hi, c.BN) * c.BN
     start, last = start_of(i, inputs, head), start_of(hi - 1, inputs, head)    # of the first and of the last row
@@ -347,14 +353,14 @@ def key_tiles(i, inputs, head, c: tl.constexpr):
         lo = tl.maximum(lo, first_end)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last), c.BN) * c.BN    # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
-    # b: the first tile that needs the table or the causal mask. With sets, no tile is full
-    b = a if inputs.sets is not None else tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN
-    return first, first_end, lo, a, tl.maximum(a, b), hi
+    d = a if inputs.sets is not None else tl.maximum(a, (i + 1) // c.BN * c.BN) # with sets, all tiles are masked
+    b = tl.maximum(a, tl.minimum(d, tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN))
+    return first, first_end, lo, a, a, b, d, hi
 
 
 @jit
 def row_tiles(j, inputs, head, c: tl.constexpr):
-    """The tiles of rows that see keys j .. j+BN-1: (first, first_end, lo, a, b, hi), see above."""
+    """The tiles of rows that see keys j .. j+BN-1, see above."""
     hi, last = inputs.T, tl.minimum(j + c.BN, inputs.T) - 1
     b = inputs.T // c.BM * c.BM                                                 # an incomplete last tile needs masks
     if inputs.starts is not None:
@@ -365,32 +371,39 @@ def row_tiles(j, inputs, head, c: tl.constexpr):
         if j >= start_of(last, inputs, head) + inputs.first:                    # all later rows see the first keys
             hi = tl.minimum(hi, j + c.BN - 1 + inputs.window)
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
-    lo = j // c.BM * c.BM
-    a = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, tl.cdiv(hi, c.BM) * c.BM)
-    return 0, 0, lo, a, a if inputs.sets is not None else tl.maximum(a, b), hi
+    lo, m = j // c.BM * c.BM, tl.minimum(tl.cdiv(j + c.BN - 1, c.BM), tl.cdiv(hi, c.BM)) * c.BM
+    b = m if inputs.sets is not None else tl.maximum(m, b)                      # with sets, all tiles are masked
+    a = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, b)
+    return 0, 0, lo, m, a, b, b, hi
 
 
 @jit
 def walk(state, step: tl.constexpr, my_side, tiles, visits, inputs, head, rule: tl.constexpr, c: tl.constexpr,
          size: tl.constexpr):
-    """state = step(state, ..) for every visible tile: first the many full ones, then the few masked ones.
+    """state = step(state, ..) for every visible tile: first the many full ones, then those within the table, then the
+    masked ones.
 
     my_side: what step needs in every tile, the program's own rows or keys. visits: a list of live tiles (see in_order),
-    or None. With a list, only its tiles are visited, and the six bounds become indices into it."""
-    first, first_end, lo, a, b, hi = tiles
+    or None. With a list, only its tiles are visited, and the bounds become indices into it."""
+    first, first_end, lo, m, a, b, d, hi = tiles
     if visits is not None:
         first = place_of(visits, first, size) if inputs.starts is not None else 0
-        first_end, lo, a = place_of(visits, first_end, size), place_of(visits, lo, size), place_of(visits, a, size)
-        b, hi = place_of(visits, b, size), place_of(visits, hi, size)
-        numbers = visits + tl.cdiv(inputs.T, size) + 1                          # the numbers of the live tiles
+        first_end, lo, m = place_of(visits, first_end, size), place_of(visits, lo, size), place_of(visits, m, size)
+        a, b, d = place_of(visits, a, size), place_of(visits, b, size), place_of(visits, d, size)
+        hi, numbers = place_of(visits, hi, size), visits + tl.cdiv(inputs.T, size) + 1          # of the live tiles
     for place in tl.range(a, b, size):
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
-        state = step(state, my_side, start, inputs, head, rule, c, False)
-    for n in tl.range(first, first_end + (a - lo) + (hi - b), size, num_stages=1):          # pipelining costs registers
-        place = tl.where(n < first_end, n, n - first_end + lo)                  # the three ranges, end to end
-        place = tl.where(place < a, place, place - a + b)
+        state = step(state, my_side, start, inputs, head, rule, c, FULL)
+    if inputs.table is not None:
+        for n in tl.range(m, d - b + a, size):                                  # the two ranges, end to end
+            place = tl.where(n < a, n, n - a + b)
+            start = place if visits is None else tl.load(numbers + place // size) * size                    # ()
+            state = step(state, my_side, start, inputs, head, rule, c, TABLE)
+    for n in tl.range(first, first_end + (m - lo) + (hi - d), size, num_stages=1):          # pipelining costs registers
+        place = tl.where(n < first_end, n, n - first_end + lo)                  # the three ranges
+        place = tl.where(place < m, place, place - m + d)
         start = place if visits is None else tl.load(numbers + place // size) * size                        # ()
-        state = step(state, my_side, start, inputs, head, rule, c, True)
+        state = step(state, my_side, start, inputs, head, rule, c, MASKED)
     return state
 
 
@@ -423,12 +436,12 @@ def head_of(inputs, number):
 
 
 @jit
-def my_tile(inputs, size: tl.constexpr, REVERSED: tl.constexpr):
-    """This program's tile: its number among the tiles of all heads, where it starts, and its head. Programs that follow
-    each other share a head, so they find k and v in the cache. REVERSED: the last tile first. A program computes both
-    views, if there are two: its head is that of the first."""
+def my_tile(inputs, size: tl.constexpr, REVERSED: tl.constexpr, G=1, n=0):
+    """This program's tile: its number among the tiles of all heads, where it starts, and its head, or the n-th of its G
+    heads. Programs that follow each other share a head, so they find k and v in the cache. REVERSED: the last tile
+    first. A program computes both views, if there are two: its head is that of the first."""
     tiles = tl.cdiv(inputs.T, size)
-    tile, out = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    tile, out = tl.program_id(0) % tiles, tl.program_id(0) // tiles * G + n
     tile = tiles - 1 - tile if REVERSED else tile
     head = head_of(inputs, out if inputs.mix is None else 2 * out)
     return (out * tiles + tile).to(tl.int64), tile * size, head
@@ -501,7 +514,7 @@ def times(a, b):
 
 
 @jit
-def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
+def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, KIND: tl.constexpr):
     """Returns q @ k.T (BM, BN), the scores in the rule's unit, the lifted scores that weigh takes, and the mask. i and
     t are columns (BM, 1), j is a row (1, BN).
 
@@ -515,10 +528,10 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.conste
         sets_of_rows = tl.load(at + tl.minimum(i, inputs.T - 1))                # as i
         sets_of_keys = tl.load(at + tl.minimum(j, inputs.T - 1))                # as j
         seen &= (sets_of_rows & sets_of_keys) == 0
-    if NEAR and inputs.table is not None:
+    if KIND != FULL and inputs.table is not None:
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
-        s += tl.where(close, tl.load(at, mask=seen & close, other=0.), head.tail)                              # as s
+        s += tl.where(close, tl.load(at, mask=(i >= j) & close, other=0.), head.tail)                          # as s
     elif inputs.tail_slope is not None:                                         # full tiles lie beyond the table
         s += head.tail
     if inputs.tail_slope is not None:
@@ -536,35 +549,33 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, NEAR: tl.conste
 # -------------------------------------------------------------------------------------------------------------- forward
 
 @jit
-def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr,
+def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr,
                  RUNNING: tl.constexpr):
     """w, z, u and r of one tile, and the factor on earlier sums. RUNNING: r is the maximum so far, which may rise."""
     j = start + tl.arange(0, c.BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
-    raw, _, s, seen = tile_scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, NEAR)
+    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)      # (BN, DP)
+    raw, _, s, seen = tile_scores(q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, KIND)
     rescale = 1.
     if RUNNING:
         # without biases s is a positive multiple of raw: one product a row, and the scores' own are fused with s - r
         factor = inputs.scale * rule.unit
         if not (rule.lift is None and inputs.table is None and inputs.tail_slope is None and inputs.decay is None):
             raw, factor = s, 1.
-        top = tl.maximum(r, tl.max(tl.where(seen, raw, float("-inf")) if NEAR else raw, 1) * factor)
+        top = tl.maximum(r, tl.max(tl.where(seen, raw, float("-inf")) if KIND == MASKED else raw, 1) * factor)
         rescale = tl.exp2(r - top)
         r = top
     w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
-    if NEAR:                                    # the mask acts on weights, never on scores: these stay finite
-        w = tl.where(seen, w, 0.)
-        z = tl.where(seen, z, 0.)
-        u = tl.where(seen, u, 0.)
+    if KIND == MASKED:                          # the mask acts on weights, never on scores: these stay finite
+        w, z, u = tl.where(seen, w, 0.), tl.where(seen, z, 0.), tl.where(seen, u, 0.)
     return w, z, u, r, rescale
 
 
 @jit
-def add_to_sums(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_sums(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr):
     """One tile of a pass for the statistic alone: at a fixed r or, if that is None, at the maximum so far."""
     r, sum_w, sum_z = state
     i, q, t, fixed = my_side
-    w, z, _, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, fixed is None)
+    w, z, _, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, KIND, fixed is None)
     return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1)
 
 
@@ -588,15 +599,15 @@ def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexp
 
 
 @jit
-def add_to_output(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_output(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
     i, q, t, second, alive = my_side
-    w, z, u, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, NEAR, rule.online)
+    w, z, u, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, KIND, rule.online)
     largest = w
     if inputs.mix is not None:
         headb, qb, tb, mix = second
-        wb, _, _, _, _ = tile_weights(r, qb, tb, i, start, inputs, headb, rule, c, NEAR, False)
+        wb, _, _, _, _ = tile_weights(r, qb, tb, i, start, inputs, headb, rule, c, KIND, False)
         largest = tl.maximum(w, wb)                                             # a weight of either view counts
         w -= mix[:, None] * wb
     if rule.skip:                               # is the tile alive? Rows beyond T do not count
@@ -605,7 +616,7 @@ def add_to_output(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl
     if rule.online:
         o *= rescale[:, None]                                                   # rescale to the larger maximum
     j = start + tl.arange(0, c.BN)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
+    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, KIND == MASKED)      # (BN, EP)
     o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")                     # (BM, EP)
     if rule.save_u:
         U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")                 # (BM, EP)
@@ -648,8 +659,7 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
 def load_row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
     """r in the rule's unit, t and delta of rows i (dr, if DR is passed as Delta). Rows beyond T repeat the last one, so
     that every rule stays finite."""
-    r = tl.zeros((SIZE,), tl.float32)
-    delta = tl.zeros((SIZE,), tl.float32)
+    r, delta = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
     at = head.rows + tl.minimum(i, inputs.T - 1)
     if rule.settle is not None:
         delta = tl.load(Delta + at)                                             # (SIZE,)
@@ -659,20 +669,18 @@ def load_row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.con
 
 
 @jit
-def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
+def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, KIND: tl.constexpr):
     """Weights, ds and the summands of dt of one tile, which may be transposed as in tile_scores()."""
-    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, NEAR)
+    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, KIND)
     w, _, _ = rule.weigh(lifted, r, t, rule.power)
     ds, dt = rule.slope(s, r, t, rule.power, g, delta)
-    if NEAR:
-        w = tl.where(seen, w, 0.)
-        ds = tl.where(seen, ds, 0.)
-        dt = tl.where(seen, dt, 0.)
+    if KIND == MASKED:
+        w, ds, dt = tl.where(seen, w, 0.), tl.where(seen, ds, 0.), tl.where(seen, dt, 0.)
     return w, ds, dt
 
 
 @jit
-def add_to_delta(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_delta(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr):
     """Add one tile to the sums of w and of w (g - delta), which correct a first delta = do . o - dr for rounding.
 
     If one weight dominates a row, g - delta of its key is almost 0. The rounding of r and o is then large relative to
@@ -681,44 +689,44 @@ def add_to_delta(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.
     sum_w, sum_wg = state
     i, q, do, r, t, delta, _ = my_side
     j = start + tl.arange(0, c.BN)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
+    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, KIND == MASKED)      # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]                                 # (BM, BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
+    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)      # (BN, DP)
     i, j, r, t, delta = i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None]
-    w, _, _ = slopes(q, k, g, i, j, r, t, delta, inputs, head, rule, NEAR)
+    w, _, _ = slopes(q, k, g, i, j, r, t, delta, inputs, head, rule, KIND)
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
 
 @jit
-def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, NEAR: tl.constexpr):
+def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of keys to the gradients of a tile of rows, in one view. Returns the tile's weights as well."""
     dq, dt, dtail, dslope, dc = state
-    w, ds, dt_ij = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, NEAR)
+    w, ds, dt_ij = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, KIND)
     dt += tl.sum(dt_ij, 1)
     dc += tl.sum(ds, 1)                         # the compiler removes it where there is no decay
     if inputs.tail_slope is not None:
         dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
-        dtail += tl.sum(tl.where(i - j < inputs.W, 0., ds) if NEAR else ds, 1)
+        dtail += tl.sum(tl.where(i - j < inputs.W, 0., ds) if KIND != FULL else ds, 1)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                  # (BM, DP)
     return (dq, dt, dtail, dslope, dc), w
 
 
 @jit
-def add_to_rows(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_rows(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of keys to the gradients of a tile of rows. k is loaded after v is used, to save registers."""
     grads, gradsb, dmix = state
     i, q, do, r, t, delta, second = my_side
     j = start + tl.arange(0, c.BN)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, NEAR)                # (BN, EP)
+    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, KIND == MASKED)      # (BN, EP)
     g = times(do, tl.trans(v))                                                  # (BM, BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)                # (BN, DP)
+    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)      # (BN, DP)
     i, j_row = i[:, None], j[None, :]
-    grads, _ = add_to_view(grads, q, k, g, i, j_row, r, t, delta, inputs, head, rule, NEAR)
+    grads, _ = add_to_view(grads, q, k, g, i, j_row, r, t, delta, inputs, head, rule, KIND)
     if inputs.mix is not None:
         headb, qb, tb, mix = second
-        kb = load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, NEAR)          # (BN, DP)
+        kb = load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
         gb = -mix[:, None] * g
-        gradsb, wb = add_to_view(gradsb, qb, kb, gb, i, j_row, r, tb, delta, inputs, headb, rule, NEAR)
+        gradsb, wb = add_to_view(gradsb, qb, kb, gb, i, j_row, r, tb, delta, inputs, headb, rule, KIND)
         dmix -= tl.sum(wb * g, 1)                                               # (BM,)
     return grads, gradsb, dmix
 
@@ -770,25 +778,25 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DTailSlope, DDecay, DMix, Delta,
 
 
 @jit
-def add_to_keys(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, NEAR: tl.constexpr):
+def add_to_keys(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of rows to the gradients of a tile of keys. Tiles are transposed: (keys, rows)."""
     dk, dv, dkb, dc = state
     j, k, v, DO, do_row, R, Delta, second = my_side
     i = start + tl.arange(0, c.BM)
-    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)                # (BM, DP)
-    do = load(DO, do_row, i, inputs.T, c.E, c.EP, NEAR)                         # (BM, EP)
+    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, KIND == MASKED)      # (BM, DP)
+    do = load(DO, do_row, i, inputs.T, c.E, c.EP, KIND == MASKED)               # (BM, EP)
     g = times(v, tl.trans(do))                                                  # (BN, BM)
     r, t, delta = load_row_vectors(inputs, head, R, Delta, i, rule, c.BM)       # (BM,) each
     if inputs.mix is not None:
         headb, kb = second
         mix, tb = load_mix(inputs, head, i)[None, :], load_t(inputs, headb, i, c.BM)                        # (BM,) each
-        qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, NEAR)          # (BM, DP)
-    if NEAR:
+        qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, KIND == MASKED)  # (BM, DP)
+    if KIND == MASKED:
         i = tl.where(i < inputs.T, i, -1)                                       # rows beyond T see no key
     i, j, r, delta = i[None, :], j[:, None], r[None, :], delta[None, :]
-    w, ds, _ = slopes(k, q, g, i, j, r, t[None, :], delta, inputs, head, rule, NEAR)
+    w, ds, _ = slopes(k, q, g, i, j, r, t[None, :], delta, inputs, head, rule, KIND)
     if inputs.mix is not None:
-        wb, dsb, _ = slopes(kb, qb, -mix * g, i, j, r, tb[None, :], delta, inputs, headb, rule, NEAR)
+        wb, dsb, _ = slopes(kb, qb, -mix * g, i, j, r, tb[None, :], delta, inputs, headb, rule, KIND)
         w -= mix * wb
         dkb = tl.dot(dsb.to(q.dtype), qb, dkb, input_precision="ieee")          # dk of the second view
     dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")                 # dv = w.T @ do
@@ -798,8 +806,8 @@ def add_to_keys(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.c
 
 @jit
 def backward_keys(inputs, R, DO, Delta, DK, DV, DDecay, Visits, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of keys: dk, dv and dc of a query head. over_groups() sums heads that share keys, in a fixed order."""
-    number, start, head = my_tile(inputs, c.BN, False)
+    """One tile of keys: dk and dv, summed over the G query heads that share it, and dc."""
+    number, start, head = my_tile(inputs, c.BN, False, inputs.G)
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)                # (BN, DP)
     v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)                # (BN, EP)
@@ -807,18 +815,21 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, DDecay, Visits, rule: tl.constex
     if inputs.mix is not None:
         headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
         second = (headb, load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, True))                           # (BN, DP)
-    my_side = (j, k, v, begin(DO, head.batch, head.out), DO.row, R, Delta, second)
 
     # the gradients
     rows = row_tiles(start, inputs, head, c)
-    visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
-    dk = tl.zeros((c.BN, c.DP), tl.float32)
-    state = (dk, tl.zeros((c.BN, c.EP), tl.float32), dk, tl.zeros((c.BN,), tl.float32))
-    dk, dv, dkb, dc = walk(state, add_to_keys, my_side, rows, visits, inputs, head, rule, c, c.BM)
-    save(begin(DK, head.batch, head.number), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
-    save(begin(DV, head.batch, head.out), dv, DV.row, j, inputs.T, c.E, c.EP)
-    if inputs.decay is not None:
-        tl.store(DDecay + 2 * head.rows + inputs.T + j, dc, mask=j < inputs.T)
+    dk, dv = tl.zeros((c.BN, c.DP), tl.float32), tl.zeros((c.BN, c.EP), tl.float32)
+    dkb = dk
+    for n in tl.range(0, inputs.G, disable_licm=True):                          # hoisting would cost registers
+        number, start, one = my_tile(inputs, c.BN, False, inputs.G, n)
+        my_side = (j, k, v, begin(DO, one.batch, one.out), DO.row, R, Delta, second)
+        visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
+        state = (dk, dv, dkb, tl.zeros((c.BN,), tl.float32))
+        dk, dv, dkb, dc = walk(state, add_to_keys, my_side, rows, visits, inputs, one, rule, c, c.BM)
+        if inputs.decay is not None:
+            tl.store(DDecay + 2 * one.rows + inputs.T + j, dc, mask=j < inputs.T)
+    save(begin(DK, head.batch, head.number // inputs.G), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
+    save(begin(DV, head.batch, head.out // inputs.G), dv, DV.row, j, inputs.T, c.E, c.EP)
     if inputs.mix is not None:
         save(begin(DK, head.batch, headb.number), dkb * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
 
@@ -844,7 +855,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
         r, t, delta = load_row_vectors(inputs, head, R, Delta, i, rule, c.BM)   # (BM,) each
         i = tl.where(i < inputs.T, i, -1)                                       # rows beyond T see no key
         r, t, delta = r[:, None], t[:, None], delta[:, None]
-        _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, True)
+        _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, MASKED)
         total += ds
     at = DTable + tl.program_id(0).to(tl.int64) * c.BM * c.BM                   # into (B, H, diagonals, BM, BM)
     tl.store(at + row[:, None] * c.BM + row[None, :], total)
@@ -866,6 +877,12 @@ class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(
     def heads(self):
         """How many heads the output has."""
         return self.q.shape[1] if self.mix is None else self.q.shape[1] // 2
+
+    @property
+    def shared(self):
+        """How many heads of the output, one after the other, share both key and value heads; 1 for two views."""
+        heads = self.q.shape[1]
+        return gcd(heads // self.k.shape[1], heads // self.v.shape[1]) if self.mix is None else 1
 
     @property
     def has_window(self):
@@ -1042,8 +1059,8 @@ def kernel_inputs(call):
     if call.starts is not None:
         i = torch.arange(T, dtype=torch.int32, device=call.q.device).expand_as(call.starts).contiguous()
         ends = torch.searchsorted(call.starts, i, right=True, out_int32=True)
-    return Inputs(q, k, v, t, table, tail_slope, decay, mix, call.sets, call.starts, ends, H, GK, GV, T, W, window,
-                  call.first, call.scale)
+    return Inputs(q, k, v, t, table, tail_slope, decay, mix, call.sets, call.starts, ends, H, GK, GV, call.shared, T, W,
+                  window, call.first, call.scale)
 
 
 def launch(kernel, rule, call, args, diagonals=None):
@@ -1051,6 +1068,7 @@ def launch(kernel, rule, call, args, diagonals=None):
     BM, BN, warps, stages = tile_config(kernel.__name__, rule, call)
     tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
     heads = call.q.shape[1] if kernel is backward_table else call.heads         # see my_tile
+    heads = heads // call.shared if kernel is backward_keys else heads
     D, E = call.q.shape[3], call.v.shape[3]
     tile_sizes = TileSizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
     with torch.cuda.device_of(call.q):
@@ -1106,8 +1124,8 @@ def run_backward(*args):
 def allocate_backward(*args):
     call, learn_table = Call(*args[:len(Call._fields)]), args[-1]
     q, (B, H, T, D) = call.q, call.q.shape
-    dq, dk = (rows_of_all_heads(q, H, D) for _ in range(2))
-    dv = rows_of_all_heads(q, call.heads, call.v.shape[-1])
+    dq, dk = rows_of_all_heads(q, H, D), rows_of_all_heads(q, H // call.shared, D)
+    dv = rows_of_all_heads(q, call.heads // call.shared, call.v.shape[-1])
     dt = q.new_empty((0,) if call.t is None else (B, H, T), dtype=torch.float32)
     dtail_slope, ddecay = (q.new_empty((0,) if part is None else (B, H, 2, T), dtype=torch.float32)
                            for part in (call.tail_slope, call.decay))
@@ -1173,7 +1191,7 @@ def differentiate(ctx, do, dr, *_):
 
 
 def over_groups(grad, heads):
-    """Sum over the query heads that share a key or value head."""
+    """Sum over gradients that belong to the same key or value head."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -1198,55 +1216,46 @@ run_backward.register_autograd(refuse_second_derivative)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
-# (BM, BN, warps, stages) of each kernel: large tiles that compile without spilling registers to memory, for every
-# rule, in Triton 3.9. (At width 256 a few kernels spill up to 24 bytes. In Triton 3.6 about one kernel in twenty spills
-# 8 to 72 bytes. In both versions, so do some widths that are no power of two.) What costs registers has its own column
-# or row: the second accumulator of rules that save U; the arithmetic of a heavy rule; two views in one call ("mix";
-# backward_table handles one); and a table, a tail, a slope or a window, which make a call busy. Each warp needs at
-# least 16 rows: otherwise warps would repeat each other's work.
-#
-# `python eval.py compile` compiles all of them without a GPU. The tiles were chosen by hand from its figures.
+# (BM, BN, warps, stages) of each kernel, chosen from the figures of `python eval.py compile` in Triton 3.9: the largest
+# tile of which two programs fit on a multiprocessor without a spilled register: one computes exponentials while the
+# other waits for its products. If none does, one program of eight warps. A warp needs 16 rows at least, else warps
+# repeat each other's work. (At width 256, in Triton 3.6 and at widths that are no power of two, some kernels spill.)
 
-COLUMNS = ("forward", "forward with U", "backward_rows", "backward_keys", "backward_table")
-TILES = {  # GPU generation (0: float32, on any), width, kind of call, is it busy? For gaps see tile_config
-    (90, 64, "plain", False):((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2), None),
-    (90, 64, "plain", True):((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)),
-    (90, 64, "heavy", False):(None,            None,            None,            (32, 128, 8, 2), None),
-    (90, 64, "heavy", True):((64, 64, 8, 3),  (64, 64, 8, 3),  None,            None,            (64, 64, 8, 1)),
-    (90, 64, "mix", False): (None,            None,            (128, 32, 8, 2), (32, 128, 8, 2), None),
-    (90, 64, "mix", True):  ((128, 32, 8, 3), None,            None,            (16, 128, 8, 2), None),
-    (90, 128, "plain", False):((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
-    (90, 128, "plain", True):((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 1)),
-    (90, 128, "heavy", False):((128, 32, 8, 3), None,            (128, 32, 8, 2), (16, 128, 8, 2), None),
-    (90, 128, "heavy", True):(None,            (64, 64, 8, 2),  (64, 32, 8, 1),  None,            (64, 64, 8, 1)),
-    (90, 128, "mix", False):(None,            None,            (128, 16, 8, 2), (32, 32, 4, 2),  None),
-    (90, 128, "mix", True): ((128, 32, 8, 3), None,            (32, 32, 4, 2),  (32, 32, 8, 1),  None),
-    (90, 256, "plain", True):((128, 32, 8, 2), (32, 64, 8, 2),  (32, 64, 8, 2),  (64, 32, 8, 2),  (64, 64, 8, 1)),
-    (90, 256, "mix", True): ((32, 32, 8, 2),  None,            (16, 32, 8, 1),  (32, 16, 4, 1),  None),
-    (80, 64, "plain", False):((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), None),
-    (80, 64, "plain", True):((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2),  (32, 128, 8, 2), (32, 32, 2, 1)),
-    (80, 64, "heavy", False):(None,            None,            (128, 32, 8, 2), None,            None),
-    (80, 64, "heavy", True):(None,            None,            None,            (16, 128, 8, 2), (32, 32, 4, 1)),
-    (80, 64, "mix", False): (None,            None,            (128, 32, 8, 2), None,            None),
-    (80, 64, "mix", True):  ((128, 32, 8, 3), None,            (64, 16, 8, 2),  (16, 64, 8, 2),  None),
-    (80, 128, "plain", False):((64, 32, 4, 2),  (64, 64, 8, 2),  (64, 64, 8, 2),  (32, 64, 4, 2),  None),
-    (80, 128, "plain", True):((64, 64, 8, 2),  (64, 64, 8, 2),  (128, 16, 8, 2), (32, 16, 4, 2),  (32, 32, 4, 1)),
-    (80, 128, "heavy", False):(None,            (64, 32, 8, 2),  (64, 32, 8, 2),  (32, 64, 8, 2),  None),
-    (80, 128, "heavy", True):(None,            (32, 64, 8, 2),  None,            None,            (32, 32, 8, 1)),
-    (80, 128, "mix", False):((128, 32, 8, 2), None,            (64, 32, 8, 2),  (32, 64, 8, 2),  None),
-    (80, 128, "mix", True): ((64, 32, 8, 2),  None,            (32, 16, 4, 2),  (16, 64, 8, 2),  None),
-    (80, 256, "plain", True):((32, 64, 8, 2),  (32, 64, 8, 2),  (16, 64, 8, 1),  (32, 16, 4, 2),  (16, 16, 2, 1)),
-    (80, 256, "mix", True): ((32, 32, 8, 2),  None,            (16, 32, 8, 1),  (32, 16, 4, 1),  None),
-    (0, 64, "plain", True): ((32, 16, 8, 1),  (32, 16, 8, 1),  (16, 16, 16, 1), (32, 16, 16, 1), (32, 32, 8, 1)),
-    (0, 64, "mix", True):   ((32, 16, 4, 1),  None,            (16, 16, 8, 1),  (16, 32, 8, 1),  None),
-    (0, 128, "plain", True):((16, 16, 8, 1),  (16, 16, 8, 1),  (16, 16, 8, 1),  (32, 16, 8, 1),  (16, 16, 4, 1)),
-    (0, 128, "heavy", True):((32, 16, 8, 1),  (32, 16, 8, 1),  None,            None,            None),
-    (0, 128, "mix", True):  (None,            None,            None,            (16, 16, 8, 1),  None),
-    (0, 256, "plain", True):((16, 16, 16, 1), (16, 16, 16, 1), (16, 16, 8, 1),  (16, 16, 8, 1),  (16, 16, 8, 1)),
-    (0, 256, "heavy", True):((16, 16, 8, 1),  (16, 16, 8, 1),  None,            None,            None),
+COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
+TILES = {  # (GPU generation, or 0 for float32 on any; width; kind of call). A gap is filled by the next row. The kinds:
+    # 0 plain; 1 a table, tail, slope, decay or window; 2 a heavy rule; 3 two views; 4 two views and what 1 has
+    (90, 64, 0): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), None),
+    (90, 64, 1): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 1)),
+    (90, 64, 2): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (64, 64, 8, 1)),
+    (90, 64, 3): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), None),
+    (90, 64, 4): ((64, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2), (64, 64, 4, 1)),
+    (90, 128, 0): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), None),
+    (90, 128, 1): ((64, 32, 4, 2), (64, 32, 4, 2), (16, 64, 4, 2), (64, 64, 4, 1)),
+    (90, 128, 2): ((64, 16, 4, 2), (64, 16, 4, 2), (16, 64, 4, 2), (64, 64, 8, 1)),
+    (90, 128, 3): ((64, 32, 4, 2), (64, 16, 4, 2), (32, 32, 4, 2), None),
+    (90, 128, 4): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 2), (64, 64, 4, 1)),
+    (90, 256, 2): ((32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 64, 8, 1)),
+    (90, 256, 4): ((32, 32, 8, 2), (16, 32, 8, 1), (32, 16, 4, 1), (64, 64, 8, 1)),
+    (80, 64, 0): ((64, 32, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), None),
+    (80, 64, 1): ((64, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 2), (32, 32, 2, 1)),
+    (80, 64, 2): ((32, 32, 2, 2), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 2, 1)),
+    (80, 64, 3): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), None),
+    (80, 64, 4): ((64, 32, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2), (32, 32, 2, 1)),
+    (80, 128, 0): ((64, 32, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), None),
+    (80, 128, 1): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+    (80, 128, 2): ((32, 32, 4, 2), (16, 32, 2, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
+    (80, 128, 3): ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), None),
+    (80, 128, 4): ((64, 32, 8, 2), (32, 16, 4, 2), (32, 16, 4, 2), (32, 32, 4, 1)),
+    (80, 256, 2): ((32, 64, 8, 2), (16, 64, 8, 1), (32, 16, 4, 2), (16, 16, 2, 1)),
+    (80, 256, 4): ((32, 32, 8, 2), (16, 32, 8, 1), (32, 16, 4, 1), (16, 16, 2, 1)),
+    (0, 64, 2): ((32, 16, 8, 1), (16, 16, 16, 1), (32, 16, 16, 1), (32, 32, 8, 1)),
+    (0, 64, 4): ((32, 16, 4, 1), (16, 16, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
+    (0, 128, 2): ((16, 16, 4, 1), (16, 16, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1)),
+    (0, 128, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    (0, 256, 2): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # for the interpreter: small, so that short inputs of tests have several tiles
-SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))
+SMALL = ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))
 
 
 def generation(device):
@@ -1255,17 +1264,16 @@ def generation(device):
 
 
 def tile_config(kernel, rule, call):
-    """(BM, BN, warps, stages) of a kernel in this call. A gap in its row is filled from the plain row. Calls that are
-    not busy use the row of busy calls if they have none."""
-    column = COLUMNS.index("forward with U" if kernel == "forward" and rule.save_u else kernel)
+    """(BM, BN, warps, stages) of a kernel in this call."""
+    column = COLUMNS.index(kernel)
     if INTERPRETED:
         return SMALL[column]
     busy = any(part is not None for part in (call.table, call.tail_slope, call.decay)) or call.has_window
-    kind = "mix" if call.mix is not None else "heavy" if rule.heavy else "plain"
+    kind = 3 + busy if call.mix is not None else 2 if rule.heavy else int(busy)
     size = (0 if call.q.dtype == torch.float32 else generation(call.q.device),
             padded(max(64, call.q.shape[-1], call.v.shape[-1])))
-    rows = [(*size, kind, busy), (*size, "plain", busy), (*size, kind, True), (*size, "plain", True)]
-    return next(TILES[row][column] for row in rows if row in TILES and TILES[row][column])
+    rows = (TILES.get((*size, n)) for n in range(kind, 5))
+    return next(row[column] for row in rows if row and row[column])
 
 
 def padded(width):

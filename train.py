@@ -410,22 +410,16 @@ def main(argv):
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
-        stopped = train(knobs, config, machine, folder, data, stored, argv)
-        machine.close()                         # by now nothing uses the group of ranks
+        training = Training(knobs, config, machine, folder, data, stored, argv)
+        training.begin(data)
+        began = time.perf_counter()
+        if stopped := training.train():
+            printing.say_how_to_resume(knobs, machine, stopped)
+        else:
+            training.finish(time.perf_counter() - began)
+        del training                            # by now nothing uses the group of ranks
+        machine.close()
     sys.exit(130 if stopped else 0)
-
-
-def train(knobs, config, machine, folder, data, stored, flags):
-    """Train one model, from its data to the report. Returns the step at which a signal stopped it, or None."""
-    training = Training(knobs, config, machine, folder, data, stored, flags)
-    training.begin(data)
-    began = time.perf_counter()
-    stopped = training.train()
-    if stopped:
-        printing.say_how_to_resume(knobs, machine, stopped)
-    else:
-        training.finish(time.perf_counter() - began)
-    return stopped
 
 
 if __name__ == "__main__":

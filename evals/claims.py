@@ -39,6 +39,7 @@ draw = view.draw
 COMMITTED = ROOT / "results/claims.json"
 AGAIN = ROOT / "results/claims-again.json"      # --run=ID@ --seeds=40,41,..,49 --results=results/claims-again.json
 NEW_SEEDS = range(40, 50)
+COMMA = ",(?! )"                                # between names; one before a space is part of a reading's name
 
 
 @dataclass
@@ -61,7 +62,7 @@ class ClaimsFlags:
 
     def __post_init__(self):
         whole_numbers(self.seeds, "seeds")
-        for name, where in [(self.show, ""), *(part.partition("@")[::2] for part in asked_for(self.run))]:
+        for name, where in [(self.show, ""), *(part.partition("@")[::2] for part in re.split(COMMA, self.run))]:
             if name in CLAIMS and where and where not in CLAIMS[name].readings:
                 raise ValueError(f"--run={name}@{where}: {name} has no such reading; it has "
                                  f"{', '.join(filter(None, CLAIMS[name].readings))}")
@@ -69,11 +70,6 @@ class ClaimsFlags:
                 more = "" if name == self.show else f"; --run also takes {', '.join([*COSTS][:-1])}"
                 raise ValueError(f"there is no claim {name!r}{nearest(name, [*COSTS, *CLAIMS]) or '.'} "
                                  f"python eval.py claims names them all{more}")
-
-
-def asked_for(text):
-    """The names in --run. A comma before a space is part of a reading's name."""
-    return [part for part in re.split(",(?! )", text) if part]
 
 
 def command(args, run):
@@ -136,7 +132,7 @@ def wanted(args):
     """The readings that --run names, [(claim, where, Reading)]: all readings of a cost class, one reading ID@SETUP, or
     those of a claim that cost no more than the claim. Without a GPU no timings, and large models only if --train_args
     make them small. Raises ValueError if nothing is left to measure."""
-    names, costs = asked_for(args.run), list(COSTS)
+    names, costs = re.split(COMMA, args.run), list(COSTS)
     asked = [(claim, where, reading) for claim in CLAIMS.values() for where, reading in claim.readings.items()
              if claim.cost_of(where) in names or f"{claim.id}@{where}" in names or (
                  claim.id in names and costs.index(claim.cost_of(where)) <= costs.index(claim.cost))]

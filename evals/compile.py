@@ -26,8 +26,8 @@ from common.flags import Knobs, knob
 from evals.instrument import progress, table, whole_numbers
 from mixers import recurrent_kernels
 
-COLUMNS = ("sm", "dtype", "width", "call", "kernel", "tile", "warps", "registers", "shared", "stack",
-           "programs_per_sm", "warps_per_scheduler", "matmuls", "exponentials", "problems")
+COLUMNS = ("sm", "dtype", "width", "call", "kernel", "tile", "warps", "registers", "shared", "stack", "programs_per_sm",
+           "warps_per_scheduler", "instructions", "exponentials", "problems")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Calls of the attention kernels: a rule, with or without options. EXPONENTIALS: how many the rule computes for a score.
@@ -146,7 +146,8 @@ def row_of(case, name, sizes, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True,
+                                 check=True).stdout
     registers, stack = (int(re.search(name + r":(\d+)", listing)[1]) for name in ("REG", "STACK"))
     # a multiprocessor holds as many programs as its 65,536 registers, its shared memory and its warps allow. Source:
     # CUDA C++ Programming Guide, technical specifications per compute capability
@@ -156,7 +157,12 @@ def row_of(case, name, sizes, compiled):
     programs = min(65536 // (of_a_warp * warps), 1024 * kilobytes // (shared + 1024), most_warps // warps)
 
     ptx, attention = compiled.asm["ptx"], case.call in ATTENTION
-    hopper, blackwell, older, exps = map(ptx.count, ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "ex2.approx"))
+    hopper, blackwell, older = map(ptx.count, ("wgmma.mma_async", "tcgen05.mma", "mma.sync"))
+    # a walk has a loop for full tiles, perhaps one for those within the table, and one for masked tiles
+    loops = loops_of(listing)[::3 if "+busy" in case.call else 2] if attention else []
+    due = EXPONENTIALS[case.call.split("+")[0]] if attention else 0
+    per_score = 32 * warps / (sizes.BM.value * sizes.BN.value) if loops else 0
+    instructions, exps, _ = (round(per_score * n, 1) for n in (loops or [(0, 0, 0)])[-1])
     # the matrix instructions of sm_90 and sm_100 need tiles of 64 rows, too large for some calls
     may_be_older = not data_centre or case.width > 128 or not attention or "+mix" in case.call
     problems = {
@@ -165,22 +171,24 @@ def row_of(case, name, sizes, compiled):
         "too much shared memory": shared > 1024 * (227 if data_centre else 99),
         "too much tensor memory": (getattr(compiled.metadata, "tmem_size", 0) or 0) > 512,          # columns, of sm_100
         "no tensor cores": case.dtype != "float32" and not (hopper + blackwell or older and may_be_older),
-        "wrong number of exponentials": attention and not is_plausible(exps, case.call, name, sizes, warps)}
+        # more would mean that warps repeat each other's work, as two of backward_table may
+        "wrong number of exponentials": loops and not due <= exps < 1 + due * (1 + (name == "backward_table"))}
     sides = (sizes.BM, sizes.BN) if attention else (sizes.C, sizes.BD, sizes.BE)
     return case._asdict() | {
         "kernel": name, "tile": "x".join(str(side.value) for side in sides), "warps": warps, "registers": registers,
         "shared": shared, "stack": stack, "programs_per_sm": programs, "warps_per_scheduler": programs * warps / 4,
-        "matmuls": hopper + blackwell or older, "exponentials": exps, "problems": [*filter(problems.get, problems)],
-        "code": hashlib.sha256(ptx.encode()).hexdigest()}
+        "instructions": instructions, "exponentials": exps, "problems": [*filter(problems.get, problems)],
+        "loops": loops, "code": hashlib.sha256(ptx.encode()).hexdigest()}
 
 
-def is_plausible(exps, call, name, sizes, warps):
-    """Is the number of exponentials plausible? Each copy of the tile's code computes EXPONENTIALS for a score. There is
-    a copy for far and one for near tiles, and twice as many if the statistic or delta has a pass of its own. A few more
-    update the running maximum of the rows. Still more would mean that warps repeat each other's work."""
-    rule = call.split("+")[0]
-    kernel = kernels.kernel_named(rule)
-    twice = kernel.passes if name == "forward" else name == "backward_rows" and kernel.sum_delta
-    copies = 1 if name == "backward_table" or "+sets" in call else 4 if twice else 2    # sets: all are masked
-    scores = copies * sizes.BM.value * sizes.BN.value // (32 * warps)
-    return EXPONENTIALS[rule] * scores <= exps <= max(1, 2 * EXPONENTIALS[rule]) * scores + 16
+def loops_of(listing):
+    """A warp's instructions, exponentials and FLOPs of products in each innermost loop that multiplies matrices."""
+    code = {int(at, 16): words for at, words in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ )?([^;]+);", listing)}
+    jumps = [(int(to[1], 16), at) for at, words in code.items() if (to := re.match(r"BRA.* (0x\w+)", words))]
+    loops, found = sorted((start, end) for start, end in jumps if start < end), []
+    for a, b in loops:                          # products of 16 x 8 x 16 numbers, or of four warps of 64 x size x 16
+        body = [words for at, words in code.items() if a <= at <= b]
+        sizes = [int(size or 8) for size in re.findall(r"\bHG?MMA\.(?:64x(\d+)x)?16", " ".join(body))]
+        if sizes and not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops):
+            found.append([len(body), sum("MUFU.EX2" in words for words in body), 512 * sum(sizes)])
+    return found

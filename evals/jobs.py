@@ -70,10 +70,9 @@ def result_of(job):
         return {} if (job.place / "meta.json").exists() else None
     kept = files.read_json(job.place) if job.place.exists() else {}
     needed = [before.place / "meta.json" for before in job.after]
-    if not isinstance(kept, dict) or kept.get("words") != list(job.words) or not all(path.exists() for path in needed):
-        return None
-    up_to_date = all(path.stat().st_mtime <= job.place.stat().st_mtime for path in needed)
-    return kept["found"] if up_to_date else None
+    done = isinstance(kept, dict) and kept.get("words") == list(job.words) and all(
+        path.exists() and path.stat().st_mtime <= job.place.stat().st_mtime for path in needed)
+    return kept["found"] if done else None
 
 
 def val_losses(folder):

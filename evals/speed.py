@@ -34,7 +34,7 @@ CASES = [(4, 1), (4, 2), (8, 1), (8, 2)]        # number of groups, and how many
 # table 6 of the paper of Focus, on an H100, one group a token: {T: {groups: speed relative to full attention}}
 PRINTED = {1024: {4: 0.2, 8: 0.2}, 4096: {4: 0.5, 8: 0.6}, 16384: {4: 1.5, 8: 1.8}, 32768: {4: 2.2, 8: 3.1},
            65536: {4: 3.0, 8: 4.7}, 262144: {4: 4.0, 8: 7.6}, 1048576: {4: 4.1, 8: 8.6}}
-LIVE_TILE = (kernels.BLOCK, 64)                 # rows and keys of the kernels' tiles at widths up to 128
+LIVE_TILE = 64                                  # rows and keys of the kernels' tiles at width 64
 
 
 @dataclass
@@ -345,7 +345,7 @@ def time_live_tiles(args, machine, lengths, numbers):
     if not args.out_dir:
         raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
     run = OpenedRun(Common(out_dir=args.out_dir, device=args.device, dtype=args.dtype), {})
-    numbers |= {"out_dir": args.out_dir, "tile": LIVE_TILE, "lengths": {}}
+    numbers |= {"out_dir": args.out_dir, "tile": [LIVE_TILE, LIVE_TILE], "lengths": {}}
     inputs = []                                 # for every layer's attention: [(module, (q, k, v, x, distance))]
 
     def keep(layer, module, *parts):            # copies, because a layer may overwrite its inputs
@@ -359,7 +359,7 @@ def time_live_tiles(args, machine, lengths, numbers):
             live_tiles(module, *parts) | {"gain": gain_of_skipping(module, machine, args.repeats, *parts)}
             for module, parts in inputs]
         every = {name: sum(counts[name] for counts in layers) for name in layers[0] if name != "gain"} | {"gain": None}
-        yield f"{args.out_dir}, T={T}: tiles of {LIVE_TILE[0]} rows and {LIVE_TILE[1]} keys\n" + table(
+        yield f"{args.out_dir}, T={T}: tiles of {LIVE_TILE} rows and keys\n" + table(
             [[str(name), row["live_tiles"] / row["tiles"], row["live_pairs"] / row["pairs"], row["gain"]]
              for name, row in [*enumerate(layers), ("all", every)]], ["layer", "live tiles", "live pairs", "speed"])
     if not layers[0]["gain"]:
@@ -372,15 +372,15 @@ def live_tiles(module, q, k, v, x, distance=None):
     "live_pairs", over all sequences and score heads."""
     counts = dict.fromkeys(("tiles", "live_tiles", "pairs", "live_pairs"), 0)
     T, keys = k.shape[2], torch.arange(k.shape[2], device=q.device)
-    blocks = module.view_blocks(q, k, distance) # one block of rows is one row of tiles
+    blocks = module.view_blocks(q, k, distance) # a block has two rows of tiles
     for (_, i), w in zip(kernels.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
         w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
         seen = visible(i[:, None], keys, module.sight).expand_as(w)
         for name, cells in (("", seen), ("live_", w != 0)):
-            # (B, H, rows, tiles, keys of a tile); the last tile is padded with invisible keys
-            tiles = F.pad(cells, (0, -T % LIVE_TILE[1])).unflatten(-1, (-1, LIVE_TILE[1]))
+            # (B, H, tiles, rows, tiles, keys); the last tiles are padded with invisible keys and rows
+            tiles = F.pad(cells, (0, -T % LIVE_TILE, 0, -len(i) % LIVE_TILE)).unflatten(-1, (-1, LIVE_TILE))
             counts[f"{name}pairs"] += cells.sum().item()
-            counts[f"{name}tiles"] += tiles.any(-1).any(2).sum().item()
+            counts[f"{name}tiles"] += tiles.unflatten(2, (-1, LIVE_TILE)).any(-1).any(3).sum().item()
     return counts
 
 

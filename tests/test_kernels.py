@@ -31,12 +31,12 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 
 def walked(tiles, mine, size, inputs):
-    """The triples (place among `mine`, place on the other side, is the tile masked) of all tiles that a walk visits.
+    """The triples (place among `mine`, place on the other side, kind of the tile) of all tiles that a walk visits.
     The code of the kernels runs as plain Python, on numbers."""
     found = []
 
-    def step(state, held, start, inputs, head, rule, c, masked):
-        found.extend((one, other, masked) for one in mine for other in range(start, start + size))
+    def step(state, held, start, inputs, head, rule, c, kind):
+        found.extend((one, other, kind) for one in mine for other in range(start, start + size))
     kernels.walk.fn(None, step, None, tiles, None, inputs, None, None, None, size)
     return found
 
@@ -46,26 +46,26 @@ def walked(tiles, mine, size, inputs):
     minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), where=lambda c, a, b: a if c else b,
     range=lambda a, b, step, **_: range(a, b, step)))
 def test_the_kernels_visit_every_visible_pair_once_and_mask_where_they_must():
-    """All windows, numbers of first keys and widths of a table at T = 11, on tiles of 2 and 4. A full tile has no
-    masked pair, no row beyond T, and none within the table; with sets, no tile is full."""
+    """All windows, numbers of first keys and widths of a table at T = 11, on tiles of 2 and 4. Only masked tiles have
+    a masked pair or a row beyond T. Full tiles have no pair within the table; with sets, all tiles are masked."""
     T = 11
     for window, first, W, BM, BN, sets in itertools.product(
             (None, *range(1, T)), range(T + 1), (0, 1, 2, 3, 6, 20), (2, 4), (2, 4), (None, True)):
-        inputs = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets, starts=None)
+        inputs = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets, starts=None, table=W or None)
         c = SimpleNamespace(BM=BM, BN=BN)
         pairs = {(i, j) for i in range(T) for j in range(i + 1) if not window or i - j < window or j < first}
         by_rows = [seen for i in range(0, T, BM)
                    for seen in walked(kernels.key_tiles.fn(i, inputs, None, c), range(i, min(i + BM, T)), BN, inputs)]
-        by_keys = [(i, j, masked) for at in range(0, T, BN) for j, i, masked in walked(
+        by_keys = [(i, j, kind) for at in range(0, T, BN) for j, i, kind in walked(
             kernels.row_tiles.fn(at, inputs, None, c), range(at, min(at + BN, T)), BM, inputs)]
         for seen in (by_rows, by_keys):
-            shown = [(i, j) for i, j, masked in seen
-                     if not masked or i < T and kernels.visible_in_tile.fn(i, j, inputs, None)]
+            shown = [(i, j) for i, j, kind in seen
+                     if kind != kernels.MASKED or i < T and kernels.visible_in_tile.fn(i, j, inputs, None)]
             assert len(shown) == len(pairs) and set(shown) == pairs
-            assert not any(not masked and (i - j < W or sets) for i, j, masked in seen)
+            assert not any(kind == kernels.FULL and i - j < W or sets and kind != kernels.MASKED for i, j, kind in seen)
+            assert window or sets or any(kind != kernels.MASKED for *_, kind in seen)
         call = SimpleNamespace(table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0, first=first)
-        diagonals = [i // BM - j // BM for i, j in pairs if i - j < W]
-        assert kernels.diagonals_in_sight(call, BM) > max(diagonals, default=-1)
+        assert kernels.diagonals_in_sight(call, BM) > max((i // BM - j // BM for i, j in pairs if i - j < W), default=0)
 
 
 def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False,

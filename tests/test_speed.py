@@ -83,16 +83,16 @@ def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evalua
     for T in (16, 150):
         layer, = found["lengths"][str(T)]       # without a kernel nothing is timed
         assert layer["gain"] is None and 0 < layer["live_pairs"] < layer["pairs"] == 4 * 2 * T * (T + 1) // 2
-    assert found["tile"] == [128, 64] and found["lengths"]["150"][0]["tiles"] == 4 * 2 * (2 + 3)  # rows 128.. see 3
+    assert found["tile"] == [64, 64] and found["lengths"]["150"][0]["tiles"] == 4 * 2 * (1 + 2 + 3)
     eval_script.main([*flags, "--device=cpu"])
     said = capsys.readouterr().out
-    assert str(elastic_run) in said and "T=16: tiles of 128 rows and 64 keys" in said and "live pairs" in said
+    assert str(elastic_run) in said and "T=16: tiles of 64 rows and keys" in said and "live pairs" in said
 
 
 def test_live_tiles_are_those_that_hold_a_weight():
-    """Only keys 0..63 have weights. Each block of rows has two or three tiles, and one of them is live."""
+    """Only keys 0..63 have weights. Each row of tiles has one to three, and one of them is live."""
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
     q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)
     k[:, :, :64] = 1
     found = live_tiles(module, q, k, k, torch.zeros(1, 150, 8))
-    assert found == {"tiles": 5, "live_tiles": 2, "pairs": 150 * 151 // 2, "live_pairs": 64 * 65 // 2 + 86 * 64}
+    assert found == {"tiles": 6, "live_tiles": 3, "pairs": 150 * 151 // 2, "live_pairs": 64 * 65 // 2 + 86 * 64}

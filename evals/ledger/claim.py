@@ -163,10 +163,8 @@ class Claim:
         able = [where for where, reading in self.readings.items()
                 if where in judged and where not in left_out and not reading.aside]
         able = [where for where in able if judged[where] != UNTESTABLE] or able
-
-        def rank(where):
-            return list(GRADES).index(self.readings[where].grade)
-        return [where for where in able if rank(where) == max(map(rank, able))]
+        ranks = {where: list(GRADES).index(self.readings[where].grade) for where in able}
+        return [where for where, rank in ranks.items() if rank == max(ranks.values())]
 
     def headline(self, judged):
         """The Verdict of the readings that decide. It is mixed if they differ."""

@@ -177,7 +177,6 @@ def commands(claim, name, jobs):
 
 def write_pages(folder, found, verdicts, first):
     """A page and a forest plot for each paper, and the log of changed bounds."""
-    folder.mkdir(parents=True, exist_ok=True)
     for title, claims in PAPERS.items():
         draw(folder / f"{FILES[title]}.png", {"verdicts": verdicts}, title)
         parts = [f"# {title}", f"{CITED[title]}. Written by `python eval.py claims --pages={PAGES}`.",
