@@ -44,7 +44,7 @@ def commands_of(page):
         loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()), blocks, flags=re.M)
     quoted = re.findall(r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`", re.sub(r"```.*?```", "", page, flags=re.S))
     lines = blocks.splitlines() + [" ".join(code.split()) for code in quoted]
-    for command in (command for line in lines for command in line.split(" && ")):
+    for command in (command.split(" > ")[0] for line in lines for command in line.split(" && ")):
         words = shlex.split(command, comments=True)
         words = [word.rstrip(";") for word in words if not re.match(r"[A-Z_]+=|(done)?;?$", word)]
         scripts = [i for i, word in enumerate(words) if word.endswith(".py") and "=" not in word]
