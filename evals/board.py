@@ -54,19 +54,16 @@ def command(args, run):
     names = recipe_names(args.attn)
     for pair in [names[i:i + 2] for i in range(0, len(names), 2)] * bool(seeds):        # so that two workers stay busy
         trials = {(name, rate, TRIAL): () for name in pair for rate in RATES}
-        measured(trials, rows, place, args.workers)
+        measured(trials, rows, place, args.workers, file)
         best = {name: min(RATES, key=lambda rate: rows[name, rate, TRIAL].get("val", math.inf)) for name in pair}
         looks = dict.fromkeys(look for look, _ in FIGURES.values())
-        measured({(name, best[name], seed): looks for seed in seeds for name in pair}, rows, place, args.workers)
-        lines = ",\n".join(json.dumps(row) for row in rows.values())    # one line a run
-        with files.replacing(file, "w") as f:
-            f.write(f"[\n{lines}\n]\n")
+        measured({(name, best[name], seed): looks for seed in seeds for name in pair}, rows, place, args.workers, file)
     return [*rows.values()], text_of(names, rows)
 
 
-def measured(runs, rows, place, workers):
-    """Add the rows that are missing or failed of these runs {(recipe, rate, seed): the commands that look at it}. A
-    figure is None if its command failed: some positions know no longer windows."""
+def measured(runs, rows, place, workers, file):
+    """Measure those of these runs {(recipe, rate, seed): the commands that look at it} that are missing or failed: add
+    them to the rows and the file. A figure is None if its command failed: some positions know no longer windows."""
     missing = {key: looks for key, looks in runs.items() if ("bits" if looks else "val") not in rows.get(key, {})}
     jobs = {(key, look): job_of(f"{key[0]}@board-{key[1]}", look, key[2], place)
             for key, looks in missing.items() for look in ("", *looks)}
@@ -84,6 +81,9 @@ def measured(runs, rows, place, workers):
             for part in path.split() if numbers else ():
                 numbers = numbers[int(part) if part.isdigit() else part]
             row[name] = numbers and float(f"{numbers:.6g}")
+    lines = ",\n".join(json.dumps(row) for row in rows.values())        # one line a run
+    with files.replacing(file, "w") as f:
+        f.write(f"[\n{lines}\n]\n")
 
 
 def text_of(names, rows):
