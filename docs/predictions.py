@@ -5,7 +5,7 @@
     python docs/predictions.py out/compile.json --out=out/predicted.json
     python docs/predictions.py out/compile.json --measured=results/speed-h100.json      prints measured over predicted
 
---measured is what `python eval.py speed --kernels` writes, named after its GPU. An H200 counts as an H100.
+--measured is what `python eval.py speed --kernels` writes, in a file named after its GPU; an H200 counts as an H100.
 
 In a cycle, a multiprocessor issues four instructions and computes 16 exponentials and a GPU's FLOPs of matrix products.
 A program waits for its products, then computes the rest, so the times of both add up. Several programs fill each
@@ -21,6 +21,7 @@ from pathlib import Path
 GPUS = {80: ("A100", 2048, 108, 1.41), 89: ("RTX4090", 512, 128, 2.52), 90: ("H100", 4096, 132, 1.83)}
 NEWTON = 6                                      # steps of entmax on trained weights at 4,096 tokens: docs/speed.md
 RECIPES = {"tra+mix": "tda"}                    # a call that is not named after its rule
+NEEDED = {"elastic": (4, 5), "entmax": (9, 5), "tra+mix": (1.5, 4)}     # products, as in evals/kernels.py; else (2, 5)
 
 
 def cycles_of(row):
@@ -39,17 +40,19 @@ def cycles_of(row):
 
 def predict(kernels):
     """{GPU: {width: {recipe: {"forward", "backward": TFLOP/s [alone, together], "speed": relative to softmax, both ways
-    together}}}}. It counts the products that softmax needs, and contexts so long that masked tiles do not matter."""
+    together}}}}. It counts the products that a rule needs, in contexts so long that masked tiles do not matter."""
     cycles = defaultdict(lambda: {"forward": [0, 0], "backward": [0, 0]})
-    for row in kernels:
+    for row in (row for row in kernels if row["sm"] in GPUS and row["loops"]):
         way = cycles[row["sm"], row["width"], row["call"]]["forward" if row["kernel"] == "forward" else "backward"]
         way[:] = map(sum, zip(way, cycles_of(row), strict=True))
     found = defaultdict(lambda: defaultdict(dict))
-    for (sm, width, call), ways in cycles.items():
+    for (sm, width, call), ways in [*cycles.items()]:
         name, _, processors, gigahertz = GPUS[sm]
         product = 2 * 64 * 64 * width * processors * gigahertz / 1000   # TFLOP/s if it took one cycle
-        row = {way: [n * product / each for each in ways[way]] for way, n in (("forward", 2), ("backward", 5))}
-        own, softmax = (sum(each[1] for each in one.values()) for one in (ways, cycles[sm, width, "softmax"]))
+        needed = dict(zip(("forward", "backward"), NEEDED.get(call, (2, 5)), strict=True))
+        row = {way: [n * product / each for each in ways[way]] for way, n in needed.items()}
+        base = cycles.get((sm, width, "softmax"), ways)
+        own, softmax = (sum(each[1] for each in one.values()) for one in (ways, base))
         found[name][str(width)][RECIPES.get(call, call)] = row | {"speed": softmax / own}
     return found
 
@@ -63,7 +66,10 @@ def main():
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.measured:
-        gpu = next((name for name in found if name.lower() in args.measured.name.replace("-", "")), "H100")
+        file = args.measured.name.lower().replace("-", "").replace("h200", "h100")
+        gpu = next((name for name in found if name.lower() in file), None)
+        if gpu is None:
+            parser.error(f"no GPU in the name {args.measured.name}: it must contain one of {', '.join(found)}")
         for size, rows in json.loads(args.measured.read_text(encoding="utf-8"))["sizes"].items():
             predicted = found[gpu].get(size.split()[1].strip(","), {})
             for name in (name for name in rows if name in predicted and "missing" not in rows[name]):
