@@ -21,7 +21,7 @@ from evals.ledger.experiments import job_of
 from evals.ledger.quantities import interval
 from evals.measures import MEASURES, printed
 
-RATES, TRIAL = ("1e-3", "2e-3", "4e-3"), 1      # the learning rates, and the seed that chooses among them
+RATES, TRIAL = ("2e-3", "4e-3", "8e-3"), 1      # the learning rates, and the seed that chooses among them
 FIGURES = {                                     # of a run: {column: (a command of lab_runs.toml, where in its numbers)}
     "bits": ("board-loss", "bits_per_byte"), "2x": ("board-lengths", "lengths 1 more"),
     "4x": ("board-lengths", "lengths 2 more"), **{measure: ("board-probe", f"lengths 0 {measure}") for measure in (
