@@ -14,14 +14,17 @@ share of the sum.
 """
 import argparse
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))         # the repository, if this file runs as a script
+from evals.kernels import PRODUCTS  # noqa: E402
 
 # {generation: a GPU, FLOPs of 16-bit products a cycle and multiprocessor, multiprocessors, GHz}, from data sheets
 GPUS = {80: ("A100", 2048, 108, 1.41), 89: ("RTX4090", 512, 128, 2.52), 90: ("H100", 4096, 132, 1.83)}
 NEWTON = 6                                      # steps of entmax on trained weights at 4,096 tokens: docs/speed.md
 RECIPES = {"tra+mix": "tda"}                    # a call that is not named after its rule
-NEEDED = {"elastic": (4, 5), "entmax": (9, 5), "tra+mix": (1.5, 4)}     # products, as in evals/kernels.py; else (2, 5)
 
 
 def cycles_of(row):
@@ -47,13 +50,13 @@ def predict(kernels):
         way[:] = map(sum, zip(way, cycles_of(row), strict=True))
     found = defaultdict(lambda: defaultdict(dict))
     for (sm, width, call), ways in [*cycles.items()]:
-        name, _, processors, gigahertz = GPUS[sm]
+        (name, _, processors, gigahertz), recipe = GPUS[sm], RECIPES.get(call, call)
         product = 2 * 64 * 64 * width * processors * gigahertz / 1000   # TFLOP/s if it took one cycle
-        needed = dict(zip(("forward", "backward"), NEEDED.get(call, (2, 5)), strict=True))
+        needed = dict(zip(("forward", "backward"), PRODUCTS.get(recipe, PRODUCTS["softmax"]), strict=True))
         row = {way: [n * product / each for each in ways[way]] for way, n in needed.items()}
         base = cycles.get((sm, width, "softmax"), ways)
         own, softmax = (sum(each[1] for each in one.values()) for one in (ways, base))
-        found[name][str(width)][RECIPES.get(call, call)] = row | {"speed": softmax / own}
+        found[name][str(width)][recipe] = row | {"speed": softmax / own}
     return found
 
 

@@ -12,8 +12,6 @@ from evals import kernels as kernel_speed
 from evals.speed import live_tiles
 from mixers import trained_recipes
 
-SOFTMAXES = {"softmax (sdpa)", "softmax (torch)"}
-
 
 @pytest.fixture
 def speed(evaluate):
@@ -24,7 +22,7 @@ def test_every_recipe_is_timed_and_the_output_is_saved(speed, tmp_path):
     found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", "--n_layer=1", "--n_embd=16", "--tokens=32",
                   "--lengths=16,32")
     for rows in found["lengths"].values():
-        assert set(rows) == SOFTMAXES | set(trained_recipes()) - {"softmax"}
+        assert set(rows) == {"softmax (sdpa)", "softmax (torch)"} | set(trained_recipes()) - {"softmax"}
         assert all(row[name] > 0 for row in rows.values() for name in ("tokens_per_s", "step", "forward", "both"))
     assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
     assert json.loads((tmp_path / "speed.json").read_text()) == found
@@ -34,7 +32,7 @@ def test_measured_memory_grows_linearly_with_the_length_and_is_printed(speed, ca
     """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
     flags = ("--attn=elastic", "--n_layer=1", "--n_embd=16", "--tokens=32", "--lengths=16", "--memory=256,2048")
     found = speed(*flags)["memory_mb"]
-    assert found.keys() == SOFTMAXES | {"elastic"}
+    assert found.keys() == {"softmax (sdpa)", "softmax (torch)", "elastic"}
     for row in found.values():
         below(row["2048"], 20 * row["256"])
         below(2 * row["256"], row["2048"])
@@ -77,13 +75,14 @@ def test_prompts_and_new_tokens_of_a_run_are_timed(speed, elastic_run):
     assert row.keys() == {"prompt_s", "token_ms", "memory_ms", "of_memory"} and min(row.values()) > 0
 
 
-def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, capsys):
+def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, tmp_path, capsys):
     flags = ("speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16,150")
-    found = evaluate(*flags)
+    found = evaluate(*flags, f"--out={tmp_path / 'live.json'}")
+    assert json.loads((tmp_path / "live.json").read_text()) == found and found["tile"] == [64, 64]
     for T in (16, 150):
         layer, = found["lengths"][str(T)]       # without a kernel nothing is timed
         assert layer["gain"] is None and 0 < layer["live_pairs"] < layer["pairs"] == 4 * 2 * T * (T + 1) // 2
-    assert found["tile"] == [64, 64] and found["lengths"]["150"][0]["tiles"] == 4 * 2 * (1 + 2 + 3)
+    assert found["lengths"]["150"][0]["tiles"] == 4 * 2 * (1 + 2 + 3)
     eval_script.main([*flags, "--device=cpu"])
     said = capsys.readouterr().out
     assert str(elastic_run) in said and "T=16: tiles of 64 rows and keys" in said and "live pairs" in said
