@@ -1,37 +1,36 @@
 """The board: every recipe on the same text, with the same model and the same number of tokens.
 
-A run is RECIPE@board-RATE of lab_runs.toml: the byte model of the preset tiny, on the sources of Python's library. With
-one further seed, each recipe chooses its learning rate among three: a rule must not lose because softmax's rate is not
-its own. The other seeds are trained at that rate, and other commands measure them. Finished runs are rows of
-results/board.json. The command adds those that are missing, and can be stopped and repeated at any time.
+The base table has the byte model of the preset tiny, on the sources of Python's library. With one further seed, each
+recipe chooses its learning rate among three: a rule must not lose because softmax's rate is not its own. At that rate
+it is trained with the other seeds, and other commands measure these runs. `also` adds softmax with fewer and more
+steps, which tells what softmax reaches in the time that a slower recipe takes, and the ladder: ten recipes in smaller
+and larger models, with tokens in proportion to parameters.
+
+Finished runs are rows of results/board.json. The command adds those that are missing, and can be stopped and repeated
+at any time. evals/board_page.py makes the tables, the pictures and the page for a browser.
 """
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from common import files
 from common.flags import knob
-from common.runs import ROOT
-from evals.instrument import legend, markdown, recipe_names, whole_numbers
+from common.runs import ROOT, output_of
+from evals.board_page import ladder_of, table_of, text_of, write_pages
+from evals.instrument import recipe_names, whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of
-from evals.lab_runs import SEEDS
+from evals.lab_runs import COMMANDS, SEEDS, SETUPS, TIMED
 from evals.ledger.experiments import job_of
-from evals.ledger.quantities import interval
-from evals.measures import MEASURES, printed
 
 RATES, TRIAL = ("2e-3", "4e-3", "8e-3"), 1      # the learning rates, and the seed that chooses among them
+LADDER = "softmax", "gated", "elastic", "lazy", "softpick", "sigmoid", "entmax", "tda", "gated_deltanet", "hybrid"
 FIGURES = {                                     # of a run: {column: (a command of lab_runs.toml, where in its numbers)}
     "bits": ("board-loss", "bits_per_byte"), "2x": ("board-lengths", "lengths 1 more"),
     "4x": ("board-lengths", "lengths 2 more"), **{measure: ("board-probe", f"lengths 0 {measure}") for measure in (
         "sink", "density", "sparsity", "empty_rows", "massive")}, "dispersion": ("board-probe", "lengths 1 dispersion")}
+LOOKS = [name for name in COMMANDS if name.startswith("board-")]
 KEPT = "parameters", "seconds", "machine", "versions", "data_hash"         # of meta.json
-MEANINGS = {
-    "rate": "the best of three learning rates", "bits": "bits per byte of the validation split, in windows of 256",
-    "over softmax": "95 % interval of bits less softmax's of the same seed", "2x": "nats a byte more in windows of 512",
-    "4x": "the same of 1,024", "massive": "norm of the first token's hidden state over the others'",
-    "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024"}
 
 
 @dataclass
@@ -39,6 +38,7 @@ class Board:
     """Flags of board"""
     attn: str = knob("all", "recipes, separated by commas")
     seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
+    also: str = knob("steps,ladder", "further runs, by the beginnings of their set-ups' names in lab_runs.toml")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
     results: str = knob("", "file of the rows; empty: results/board.json, or OUT_DIR/board.json with --train_args")
@@ -48,61 +48,80 @@ class Board:
 
 def command(args, run):
     """Train every recipe on the same text, each at the best of three learning rates, and compare them."""
-    file = Path(args.results or (f"{args.out_dir}/board.json" if args.train_args else ROOT / "results/board.json"))
-    rows = {(row["recipe"], row["rate"], row["seed"]): row for row in (files.read_json(file) if file.exists() else [])}
-    seeds, place = whole_numbers(args.seeds, "seeds") if args.seeds else [], Place(args.out_dir, "", args.train_args)
-    names = recipe_names(args.attn)
+    ours = not (args.results or args.train_args)
+    file = Path(args.results or (ROOT / "results/board.json" if ours else f"{args.out_dir}/board.json"))
+    rows = {(row["recipe"], row["setup"], row["seed"]): row for row in (files.read_json(file) if file.exists() else [])}
+    seeds = whole_numbers(args.seeds, "seeds") if args.seeds else []
+    names = [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
+    recipe_names(",".join(name for name in names if name != "hybrid") or "softmax")     # raises ValueError
+
+    def best(name):                             # the learning rate with the lowest loss
+        return min(RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
+
+    def measured(runs):                         # {(recipe, setup, seed): the commands that look at it}
+        add_runs(runs, rows, best, args)
+        write(file, rows)
+
+    if seeds:
+        add_costs([name for name in names if name != "hybrid"], rows)   # alone, before anything trains
+        write(file, rows)
     for pair in [names[i:i + 2] for i in range(0, len(names), 2)] * bool(seeds):        # so that two workers stay busy
-        trials = {(name, rate, TRIAL): () for name in pair for rate in RATES}
-        measured(trials, rows, place, args.workers, file)
-        best = {name: min(RATES, key=lambda rate: rows[name, rate, TRIAL].get("val", math.inf)) for name in pair}
-        looks = dict.fromkeys(look for look, _ in FIGURES.values())
-        measured({(name, best[name], seed): looks for seed in seeds for name in pair}, rows, place, args.workers, file)
-    return [*rows.values()], text_of(names, rows)
+        measured({(name, f"board-{rate}", TRIAL): () for name in pair for rate in RATES})
+        measured({(name, f"board-{best(name)}", seed): LOOKS for seed in seeds for name in pair})
+    for setup in (setup for setup in SETUPS if setup.startswith(tuple(filter(None, args.also.split(","))))):
+        some, first = (LADDER, seeds[:2]) if setup.startswith("ladder") else (("softmax",), seeds)
+        measured({(name, setup, seed): LOOKS[:1] for seed in first for name in some if name in names})
+    table, ladder = table_of(rows, best), ladder_of(rows, best)
+    if ours:
+        write_pages(table, ladder)
+    return {"runs": [*rows.values()], "table": table, "ladder": ladder}, text_of(table, rows)
 
 
-def measured(runs, rows, place, workers, file):
-    """Measure those of these runs {(recipe, rate, seed): the commands that look at it} that are missing or failed: add
-    them to the rows and the file. A figure is None if its command failed: some positions know no longer windows."""
-    missing = {key: looks for key, looks in runs.items() if ("bits" if looks else "val") not in rows.get(key, {})}
-    jobs = {(key, look): job_of(f"{key[0]}@board-{key[1]}", look, key[2], place)
-            for key, looks in missing.items() for look in ("", *looks)}
-    failed = do_all(all_jobs(jobs.values()), workers)
-    for key, looks in missing.items():
-        row = rows[key] = dict(zip(("recipe", "rate", "seed"), key, strict=True))
-        trained = jobs[key, ""]
-        if (report := result_of(trained)) is None:
-            row["failed"] = failed.get(trained.place, "not finished")
-            continue
-        meta = files.read_json(trained.place / "meta.json")
-        row |= {"val": report["val"]} | {name: meta[name] for name in KEPT}
-        for name, (look, path) in FIGURES.items() if looks else ():
-            numbers = result_of(jobs[key, look])
-            for part in path.split() if numbers else ():
-                numbers = numbers[int(part) if part.isdigit() else part]
-            row[name] = numbers and float(f"{numbers:.6g}")
+def write(file, rows):
     lines = ",\n".join(json.dumps(row) for row in rows.values())        # one line a run
     with files.replacing(file, "w") as f:
         f.write(f"[\n{lines}\n]\n")
 
 
-def text_of(names, rows):
-    """A line for each recipe that has been measured, the best first, and the reasons of failures."""
-    groups = {name: {seed: row for (recipe, _, seed), row in rows.items() if recipe == name and "bits" in row}
-              for name in dict.fromkeys(["softmax", *names])}
-    lines = []
-    for name in (name for name in names if groups[name]):
-        figures = {column: [row[column] for row in groups[name].values()] for column in FIGURES}
-        means = {column: None if None in values else fmean(values) for column, values in figures.items()}
-        over = [row["bits"] - groups["softmax"][seed]["bits"] for seed, row in groups[name].items()
-                if seed in groups["softmax"] and name != "softmax"]
-        rates = {row["rate"] for row in groups[name].values()}
-        bits = means.pop("bits")
-        lines.append((bits, [name, str(len(groups[name])), *rates, f"{bits:.4f}",
-                             "{:+.3f} to {:+.3f}".format(*interval(over)) if len(over) > 1 else "-",
-                             *("-" if mean is None else f"{mean:.3f}" for mean in means.values())]))
-    table = markdown([cells for _, cells in sorted(lines)], [
-        "recipe", "runs", "rate", "bits", "over softmax", *map(printed, [*FIGURES][1:])])
-    failures = [f"{recipe} at {rate}, seed {seed}: {row['failed']}" for (recipe, rate, seed), row in rows.items()
-                if recipe in names and "failed" in row]
-    return "\n\n".join([table, legend(MEANINGS), *failures])
+def add_costs(names, rows):
+    """Add rows with what recipes cost: the speed of a training step relative to softmax, and the KiB that a model's
+    four layers keep of 4,096 tokens, None if the recipe cannot be decoded."""
+    names = [name for name in names if (name, "cost", 0) not in rows]
+    if not names:
+        return
+    steps, caches = (json.loads(output_of(
+        "eval.py", *TIMED[look].split(), f"--attn={','.join(names)}", "--json", OMP_NUM_THREADS="1"))
+        for look in ("board-speed", "board-cache"))
+    for name in names:
+        speed = 1 if name == "softmax" else steps["lengths"]["256"][name]["step"]
+        cache = caches["lengths"]["4096"].get(name)
+        rows[name, "cost", 0] = {"recipe": name, "setup": "cost", "seed": 0, "speed": round(speed, 3),
+                                 "kib": cache and 4 * cache["bytes"] / 1024, "machine": steps["machine"]}
+
+
+def add_runs(runs, rows, best, args):
+    """Measure those of these runs {(recipe, setup, seed): the commands that look at it} that are missing or failed, and
+    add them to the rows. A figure is None if its command failed: some positions know no longer windows."""
+    jobs, missing = {}, {key: looks for key, looks in runs.items() if "val" not in rows.get(key, {}) or (
+        looks and "bits" not in rows[key])}
+    for (name, setup, seed), looks in missing.items():
+        rate = setup.partition("board-")[2]     # only set-ups of the base table have their own
+        flags = args.train_args if rate else f"{args.train_args} --learning_rate={best(name)}"
+        for look in ("", *looks):
+            jobs[name, setup, seed, look] = job_of(f"{name}@{setup}", look, seed, Place(args.out_dir, "", flags))
+        rows[name, setup, seed] = {"recipe": name, "setup": setup, "rate": rate or best(name), "seed": seed}
+    failed = do_all(all_jobs(jobs.values()), args.workers)
+    for key, looks in missing.items():
+        row, trained = rows[key], jobs[(*key, "")]
+        if (report := result_of(trained)) is None:
+            row["failed"] = failed.get(trained.place, "not finished")
+            continue
+        meta = files.read_json(trained.place / "meta.json")
+        row |= {"val": report["val"], "steps": meta["losses"]["step"]} | {name: meta[name] for name in KEPT}
+        for name, (look, path) in FIGURES.items():
+            if look not in looks:
+                continue
+            numbers = result_of(jobs[(*key, look)])
+            for part in path.split() if numbers else ():
+                numbers = numbers[int(part) if part.isdigit() else part]
+            row[name] = numbers and float(f"{numbers:.6g}")

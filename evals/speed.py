@@ -50,7 +50,8 @@ class Speed(Knobs):
                           "0: 2048; with --kernels 16384 (on a CPU 128)")
     n_layer: int = knob(4, "blocks of the timed model", least=1)
     n_head: int = knob(2, "heads of the timed model", least=1)
-    n_embd: int = knob(0, "width of the timed model; 0: 128; with --kernels 2048 (on a CPU 128)")
+    n_embd: int = knob(0, "width of the timed model; 0: 128; with --kernels 2048 (on a CPU 128), with "
+                        "--decode 64 a head")
     vocab_size: int = knob(257, "token ids of the timed model", least=1)
     repeats: int = knob(20, "timed rounds over all recipes; the result is the median", least=1)
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
@@ -210,17 +211,18 @@ def time_decoding(args, machine, lengths, numbers):
     cases = {name: {"attn": name} for name in ("softmax", *names)}
     if "focus" in names:
         cases["focus (1 of 4 groups)"] = {"attn": "focus", "topk": 1}
-    numbers |= {"heads": args.n_head, "width": WIDTH, "lengths": {}}
+    width = args.n_embd // args.n_head or WIDTH
+    numbers |= {"heads": args.n_head, "width": width, "lengths": {}}
     for T in lengths:
         with machine.autocast():
-            steps = {name: decoding_step(T, choices, args, machine) for name, choices in cases.items()}
+            steps = {name: decoding_step(T, choices, args.n_head, width, machine) for name, choices in cases.items()}
             layer, attend, size = ({name: step[i] for name, step in steps.items() if step} for i in range(3))
             layer, attend = machine.race(layer, args.repeats), machine.race(attend, args.repeats)
         rows = numbers["lengths"][T] = {
             name: {"layer_ms": 1000 * layer[name], "attend_ms": 1000 * attend[name], "bytes": size[name],
                    "layer": layer["softmax"] / layer[name], "attend": attend["softmax"] / attend[name],
                    "traffic": size["softmax"] / size[name]} for name in layer}
-        yield f"one layer, {args.n_head} heads of {WIDTH}, {T} tokens in the cache\n" + table(
+        yield f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache\n" + table(
             [[name, f"{row['layer_ms']:.3f}", f"{row['layer']:.2f}", f"{row['attend_ms']:.3f}", f"{row['attend']:.2f}",
               f"{row['bytes'] / 2**10:,.0f}", f"{row['traffic']:.2f}"] for name, row in rows.items()],
             ["recipe", "layer, ms", "x softmax", "attend, ms", "x softmax", "KiB read", "traffic alone"])
@@ -266,15 +268,15 @@ def time_run(args, machine, lengths, numbers):
         [[str(T), *row.values()] for T, row in numbers["lengths"].items()], ["T", *row])
 
 
-def decoding_step(T, choices, args, machine):
+def decoding_step(T, choices, heads, width, machine):
     """A decoding step of one layer with a cache of T tokens: functions that compute it as a whole and its attention
     alone, and the bytes that it reads. None if the recipe cannot be decoded."""
     torch.manual_seed(0)
-    module = mixers.layer_of(GPTConfig(**choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=args.n_head,
-                                       n_embd=WIDTH * args.n_head), 0).to(machine.device).eval()
+    module = mixers.layer_of(GPTConfig(**choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=heads,
+                                       n_embd=width * heads), 0).to(machine.device).eval()
     if not module.cached:
         return None
-    x, past, calls = torch.randn(1, T, WIDTH * args.n_head, device=machine.device), {}, []
+    x, past, calls = torch.randn(1, T, width * heads, device=machine.device), {}, []
 
     def keep_inputs(q, k, v, *rest, **cached):  # in place of attention
         calls.append(((q, k, v, *rest), cached))

@@ -1,23 +1,88 @@
-"""eval.py board: rates, seeds, failures, and rows that stay."""
+"""eval.py board: rates, seeds, failures and rows that stay; what its tables say of rows that are known."""
 import json
 
+import numpy as np
 import pytest
 from conftest import run
 
+from evals import board_page
 from evals.board import FIGURES, RATES
 
 
 @pytest.mark.exhaustive
 def test_each_recipe_takes_its_best_rate_and_a_failed_run_is_a_row_with_its_reason(tmp_path, data):
     small = "--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 --eval_iters=1 --batch_size=4"
-    text = run("eval.py", "board", "--attn=softmax,diff", "--seeds=2", f"--out_dir={tmp_path}",
-               f"--train_args={small} --dataset={data} --device=cpu").stdout
-    lines = (tmp_path / "board.json").read_text().splitlines()
-    rows = {(row["recipe"], row["rate"], row["seed"]): row for row in json.loads("".join(lines))}
-    trials = {rate: rows["softmax", rate, 1]["val"] for rate in RATES}
+    text = run("eval.py", "board", "--attn=softmax,diff", "--seeds=2", "--also=steps-500,ladder-48", "--json",
+               f"--out_dir={tmp_path}", f"--train_args={small} --dataset={data} --device=cpu").stdout
+    lines, table = (tmp_path / "board.json").read_text().splitlines(), json.loads(text)["table"]
+    rows = {(row["recipe"], row["setup"], row["seed"]): row for row in json.loads("".join(lines))}
+    trials = {rate: rows["softmax", f"board-{rate}", 1]["val"] for rate in RATES}
     best = min(trials, key=trials.get)
-    found, place = rows["softmax", best, 2], tmp_path / f"softmax@board-{best}-2"
+    found, place = rows["softmax", f"board-{best}", 2], tmp_path / f"softmax@board-{best}-2"
     assert len(lines) == len(rows) + 2 and all(isinstance(found[column], float) for column in FIGURES)
     loss = json.loads(run("eval.py", "loss", f"--out_dir={place}", "--json").stdout)["bits_per_byte"]
-    assert found["bits"] == float(f"{loss:.6g}") and f"{loss:.4f}" in text
-    assert "pairs heads" in rows["diff", RATES[0], 2]["failed"] and "pairs heads" in text       # it needs two
+    assert found["bits"] == table["softmax"]["bits"] == float(f"{loss:.6g}") and found["steps"] == 3
+    assert {rows["softmax", setup, 2]["rate"] for setup in ("steps-500", "ladder-48")} == {best}
+    assert rows["softmax", "cost", 0]["speed"] == 1 and rows["diff", "cost", 0]["kib"] > 0
+    assert "pairs heads" in rows["diff", f"board-{RATES[0]}", 2]["failed"] and "diff" not in table      # it needs two
+
+
+def law(flops):                                 # bits of a made-up softmax
+    return 3 * flops ** -0.1
+
+
+@pytest.fixture
+def rows():
+    """Softmax follows a law of compute. Elastic takes twice its time, and is as good as softmax after two times its
+    steps."""
+    found = {}
+    for setup, parameters, steps in (("board-4e-3", 8, 1000), ("steps-500", 8, 500), ("steps-2000", 8, 2000),
+                                     ("ladder-48", 1, 100), ("ladder-80", 3, 400)):
+        for seed in (2, 3):
+            row = {"parameters": parameters, "steps": steps, "sink": 0.4, "density": 0.6, "rate": "4e-3"}
+            found["softmax", setup, seed] = row | {"bits": law(parameters * steps) + seed}
+            if not setup.startswith("steps"):
+                found["elastic", setup, seed] = row | {"density": 0.1, "bits": law(2 * parameters * steps) + seed}
+    costs = {("softmax", "cost", 0): {"speed": 1, "kib": 64}, ("elastic", "cost", 0): {"speed": 0.5, "kib": None}}
+    return found | costs | {("elastic", "board-8e-3", 2): {"bits": 0.0}}                # not its best rate
+
+
+def test_differences_are_paired_by_seed_at_equal_tokens_and_at_equal_time(rows):
+    table = board_page.table_of(rows, lambda name: "4e-3")
+    assert [*table] == ["elastic", "softmax"] and table["elastic"]["kib"] is None
+    assert table["elastic"]["over softmax"] == pytest.approx([law(16_000) - law(8000)] * 2)
+    assert table["elastic"]["equal time"] == pytest.approx([0, 0], abs=1e-9)
+    assert [table[name]["family"] for name in ("softmax", "elastic")] == ["rows sum to 1", "rows may spend less"]
+    slower = rows | {("elastic", "cost", 0): {"speed": 0.4, "kib": None}}               # 2,500 steps: nobody knows
+    assert board_page.table_of(slower, lambda name: "4e-3")["elastic"]["equal time"] is None
+
+
+def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
+    exact = {key: row | {"bits": law(row["parameters"] * row["steps"])} for key, row in rows.items() if "steps" in row}
+    ladder = board_page.ladder_of(exact, lambda name: "4e-3")
+    assert ladder["softmax"]["slope"] == pytest.approx([-0.1, -0.1]) and ladder["softmax"]["2.1M"] is None
+    compute, bits, over = ladder["elastic"]["0.3M"]
+    assert (compute, bits, over) == pytest.approx((6e-12 * 3 * 400 * 2048, law(1200), 0))
+
+
+def test_the_page_sorts_by_the_middle_of_intervals_and_puts_missing_values_last(rows, tmp_path, monkeypatch, browser):
+    for page in ("README.md", "docs/board.md"):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text("<!-- the board -->\n\n|old|\n\nend\n")
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(board_page, "ROOT", tmp_path)
+    full = {key: dict.fromkeys(board_page.MEANINGS, 0.5) | row if "bits" in row else row for key, row in rows.items()}
+    table = board_page.table_of(full, lambda name: "4e-3")
+    board_page.write_pages(table, board_page.ladder_of(full, lambda name: "4e-3"))
+    readme = (tmp_path / "README.md").read_text()
+    assert "old" not in readme and readme.index("`elastic`") < readme.index("`softmax`") < readme.index("end")
+    browser.open(tmp_path / "docs/board.html")
+    first = "return [...document.querySelectorAll('tbody td:first-child')].map(cell => cell.textContent)"
+    click = "[...document.querySelectorAll('th button')].find(b => b.textContent == arguments[0]).click()"
+    assert browser.run(first) == ["elastic", "softmax"]
+    browser.run(click, "bits")
+    assert browser.run(first) == ["softmax", "elastic"]
+    for _ in range(2):                          # either way round
+        browser.run(click, "kib")
+        assert browser.run(first) == ["softmax", "elastic"]
+    assert np.all([image.stat().st_size > 10_000 for image in (tmp_path / "results").glob("*.png")])
