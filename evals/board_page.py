@@ -110,7 +110,7 @@ def ladder_of(rows, best):
 
 def cell(value):
     """A number, an interval or None as a cell of a table."""
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple):
         return f"{sum(value) / 2:+.3f} ±{(value[1] - value[0]) / 2:.3f}"
     if value is None or isinstance(value, str):
         return value or "-"
@@ -144,8 +144,10 @@ def write_pages(table, ladder):
     draw_board(ROOT / "results/board.png", table)
     if ladder:
         draw_ladder(ROOT / "results/board-ladder.png", ladder)
-    meanings = {key: [printed(key), meaning] for key, meaning in MEANINGS.items()}
-    save_page(ROOT / "docs/board.html", {"board": table, "meanings": meanings})
+    titles = {"recipe": ("recipe", "the value of --attn")} | {key: (printed(key), MEANINGS[key]) for key in MEANINGS}
+    board = [{key: (fmean(value) if isinstance(value, tuple) else value, cell(value)) for key, value in (
+        {"recipe": name} | row).items()} for name, row in table.items()]
+    save_page(ROOT / "docs/board.html", {"board": board, "titles": titles})
 
 
 def put(page, mark, lines):
