@@ -17,18 +17,22 @@ from pathlib import Path
 from common import files
 from common.flags import knob
 from common.runs import ROOT, output_of
-from evals.board_page import ladder_of, table_of, text_of, write_pages
+from evals.board_page import TRIAL, by_seed, ladder_of, table_of, text_of, write_pages
 from evals.instrument import recipe_names, whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of
 from evals.lab_runs import COMMANDS, SEEDS, SETUPS, TIMED
 from evals.ledger.experiments import job_of
 
-RATES, TRIAL = ("2e-3", "4e-3", "8e-3"), 1      # the learning rates, and the seed that chooses among them
+RATES = "2e-3", "4e-3", "8e-3"                  # the seed TRIAL chooses among these learning rates
 LADDER = "softmax", "gated", "elastic", "lazy", "softpick", "sigmoid", "entmax", "tda", "gated_deltanet", "hybrid"
-FIGURES = {                                     # of a run: {column: (a command of lab_runs.toml, where in its numbers)}
-    "bits": ("board-loss", "bits_per_byte"), "2x": ("board-lengths", "lengths 1 more"),
-    "4x": ("board-lengths", "lengths 2 more"), **{measure: ("board-probe", f"lengths 0 {measure}") for measure in (
-        "sink", "density", "sparsity", "empty_rows", "massive")}, "dispersion": ("board-probe", "lengths 1 dispersion")}
+FIGURES = {                                     # {column: (a command of lab_runs.toml, the part of its numbers)}
+    "bits": ("board-loss", lambda found: found["bits_per_byte"]),
+    "2x": ("board-lengths", lambda found: found["lengths"][1]["more"] / math.log(2)),
+    "4x": ("board-lengths", lambda found: found["lengths"][2]["more"] / math.log(2)),
+    **{measure: ("board-probe", lambda found, measure=measure: found["lengths"][0][measure]) for measure in (
+        "sink", "density", "sparsity", "empty_rows")},
+    "dispersion": ("board-probe", lambda found: found["lengths"][1]["dispersion"]),
+    "massive": ("board-probe", lambda found: max(place["channels"][0][2] for place in found["stream"]))}
 LOOKS = [name for name in COMMANDS if name.startswith("board-")]
 KEPT = "parameters", "seconds", "machine", "versions", "data_hash"         # of meta.json
 
@@ -38,7 +42,7 @@ class Board:
     """Flags of board"""
     attn: str = knob("all", "recipes, separated by commas")
     seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
-    also: str = knob("steps,ladder", "further runs, by the beginnings of their set-ups' names in lab_runs.toml")
+    also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder; empty: none")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
     results: str = knob("", "file of the rows; empty: results/board.json, or OUT_DIR/board.json with --train_args")
@@ -58,34 +62,38 @@ def command(args, run):
     def best(name):                             # the learning rate with the lowest loss
         return min(RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
 
-    def measured(runs):                         # {(recipe, setup, seed): the commands that look at it}
-        add_runs(runs, rows, best, args)
-        write(file, rows)
+    def save():
+        lines = ",\n".join(json.dumps(row) for row in rows.values())    # one line a run
+        with files.replacing(file, "w") as f:
+            f.write(f"[\n{lines}\n]\n")
 
     if seeds:
         add_costs([name for name in names if name != "hybrid"], rows)   # alone, before anything trains
-        write(file, rows)
-    for pair in [names[i:i + 2] for i in range(0, len(names), 2)] * bool(seeds):        # so that two workers stay busy
-        measured({(name, f"board-{rate}", TRIAL): () for name in pair for rate in RATES})
-        measured({(name, f"board-{best(name)}", seed): LOOKS for seed in seeds for name in pair})
-    for setup in (setup for setup in SETUPS if setup.startswith(tuple(filter(None, args.also.split(","))))):
-        some, first = (LADDER, seeds[:2]) if setup.startswith("ladder") else (("softmax",), seeds)
-        measured({(name, setup, seed): LOOKS[:1] for seed in first for name in some if name in names})
-    table, ladder = table_of(rows, best), ladder_of(rows, best)
+        save()
+        for runs in plan(names, seeds, args.also, best):
+            add_runs(runs, rows, best, args)
+            save()
+    runs = by_seed(rows, best)
+    table, ladder = table_of(runs, rows), ladder_of(runs)
     if ours:
         write_pages(table, ladder)
     return {"runs": [*rows.values()], "table": table, "ladder": ladder}, text_of(table, rows)
 
 
-def write(file, rows):
-    lines = ",\n".join(json.dumps(row) for row in rows.values())        # one line a run
-    with files.replacing(file, "w") as f:
-        f.write(f"[\n{lines}\n]\n")
+def plan(names, seeds, also, best):
+    """Yield all runs in their order, a few at a time, as {(recipe, set-up, seed): the commands that look at it}."""
+    for pair in (names[i:i + 2] for i in range(0, len(names), 2)):      # so that two workers stay busy
+        yield {(name, f"board-{rate}", TRIAL): () for name in pair for rate in RATES}
+        yield {(name, f"board-{best(name)}", seed): LOOKS for seed in seeds for name in pair}
+    for setup in (setup for setup in SETUPS if setup.startswith(tuple(filter(None, also.split(","))))):
+        recipes, its_seeds = (LADDER, seeds[:2]) if setup.startswith("ladder") else (("softmax",), seeds)
+        yield {(name, setup, seed): LOOKS[:1] for seed in its_seeds for name in recipes if name in names}
 
 
 def add_costs(names, rows):
-    """Add rows with what recipes cost: the speed of a training step relative to softmax, and the KiB that a model's
-    four layers keep of 4,096 tokens, None if the recipe cannot be decoded."""
+    """Add rows with what recipes cost: the speed of a training step relative to softmax, and the KiB of keys, values or
+    state that a new token reads after 4,096 others, four times those of the first layer. They are None if the recipe
+    cannot be decoded."""
     names = [name for name in names if (name, "cost", 0) not in rows]
     if not names:
         return
@@ -102,8 +110,8 @@ def add_costs(names, rows):
 def add_runs(runs, rows, best, args):
     """Measure those of these runs {(recipe, setup, seed): the commands that look at it} that are missing or failed, and
     add them to the rows. A figure is None if its command failed: some positions know no longer windows."""
-    jobs, missing = {}, {key: looks for key, looks in runs.items() if "val" not in rows.get(key, {}) or (
-        looks and "bits" not in rows[key])}
+    jobs, missing = {}, {key: looks for key, looks in runs.items()
+                         if rows.get(key, {}).get("bits" if looks else "val") is None}
     for (name, setup, seed), looks in missing.items():
         rate = setup.partition("board-")[2]     # only set-ups of the base table have their own
         flags = args.train_args if rate else f"{args.train_args} --learning_rate={best(name)}"
@@ -118,10 +126,9 @@ def add_runs(runs, rows, best, args):
             continue
         meta = files.read_json(trained.place / "meta.json")
         row |= {"val": report["val"], "steps": meta["losses"]["step"]} | {name: meta[name] for name in KEPT}
-        for name, (look, path) in FIGURES.items():
-            if look not in looks:
-                continue
-            numbers = result_of(jobs[(*key, look)])
-            for part in path.split() if numbers else ():
-                numbers = numbers[int(part) if part.isdigit() else part]
-            row[name] = numbers and float(f"{numbers:.6g}")
+        for name, (look, figure) in FIGURES.items():
+            if look in looks:
+                found = result_of(jobs[(*key, look)])
+                row[name] = None if found is None or (value := figure(found)) is None else float(f"{value:.6g}")
+        failures = [failed[job.place] for look in looks if (job := jobs[(*key, look)]).place in failed]
+        row |= {"failed": failures[0]} if failures else {}

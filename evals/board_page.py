@@ -15,64 +15,66 @@ from evals.ledger.quantities import interval
 from evals.measures import MEASURES, printed
 from evals.pictures import GREY, figure_of, frame, save_page
 
-STEPS, TOKENS = 1000, 2048                      # of a run of the base table, and of a step
+STEPS, TOKENS, TRIAL = 1000, 2048, 1            # of a run of the base table, of a step; the seed that chooses the rate
 MEANINGS = {                                    # {column: its meaning}
-    "family": "its colour in the picture; whether rows sum to 1 is measured",
-    "rate": "learning rate: the best of three with one more seed", "runs": "seeds",
+    "family": "its colour in the picture", "rate": "the best of three learning rates", "runs": "number of seeds",
     "bits": "bits per byte of the validation split, in windows of 256",
     "over softmax": "bits less softmax's of the same seed, 95 % interval",
-    "equal time": "the same, with softmax trained for as long as this recipe takes",
-    "2x": "nats a byte more in windows of 512", "4x": "the same of 1,024",
+    "equal time": "bits less those of softmax if it trains for as long as this recipe takes, 95 % interval",
+    "2x": "bits more per byte in windows of 512 than of 256", "4x": "bits more in windows of 1,024",
     "sink": MEASURES["sink"], "density": MEASURES["density"], "sparsity": MEASURES["sparsity"],
     "empty_rows": MEASURES["empty_rows"], "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
-    "massive": "norm of the first token's hidden state over the others'", "parameters": "of the model",
-    "kib": "keys and values, or the state, of 4,096 tokens, in float32", "speed": "of a training step, over softmax's"}
-FIRST = "bits", "over softmax", "equal time", "sink", "sparsity", "speed"      # columns in the README
-COLOURS = {"rows sum to 1": "#1f77b4", "rows may spend less": "#d62728", "a gate": "#2ca02c", "two views": "#9467bd",
-           "a state": "#ff7f0e"}
-WIDTHS = {"ladder-48": "0.1M", "ladder-80": "0.3M", "board": "0.8M", "ladder-208": "2.1M"}      # {set-up: parameters}
-
-
-def table_of(rows, best):
-    """The base table of rows {(recipe, setup, seed): row}. best(recipe): its learning rate."""
-    runs = by_seed(rows, best)
-    softmax, found = {seed: row["bits"] for seed, row in runs.get(("softmax", "board"), {}).items()}, {}
-    budgets = {STEPS: softmax} | {int(setup[6:]): {seed: row["bits"] for seed, row in group.items()}
-                                  for (_, setup), group in runs.items() if setup.startswith("steps-")}
-    for name in (name for name, setup in runs if setup == "board"):
-        group, cost = runs[name, "board"], rows.get((name, "cost", 0), {})
-        columns = {key: [row[key] for row in group.values()] for key in MEANINGS if key in next(iter(group.values()))}
-        row = {key: None if None in values else fmean(values) for key, values in columns.items() if key != "rate"}
-        equal = softmax_after(STEPS / cost["speed"], budgets) if cost else {}
-        found[name] = row | cost | {
-            "rate": best(name), "runs": len(group), "family": family(name, row),
-            "over softmax": None if name == "softmax" else less(group, softmax),
-            "equal time": None if name == "softmax" else less(group, equal)}
-    return {name: {key: found[name].get(key) for key in MEANINGS}
-            for name in sorted(found, key=lambda name: found[name]["bits"])}
+    "massive": "largest channel of the hidden state with the largest norm, over the median of all channels",
+    "parameters": "of the model", "kib": "KiB that a new token reads of 4,096 others, in float32",
+    "speed": "training steps a second on one thread, relative to softmax"}
+README_COLUMNS = "bits", "over softmax", "sink", "sparsity", "speed"
+COLOURS = {"rows sum to 1": "#1f77b4", "rows of any sum": "#d62728", "a gate": "#2ca02c", "two views": "#9467bd",
+           "a state": "#ff7f0e", "unknown": GREY}
+SIZES = {"ladder-48": "0.1M", "ladder-80": "0.3M", "board": "0.8M", "ladder-208": "2.1M"}       # {set-up: parameters}
 
 
 def by_seed(rows, best):
-    """{(recipe, set-up): {seed: row}} of all measured runs; "board" is the base table's set-up with the best rate."""
+    """All measured runs of rows {(recipe, set-up, seed): row}, as {(recipe, set-up): {(seed, hash of the data): row}}.
+    "board" is the base table's set-up with the learning rate best(recipe)."""
     found = {}
     for (name, setup, seed), row in rows.items():
-        if "bits" in row and (not setup.startswith("board-") or setup == f"board-{best(name)}"):
-            found.setdefault((name, setup.partition("-")[0] if setup.startswith("board-") else setup), {})[seed] = row
+        setup = "board" if setup == f"board-{best(name)}" else setup
+        if row.get("bits") is not None and seed != TRIAL:
+            found.setdefault((name, setup), {})[seed, row.get("data_hash")] = row
     return found
 
 
-def less(group, others):
-    """The 95 % interval of the bits of runs {seed: row} less those of others {seed: bits}; None without two seeds."""
-    over = [row["bits"] - others[seed] for seed, row in group.items() if seed in others]
+def table_of(runs, rows):
+    """The base table, of the runs from by_seed and the costs among the rows."""
+    softmax, found = {key: run["bits"] for key, run in runs.get(("softmax", "board"), {}).items()}, {}
+    budgets = {STEPS: softmax} | {int(setup[6:]): {key: run["bits"] for key, run in group.items()}
+                                  for (_, setup), group in runs.items() if setup.startswith("steps-")}
+    for name in (name for name, setup in runs if setup == "board"):
+        group, cost = runs[name, "board"], rows.get((name, "cost", 0), {})
+        columns = {key: [run.get(key) for run in group.values()] for key in MEANINGS}
+        row = {key: None if None in values else fmean(values) for key, values in columns.items() if key != "rate"}
+        equal = softmax_after(STEPS / cost["speed"], budgets) if cost else {}
+        found[name] = row | {key: cost.get(key) for key in ("speed", "kib")} | {
+            "rate": next(iter(group.values()))["rate"], "runs": len(group), "family": family(name, row),
+            "over softmax": None if name == "softmax" else paired_difference(group, softmax),
+            "equal time": None if name == "softmax" else paired_difference(group, equal)}
+    return {name: {key: found[name][key] for key in MEANINGS}
+            for name in sorted(found, key=lambda name: found[name]["bits"])}
+
+
+def paired_difference(group, others):
+    """The 95 % interval of the bits of runs {key: run} less those of others {key: bits}; None without two keys."""
+    over = [run["bits"] - others[key] for key, run in group.items() if key in others]
     return interval(over) if len(over) > 1 else None
 
 
 def softmax_after(steps, budgets):
-    """{seed: softmax's bits after so many steps}, between those of budgets {steps: {seed: bits}}; {} outside them."""
+    """{key: softmax's bits after so many steps}, on a line over log steps between budgets {steps: {key: bits}}; {}
+    outside them."""
     counts = sorted(budgets)
-    seeds = set.intersection(*(set(budgets[count]) for count in counts))
-    return {seed: float(np.interp(math.log(steps), np.log(counts), [budgets[count][seed] for count in counts]))
-            for seed in seeds} if counts[0] <= steps <= counts[-1] else {}
+    shared = set.intersection(*(set(budgets[count]) for count in counts))
+    return {key: float(np.interp(math.log(steps), np.log(counts), [budgets[count][key] for count in counts]))
+            for key in shared} if counts[0] <= steps <= counts[-1] else {}
 
 
 def family(name, row):
@@ -83,28 +85,30 @@ def family(name, row):
         return "two views"
     if "gate" in axes:
         return "a gate"
-    return "rows sum to 1" if abs(row["sink"] + row["density"] - 1) < 0.01 else "rows may spend less"
+    if row["sink"] is None:
+        return "unknown"
+    return "rows sum to 1" if abs(row["sink"] + row["density"] - 1) < 0.01 else "rows of any sum"
 
 
-def ladder_of(rows, best):
+def ladder_of(runs):
     """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "slope": interval}}: the slope of log bits
-    over log compute, a line for each seed. Compute is 6 x parameters x tokens."""
-    runs, found = by_seed(rows, best), {}
+    over log compute, a line for each seed that has all sizes. Compute is 6 x parameters x tokens."""
+    found = {}
     for name in dict.fromkeys(name for name, setup in runs if setup.startswith("ladder-")):
-        seeds = set().union(*(runs.get((name, setup), ()) for setup in WIDTHS if setup != "board"))
-        points = {}                             # {seed: [(compute, bits) of each size]}
-        found[name] = row = dict.fromkeys((*WIDTHS.values(), "slope"))
-        for setup, size in WIDTHS.items():
-            base = runs.get(("softmax", setup), {})
-            group = {seed: run for seed, run in runs.get((name, setup), {}).items() if seed in seeds & base.keys()}
-            for seed, run in group.items():
-                compute = 6e-12 * run["parameters"] * run["steps"] * TOKENS
-                points.setdefault(seed, []).append((compute, run["bits"]))
-            if group:
-                over = fmean(run["bits"] - base[seed]["bits"] for seed, run in group.items())
-                row[size] = compute, fmean(run["bits"] for run in group.values()), over
-        slopes = [np.polyfit(*np.log(line).T, 1)[0] for line in points.values() if len(line) > 1]
-        row["slope"] = interval(slopes) if len(slopes) > 1 else None
+        groups = {size: (runs.get((name, setup)), runs.get(("softmax", setup), {})) for setup, size in SIZES.items()}
+        groups = {size: (group, base) for size, (group, base) in groups.items() if group}
+        seeds = set.intersection(*(group.keys() & base.keys() for group, base in groups.values()))
+        if not seeds:                           # softmax is missing
+            continue
+        found[name] = row = dict.fromkeys((*SIZES.values(), "slope"))
+        for size, (group, base) in groups.items():
+            row[size] = (6e-12 * TOKENS * fmean(group[key]["parameters"] * group[key]["steps"] for key in seeds),
+                         fmean(group[key]["bits"] for key in seeds),
+                         fmean(group[key]["bits"] - base[key]["bits"] for key in seeds))
+        flops = np.log([row[size][0] for size in groups])
+        lines = [[math.log(group[key]["bits"]) for group, _ in groups.values()] for key in seeds]
+        slopes = [np.polyfit(flops, line, 1)[0] for line in lines]
+        row["slope"] = interval(slopes) if len(slopes) > 1 and len(flops) > 1 else None
     return found
 
 
@@ -133,16 +137,15 @@ def lines_of(table, columns=tuple(MEANINGS)):
 def write_pages(table, ladder):
     """Write the tables into docs/board.md and README.md, below the comments that mark their places; draw the pictures,
     and make docs/board.html."""
-    sizes = {f"{title} {size}": {name: row[size] and row[size][i] for name, row in ladder.items()}
-             for i, title in ((1, "bits,"), (2, "over softmax,")) for size in WIDTHS.values()}
-    sizes["slope"] = {name: row["slope"] for name, row in ladder.items()}
+    sizes = {name: {f"{title}, {size}": row[size] and row[size][i]
+                    for i, title in ((1, "bits"), (2, "over softmax")) for size in SIZES.values()}
+             | {"slope": row["slope"]} for name, row in ladder.items()}
     first = {name: row for i, (name, row) in enumerate(table.items()) if i < 5 or name == "softmax"}
-    put("docs/board.md", "the base table", lines_of(table))
-    by_name = {name: {title: column[name] for title, column in sizes.items()} for name in ladder}
-    put("docs/board.md", "the ladder", lines_of(by_name, [*sizes]))
-    put("README.md", "the board", lines_of(first, FIRST))
+    put("docs/board.md", "the base table of python eval.py board", lines_of(table))
+    put("README.md", "the first rows of python eval.py board", lines_of(first, README_COLUMNS))
     draw_board(ROOT / "results/board.png", table)
     if ladder:
+        put("docs/board.md", "the ladder of python eval.py board", lines_of(sizes, [*next(iter(sizes.values()))]))
         draw_ladder(ROOT / "results/board-ladder.png", ladder)
     titles = {"recipe": ("recipe", "the value of --attn")} | {key: (printed(key), MEANINGS[key]) for key in MEANINGS}
     board = [{key: (fmean(value) if isinstance(value, tuple) else value, cell(value)) for key, value in (
@@ -151,10 +154,11 @@ def write_pages(table, ladder):
 
 
 def put(page, mark, lines):
-    """Replace the table below the comment of a page that begins with this mark."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    """Replace the table below this comment of a page. Its columns need not be aligned there."""
+    lines = re.sub(" +", " ", re.sub(" -{3,} ", "---", lines))
+    before, comment, rest = (ROOT / page).read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n\n")
     with files.replacing(ROOT / page, "w") as f:
-        f.write(re.sub(rf"(<!-- {mark}.*-->\n\n)(?:\|.*\n)+", lambda found: f"{found[1]}{lines}\n", text))
+        f.write(f"{before}{comment}{lines}\n" + re.sub(r"^(?:[|].*\n)*", "", rest))
 
 
 def draw_board(path, table):
@@ -163,9 +167,10 @@ def draw_board(path, table):
         for ax, key, label in zip(axes[0], ("speed", "sink"), (
                 "speed of a training step (softmax: 1)", "weight on the first token"), strict=True):
             for colour in (name for name in COLOURS if name in {row["family"] for row in table.values()}):
-                points = {name: row for name, row in table.items() if row["family"] == colour and row[key] is not None}
-                middle = [fmean(row["over softmax"] or (0, 0)) for row in points.values()]
-                half = [np.diff(row["over softmax"] or (0, 0))[0] / 2 for row in points.values()]
+                points = {name: row for name, row in table.items() if row["family"] == colour and row[key] is not None
+                          and (row["over softmax"] or name == "softmax")}
+                middle, half = (np.array([[sum(ends) / 2, (ends[1] - ends[0]) / 2] for ends in (
+                    row["over softmax"] or (0, 0) for row in points.values())]).reshape(-1, 2).T)
                 ax.errorbar([row[key] for row in points.values()], middle, half, fmt="o", markersize=4, capsize=2,
                             color=COLOURS[colour], label=colour)
                 for (name, row), y in zip(points.items(), middle, strict=True):
@@ -180,7 +185,7 @@ def draw_ladder(path, ladder):
     """Draw bits against compute, and bits over softmax against the size of the model."""
     with figure_of(path, [4.2], [6.4, 6.4]) as (axes,):
         for name, row in ladder.items():
-            points = {size: row[size] for size in WIDTHS.values() if row[size]}
+            points = {size: row[size] for size in SIZES.values() if row[size]}
             axes[0].plot(*zip(*(point[:2] for point in points.values()), strict=True), "o-", markersize=4, label=name)
             axes[1].plot([*points], [point[2] for point in points.values()], "o-", markersize=4)
         axes[0].set(xscale="log", yscale="log")

@@ -89,7 +89,8 @@ def train_flags(run, seed, out_dir, more=""):
             flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
     else:
         axes, flags = attention.recipe(recipe), f"--attn={recipe}"
-        if name.startswith(("text", "board", "gpu")):    # the recipe's own positions replace the set-up's
+        # the recipe's own positions replace the set-up's
+        if name.startswith(("text", "board", "steps", "ladder", "gpu")):
             flags += f" --pos={axes['pos']}" if "pos" in axes else ""
         else:
             flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens

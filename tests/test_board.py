@@ -27,6 +27,10 @@ def test_each_recipe_takes_its_best_rate_and_a_failed_run_is_a_row_with_its_reas
     assert "pairs heads" in rows["diff", f"board-{RATES[0]}", 2]["failed"] and "diff" not in table      # it needs two
 
 
+def table_of(rows):
+    return board_page.table_of(board_page.by_seed(rows, lambda name: "4e-3"), rows)
+
+
 def law(flops):                                 # bits of a made-up softmax
     return 3 * flops ** -0.1
 
@@ -48,18 +52,20 @@ def rows():
 
 
 def test_differences_are_paired_by_seed_at_equal_tokens_and_at_equal_time(rows):
-    table = board_page.table_of(rows, lambda name: "4e-3")
+    table = table_of(rows)
     assert [*table] == ["elastic", "softmax"] and table["elastic"]["kib"] is None
     assert table["elastic"]["over softmax"] == pytest.approx([law(16_000) - law(8000)] * 2)
     assert table["elastic"]["equal time"] == pytest.approx([0, 0], abs=1e-9)
-    assert [table[name]["family"] for name in ("softmax", "elastic")] == ["rows sum to 1", "rows may spend less"]
+    assert [table[name]["family"] for name in ("softmax", "elastic")] == ["rows sum to 1", "rows of any sum"]
     slower = rows | {("elastic", "cost", 0): {"speed": 0.4, "kib": None}}               # 2,500 steps: nobody knows
-    assert board_page.table_of(slower, lambda name: "4e-3")["elastic"]["equal time"] is None
+    assert table_of(slower)["elastic"]["equal time"] is None
+    elsewhere = {key: row | {"data_hash": "other"} if key[0] == "softmax" else row for key, row in rows.items()}
+    assert table_of(elsewhere)["elastic"]["over softmax"] is None                       # another text is no pair
 
 
 def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
     exact = {key: row | {"bits": law(row["parameters"] * row["steps"])} for key, row in rows.items() if "steps" in row}
-    ladder = board_page.ladder_of(exact, lambda name: "4e-3")
+    ladder = board_page.ladder_of(board_page.by_seed(exact, lambda name: "4e-3"))
     assert ladder["softmax"]["slope"] == pytest.approx([-0.1, -0.1]) and ladder["softmax"]["2.1M"] is None
     compute, bits, over = ladder["elastic"]["0.3M"]
     assert (compute, bits, over) == pytest.approx((6e-12 * 3 * 400 * 2048, law(1200), 0))
@@ -68,12 +74,11 @@ def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
 def test_the_page_sorts_by_the_middle_of_intervals_and_puts_missing_values_last(rows, tmp_path, monkeypatch, browser):
     for page in ("README.md", "docs/board.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
-        (tmp_path / page).write_text("<!-- the board -->\n\n|old|\n\nend\n")
+        (tmp_path / page).write_text("<!-- the first rows of python eval.py board -->\n\n|old|\n\nend\n")
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(board_page, "ROOT", tmp_path)
     full = {key: dict.fromkeys(board_page.MEANINGS, 0.5) | row if "bits" in row else row for key, row in rows.items()}
-    table = board_page.table_of(full, lambda name: "4e-3")
-    board_page.write_pages(table, board_page.ladder_of(full, lambda name: "4e-3"))
+    board_page.write_pages(table_of(full), board_page.ladder_of(board_page.by_seed(full, lambda name: "4e-3")))
     readme = (tmp_path / "README.md").read_text()
     assert "old" not in readme and readme.index("`elastic`") < readme.index("`softmax`") < readme.index("end")
     browser.open(tmp_path / "docs/board.html")
