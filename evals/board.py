@@ -14,13 +14,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from attention import recipe
 from common import files
 from common.flags import knob
 from common.runs import ROOT, output_of
 from evals.board_page import TRIAL, by_seed, ladder_of, table_of, text_of, write_pages
 from evals.instrument import recipe_names, whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of
-from evals.lab_runs import COMMANDS, SEEDS, SETUPS, TIMED
+from evals.lab_runs import COMMANDS, RECIPES, SEEDS, SETUPS, TIMED
 from evals.ledger.experiments import job_of
 
 RATES = "2e-3", "4e-3", "8e-3"                  # the seed TRIAL chooses among these learning rates
@@ -40,7 +41,7 @@ KEPT = "parameters", "seconds", "machine", "versions", "data_hash"         # of 
 @dataclass
 class Board:
     """Flags of board"""
-    attn: str = knob("all", "recipes, separated by commas")
+    attn: str = knob("all", "recipes, also those of lab_runs.toml, separated by commas")
     seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
     also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder; empty: none")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
@@ -57,7 +58,8 @@ def command(args, run):
     rows = {(row["recipe"], row["setup"], row["seed"]): row for row in (files.read_json(file) if file.exists() else [])}
     seeds = whole_numbers(args.seeds, "seeds") if args.seeds else []
     names = [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
-    recipe_names(",".join(name for name in names if name != "hybrid") or "softmax")     # raises ValueError
+    for name in (name for name in names if name not in RECIPES):
+        recipe(name)                            # raises ValueError
 
     def best(name):                             # the learning rate with the lowest loss
         return min(RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
@@ -68,7 +70,7 @@ def command(args, run):
             f.write(f"[\n{lines}\n]\n")
 
     if seeds:
-        add_costs([name for name in names if name != "hybrid"], rows)   # alone, before anything trains
+        add_costs([name for name in names if name not in RECIPES], rows)        # alone, before anything trains
         save()
         for runs in plan(names, seeds, args.also, best):
             add_runs(runs, rows, best, args)

@@ -11,6 +11,7 @@ from attention import ATTENTIONS
 from common import files
 from common.runs import ROOT
 from evals.instrument import legend, markdown
+from evals.lab_runs import RECIPES
 from evals.ledger.quantities import interval
 from evals.measures import MEASURES, printed
 from evals.pictures import GREY, figure_of, frame, save_page
@@ -78,7 +79,7 @@ def softmax_after(steps, budgets):
 
 
 def family(name, row):
-    axes = ATTENTIONS.get(name, {"mixer": "recurrent"})                 # the hybrid
+    axes = ATTENTIONS[re.search(r"--(?:attn|layers)=(\w+)", RECIPES.get(name, f"--attn={name}"))[1]]
     if axes.get("mixer") == "recurrent":
         return "a state"
     if "diff" in axes or "dex" in axes:

@@ -61,6 +61,7 @@ def test_differences_are_paired_by_seed_at_equal_tokens_and_at_equal_time(rows):
     assert table_of(slower)["elastic"]["equal time"] is None
     elsewhere = {key: row | {"data_hash": "other"} if key[0] == "softmax" else row for key, row in rows.items()}
     assert table_of(elsewhere)["elastic"]["over softmax"] is None                       # another text is no pair
+    assert [board_page.family(name, {}) for name in ("hybrid", "tda-0.3")] == ["a state", "two views"]
 
 
 def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
