@@ -6,8 +6,8 @@ it is trained with the other seeds, and other commands measure these runs. `also
 steps, which tells what softmax reaches in the time that a slower recipe takes, and the ladder: ten recipes in smaller
 and larger models, with tokens in proportion to parameters.
 
-Finished runs are rows of results/board.json. The command adds those that are missing, and can be stopped and repeated
-at any time. evals/board_page.py makes the tables, the pictures and the page for a browser.
+Finished runs are rows of results/board.json, or of a file of your own. The command adds those that are missing, and
+can be stopped and repeated at any time. evals/board_page.py makes the tables, the pictures and the page for a browser.
 """
 import json
 import math
@@ -46,16 +46,17 @@ class Board:
     also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder; empty: none")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
-    results: str = knob("", "file of the rows; empty: results/board.json, or OUT_DIR/board.json with --train_args")
+    results: str = knob("", "file of the rows; empty: OUT_DIR/board.json, beside those of results/board.json. With "
+                         "--results=results/board.json docs/board.md and README get new tables and pictures")
     train_args: str = knob("", "further flags of train.py, separated by spaces, for a trial")
     json: bool = knob(False, "print JSON instead of a table")
 
 
 def command(args, run):
     """Train every recipe on the same text, each at the best of three learning rates, and compare them."""
-    ours = not (args.results or args.train_args)
-    file = Path(args.results or (ROOT / "results/board.json" if ours else f"{args.out_dir}/board.json"))
-    rows = {(row["recipe"], row["setup"], row["seed"]): row for row in (files.read_json(file) if file.exists() else [])}
+    committed, file = ROOT / "results/board.json", Path(args.results or f"{args.out_dir}/board.json")
+    sources = filter(Path.exists, [file] if args.results or args.train_args else [committed, file])
+    rows = {(row["recipe"], row["setup"], row["seed"]): row for source in sources for row in files.read_json(source)}
     seeds = whole_numbers(args.seeds, "seeds") if args.seeds else []
     names = [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
     for name in (name for name in names if name not in RECIPES):
@@ -77,7 +78,7 @@ def command(args, run):
             save()
     runs = by_seed(rows, best)
     table, ladder = table_of(runs, rows), ladder_of(runs)
-    if ours:
+    if file.resolve() == committed:
         write_pages(table, ladder)
     return {"runs": [*rows.values()], "table": table, "ladder": ladder}, text_of(table, rows)
 

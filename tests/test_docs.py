@@ -19,6 +19,7 @@ import attention
 import mixers
 from common.flags import fields_of, given_flags, with_recipe
 from evals import claims
+from evals.lab_runs import RECIPES
 from evals.ledger.claim import CLAIMS, VERDICTS, verdicts_of
 from model import GPTConfig
 
@@ -79,7 +80,7 @@ def test_every_command_passes_its_parser(command, monkeypatch, capsys):
     except SystemExit:
         pytest.fail(capsys.readouterr().err)
     for name in getattr(found, "attn", None) and found.attn.split(",") or ():
-        assert name == "all" or name in attention.ATTENTIONS
+        assert name == "all" or name in attention.ATTENTIONS or name in RECIPES
     if script == "train.py":                        # the recipe and its axes go together
         given = given_flags(found, GPTConfig)
         GPTConfig(**fields_of(GPTConfig, with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS)))
