@@ -55,7 +55,7 @@ class Board:
 def command(args, run):
     """Train every recipe on the same text, each at the best of three learning rates, and compare them."""
     committed, file = ROOT / "results/board.json", Path(args.results or f"{args.out_dir}/board.json")
-    sources = filter(Path.exists, [file] if args.results or args.train_args else [committed, file])
+    sources = filter(Path.exists, [file] if args.results or args.train_args else [file, committed])
     rows = {(row["recipe"], row["setup"], row["seed"]): row for source in sources for row in files.read_json(source)}
     seeds = whole_numbers(args.seeds, "seeds") if args.seeds else []
     names = [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")

@@ -170,10 +170,10 @@ def draw_board(path, table):
             for colour in (name for name in COLOURS if name in {row["family"] for row in table.values()}):
                 points = {name: row for name, row in table.items() if row["family"] == colour and row[key] is not None
                           and (row["over softmax"] or name == "softmax")}
-                middle, half = (np.array([[sum(ends) / 2, (ends[1] - ends[0]) / 2] for ends in (
-                    row["over softmax"] or (0, 0) for row in points.values())]).reshape(-1, 2).T)
-                ax.errorbar([row[key] for row in points.values()], middle, half, fmt="o", markersize=4, capsize=2,
-                            color=COLOURS[colour], label=colour)
+                ends = np.reshape([row["over softmax"] or (0, 0) for row in points.values()], (-1, 2))
+                middle = ends.mean(1)
+                ax.errorbar([row[key] for row in points.values()], middle, np.ptp(ends, 1) / 2, fmt="o", markersize=4,
+                            capsize=2, color=COLOURS[colour], label=colour)
                 for (name, row), y in zip(points.items(), middle, strict=True):
                     ax.annotate(name, (row[key], y), (4, 3), textcoords="offset points", fontsize=7)
             ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
