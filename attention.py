@@ -311,9 +311,9 @@ def lssar(s, seen, t, power=15.0):
     No learned scalars: the recipe normalises q and k to unit length, and the score is log(d) log(n_i) q.k.
     Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says that LSSAR has no
     exact zeros: with this threshold it has. x^15 leaves the range of float32, so x is divided by its row's maximum. x
-    within rounding of 0 is 0. A reimplementation adds 1e-8 to the last sum. That would empty nearly uniform rows, so
-    it is left out."""
-    phi = F.softplus(s, threshold=40).masked_fill(~seen, 0.0)
+    within rounding of 0 is 0, and so is softplus of a score below -69. A reimplementation adds 1e-8 to the last sum.
+    That would empty nearly uniform rows, so it is left out."""
+    phi = F.softplus(s, threshold=40).masked_fill(~(seen & (s > -69.07)), 0.0)  # phi is 1e-30 at -69.07
     a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)        # where all scores are far below 0, phi itself is 0
     x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))             # else the power would amplify rounding
     largest = x.detach().amax(-1, keepdim=True)
@@ -345,15 +345,15 @@ def softplus_slope(s, r, t, power: tl.constexpr, g, delta):
 def lssar_lift(s, t, power: tl.constexpr):
     # s = power * torch.log(torch.relu(softplus(s) - t))
     phi, _, _ = softplus_weigh(s, 0., t, power)
-    return tl.where(phi > t * TIE, power * tl.log2(phi - t), float("-inf"))     # no noise in uniform rows
+    return tl.where(phi > tl.maximum(t * TIE, 1e-30), power * tl.log2(phi - t), float("-inf"))  # no noise if uniform
 
 
 @jit
 def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
     # x = torch.relu(softplus(s) - t); dx = x**power / torch.exp(r) * (g - delta) * power / x
     phi, _, _ = softplus_weigh(s, r, t, power)
-    dx = tl.exp2(lssar_lift(s, t, power) - r) * (g - delta) * power / (phi - t)
-    dx = tl.where(phi > t * TIE, dx, 0.)
+    lifted = lssar_lift(s, t, power)
+    dx = tl.where(lifted > float("-inf"), tl.exp2(lifted - r) * (g - delta) * power / (phi - t), 0.)
     # ds = dx * torch.sigmoid(s); dt = -dx.sum(-1)
     return dx * logistic(s), -dx
 

@@ -118,12 +118,13 @@ def rms(x):
     return x.double().pow(2).mean().sqrt().item()
 
 
-def dense_gradients(rule, x, options, upstream, dtype=None):
-    """Outputs and gradients of the dense form; also of single terms: the scores, t and mix expanded to all rows."""
+def dense_gradients(rule, x, options, upstream, dtype=None, more=0.0):
+    """Outputs and gradients of the dense form; also of single terms: the scores, t and mix expanded to all rows. more:
+    another term of the scores."""
     B, H, T, _ = x["q"].shape
     few = {name: x[name] for name in ("t", "mix") if name in x}
     spread = {name: part.expand(B, H // 2 if name == "mix" else H, T) for name, part in few.items()}
-    spread["more"] = torch.zeros(H, T, T, device=DEVICE)
+    spread["more"] = torch.zeros(H, T, T, device=DEVICE) + more
     grads = outputs_and_gradients(reference.attend_by_rule, rule, x | spread, options, upstream, dtype)
     terms = {"ds": grads.pop("dmore").double()} | {"d" + name: grads["d" + name].double() for name in few}
     return grads | {"d" + name: grads["d" + name].sum_to_size(part.shape) for name, part in few.items()}, terms
@@ -156,42 +157,68 @@ def compare(rule, x, options):
     # the eager error of a sum of many terms may be small by luck, so the errors of its terms are added to the bound
     sums = roots_of_squares(terms, x)
     lost = roots_of_squares({name: eager_terms[name] - term for name, term in terms.items()}, x)
-    # Errors that no kernel of this design can avoid, as a change of the exact inputs. delta = do . o - dr is computed
-    # from a rounded o, the sum of rounded weights. For lssar an extra pass sums delta, and only delta is rounded.
-    # lssar's x is a difference, which keeps the rounding error of t
-    nudged, up, eps = dict(x), list(upstream), torch.finfo(torch.float32).eps
-    if "r" in exact and not options.get("row_sum"):
-        lost_o = eps / 2 * exact["o"] if rule == "lssar" else eager["o"] - exact["o"]
-        up[1] = up[1] + (up[0].double() * lost_o).sum(-1)
-    if rule == "entmax" and "t" in x:
-        # dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1): the weights sum to 1, and log x_ij = log w_ij / t_i
-        off = (up[0].double() * (eager["o"] - exact["o"])).sum(-1) * (math.log(T) / x["t"].min() + 1)
-        lost["dt"] += off.square().sum_to_size(x["t"].shape).mean().sqrt().item()
-    if rule == "lssar":
-        # the backward pass computes x again and takes r from the forward pass: a weight is off by the error of r, and
-        # so are delta and g, which cancel if one weight dominates
-        nudged = {name: part.double() for name, part in x.items()} | {"t": x["t"].double() * (1 + eps)}
-        lost_r = (reference.attend_by_rule(rule, **nudged, **options)[1] - exact["r"]).abs().clamp(max=1)
-        size_of_delta = (up[0].double().abs() * exact["o"].abs()).sum(-1)
-        up = [up[0] * (1 + lost_r[..., None]), up[1] * (1 + lost_r) + lost_r * size_of_delta]
-    # equal scores are rounded alike, and eager may be lucky with all of them: as if the scale were off by 4 eps
-    moved, _ = dense_gradients(rule, nudged, options | {"scale": options.get("scale", 1.0) * (1 + 4 * eps)}, up,
-                               torch.float64)
+    by_design = errors_by_design(rule, x, options, upstream, eager, exact)
     alone = T == 1 or options.get("window") == 1                      # a single weight is always 1: its gradient is 0
     for name, true in exact.items():
         # one rounding to the dtype, and a float32 sum over the width. dt and dmix come from an o or g rounded to the
         # dtype. lssar's weights are exponentials of a difference of logarithms, which are as large as r
         rounded = dtype if name in ("dt", "dmix", "ddecay") else kernel[name].dtype
         length = D**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
-        floor = torch.finfo(rounded).eps + eps * length
+        floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length
         size = rms(true)
         if alone or size == 0:                                        # g and delta, sums over E, cancel
             size = max(size, x["v"].shape[3]**0.5)
-        bound = 8 * (rms(eager[name] - true) + lost.get(name, 0) + rms(moved[name] - true))
+        bound = 8 * (rms(eager[name] - true) + lost.get(name, 0) + by_design[name])
         bound += 2 * floor * (size + sums.get(name, 0))
         error = rms(kernel[name] - true)
         note(error / bound if bound else 0.0 if error == 0 else math.inf,
              f"{name} {tuple(true.shape)} of the kernel {rule} ({dtype}): its error {error:.3g}")
+
+
+def errors_by_design(rule, x, options, upstream, eager, exact):
+    """RMS errors, by name, that no kernel of this design can avoid. Some are found as a change of the exact inputs."""
+    (B, H, T, _), eps, up = x["q"].shape, torch.finfo(torch.float32).eps, list(upstream)
+    nudged, do = {name: part.double() for name, part in x.items()}, up[0].double()
+    eye, lost, means = torch.eye(T, device=DEVICE).expand(B, 1, T, T), dict.fromkeys(exact, 0.0), []
+
+    # delta is a mean of g, computed as do times a sum of rounded weights: do . o - dr, or do . U for entmax. For lssar
+    # an extra pass sums it. Since g is rounded too, the two cancel up to eps
+    mean, lost_mean = exact["o"], 0 if rule == "lssar" else eager["o"] - exact["o"]
+    if entmax := rule in ("entmax", "sparsemax"):
+        power = options.get("power") or (nudged["t"][..., None] if "t" in x else reference.POWERS.get(rule, 1.0))
+        v = nudged["v"].repeat_interleave(H // x["v"].shape[1], 1)
+        for form in (x, nudged):
+            w, _ = reference.attend_by_rule(rule, **form | {"v": eye.to(form["v"].dtype)}, **options)
+            u = (w > 0) * w.double() ** (1 - 1 / power)
+            means.append((u @ v / u.sum(-1, keepdim=True).clamp(min=1e-30)).to(w.dtype).double())
+        mean, lost_mean = means[1], means[0] - means[1]
+    lost_delta = (do * lost_mean).sum(-1).abs() + eps * (do * mean).abs().sum(-1)
+    scored = {name: part for name, part in nudged.items() if name not in ("t", "mix")} | {"v": eye}
+    sizes, _ = reference.attend_by_rule("identity", **{name: part.abs() for name, part in scored.items()}, **options)
+    if entmax:
+        through, _ = dense_gradients("identity", scored, options, [u * lost_delta[..., None]], torch.float64)
+        lost |= {name: rms(part) for name, part in through.items() if name not in ("o", "dv")}
+        # r is as large as the scores. o is divided by the sum of weights that its rounding changes; dv is not
+        lost_w = eps * u * sizes.amax(-1, keepdim=True)
+        lost["dv"] = rms((lost_w.mT @ do).unflatten(1, (x["v"].shape[1], -1)).sum(2))
+    if entmax and "t" in x:
+        # dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1): the weights sum to 1, and log x_ij = log w_ij / t_i
+        off = lost_delta * (math.log(T) / x["t"].min() + 1)
+        lost["dt"] = off.square().sum_to_size(x["t"].shape).mean().sqrt().item()
+    if "r" in exact and not options.get("row_sum"):
+        # the backward pass computes a weight again, from r of the forward pass. So it is off by the error of r, and so
+        # are delta and g, which cancel if one weight dominates. softpick's weight is the difference of e^(s - r) and
+        # e^-r. lssar's x is a difference that keeps the error of t
+        lost_r = eps * exact["r"].abs() + (eager["r"] - exact["r"]).abs()
+        if rule == "lssar":
+            nudged["t"] = nudged["t"] * (1 + eps)
+            lost_r += (reference.attend_by_rule(rule, **nudged, **options)[1] - exact["r"]).abs()
+        lost_r = (lost_r * (1 + (-exact["r"]).exp() if rule == "softpick" else 1)).clamp(max=1)
+        up = [up[0] * (1 + lost_r[..., None]), up[1] * (1 + lost_r) + lost_r * (do * mean).abs().sum(-1) + lost_delta]
+    # scores are rounded: equal ones alike, others at random, and eager may be lucky. Each is off by 0 or 4 eps
+    coins = torch.randint(2, sizes.shape, generator=dice(8)).to(DEVICE)
+    moved, _ = dense_gradients(rule, nudged, options, up, torch.float64, 4 * eps * coins * sizes)
+    return {name: lost[name] + rms(moved[name] - true) for name, true in exact.items()}
 
 
 EVERYTHING = dict(W=21, tail=True, slope=True)

@@ -34,6 +34,7 @@ ROWS = {                        # {what is at a kink: (rule, s, (t, power), ds, 
     "one survivor, whose weight is 1 whatever its score":
         ("lssar", [3.0, -3.0, -3.0, -3.0], (1 / 4, 15.0), [0.0] * 4, 0.0),
     "an even row has no survivor, and its output is 0": ("lssar", [1.0] * 4, (1 / 4, 15.0), [0.0] * 4, 0.0),
+    "scores below -69 count as minus infinity": ("lssar", [-70.0, -71.0], (0.0, 1.0), [0.0, 0.0], 0.0),
     "a score of 0 counts neither as positive nor as negative":
         ("softpick", [0.0, math.log(2), math.log(3)], (None, None), [0.0, -8 / 9, 2 / 3], 0.0),
     "relu'(0) = 0": ("relu", [0.0, 1.0], (None, None), [0.0, 2.0], 0.0),
