@@ -194,16 +194,19 @@ def cut(text):
 
 
 class GPT2(Tokenizer):
-    """OpenAI's byte-pair encoding; id 50256 separates documents. Its two files are kept in tiktoken's folder.
+    """OpenAI's byte-pair encoding; the last id separates documents. Its two files are kept in tiktoken's folder.
 
-    parts: {name: content} of the files; None: fetch those that the folder lacks. Raises ValueError if they differ from
-    OpenAI's."""
+    parts: {name: content} of the files; None: fetch those that the folder lacks. ids: their number; fewer than SIZE
+    are the bytes, the first pairs and the separator. Raises ValueError if the files differ from OpenAI's."""
+    SIZE = 50257
     ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     PARTS = {                                   # {name: (size in bytes, sha256)}
         "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
         "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 
-    def __init__(self, parts=None):
+    def __init__(self, parts=None, ids=SIZE):
+        if not 257 <= ids <= self.SIZE:
+            raise ValueError(f"--tokenizer=gpt2-{ids} must have 257 to {self.SIZE} ids")
         files.optional("tokenizers")            # fail before a download
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
                      or f"{tempfile.gettempdir()}/data-gym-cache")
@@ -222,8 +225,11 @@ class GPT2(Tokenizer):
                          "with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
             found.append(place.read_text(encoding="utf-8"))
         merges, vocab = found[0].split("\n")[1:-1], json.loads(found[1])                    # the first line: version
-        super().__init__(byte_pairs(vocab, merges, {END: 50256}), "gpt2", cache, separator=50256)
-        self.content = None
+        last, name = ids - 1, "gpt2" if ids == self.SIZE else f"gpt2-{ids}"
+        # ids are the bytes, then the pairs in the order of merging
+        vocab = {spelling: i for spelling, i in vocab.items() if i < last} | {END: last}
+        super().__init__(byte_pairs(vocab, merges[:last - 256], {END: last}), name, cache, separator=last)
+        self.content = None if name == "gpt2" else self.content
 
 
 TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
@@ -233,13 +239,15 @@ TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those 
 
 def tokenizer(name, folder=None):
     """A tokenizer by its name in TOKENIZERS, by the name of a run below out/, or by the path of a run, a data set, or
-    any folder or file with a tokenizer.json. folder: holds the GPT-2 tokenizer's two files, if no cache does.
+    any folder or file with a tokenizer.json. gpt2-2048 is that of GPT-2 with only 2,048 ids. folder: holds the GPT-2
+    tokenizer's two files, if no cache does.
 
     The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's name is its name.
     """
-    if name == "gpt2" and folder:
-        paths = {part: folder / part for part in GPT2.PARTS}
-        return GPT2({part: path.read_bytes() if path.exists() else b"" for part, path in paths.items()})
+    if found := re.fullmatch("gpt2(?:-([0-9]+))?", name):
+        paths = {part: folder / part for part in GPT2.PARTS if folder}
+        parts = {part: path.read_bytes() if path.exists() else b"" for part, path in paths.items()}
+        return GPT2(parts, int(found[1] or GPT2.SIZE))
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
     for place in (Path("out", name), Path(name)):

@@ -454,8 +454,9 @@ def flags(doc, dataset, tokenizer):
                              f"data/{dataset}-TOKENIZER, so it can exist in several)")
     parser.add_argument("--source", type=Path, help="local file or folder to read")
     parser.add_argument("--tokenizer", default=tokenizer,
-                        help="bytes; gpt2; the name of a run below out/ that came with a tokenizer (smollm2); or the "
-                             "path of a folder or file with a tokenizer.json (default: %(default)s)")
+                        help="bytes; gpt2; gpt2-2048 (only its first 2,047 ids, and a separator); the name of a run "
+                             "below out/ that came with a tokenizer (smollm2); or the path of a folder or file with a "
+                             "tokenizer.json (default: %(default)s)")
     parser.add_argument("--tokenizer_files", type=Path,
                         help="folder with vocab.bpe and encoder.json, for gpt2 without network")
     return parser

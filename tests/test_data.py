@@ -202,6 +202,7 @@ def test_shakespeare_has_as_many_tokens_as_in_nanogpt(tmp_path, offline, tokeniz
 
 @needs_public
 def test_gpt2s_tokenizer_is_cached_and_a_long_book_encoded_in_parts_has_the_ids_of_one_piece(tmp_path, offline):
+    """Also with only its first pairs."""
     tiktoken = pytest.importorskip("tiktoken")
     short, out = write(tmp_path / "t.jsonl", ["Hello world", "Hello"]), tmp_path / "out"
     for more in ("--tokenizer_files", PUBLIC / "tokenizer"), ():
@@ -211,3 +212,9 @@ def test_gpt2s_tokenizer_is_cached_and_a_long_book_encoded_in_parts_has_the_ids_
     found = ours.encode(book)
     assert found.tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(book)
     assert ours.lengths[found].sum() == len(book.encode())
+    small, whole = tokens.tokenizer("gpt2-2048"), tiktoken.get_encoding("gpt2")
+    pairs = {piece: i for piece, i in whole._mergeable_ranks.items() if i < 2047}
+    first = tiktoken.Encoding("first", pat_str=whole._pat_str, mergeable_ranks=pairs, special_tokens={})
+    found = small.encode(book)
+    assert found.tolist() == first.encode_ordinary(book) and small.decode(found) == book
+    assert small.lengths[found].sum() == len(book.encode()) and small.vocab_size == 2048 == small.separator + 1
