@@ -3,8 +3,8 @@
 The base table has the byte model of the preset tiny, on the sources of Python's library. With one further seed, each
 recipe chooses its learning rate among three: a rule must not lose because softmax's rate is not its own. At that rate
 it is trained with the other seeds, and other commands measure these runs. `also` adds softmax with fewer and more
-steps, which tells what softmax reaches in the time that a slower recipe takes, and the ladder: ten recipes in smaller
-and larger models, with tokens in proportion to parameters.
+steps, which tells what softmax reaches in the time that a slower recipe takes; the ladder: ten recipes in smaller and
+larger models, with tokens in proportion to parameters; and the ten best on another text, in words instead of bytes.
 
 Finished runs are rows of results/board.json, or of a file of your own. The command adds those that are missing, and
 can be stopped and repeated at any time. evals/board_page.py makes the tables, the pictures and the page for a browser.
@@ -18,13 +18,13 @@ from attention import recipe
 from common import files
 from common.flags import knob
 from common.runs import ROOT, output_of
-from evals.board_page import TRIAL, by_seed, ladder_of, table_of, text_of, write_pages
+from evals.board_page import TRIAL, by_seed, ladder_of, layers_of, table_of, text_of, words_of, write_pages
 from evals.instrument import recipe_names, whole_numbers
 from evals.jobs import Place, all_jobs, do_all, result_of
 from evals.lab_runs import COMMANDS, RECIPES, SEEDS, SETUPS, TIMED
 from evals.ledger.experiments import job_of
 
-RATES = "2e-3", "4e-3", "8e-3"                  # the seed TRIAL chooses among these learning rates
+RATES = [setup.removeprefix("board-") for setup in SETUPS if setup.startswith("board-")]
 LADDER = "softmax", "gated", "elastic", "lazy", "softpick", "sigmoid", "entmax", "tda", "gated_deltanet", "hybrid"
 FIGURES = {                                     # {column: (a command of lab_runs.toml, the part of its numbers)}
     "bits": ("board-loss", lambda found: found["bits_per_byte"]),
@@ -43,66 +43,110 @@ class Board:
     """Flags of board"""
     attn: str = knob("all", "recipes, also those of lab_runs.toml, separated by commas")
     seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
-    also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder; empty: none")
+    rates: str = knob("2e-3,4e-3,8e-3", "learning rates to try, separated by commas")
+    also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder, words (the ten "
+                                     "best of these recipes on --books); empty: none")
+    books: str = knob("books", "folder with text files for words, one of them moby-dick")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
     results: str = knob("", "file of the rows; empty: OUT_DIR/board.json, beside those of results/board.json. With "
                          "--results=results/board.json docs/board.md and README get new tables and pictures")
-    train_args: str = knob("", "further flags of train.py, separated by spaces, for a trial")
+    train_args: str = knob("", "further flags of train.py, separated by spaces, for a trial or for larger models")
     json: bool = knob(False, "print JSON instead of a table")
 
 
 def command(args, run):
     """Train every recipe on the same text, each at the best of three learning rates, and compare them."""
-    committed, file = ROOT / "results/board.json", Path(args.results or f"{args.out_dir}/board.json")
-    sources = filter(Path.exists, [file] if args.results or args.train_args else [file, committed])
-    rows = {(row["recipe"], row["setup"], row["seed"]): row for source in sources for row in files.read_json(source)}
-    seeds = whole_numbers(args.seeds, "seeds") if args.seeds else []
+    further, rates = further_setups(args.also), args.rates.split(",")
+    if args.train_args and args.out_dir == Board.out_dir:
+        raise ValueError("--train_args makes other runs: give them a folder of their own with --out_dir")
+    if "words" in further and args.seeds and not Path(args.books).is_dir():
+        raise ValueError(f"--also=words needs a folder with texts, and {args.books} is none: name it with --books")
+    if unknown := [rate for rate in rates if rate not in RATES]:
+        raise ValueError(f"--rates={unknown[0]}: choose from {', '.join(RATES)}")
     names = [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
     for name in (name for name in names if name not in RECIPES):
         recipe(name)                            # raises ValueError
+    file = Path(args.results or f"{args.out_dir}/board.json")
+    others = {} if args.results or args.train_args else read_rows(ROOT / "results/board.json")
+    rows = (read_rows(file) if file.exists() else {}) | others
 
-    def best(name):                             # the learning rate with the lowest loss
-        return min(RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
+    def best(name):                             # the learning rate with the lowest loss, among all that were tried
+        return min(rates + RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
 
     def save():
-        lines = ",\n".join(json.dumps(row) for row in rows.values())    # one line a run
+        lines = ",\n".join(json.dumps(row) for key, row in rows.items() if others.get(key) != row)   # one line a run
         with files.replacing(file, "w") as f:
             f.write(f"[\n{lines}\n]\n")
 
-    if seeds:
-        add_costs([name for name in names if name not in RECIPES], rows)        # alone, before anything trains
+    if seeds := whole_numbers(args.seeds, "seeds") if args.seeds else []:
+        add_costs(names, rows)                  # alone, before anything trains
         save()
-        for runs in plan(names, seeds, args.also, best):
+        for runs in base_runs(names, seeds, rates, best):
             add_runs(runs, rows, best, args)
             save()
+        first = [name for name in table_of(by_seed(rows, best), rows) if name in names]
+        for setup in further:
+            add_runs(runs_of(setup, names, first, seeds), rows, best, args)
+            save()
     runs = by_seed(rows, best)
-    table, ladder = table_of(runs, rows), ladder_of(runs)
-    if file.resolve() == committed:
-        write_pages(table, ladder)
-    return {"runs": [*rows.values()], "table": table, "ladder": ladder}, text_of(table, rows)
+    table = table_of(runs, rows)
+    ladder, words = ladder_of(runs), words_of(runs, table)
+    if file.resolve() == ROOT / "results/board.json":
+        write_pages(table, ladder, words)
+    found = {"runs": [*rows.values()], "table": table, "ladder": ladder, "words": words}
+    return found, text_of(table, ladder, words, rows)
 
 
-def plan(names, seeds, also, best):
-    """Yield all runs in their order, a few at a time, as {(recipe, set-up, seed): the commands that look at it}."""
-    for pair in (names[i:i + 2] for i in range(0, len(names), 2)):      # so that two workers stay busy
-        yield {(name, f"board-{rate}", TRIAL): () for name in pair for rate in RATES}
+def read_rows(file):
+    return {(row["recipe"], row["setup"], row["seed"]): row for row in files.read_json(file)}
+
+
+def further_setups(also):
+    """The set-ups of --also. Raises ValueError on other words."""
+    kinds = {kind: [setup for setup in SETUPS if setup.partition("-")[0] == kind]
+             for kind in ("steps", "ladder", "words")}
+    known = kinds | {setup: [setup] for setups in kinds.values() for setup in setups}
+    if unknown := [name for name in also.split(",") if also and name not in known]:
+        raise ValueError(f"--also={unknown[0]}: choose from {', '.join(known)}")
+    return sum((known[name] for name in also.split(",") if also), [])
+
+
+def base_runs(names, seeds, rates, best):
+    """Yield the runs of the base table, two recipes at a time, which keep two workers busy, as {(recipe, set-up, seed):
+    the commands that look at it}."""
+    for pair in (names[i:i + 2] for i in range(0, len(names), 2)):
+        yield {(name, f"board-{rate}", TRIAL): () for name in pair for rate in rates}
         yield {(name, f"board-{best(name)}", seed): LOOKS for seed in seeds for name in pair}
-    for setup in (setup for setup in SETUPS if setup.startswith(tuple(filter(None, also.split(","))))):
-        recipes, its_seeds = (LADDER, seeds[:2]) if setup.startswith("ladder") else (("softmax",), seeds)
-        yield {(name, setup, seed): LOOKS[:1] for seed in its_seeds for name in recipes if name in names}
+
+
+def runs_of(setup, names, first, seeds):
+    """The runs of a further set-up, as those of base_runs. first: these recipes by their bits in the base table."""
+    recipes = [name for name in ("softmax",) if name in names]
+    if setup.startswith("ladder"):
+        recipes, seeds = [name for name in LADDER if name in names], seeds[:2]
+    elif setup == "words":                      # with softmax, to which the others are compared
+        recipes = dict.fromkeys(["softmax", *first[:10]])
+    return {(name, setup, seed): ["board-loss"] for seed in seeds for name in recipes}
 
 
 def add_costs(names, rows):
     """Add rows with what recipes cost: the speed of a training step relative to softmax, and the KiB of keys, values or
-    state that a new token reads after 4,096 others, four times those of the first layer. They are None if the recipe
-    cannot be decoded."""
-    names = [name for name in names if (name, "cost", 0) not in rows]
+    state that a new token reads after 4,096 others, four times those of the first layer (None: it cannot be decoded).
+    If the measurement fails, each recipe is measured alone: a rule of a user's own may be the reason."""
+    names = [name for name in dict.fromkeys(sum(map(layers_of, names), []))
+             if "speed" not in rows.get((name, "cost", 0), {})]
     if not names:
         return
-    steps, caches = (json.loads(output_of(
-        "eval.py", *TIMED[look].split(), f"--attn={','.join(names)}", "--json", OMP_NUM_THREADS="1"))
-        for look in ("board-speed", "board-cache"))
+    try:
+        steps, caches = (json.loads(output_of(
+            "eval.py", *TIMED[look].split(), f"--attn={','.join(names)}", "--json", OMP_NUM_THREADS="1"))
+            for look in ("board-speed", "board-cache"))
+    except ValueError as e:
+        rows[names[0], "cost", 0] = {"recipe": names[0], "setup": "cost", "seed": 0, "failed": str(e)}
+        for name in names if names[1:] else ():
+            add_costs([name], rows)
+        return
     for name in names:
         speed = 1 if name == "softmax" else steps["lengths"]["256"][name]["step"]
         cache = caches["lengths"]["4096"].get(name)
@@ -113,25 +157,29 @@ def add_costs(names, rows):
 def add_runs(runs, rows, best, args):
     """Measure those of these runs {(recipe, setup, seed): the commands that look at it} that are missing or failed, and
     add them to the rows. A figure is None if its command failed: some positions know no longer windows."""
-    jobs, missing = {}, {key: looks for key, looks in runs.items()
-                         if rows.get(key, {}).get("bits" if looks else "val") is None}
-    for (name, setup, seed), looks in missing.items():
-        rate = setup.partition("board-")[2]     # only set-ups of the base table have their own
-        flags = args.train_args if rate else f"{args.train_args} --learning_rate={best(name)}"
-        for look in ("", *looks):
-            jobs[name, setup, seed, look] = job_of(f"{name}@{setup}", look, seed, Place(args.out_dir, "", flags))
-        rows[name, setup, seed] = {"recipe": name, "setup": setup, "rate": rate or best(name), "seed": seed}
-    failed = do_all(all_jobs(jobs.values()), args.workers)
-    for key, looks in missing.items():
-        row, trained = rows[key], jobs[(*key, "")]
+    jobs, missing = {}, {}
+    for (name, setup, seed), looks in runs.items():
+        row, own = rows.get((name, setup, seed), {}), setup.partition("board-")[2]  # only the base table has rates
+        rate = own or best(name)
+        flags = args.train_args if own else f"{args.train_args} --learning_rate={rate}"
+        found = {look: job_of(f"{name}@{setup}", look, seed, Place(args.out_dir, args.books, flags))
+                 for look in ("", *looks)}
+        again = "failed" in row and found[""].place.exists()            # its run is here, so only commands are repeated
+        if again or row.get("bits" if looks else "val") is None or row["rate"] != rate:
+            jobs[name, setup, seed], missing[name, setup, seed] = found, rate
+    failed = do_all(all_jobs(job for found in jobs.values() for job in found.values()), args.workers)
+    for (name, setup, seed), rate in missing.items():
+        trained, found = jobs[name, setup, seed].pop(""), jobs[name, setup, seed]
+        rows[name, setup, seed] = row = {"recipe": name, "setup": setup, "rate": rate, "seed": seed}
+        reasons = [failed[job.place] for job in (*trained.after, trained, *found.values()) if job.place in failed]
+        row |= {"failed": reasons[0]} if reasons else {}
         if (report := result_of(trained)) is None:
-            row["failed"] = failed.get(trained.place, "not finished")
+            row |= {"failed": "not finished"} | row
             continue
         meta = files.read_json(trained.place / "meta.json")
         row |= {"val": report["val"], "steps": meta["losses"]["step"]} | {name: meta[name] for name in KEPT}
-        for name, (look, figure) in FIGURES.items():
-            if look in looks:
-                found = result_of(jobs[(*key, look)])
-                row[name] = None if found is None or (value := figure(found)) is None else float(f"{value:.6g}")
-        failures = [failed[job.place] for look in looks if (job := jobs[(*key, look)]).place in failed]
-        row |= {"failed": failures[0]} if failures else {}
+        for column, (look, figure) in FIGURES.items():
+            if look in found:
+                numbers = result_of(found[look])
+                value = None if numbers is None else figure(numbers)
+                row[column] = float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

@@ -3,11 +3,11 @@
 A table is {recipe: {column: a number, the ends [low, high] of a 95 % interval, or None}}, the fewest bits first."""
 import math
 import re
-from statistics import fmean
+from statistics import fmean, mode
 
 import numpy as np
 
-from attention import ATTENTIONS
+from attention import ATTENTIONS, pattern
 from common import files
 from common.runs import ROOT
 from evals.instrument import legend, markdown
@@ -31,18 +31,25 @@ MEANINGS = {                                    # {column: its meaning}
 README_COLUMNS = "bits", "over softmax", "sink", "sparsity", "speed"
 COLOURS = {"rows sum to 1": "#1f77b4", "rows of any sum": "#d62728", "a gate": "#2ca02c", "two views": "#9467bd",
            "a state": "#ff7f0e", "unknown": GREY}
+PLAIN = r"--(?:attn|layers)=(\S+)"
 SIZES = {"ladder-48": "0.1M", "ladder-80": "0.3M", "board": "0.8M", "ladder-208": "2.1M"}       # {set-up: parameters}
 
 
 def by_seed(rows, best):
-    """All measured runs of rows {(recipe, set-up, seed): row}, as {(recipe, set-up): {(seed, hash of the data): row}}.
-    "board" is the base table's set-up with the learning rate best(recipe)."""
-    found = {}
+    """The runs of rows {(recipe, set-up, seed): row} to compare, as {(recipe, set-up): {seed: row}}: those with the
+    learning rate best(recipe), of recipes that still exist, on the text of most of softmax's. "board" is the base
+    table's set-up."""
+    found, texts = {}, {}
     for (name, setup, seed), row in rows.items():
-        setup = "board" if setup == f"board-{best(name)}" else setup
-        if row.get("bits") is not None and seed != TRIAL:
-            found.setdefault((name, setup), {})[seed, row.get("data_hash")] = row
-    return found
+        if row.get("bits") is not None and seed != TRIAL and row.get("rate") == best(name) and (
+                name in ATTENTIONS or name in RECIPES):
+            setup = "board" if setup.startswith("board-") else setup
+            found.setdefault((name, setup), {})[seed] = row
+            texts.setdefault(setup, []).extend([row.get("data_hash")] * (name == "softmax"))
+    found = {(name, setup): {seed: row for seed, row in group.items()
+                             if not texts[setup] or row.get("data_hash") == mode(texts[setup])}
+             for (name, setup), group in found.items()}
+    return {key: group for key, group in found.items() if group}
 
 
 def table_of(runs, rows):
@@ -51,7 +58,7 @@ def table_of(runs, rows):
     budgets = {STEPS: softmax} | {int(setup[6:]): {key: run["bits"] for key, run in group.items()}
                                   for (_, setup), group in runs.items() if setup.startswith("steps-")}
     for name in (name for name, setup in runs if setup == "board"):
-        group, cost = runs[name, "board"], rows.get((name, "cost", 0), {})
+        group, cost = runs[name, "board"], cost_of(name, rows)
         columns = {key: [run.get(key) for run in group.values()] for key in MEANINGS}
         row = {key: None if None in values else fmean(values) for key, values in columns.items() if key != "rate"}
         equal = softmax_after(STEPS / cost["speed"], budgets) if cost else {}
@@ -64,22 +71,43 @@ def table_of(runs, rows):
 
 
 def paired_difference(group, others):
-    """The 95 % interval of the bits of runs {key: run} less those of others {key: bits}; None without two keys."""
-    over = [run["bits"] - others[key] for key, run in group.items() if key in others]
+    """The 95 % interval of the bits of runs {seed: run} less those of others {seed: bits}; None without two seeds."""
+    over = [run["bits"] - others[seed] for seed, run in group.items() if seed in others]
     return interval(over) if len(over) > 1 else None
 
 
 def softmax_after(steps, budgets):
-    """{key: softmax's bits after so many steps}, on a line over log steps between budgets {steps: {key: bits}}; {}
-    outside them."""
-    counts = sorted(budgets)
-    shared = set.intersection(*(set(budgets[count]) for count in counts))
-    return {key: float(np.interp(math.log(steps), np.log(counts), [budgets[count][key] for count in counts]))
-            for key in shared} if counts[0] <= steps <= counts[-1] else {}
+    """{seed: softmax's bits after so many steps}, on a line over log steps between those of budgets {steps: {seed:
+    bits}}, for the seeds that have fewer steps and more."""
+    found = {}
+    for seed in set().union(*budgets.values()):
+        counts = sorted(count for count in budgets if seed in budgets[count])
+        if counts[0] <= steps <= counts[-1]:
+            found[seed] = float(np.interp(math.log(steps), np.log(counts), [budgets[count][seed] for count in counts]))
+    return found
+
+
+def cost_of(name, rows):
+    """{"speed", "kib"} of a recipe, means of time and KiB over the recipes of its layers; {} if it is not known."""
+    costs = [rows.get((layer, "cost", 0), {}) for layer in layers_of(name)]
+    if not all("speed" in cost for cost in costs) or not re.fullmatch(f"{PLAIN}(?: --attn_args=\\S+)?", flags_of(name)):
+        return {}                               # other flags, such as those of positions, take time
+    caches = [cost["kib"] for cost in costs]
+    return {"speed": fmean(1 / cost["speed"] for cost in costs) ** -1,
+            "kib": None if None in caches else fmean(caches)}
+
+
+def flags_of(name):
+    return RECIPES.get(name, f"--attn={name}")
+
+
+def layers_of(name):
+    """The recipes of its layers: several for one of lab_runs.toml that has --layers."""
+    return [layer for layer, _ in pattern(re.match(PLAIN, flags_of(name))[1])]
 
 
 def family(name, row):
-    axes = ATTENTIONS[re.search(r"--(?:attn|layers)=(\w+)", RECIPES.get(name, f"--attn={name}"))[1]]
+    axes = ATTENTIONS[layers_of(name)[0]]
     if axes.get("mixer") == "recurrent":
         return "a state"
     if "diff" in axes or "dex" in axes:
@@ -93,24 +121,34 @@ def family(name, row):
 
 def ladder_of(runs):
     """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "slope": interval}}: the slope of log bits
-    over log compute, a line for each seed that has all sizes. Compute is 6 x parameters x tokens."""
+    over log compute, a line for each seed that has all of these sizes. Compute is 6 x parameters x tokens."""
     found = {}
     for name in dict.fromkeys(name for name, setup in runs if setup.startswith("ladder-")):
-        groups = {size: (runs.get((name, setup)), runs.get(("softmax", setup), {})) for setup, size in SIZES.items()}
-        groups = {size: (group, base) for size, (group, base) in groups.items() if group}
-        seeds = set.intersection(*(group.keys() & base.keys() for group, base in groups.values()))
-        if not seeds:                           # softmax is missing
-            continue
-        found[name] = row = dict.fromkeys((*SIZES.values(), "slope"))
-        for size, (group, base) in groups.items():
-            row[size] = (6e-12 * TOKENS * fmean(group[key]["parameters"] * group[key]["steps"] for key in seeds),
-                         fmean(group[key]["bits"] for key in seeds),
-                         fmean(group[key]["bits"] - base[key]["bits"] for key in seeds))
+        row, groups = dict.fromkeys((*SIZES.values(), "slope")), {}
+        for setup, size in SIZES.items():
+            group, base = runs.get((name, setup), {}), runs.get(("softmax", setup), {})
+            if seeds := group.keys() & base.keys():
+                groups[size] = group
+                row[size] = (6e-12 * TOKENS * fmean(group[seed]["parameters"] * group[seed]["steps"] for seed in seeds),
+                             fmean(group[seed]["bits"] for seed in seeds),
+                             fmean(group[seed]["bits"] - base[seed]["bits"] for seed in seeds))
         flops = np.log([row[size][0] for size in groups])
-        lines = [[math.log(group[key]["bits"]) for group, _ in groups.values()] for key in seeds]
-        slopes = [np.polyfit(flops, line, 1)[0] for line in lines]
-        row["slope"] = interval(slopes) if len(slopes) > 1 and len(flops) > 1 else None
+        slopes = [np.polyfit(flops, [math.log(group[seed]["bits"]) for group in groups.values()], 1)[0]
+                  for seed in set.intersection(*map(set, groups.values()))] if len(groups) > 1 else []
+        row["slope"] = interval(slopes) if len(slopes) > 1 else None
+        found |= {name: row} if groups else {}
     return found
+
+
+def words_of(runs, table):
+    """{recipe: bits per byte and its difference from softmax on the set-up words, and the difference on bytes}."""
+    groups = {name: group for (name, setup), group in runs.items() if setup == "words"}
+    softmax = {key: run["bits"] for key, run in groups.get("softmax", {}).items()}
+    found = {name: {"bits": fmean(run["bits"] for run in group.values()),
+                    "over softmax": None if name == "softmax" else paired_difference(group, softmax),
+                    "over softmax in bytes": table.get(name, {}).get("over softmax")}
+             for name, group in groups.items()}
+    return {name: found[name] for name in sorted(found, key=lambda name: found[name]["bits"])}
 
 
 def cell(value):
@@ -122,31 +160,42 @@ def cell(value):
     return f"{value:,.0f}" if abs(value) >= 10 or isinstance(value, int) else f"{value:.3f}"
 
 
-def text_of(table, rows):
-    """The base table, what its columns mean, and the reasons of failures."""
+def text_of(table, ladder, words, rows):
+    """All tables, what the columns mean, and the reasons of failures."""
     failures = [f"{recipe} ({setup}), seed {seed}: {row['failed']}" for (recipe, setup, seed), row in rows.items()
                 if "failed" in row]
-    meanings = {printed(key): meaning for key, meaning in MEANINGS.items()}
-    return "\n\n".join([lines_of(table), legend(meanings), *failures])
+    measured = dict.fromkeys(name for name, setup, seed in rows if setup.startswith("board-") and seed > TRIAL)
+    if missing := [name for name in measured if name not in table]:
+        failures += [f"without a row: {', '.join(missing)}. Their runs failed, or are on another text than softmax's: "
+                     f"then repeat with --attn=softmax,{missing[0]} --results=out/own.json"]
+    more = [lines_of(part) for part in (sizes_of(ladder), words) if part]
+    meanings = legend({printed(key): meaning for key, meaning in MEANINGS.items()})
+    return "\n\n".join([lines_of(table), meanings, *more, *failures])
 
 
-def lines_of(table, columns=tuple(MEANINGS)):
+def sizes_of(ladder):
+    return {name: {f"{title}, {size}": row[size] and row[size][i]
+                   for i, title in ((1, "bits"), (2, "over softmax")) for size in SIZES.values()}
+            | {"slope": row["slope"]} for name, row in ladder.items()}
+
+
+def lines_of(table, columns=None):
+    columns = columns or next(iter(table.values()), MEANINGS)           # those of its rows
     return markdown([[f"`{name}`", *(cell(row[key]) for key in columns)] for name, row in table.items()],
                     ["recipe", *map(printed, columns)])
 
 
-def write_pages(table, ladder):
+def write_pages(table, ladder, words):
     """Write the tables into docs/board.md and README.md, below the comments that mark their places; draw the pictures,
     and make docs/board.html."""
-    sizes = {name: {f"{title}, {size}": row[size] and row[size][i]
-                    for i, title in ((1, "bits"), (2, "over softmax")) for size in SIZES.values()}
-             | {"slope": row["slope"]} for name, row in ladder.items()}
     first = {name: row for i, (name, row) in enumerate(table.items()) if i < 5 or name == "softmax"}
     put("docs/board.md", "the base table of python eval.py board", lines_of(table))
     put("README.md", "the first rows of python eval.py board", lines_of(first, README_COLUMNS))
+    for part, mark in (sizes_of(ladder), "ladder"), (words, "words"):
+        if part:
+            put("docs/board.md", f"the {mark} of python eval.py board", lines_of(part))
     draw_board(ROOT / "results/board.png", table)
     if ladder:
-        put("docs/board.md", "the ladder of python eval.py board", lines_of(sizes, [*next(iter(sizes.values()))]))
         draw_ladder(ROOT / "results/board-ladder.png", ladder)
     titles = {"recipe": ("recipe", "the value of --attn")} | {key: (printed(key), MEANINGS[key]) for key in MEANINGS}
     board = [{key: (fmean(value) if isinstance(value, tuple) else value, cell(value)) for key, value in (
@@ -157,29 +206,48 @@ def write_pages(table, ladder):
 def put(page, mark, lines):
     """Replace the table below this comment of a page. Its columns need not be aligned there."""
     lines = re.sub(" +", " ", re.sub(" -{3,} ", "---", lines))
-    before, comment, rest = (ROOT / page).read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n\n")
+    before, rest = (ROOT / page).read_text(encoding="utf-8").split(f"<!-- {mark} -->\n\n")
     with files.replacing(ROOT / page, "w") as f:
-        f.write(f"{before}{comment}{lines}\n" + re.sub(r"^(?:[|].*\n)*", "", rest))
+        f.write(f"{before}<!-- {mark} -->\n\n{lines}\n\n" + re.sub(r"^(?:[|].*\n)*\n*", "", rest))
 
 
 def draw_board(path, table):
-    """Draw bits over softmax against the speed of a step, and against the weight on the first token."""
-    with figure_of(path, [4.6], [6.4, 6.4], sharey=True) as axes:
-        for ax, key, label in zip(axes[0], ("speed", "sink"), (
-                "speed of a training step (softmax: 1)", "weight on the first token"), strict=True):
-            for colour in (name for name in COLOURS if name in {row["family"] for row in table.values()}):
-                points = {name: row for name, row in table.items() if row["family"] == colour and row[key] is not None
-                          and (row["over softmax"] or name == "softmax")}
-                ends = np.reshape([row["over softmax"] or (0, 0) for row in points.values()], (-1, 2))
-                middle = ends.mean(1)
-                ax.errorbar([row[key] for row in points.values()], middle, np.ptp(ends, 1) / 2, fmt="o", markersize=4,
-                            capsize=2, color=COLOURS[colour], label=colour)
-                for (name, row), y in zip(points.items(), middle, strict=True):
-                    ax.annotate(name, (row[key], y), (4, 3), textcoords="offset points", fontsize=7)
+    """Draw bits over softmax against the speed of a step, and against the first token's share of a row's weights."""
+    with figure_of(path, [5.6], [6.4, 6.4], sharey=True) as axes:
+        axes[0, 0].set_yscale("symlog", linthresh=0.1)                  # most lie near 0, a few far above
+        axes[0, 0].set_yticks((-0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2), "-0.2 -0.1 0 0.1 0.2 0.5 1 2".split())
+        for ax, label, x_of in (
+                (axes[0, 0], "speed of a training step (softmax: 1)", lambda row: row["speed"]),
+                (axes[0, 1], "first token's share of what a row spends",
+                 lambda row: row["sink"] and row["sink"] / (row["sink"] + row["density"]))):
+            points = {name: (x_of(row), *np.reshape(row["over softmax"] or (0, 0), 2), row["family"])
+                      for name, row in sorted(table.items(), key=lambda item: item[0] != "softmax")
+                      if x_of(row) is not None and (row["over softmax"] or name == "softmax")}
+            for colour in COLOURS:
+                if group := [point[:3] for point in points.values() if point[3] == colour]:
+                    x, low, high = np.transpose(group)
+                    ax.errorbar(x, (low + high) / 2, (high - low) / 2, fmt="o", markersize=4, capsize=2,
+                                color=COLOURS[colour], label=colour)
             ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
             frame(ax, "", label)
+            put_names(ax, {name: (x, (low + high) / 2) for name, (x, low, high, _) in points.items()})
         axes[0, 0].set_ylabel("bits per byte over softmax (lower is better)")
-        axes[0, 1].legend(frameon=False, fontsize=8)
+        axes[0, 0].legend(frameon=False, fontsize=8)                    # all families: states have no share
+
+
+def put_names(ax, points):
+    """Write names beside their points {name: (x, y)}, where they cover no earlier name. Without room there is none."""
+    ax.figure.draw_without_rendering()          # the places of points become final
+    places, taken = ((4, 3), (4, -9), (-4, 3), (-4, -9)), []
+    for name, point in points.items():
+        for place in places:
+            text = ax.annotate(name, point, place, textcoords="offset points", fontsize=7,
+                               ha="left" if place[0] > 0 else "right")
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def draw_ladder(path, ladder):

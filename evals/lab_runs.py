@@ -6,7 +6,8 @@ of public weights. So it is trained only once, even if several commands use it. 
 
     lab, ..     15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
     history-..  the same with up to fifty times as many steps (ledger/later.py)
-    text, board-..  3 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
+    text, board-..  4 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
+    steps-.., ladder-.., words  the same with other numbers of steps, other widths, or books in tokens (evals/board.py)
     smollm2     at most an hour: a router beside the public weights of out/smollm2, T = 512, books in tokens
     gpu, ..     some two minutes on one H200: 8 layers, width 512, T = 512, books in bytes, Moby-Dick held out
 """
@@ -90,7 +91,7 @@ def train_flags(run, seed, out_dir, more=""):
     else:
         axes, flags = attention.recipe(recipe), f"--attn={recipe}"
         # the recipe's own positions replace the set-up's
-        if name.startswith(("text", "board", "steps", "ladder", "gpu")):
+        if name.startswith(("text", "board", "steps", "ladder", "words", "gpu")):
             flags += f" --pos={axes['pos']}" if "pos" in axes else ""
         else:
             flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens

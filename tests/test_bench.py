@@ -1,5 +1,4 @@
-"""eval.py bench: requests, a model's answers in batches of any size, scores against small independent forms, and the
-two ranks."""
+"""eval.py bench: requests, answers in batches of any size, scores against small independent forms, two ranks."""
 import json
 import math
 import statistics

@@ -1,22 +1,24 @@
 """eval.py board: rates, seeds, failures and rows that stay; what its tables say of rows that are known."""
 import json
+import re
 
 import numpy as np
 import pytest
-from conftest import run
+from conftest import ROOT, run
 
+from attention import ATTENTIONS
 from evals import board_page
-from evals.board import FIGURES, RATES
+from evals.board import FIGURES, Board, add_costs
 
 
 @pytest.mark.exhaustive
-def test_each_recipe_takes_its_best_rate_and_a_failed_run_is_a_row_with_its_reason(tmp_path, data):
+def test_each_recipe_takes_its_best_rate_and_a_failed_run_is_a_row_with_its_reason(tmp_path, data, monkeypatch):
     small = "--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 --eval_iters=1 --batch_size=4"
     text = run("eval.py", "board", "--attn=softmax,diff", "--seeds=2", "--also=steps-500,ladder-48", "--json",
                f"--out_dir={tmp_path}", f"--train_args={small} --dataset={data} --device=cpu").stdout
     lines, table = (tmp_path / "board.json").read_text().splitlines(), json.loads(text)["table"]
     rows = {(row["recipe"], row["setup"], row["seed"]): row for row in json.loads("".join(lines))}
-    trials = {rate: rows["softmax", f"board-{rate}", 1]["val"] for rate in RATES}
+    trials = {rate: rows["softmax", f"board-{rate}", 1]["val"] for rate in Board.rates.split(",")}
     best = min(trials, key=trials.get)
     found, place = rows["softmax", f"board-{best}", 2], tmp_path / f"softmax@board-{best}-2"
     assert len(lines) == len(rows) + 2 and all(isinstance(found[column], float) for column in FIGURES)
@@ -24,7 +26,10 @@ def test_each_recipe_takes_its_best_rate_and_a_failed_run_is_a_row_with_its_reas
     assert found["bits"] == table["softmax"]["bits"] == float(f"{loss:.6g}") and found["steps"] == 3
     assert {rows["softmax", setup, 2]["rate"] for setup in ("steps-500", "ladder-48")} == {best}
     assert rows["softmax", "cost", 0]["speed"] == 1 and rows["diff", "cost", 0]["kib"] > 0
-    assert "pairs heads" in rows["diff", f"board-{RATES[0]}", 2]["failed"] and "diff" not in table      # it needs two
+    assert "pairs heads" in rows["diff", "board-2e-3", 2]["failed"] and "diff" not in table      # it needs two
+    monkeypatch.setitem(ATTENTIONS, "nothing", {})                      # known here, unknown to the command
+    add_costs(["softmax", "nothing"], costs := {})                      # a recipe that fails stops no other
+    assert costs["softmax", "cost", 0]["kib"] > 0 and "unknown" in costs["nothing", "cost", 0]["failed"]
 
 
 def table_of(rows):
@@ -37,8 +42,7 @@ def law(flops):                                 # bits of a made-up softmax
 
 @pytest.fixture
 def rows():
-    """Softmax follows a law of compute. Elastic takes twice its time, and is as good as softmax after two times its
-    steps."""
+    """Softmax follows a law of compute. A step of elastic takes twice as long, and does as much as two of softmax."""
     found = {}
     for setup, parameters, steps in (("board-4e-3", 8, 1000), ("steps-500", 8, 500), ("steps-2000", 8, 2000),
                                      ("ladder-48", 1, 100), ("ladder-80", 3, 400)):
@@ -61,9 +65,22 @@ def test_differences_are_paired_by_seed_at_equal_tokens_and_at_equal_time(rows):
     assert board_page.softmax_after(2000, {1000: {0: 3}, 4000: {0: 2}}) == {0: 2.5}
     slower = rows | {("elastic", "cost", 0): {"speed": 0.4, "kib": None}}               # 2,500 steps: nobody knows
     assert table_of(slower)["elastic"]["equal time"] is None
-    elsewhere = {key: row | {"data_hash": "other"} if key[0] == "softmax" else row for key, row in rows.items()}
-    assert table_of(elsewhere)["elastic"]["over softmax"] is None                       # another text is no pair
+    elsewhere = {key: row | {"data_hash": "other"} if key[0] == "elastic" else row for key, row in rows.items()}
+    assert [*table_of(elsewhere)] == ["softmax"]                        # another text, another question
+    assert [*table_of({("gone", *key[1:]): row for key, row in rows.items()} | rows)] == ["elastic", "softmax"]
     assert [board_page.family(name, {}) for name in ("hybrid", "tda-0.3")] == ["a state", "two views"]
+
+
+def test_words_stand_beside_bytes_and_the_times_of_different_layers_add_up(rows):
+    words = {(name, "words", seed): {"bits": bits + seed, "rate": "4e-3"}
+             for name, bits in (("softmax", 1.5), ("elastic", 1.25)) for seed in (2, 3)}
+    found = board_page.words_of(board_page.by_seed(rows | words, lambda name: "4e-3"), table_of(rows))
+    assert [*found] == ["elastic", "softmax"] and found["elastic"]["over softmax"] == (-0.25, -0.25)
+    assert found["elastic"]["over softmax in bytes"] == table_of(rows)["elastic"]["over softmax"]
+    rows["gated_deltanet", "cost", 0] = {"setup": "cost", "seed": 0, "speed": 0.25, "kib": 16}
+    # three of its layers take four times as long as softmax's, one as long
+    assert board_page.cost_of("hybrid", rows) == pytest.approx({"speed": 4 / 13, "kib": 28})
+    assert board_page.cost_of("sink-x30", rows) == board_page.cost_of("rope+bias", rows) == {}
 
 
 def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
@@ -77,11 +94,13 @@ def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
 def test_the_page_sorts_by_the_middle_of_intervals_and_puts_missing_values_last(rows, tmp_path, monkeypatch, browser):
     for page in ("README.md", "docs/board.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
-        (tmp_path / page).write_text("<!-- the first rows of python eval.py board -->\n\n|old|\n\nend\n")
+        marks = re.findall("<!-- .* -->\n\n", (ROOT / page).read_text())
+        (tmp_path / page).write_text("end\n".join(f"{mark}|old|\n\n" for mark in marks) + "end\n")
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(board_page, "ROOT", tmp_path)
     full = {key: dict.fromkeys(board_page.MEANINGS, 0.5) | row if "bits" in row else row for key, row in rows.items()}
-    board_page.write_pages(table_of(full), board_page.ladder_of(board_page.by_seed(full, lambda name: "4e-3")))
+    runs = board_page.by_seed(full, lambda name: "4e-3")
+    board_page.write_pages(table_of(full), board_page.ladder_of(runs), board_page.words_of(runs, {}))
     readme = (tmp_path / "README.md").read_text()
     assert "old" not in readme and readme.index("`elastic`") < readme.index("`softmax`") < readme.index("end")
     browser.open(tmp_path / "docs/board.html")

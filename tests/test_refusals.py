@@ -444,13 +444,16 @@ SAYS = [                                        # (how a line begins, exit code,
     routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
     scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
     loss --out_dir={learned} --length=17 => its block_size=16 positions;
-    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>"""),
+    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>; board --also=x => choose from steps, .*words;
+    board --also=words --books=no => texts, and no is none; board --train_args=--n_layer=1 => a folder of their own;
+    board --rates=1 => choose from 3e-4"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
     ("data/text.py --tokenizer=bytes", INPUT, """--source={toy} --val tokenizer meta => holds out everything;
     --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=stdlib => is the name of a script;
     --source=missing => --source=missing does not exist; --source={toy} --fixed_at=6 --length=6 => in 0..5"""),
     ("data/text.py --source={toy} --out_dir=out", INPUT, """--tokenizer=nowhere => choose from bytes, gpt2;
-    --tokenizer=numbers => for symbols, not for text; --tokenizer=gpt2 --tokenizer_files=. => vocab.bpe is missing"""),
+    --tokenizer=numbers => for symbols, not for text; --tokenizer=gpt2 --tokenizer_files=. => vocab.bpe is missing;
+    --tokenizer=gpt2-256 => 257 to 50257 ids"""),
     ("data/backcopy.py --out_dir=out", INPUT, "--fixed_at=99 => in 0..64, or -1"),
     ("data/stdlib.py --source=. --out_dir=out", INPUT, "=> 0 Python files under .* are too few .*--source"),
     ("data/weights.py", FLAGS, "=> NAME.FOLDER.FILE"),
