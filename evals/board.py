@@ -1,13 +1,8 @@
 """The board: every recipe on the same text, with the same model and the same number of tokens.
 
-The base table has the byte model of the preset tiny, on the sources of Python's library. With one further seed, each
-recipe chooses its learning rate among three: a rule must not lose because softmax's rate is not its own. At that rate
-it is trained with the other seeds, and other commands measure these runs. `also` adds softmax with fewer and more
-steps, which tells what softmax reaches in the time that a slower recipe takes; the ladder: ten recipes in smaller and
-larger models, with tokens in proportion to parameters; and the ten best on another text, in words instead of bytes.
-
-Finished runs are rows of results/board.json, or of a file of your own. The command adds those that are missing, and
-can be stopped and repeated at any time. evals/board_page.py makes the tables, the pictures and the page for a browser.
+With a seed of its own, each recipe chooses its learning rate among three; with the other seeds it is trained at that
+rate, and other commands measure these runs. Finished runs are rows of results/board.json, or of a file of your own. The
+command adds those that are missing. docs/board.md says why, and evals/board_page.py makes its tables and pictures.
 """
 import json
 import math

@@ -32,6 +32,8 @@ README_COLUMNS = "bits", "over softmax", "sink", "sparsity", "speed"
 COLOURS = {"rows sum to 1": "#1f77b4", "rows of any sum": "#d62728", "a gate": "#2ca02c", "two views": "#9467bd",
            "a state": "#ff7f0e", "unknown": GREY}
 PLAIN = r"--(?:attn|layers)=(\S+)"
+NAME_PLACES = sorted(((x, y) for x in (5, -5, 20, -20, 40, -40) for y in range(-60, 61, 6)),
+                     key=lambda place: math.hypot(*place))              # of names in the picture, in points
 SIZES = {"ladder-48": "0.1M", "ladder-80": "0.3M", "board": "0.8M", "ladder-208": "2.1M"}       # {set-up: parameters}
 
 
@@ -236,16 +238,19 @@ def draw_board(path, table):
 
 
 def put_names(ax, points):
-    """Write names beside their points {name: (x, y)}, where they cover no earlier name. Without room there is none."""
+    """Write names beside their points {name: (x, y)} or, where they would cover something, further away with a line."""
     ax.figure.draw_without_rendering()          # the places of points become final
-    places, taken = ((4, 3), (4, -9), (-4, 3), (-4, -9)), []
+    markers, taken = ax.transData.transform([*points.values()]), []
     for name, point in points.items():
-        for place in places:
-            text = ax.annotate(name, point, place, textcoords="offset points", fontsize=7,
-                               ha="left" if place[0] > 0 else "right")
+        for place in NAME_PLACES:
+            text = ax.annotate(name, point, place, textcoords="offset points", fontsize=7, va="center",
+                               ha="left" if place[0] > 0 else "right",
+                               bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0})
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
+            if ax.bbox.count_contains(box.corners()) == 4 and not box.padded(4).count_contains(markers) and not any(
+                    map(box.overlaps, taken)):
                 taken.append(box)
+                ax.annotate("", point, place, textcoords="offset points", arrowprops={"arrowstyle": "-", "color": GREY})
                 break
             text.remove()
 

@@ -35,7 +35,7 @@ class Job(NamedTuple):
 def data_job(name, folders):
     """The job that makes a set-up's own data set."""
     folder = Path(folders.out_dir) / "data" / name
-    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=folders.books).split()), folder)
+    return Job(tuple(f"{SETUPS[name].data} --out_dir={folder}".format(books=Path(folders.books)).split()), folder)
 
 
 def train_job(run, seed, folders):
@@ -59,7 +59,8 @@ def all_jobs(jobs):
 
 
 def result_of(job):
-    """The numbers of a job: a run's report and best loss, a file's content, or {} of a data set. None: not done."""
+    """The numbers of a job: a run's report and best loss, a file's content, or {} of a data set. None: not done. Raises
+    ValueError if the data set is there, but of other texts."""
     if job.words[:1] == ("train.py",):
         meta = run_with(job.place, list(job.words[1:]))
         if "report" not in meta:
@@ -67,7 +68,12 @@ def result_of(job):
         # small models on few books overfit towards the end
         return meta["report"] | {"best": min(val_losses(job.place).values())}
     if job.words[0].startswith("data/"):
-        return {} if (job.place / "meta.json").exists() else None
+        if not (made := job.place / "meta.json").exists():
+            return None
+        source = files.read_json(made).get("source")
+        if any(word.startswith("--source=") and word != f"--source={source}" for word in job.words):
+            raise ValueError(f"{job.place} is made of {source}: give --books={source}, or a new folder with --out_dir")
+        return {}
     kept = files.read_json(job.place) if job.place.exists() else {}
     needed = [before.place / "meta.json" for before in job.after]
     done = isinstance(kept, dict) and kept.get("words") == list(job.words) and all(

@@ -254,6 +254,14 @@ def test_a_result_is_valid_until_its_run_or_its_words_change(tmp_path, elastic_r
     assert [*jobs.val_losses(elastic_run).values()] == [float(row[2]) for row in log_rows(elastic_run)[1:] if row[2]]
 
 
+def test_a_data_set_of_other_texts_is_refused(tmp_path):
+    job = jobs.data_job("words", jobs.Place(tmp_path, "novels/"))
+    files.write_json(job.place / "meta.json", {"source": "novels"})
+    assert jobs.result_of(job) == {}
+    with pytest.raises(ValueError, match="is made of novels"):
+        jobs.result_of(jobs.data_job("words", jobs.Place(tmp_path, "poems")))
+
+
 def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
     """Jobs are done by their depth, so that those of one depth can be done at the same time."""
     run, other, done = Job(("train.py",), "run"), Job(("eval.py",), "other"), []
