@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attention import recipe
 from common import files
-from common.flags import knob
+from common.flags import Knobs, knob
 from common.runs import ROOT, output_of
 from evals.board_page import TRIAL, by_seed, ladder_of, layers_of, table_of, text_of, words_of, write_pages
 from evals.instrument import recipe_names, whole_numbers
@@ -28,13 +28,14 @@ FIGURES = {                                     # {column: (a command of lab_run
     **{measure: ("board-probe", lambda found, measure=measure: found["lengths"][0][measure]) for measure in (
         "sink", "density", "sparsity", "empty_rows")},
     "dispersion": ("board-probe", lambda found: found["lengths"][1]["dispersion"]),
+    # in each layer, the largest channel: its number, its value, and this over the median
     "massive": ("board-probe", lambda found: max(place["channels"][0][2] for place in found["stream"]))}
 LOOKS = [name for name in COMMANDS if name.startswith("board-")]
 KEPT = "parameters", "seconds", "machine", "versions", "data_hash"         # of meta.json
 
 
 @dataclass
-class Board:
+class Board(Knobs):
     """Flags of board"""
     attn: str = knob("all", "recipes, also those of lab_runs.toml, separated by commas")
     seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
@@ -65,6 +66,8 @@ def command(args, run):
     file = Path(args.results or f"{args.out_dir}/board.json")
     others = {} if args.results or args.train_args else read_rows(ROOT / "results/board.json")
     rows = (read_rows(file) if file.exists() else {}) | others
+    if not rows and not args.seeds:
+        raise ValueError(f"--seeds= trains nothing, and {file} is not there")
 
     def best(name):                             # the learning rate with the lowest loss, among all that were tried
         return min(rates + RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
@@ -75,11 +78,14 @@ def command(args, run):
             f.write(f"[\n{lines}\n]\n")
 
     if seeds := whole_numbers(args.seeds, "seeds") if args.seeds else []:
+        if TRIAL in seeds:
+            raise ValueError(f"--seeds={args.seeds}: {TRIAL} only chooses the learning rate, so give others")
         add_costs(names, rows)                  # alone, before anything trains
         save()
         for runs in base_runs(names, seeds, rates, best):
             add_runs(runs, rows, best, args)
             save()
+            check_text(runs, rows)
         first = [name for name in table_of(by_seed(rows, best), rows) if name in names]
         for setup in further:
             add_runs(runs_of(setup, names, first, seeds), rows, best, args)
@@ -91,6 +97,17 @@ def command(args, run):
         write_pages(table, ladder, words)
     found = {"runs": [*rows.values()], "table": table, "ladder": ladder, "words": words}
     return found, text_of(table, ladder, words, rows)
+
+
+def check_text(runs, rows):
+    """Raise ValueError if one of these runs is on another text than all of softmax's."""
+    known = {row.get("data_hash") for (name, setup, _), row in rows.items()
+             if name == "softmax" and setup.startswith("board-")} - {None}
+    for name, setup, seed in runs:
+        text = rows[name, setup, seed].get("data_hash")
+        if known and text and text not in known:
+            raise ValueError(f"{name} is on another text than softmax: your Python has other sources. Train both on "
+                             f"them, with --attn=softmax,{name} --results=out/own.json")
 
 
 def read_rows(file):
@@ -154,9 +171,9 @@ def add_runs(runs, rows, best, args):
     add them to the rows. A figure is None if its command failed: some positions know no longer windows."""
     jobs, missing = {}, {}
     for (name, setup, seed), looks in runs.items():
-        row, own = rows.get((name, setup, seed), {}), setup.partition("board-")[2]  # only the base table has rates
-        rate = own or best(name)
-        flags = args.train_args if own else f"{args.train_args} --learning_rate={rate}"
+        row, its_rate = rows.get((name, setup, seed), {}), setup.partition("board-")[2]     # only in the base table
+        rate = its_rate or best(name)
+        flags = args.train_args if its_rate else f"{args.train_args} --learning_rate={rate}"
         found = {look: job_of(f"{name}@{setup}", look, seed, Place(args.out_dir, args.books, flags))
                  for look in ("", *looks)}
         again = "failed" in row and found[""].place.exists()            # its run is here, so only commands are repeated
@@ -169,10 +186,10 @@ def add_runs(runs, rows, best, args):
         reasons = [failed[job.place] for job in (*trained.after, trained, *found.values()) if job.place in failed]
         row |= {"failed": reasons[0]} if reasons else {}
         if (report := result_of(trained)) is None:
-            row |= {"failed": "not finished"} | row
+            row.setdefault("failed", "not finished")
             continue
         meta = files.read_json(trained.place / "meta.json")
-        row |= {"val": report["val"], "steps": meta["losses"]["step"]} | {name: meta[name] for name in KEPT}
+        row |= {"val": report["val"], "steps": meta["losses"]["step"]} | {key: meta[key] for key in KEPT}
         for column, (look, figure) in FIGURES.items():
             if look in found:
                 numbers = result_of(found[look])

@@ -19,15 +19,16 @@ from evals.pictures import GREY, figure_of, frame, save_page
 STEPS, TOKENS, TRIAL = 1000, 2048, 1            # of a run of the base table, of a step; the seed that chooses the rate
 MEANINGS = {                                    # {column: its meaning}
     "family": "its colour in the picture", "rate": "the best of three learning rates", "runs": "number of seeds",
-    "bits": "bits per byte of the validation split, in windows of 256",
+    "bits": "bits per byte of the validation split",
     "over softmax": "bits less softmax's of the same seed, 95 % interval",
     "equal time": "bits less those of softmax if it trains for as long as this recipe takes, 95 % interval",
-    "2x": "bits more per byte in windows of 512 than of 256", "4x": "bits more in windows of 1,024",
+    "2x": "bits more in windows twice as long as in training", "4x": "bits more in windows four times as long",
     "sink": MEASURES["sink"], "density": MEASURES["density"], "sparsity": MEASURES["sparsity"],
     "empty_rows": MEASURES["empty_rows"], "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
     "massive": "largest channel of the hidden state with the largest norm, over the median of all channels",
     "parameters": "of the model", "kib": "KiB that a new token reads of 4,096 others, in float32",
-    "speed": "training steps a second on one thread, relative to softmax"}
+    "speed": "training steps a second on one thread of a CPU, relative to softmax"}
+TITLES = {key: (printed(key), meaning) for key, meaning in MEANINGS.items()}
 README_COLUMNS = "bits", "over softmax", "sink", "sparsity", "speed"
 COLOURS = {"rows sum to 1": "#1f77b4", "rows of any sum": "#d62728", "a gate": "#2ca02c", "two views": "#9467bd",
            "a state": "#ff7f0e", "unknown": GREY}
@@ -61,6 +62,7 @@ def table_of(runs, rows):
                                   for (_, setup), group in runs.items() if setup.startswith("steps-")}
     for name in (name for name, setup in runs if setup == "board"):
         group, cost = runs[name, "board"], cost_of(name, rows)
+        group = {seed: run for seed, run in group.items() if seed in softmax} or group  # bits and differences agree
         columns = {key: [run.get(key) for run in group.values()] for key in MEANINGS}
         row = {key: None if None in values else fmean(values) for key, values in columns.items() if key != "rate"}
         equal = softmax_after(STEPS / cost["speed"], budgets) if cost else {}
@@ -122,24 +124,32 @@ def family(name, row):
 
 
 def ladder_of(runs):
-    """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "slope": interval}}: the slope of log bits
-    over log compute, a line for each seed that has all of these sizes. Compute is 6 x parameters x tokens."""
+    """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "slope": interval, "slope over softmax":
+    interval}}: slopes of log bits over log compute, which is 6 x parameters x tokens."""
     found = {}
     for name in dict.fromkeys(name for name, setup in runs if setup.startswith("ladder-")):
-        row, groups = dict.fromkeys((*SIZES.values(), "slope")), {}
+        row, groups, bases = dict.fromkeys((*SIZES.values(), "slope", "slope over softmax")), [], []
         for setup, size in SIZES.items():
             group, base = runs.get((name, setup), {}), runs.get(("softmax", setup), {})
             if seeds := group.keys() & base.keys():
-                groups[size] = group
+                groups.append(group)
+                bases.append(base)
                 row[size] = (6e-12 * TOKENS * fmean(group[seed]["parameters"] * group[seed]["steps"] for seed in seeds),
                              fmean(group[seed]["bits"] for seed in seeds),
                              fmean(group[seed]["bits"] - base[seed]["bits"] for seed in seeds))
-        flops = np.log([row[size][0] for size in groups])
-        slopes = [np.polyfit(flops, [math.log(group[seed]["bits"]) for group in groups.values()], 1)[0]
-                  for seed in set.intersection(*map(set, groups.values()))] if len(groups) > 1 else []
-        row["slope"] = interval(slopes) if len(slopes) > 1 else None
+        slopes, others = slopes_of(groups), slopes_of(bases)
+        row["slope"] = interval([*slopes.values()]) if len(slopes) > 1 else None
+        over = [slopes[seed] - others[seed] for seed in slopes.keys() & others.keys()]
+        row["slope over softmax"] = interval(over) if len(over) > 1 and name != "softmax" else None
         found |= {name: row} if groups else {}
     return found
+
+
+def slopes_of(groups):
+    """{seed: slope of log bits over log compute} of groups [{seed: run} of each size]; {} if there is only one size."""
+    return {seed: np.polyfit(*np.log([(group[seed]["parameters"] * group[seed]["steps"], group[seed]["bits"])
+                                      for group in groups]).T, 1)[0]
+            for seed in set.intersection(*map(set, groups))} if len(groups) > 1 else {}
 
 
 def words_of(runs, table):
@@ -168,17 +178,15 @@ def text_of(table, ladder, words, rows):
                 if "failed" in row]
     measured = dict.fromkeys(name for name, setup, seed in rows if setup.startswith("board-") and seed > TRIAL)
     if missing := [name for name in measured if name not in table]:
-        failures += [f"without a row: {', '.join(missing)}. Their runs failed, or are on another text than softmax's: "
-                     f"then repeat with --attn=softmax,{missing[0]} --results=out/own.json"]
+        failures += [f"without a row: {', '.join(missing)}. Their runs failed, or are on another text than softmax's"]
     more = [lines_of(part) for part in (sizes_of(ladder), words) if part]
-    meanings = legend({printed(key): meaning for key, meaning in MEANINGS.items()})
-    return "\n\n".join([lines_of(table), meanings, *more, *failures])
+    return "\n\n".join([lines_of(table), legend(dict(TITLES.values())), *more, *failures])
 
 
 def sizes_of(ladder):
     return {name: {f"{title}, {size}": row[size] and row[size][i]
                    for i, title in ((1, "bits"), (2, "over softmax")) for size in SIZES.values()}
-            | {"slope": row["slope"]} for name, row in ladder.items()}
+            | {key: row[key] for key in ("slope", "slope over softmax")} for name, row in ladder.items()}
 
 
 def lines_of(table, columns=None):
@@ -190,8 +198,10 @@ def lines_of(table, columns=None):
 def write_pages(table, ladder, words):
     """Write the tables into docs/board.md and README.md, below the comments that mark their places; draw the pictures,
     and make docs/board.html."""
-    first = {name: row for i, (name, row) in enumerate(table.items()) if i < 5 or name == "softmax"}
+    timed = [name for name, row in table.items() if row["speed"]]       # the others, such as no-conv, only miss a part
+    first = {name: table[name] for name in dict.fromkeys((*timed[:5], "softmax")) if name in table}
     put("docs/board.md", "the base table of python eval.py board", lines_of(table))
+    put("docs/board.md", "the columns of python eval.py board", markdown(TITLES.values(), ["column", "meaning"]))
     put("README.md", "the first rows of python eval.py board", lines_of(first, README_COLUMNS))
     for part, mark in (sizes_of(ladder), "ladder"), (words, "words"):
         if part:
@@ -199,9 +209,9 @@ def write_pages(table, ladder, words):
     draw_board(ROOT / "results/board.png", table)
     if ladder:
         draw_ladder(ROOT / "results/board-ladder.png", ladder)
-    titles = {"recipe": ("recipe", "the value of --attn")} | {key: (printed(key), MEANINGS[key]) for key in MEANINGS}
-    board = [{key: (fmean(value) if isinstance(value, tuple) else value, cell(value)) for key, value in (
-        {"recipe": name} | row).items()} for name, row in table.items()]
+    titles = {"recipe": ("recipe", "a value of --attn, or a name in evals/lab_runs.toml")} | TITLES
+    board = [{key: (float(value) if key == "rate" else fmean(value) if isinstance(value, tuple) else value, cell(value))
+              for key, value in ({"recipe": name} | row).items()} for name, row in table.items()]
     save_page(ROOT / "docs/board.html", {"board": board, "titles": titles})
 
 
@@ -234,7 +244,7 @@ def draw_board(path, table):
             frame(ax, "", label)
             put_names(ax, {name: (x, (low + high) / 2) for name, (x, low, high, _) in points.items()})
         axes[0, 0].set_ylabel("bits per byte over softmax (lower is better)")
-        axes[0, 0].legend(frameon=False, fontsize=8)                    # all families: states have no share
+        axes[0, 0].legend(frameon=False, fontsize=8)                    # all families: most states have no share
 
 
 def put_names(ax, points):

@@ -8,7 +8,7 @@ from conftest import ROOT, run
 
 from attention import ATTENTIONS
 from evals import board_page
-from evals.board import FIGURES, Board, add_costs
+from evals.board import FIGURES, Board, add_costs, check_text
 
 
 @pytest.mark.exhaustive
@@ -67,6 +67,11 @@ def test_differences_are_paired_by_seed_at_equal_tokens_and_at_equal_time(rows):
     assert table_of(slower)["elastic"]["equal time"] is None
     elsewhere = {key: row | {"data_hash": "other"} if key[0] == "elastic" else row for key, row in rows.items()}
     assert [*table_of(elsewhere)] == ["softmax"]                        # another text, another question
+    with pytest.raises(ValueError, match="elastic is on another text"):
+        check_text([("elastic", "board-4e-3", 2)], rows | {("softmax", "board-4e-3", 2): {"data_hash": "ours"},
+                                                           ("elastic", "board-4e-3", 2): {"data_hash": "other"}})
+    alone = {("elastic", "board-4e-3", 4): rows["elastic", "board-4e-3", 2] | {"bits": 9}}
+    assert table_of(rows | alone) == table  # softmax has no run of this seed
     assert [*table_of({("gone", *key[1:]): row for key, row in rows.items()} | rows)] == ["elastic", "softmax"]
     assert [board_page.family(name, {}) for name in ("hybrid", "tda-0.3")] == ["a state", "two views"]
 
@@ -87,6 +92,7 @@ def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
     exact = {key: row | {"bits": law(row["parameters"] * row["steps"])} for key, row in rows.items() if "steps" in row}
     ladder = board_page.ladder_of(board_page.by_seed(exact, lambda name: "4e-3"))
     assert ladder["softmax"]["slope"] == pytest.approx([-0.1, -0.1]) and ladder["softmax"]["2.1M"] is None
+    assert ladder["elastic"]["slope over softmax"] == pytest.approx([0, 0])
     compute, bits, over = ladder["elastic"]["0.3M"]
     assert (compute, bits, over) == pytest.approx((6e-12 * 3 * 400 * 2048, law(1200), 0))
 
