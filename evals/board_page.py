@@ -198,8 +198,9 @@ def lines_of(table, columns=None):
 def write_pages(table, ladder, words):
     """Write the tables into docs/board.md and README.md, below the comments that mark their places; draw the pictures,
     and make docs/board.html."""
-    timed = [name for name, row in table.items() if row["speed"]]       # the others, such as no-conv, only miss a part
-    first = {name: table[name] for name in dict.fromkeys((*timed[:5], "softmax")) if name in table}
+    # the best four that are no part of a recipe, as no-conv is: those have no speed
+    best = [name for name, row in table.items() if row["speed"] and name != "softmax"][:4]
+    first = {name: row for name, row in table.items() if name in (*best, "softmax")}
     put("docs/board.md", "the base table of python eval.py board", lines_of(table))
     put("docs/board.md", "the columns of python eval.py board", markdown(TITLES.values(), ["column", "meaning"]))
     put("README.md", "the first rows of python eval.py board", lines_of(first, README_COLUMNS))
