@@ -198,7 +198,7 @@ def lines_of(table, columns=None):
 def write_pages(table, ladder, words):
     """Write the tables into docs/board.md and README.md, below the comments that mark their places; draw the pictures,
     and make docs/board.html."""
-    # the best four that are no part of a recipe, as no-conv is: those have no speed
+    # the best four recipes; those of lab_runs.toml that lack a part, such as no-conv, have no speed
     best = [name for name, row in table.items() if row["speed"] and name != "softmax"][:4]
     first = {name: row for name, row in table.items() if name in (*best, "softmax")}
     put("docs/board.md", "the base table of python eval.py board", lines_of(table))
@@ -245,7 +245,7 @@ def draw_board(path, table):
             frame(ax, "", label)
             put_names(ax, {name: (x, (low + high) / 2) for name, (x, low, high, _) in points.items()})
         axes[0, 0].set_ylabel("bits per byte over softmax (lower is better)")
-        axes[0, 0].legend(frameon=False, fontsize=8)                    # all families: most states have no share
+        axes[0, 0].legend(frameon=False, fontsize=8)
 
 
 def put_names(ax, points):
