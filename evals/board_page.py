@@ -226,7 +226,7 @@ def put(page, mark, lines):
 
 def draw_board(path, table):
     """Draw bits over softmax against the speed of a step, and against the first token's share of a row's weights."""
-    with figure_of(path, [5.6], [6.4, 6.4], sharey=True) as axes:
+    with figure_of(path, [6.4], [6.4, 6.4], sharey=True, subplot_kw={"xmargin": 0.12}) as axes:   # for names
         axes[0, 0].set_yscale("symlog", linthresh=0.1)                  # most lie near 0, a few far above
         axes[0, 0].set_yticks((-0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2), "-0.2 -0.1 0 0.1 0.2 0.5 1 2".split())
         for ax, label, x_of in (
