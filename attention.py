@@ -353,7 +353,7 @@ def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
     # x = torch.relu(softplus(s) - t); dx = x**power / torch.exp(r) * (g - delta) * power / x
     phi, _, _ = softplus_weigh(s, r, t, power)
     dx = tl.exp2(lssar_lift(s, t, power) - r) * (g - delta) * power / (phi - t)
-    dx = tl.where(phi > tl.maximum(t * TIE, 1e-30), dx, 0.)
+    dx = tl.where(phi > tl.maximum(t * TIE, 1e-30), dx, 0.)     # the limit of lssar_lift; its -inf takes more registers
     # ds = dx * torch.sigmoid(s); dt = -dx.sum(-1)
     return dx * logistic(s), -dx
 
