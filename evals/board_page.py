@@ -240,7 +240,7 @@ def draw_board(path, table):
                 if group := [point[:3] for point in points.values() if point[3] == colour]:
                     x, low, high = np.transpose(group)
                     ax.errorbar(x, (low + high) / 2, (high - low) / 2, fmt="o", markersize=4, capsize=2,
-                                color=COLOURS[colour], label=colour)
+                                color=COLOURS[colour], ecolor=(COLOURS[colour], 0.4), label=colour)
             ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
             frame(ax, "", label)
             put_names(ax, {name: (x, (low + high) / 2) for name, (x, low, high, _) in points.items()})
