@@ -81,13 +81,13 @@ def paired_difference(group, others):
 
 
 def softmax_after(steps, budgets):
-    """{seed: softmax's bits after so many steps}, on a line over log steps between those of budgets {steps: {seed:
-    bits}}, for the seeds that have fewer steps and more."""
+    """{seed: softmax's bits after so many steps}, on the polynomial in log steps through budgets {steps: {seed: bits}},
+    for the seeds that have fewer steps and more."""
     found = {}
     for seed in set().union(*budgets.values()):
-        counts = sorted(count for count in budgets if seed in budgets[count])
+        counts, bits = zip(*sorted((count, runs[seed]) for count, runs in budgets.items() if seed in runs), strict=True)
         if counts[0] <= steps <= counts[-1]:
-            found[seed] = float(np.interp(math.log(steps), np.log(counts), [budgets[count][seed] for count in counts]))
+            found[seed] = float(np.polyval(np.polyfit(np.log(counts), bits, len(counts) - 1), math.log(steps)))
     return found
 
 
@@ -232,7 +232,7 @@ def draw_board(path, table):
         for ax, label, x_of in (
                 (axes[0, 0], "speed of a training step (softmax: 1)", lambda row: row["speed"]),
                 (axes[0, 1], "first token's share of what a row spends",
-                 lambda row: row["sink"] and row["sink"] / (row["sink"] + row["density"]))):
+                 lambda row: row["sink"] / (row["sink"] + row["density"]) if (row["sink"] or -1) > 0 else None)):
             points = {name: (x_of(row), *np.reshape(row["over softmax"] or (0, 0), 2), row["family"])
                       for name, row in sorted(table.items(), key=lambda item: item[0] != "softmax")
                       if x_of(row) is not None and (row["over softmax"] or name == "softmax")}
@@ -259,7 +259,7 @@ def put_names(ax, points):
                                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0})
             box = text.get_window_extent()
             if ax.bbox.count_contains(box.corners()) == 4 and not box.padded(4).count_contains(markers) and not any(
-                    map(box.overlaps, taken)):
+                    map(box.padded(2).overlaps, taken)):
                 taken.append(box)
                 ax.annotate("", point, place, textcoords="offset points", arrowprops={"arrowstyle": "-", "color": GREY})
                 break
