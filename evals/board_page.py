@@ -82,7 +82,7 @@ def paired_difference(group, others):
 
 def softmax_after(steps, budgets):
     """{seed: softmax's bits after so many steps}, on the polynomial in log steps through budgets {steps: {seed: bits}},
-    for the seeds that have fewer steps and more."""
+    for the seeds whose budgets enclose them."""
     found = {}
     for seed in set().union(*budgets.values()):
         counts, bits = zip(*sorted((count, runs[seed]) for count, runs in budgets.items() if seed in runs), strict=True)
