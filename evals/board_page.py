@@ -231,8 +231,8 @@ def draw_board(path, table):
         axes[0, 0].set_yticks((-0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2), "-0.2 -0.1 0 0.1 0.2 0.5 1 2".split())
         for ax, label, x_of in (
                 (axes[0, 0], "speed of a training step (softmax: 1)", lambda row: row["speed"]),
-                (axes[0, 1], "first token's share of what a row spends",
-                 lambda row: row["sink"] / (row["sink"] + row["density"]) if (row["sink"] or -1) > 0 else None)):
+                (axes[0, 1], "first token's share of what a row spends", lambda row:
+                 None if (row["sink"] or 0) < 0 else row["sink"] and row["sink"] / (row["sink"] + row["density"]))):
             points = {name: (x_of(row), *np.reshape(row["over softmax"] or (0, 0), 2), row["family"])
                       for name, row in sorted(table.items(), key=lambda item: item[0] != "softmax")
                       if x_of(row) is not None and (row["over softmax"] or name == "softmax")}
