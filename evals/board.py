@@ -69,8 +69,9 @@ def command(args, run):
     if not rows and not args.seeds:
         raise ValueError(f"--seeds= trains nothing, and {file} is not there")
 
-    def best(name):                             # the learning rate with the lowest loss, among all that were tried
-        return min(rates + RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
+    def best(name, setup=""):                   # the learning rate with the lowest loss among those that were tried
+        rate = min(rates + RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
+        return RATES[max(0, RATES.index(rate) - 1)] if setup.endswith("-lower") else rate
 
     def save():
         lines = ",\n".join(json.dumps(row) for key, row in rows.items() if others.get(key) != row)   # one line a run
@@ -172,7 +173,7 @@ def add_runs(runs, rows, best, args):
     jobs, missing = {}, {}
     for (name, setup, seed), looks in runs.items():
         row, its_rate = rows.get((name, setup, seed), {}), setup.partition("board-")[2]     # only in the base table
-        rate = its_rate or best(name)
+        rate = its_rate or best(name, setup)
         flags = args.train_args if its_rate else f"{args.train_args} --learning_rate={rate}"
         found = {look: job_of(f"{name}@{setup}", look, seed, Place(args.out_dir, args.books, flags))
                  for look in ("", *looks)}

@@ -36,15 +36,16 @@ PLAIN = r"--(?:attn|layers)=(\S+)"
 NAME_PLACES = sorted(((x, y) for x in (5, -5, 20, -20, 40, -40) for y in range(-60, 61, 6)),
                      key=lambda place: math.hypot(*place))              # of names in the picture, in points
 SIZES = {"ladder-48": "0.1M", "ladder-80": "0.3M", "board": "0.8M", "ladder-208": "2.1M"}       # {set-up: parameters}
+LAST = "rate", "slope", "slope over softmax"
 
 
 def by_seed(rows, best):
     """The runs of rows {(recipe, set-up, seed): row} to compare, as {(recipe, set-up): {seed: row}}: those with the
-    learning rate best(recipe), of recipes that still exist, on the text of most of softmax's. "board" is the base
-    table's set-up."""
+    learning rate best(recipe, set-up), of recipes that still exist, on the text of most of softmax's. "board" is the
+    base table's set-up."""
     found, texts = {}, {}
     for (name, setup, seed), row in rows.items():
-        if row.get("bits") is not None and seed != TRIAL and row.get("rate") == best(name) and (
+        if row.get("bits") is not None and seed != TRIAL and row.get("rate") == best(name, setup) and (
                 name in ATTENTIONS or name in RECIPES):
             setup = "board" if setup.startswith("board-") else setup
             found.setdefault((name, setup), {})[seed] = row
@@ -124,16 +125,20 @@ def family(name, row):
 
 
 def ladder_of(runs):
-    """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "slope": interval, "slope over softmax":
-    interval}}: slopes of log bits over log compute, which is 6 x parameters x tokens."""
+    """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "rate": that of the largest size, "slope":
+    interval, "slope over softmax": interval}}: slopes of log bits over log compute, which is 6 x parameters x tokens.
+    Of two learning rates at a size, the one with fewer bits counts, if it has as many seeds."""
     found = {}
     for name in dict.fromkeys(name for name, setup in runs if setup.startswith("ladder-")):
-        row, groups, bases = dict.fromkeys((*SIZES.values(), "slope", "slope over softmax")), [], []
+        row, groups, bases = dict.fromkeys((*SIZES.values(), *LAST)), [], []
         for setup, size in SIZES.items():
-            group, base = runs.get((name, setup), {}), runs.get(("softmax", setup), {})
+            group, base = (min((runs.get((recipe, its), {}) for its in (setup, f"{setup}-lower")),
+                               key=lambda group: (-len(group), sum(run["bits"] for run in group.values())))
+                           for recipe in (name, "softmax"))
             if seeds := group.keys() & base.keys():
                 groups.append(group)
                 bases.append(base)
+                row["rate"] = next(iter(group.values()))["rate"]
                 row[size] = (6e-12 * TOKENS * fmean(group[seed]["parameters"] * group[seed]["steps"] for seed in seeds),
                              fmean(group[seed]["bits"] for seed in seeds),
                              fmean(group[seed]["bits"] - base[seed]["bits"] for seed in seeds))
@@ -186,7 +191,7 @@ def text_of(table, ladder, words, rows):
 def sizes_of(ladder):
     return {name: {f"{title}, {size}": row[size] and row[size][i]
                    for i, title in ((1, "bits"), (2, "over softmax")) for size in SIZES.values()}
-            | {key: row[key] for key in ("slope", "slope over softmax")} for name, row in ladder.items()}
+            | {key: row[key] for key in LAST} for name, row in ladder.items()}
 
 
 def lines_of(table, columns=None):
