@@ -40,8 +40,8 @@ class Board(Knobs):
     attn: str = knob("all", "recipes, also those of lab_runs.toml, separated by commas")
     seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
     rates: str = knob("2e-3,4e-3,8e-3", "learning rates to try, separated by commas")
-    also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder, words (the ten "
-                                     "best of these recipes on --books); empty: none")
+    also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder, words "
+                                     "(softmax and the ten best of these recipes, on --books); empty: none")
     books: str = knob("books", "folder with text files for words, one of them moby-dick")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
@@ -69,7 +69,7 @@ def command(args, run):
     if not rows and not args.seeds:
         raise ValueError(f"--seeds= trains nothing, and {file} is not there")
 
-    def best(name, setup=""):                   # the learning rate with the lowest loss among those that were tried
+    def best(name, setup=""):                   # the rate with the lowest loss among those tried; for -lower, the next
         rate = min(rates + RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
         return RATES[max(0, RATES.index(rate) - 1)] if setup.endswith("-lower") else rate
 
@@ -139,7 +139,7 @@ def runs_of(setup, names, first, seeds):
     if setup.startswith("ladder"):
         recipes, seeds = [name for name in LADDER if name in names], seeds[:2]
     elif setup == "words":                      # with softmax, to which the others are compared
-        recipes = dict.fromkeys(["softmax", *first[:10]])
+        recipes = ["softmax", *[name for name in first if name != "softmax"][:10]]
     return {(name, setup, seed): ["board-loss"] for seed in seeds for name in recipes}
 
 

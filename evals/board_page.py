@@ -36,7 +36,7 @@ PLAIN = r"--(?:attn|layers)=(\S+)"
 NAME_PLACES = sorted(((x, y) for x in (5, -5, 20, -20, 40, -40) for y in range(-60, 61, 6)),
                      key=lambda place: math.hypot(*place))              # of names in the picture, in points
 SIZES = {"ladder-48": "0.1M", "ladder-80": "0.3M", "board": "0.8M", "ladder-208": "2.1M"}       # {set-up: parameters}
-LAST = "rate", "slope", "slope over softmax"
+LADDER_COLUMNS = "rate", "slope", "slope over softmax"
 
 
 def by_seed(rows, best):
@@ -127,14 +127,16 @@ def family(name, row):
 def ladder_of(runs):
     """{recipe: {size: (compute in TFLOP, bits, bits over softmax) or None, "rate": that of the largest size, "slope":
     interval, "slope over softmax": interval}}: slopes of log bits over log compute, which is 6 x parameters x tokens.
-    Of two learning rates at a size, the one with fewer bits counts, if it has as many seeds."""
+    If a size has two learning rates, both with the same seeds of the recipe and softmax, the better of each counts."""
     found = {}
     for name in dict.fromkeys(name for name, setup in runs if setup.startswith("ladder-")):
-        row, groups, bases = dict.fromkeys((*SIZES.values(), *LAST)), [], []
+        row, groups, bases = dict.fromkeys((*SIZES.values(), *LADDER_COLUMNS)), [], []
         for setup, size in SIZES.items():
-            group, base = (min((runs.get((recipe, its), {}) for its in (setup, f"{setup}-lower")),
-                               key=lambda group: (-len(group), sum(run["bits"] for run in group.values())))
-                           for recipe in (name, "softmax"))
+            pairs = [[runs.get((recipe, place), {}) for place in (setup, f"{setup}-lower")]
+                     for recipe in (name, "softmax")]
+            both = all(group.keys() == lower.keys() for group, lower in pairs)
+            group, base = (min(pair[:1 + both], key=lambda group: sum(run["bits"] for run in group.values()))
+                           for pair in pairs)
             if seeds := group.keys() & base.keys():
                 groups.append(group)
                 bases.append(base)
@@ -191,7 +193,7 @@ def text_of(table, ladder, words, rows):
 def sizes_of(ladder):
     return {name: {f"{title}, {size}": row[size] and row[size][i]
                    for i, title in ((1, "bits"), (2, "over softmax")) for size in SIZES.values()}
-            | {key: row[key] for key in LAST} for name, row in ladder.items()}
+            | {key: row[key] for key in LADDER_COLUMNS} for name, row in ladder.items()}
 
 
 def lines_of(table, columns=None):

@@ -8,7 +8,7 @@ from conftest import ROOT, run
 
 from attention import ATTENTIONS
 from evals import board_page
-from evals.board import FIGURES, Board, add_costs, check_text
+from evals.board import FIGURES, Board, add_costs, check_text, runs_of
 
 
 @pytest.mark.exhaustive
@@ -96,11 +96,18 @@ def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
     assert ladder["elastic"]["slope over softmax"] == pytest.approx([0, 0])
     compute, bits, over = ladder["elastic"]["0.3M"]
     assert (compute, bits, over) == pytest.approx((6e-12 * 3 * 400 * 2048, law(1200), 0))
-    row = rows["elastic", "ladder-80", 2] | {"bits": 0.5}
-    lower = {("elastic", "ladder-80-lower", seed): row for seed in (2, 3)}
-    for group in lower, dict([*lower.items()][:1]):                     # a rate counts if it has as many seeds
-        ladder = board_page.ladder_of(board_page.by_seed(exact | group, lambda name, setup: "4e-3"))
-        assert (ladder["elastic"]["0.3M"][1] == 0.5) == (group is lower) and ladder["elastic"]["rate"] == "4e-3"
+    small = {key: row for key, row in exact.items() if key[1].startswith("ladder-")}
+    lower = {(name, "ladder-80-lower", seed): rows[name, "ladder-80", seed] | {"bits": bits, "rate": "2e-3"}
+             for seed in (2, 3) for name, bits in (("softmax", 9), ("elastic", 0.5))}
+    for group, bits, rate in (lower, 0.5, "2e-3"), (dict([*lower.items()][:-1]), law(1200), "4e-3"):    # all or nothing
+        row = board_page.ladder_of(board_page.by_seed(small | group, lambda name, setup: (
+            "2e-3" if setup.endswith("-lower") else "4e-3")))["elastic"]
+        assert row["0.3M"][1:] == pytest.approx((bits, bits - law(1200))) and row["rate"] == rate
+
+
+def test_words_are_for_softmax_and_ten_others():
+    names = [*"abc", "softmax", *"defghijkl"]
+    assert [name for name, _, _ in runs_of("words", names, names, [2])] == ["softmax", *"abcdefghij"]
 
 
 def test_the_page_sorts_by_the_middle_of_intervals_and_puts_missing_values_last(rows, tmp_path, monkeypatch, browser):

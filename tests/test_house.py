@@ -56,10 +56,10 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 20,883 together, without the tests. A change that needs more says so here: the
-# board, with its page, took 430 of evals and 125 of tests; GPT-2's ids, 9 of data; roundings in kernels, 28 of tests
+# lines of code that each room may have: 20,886 together, without the tests. A change that needs more says so here: the
+# board, with its page, took 433 of evals and 132 of tests; GPT-2's ids, 9 of data; roundings in kernels, 28 of tests
 CEILINGS = {"": 3271, "axes": 1149, "mixers": 2386, "training": 584, "common": 1152, "data": 1564, "pretrained": 901,
-            "evals": 9876, "tests": 9668}
+            "evals": 9879, "tests": 9675}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
