@@ -25,7 +25,7 @@ MEANINGS = {                                    # {column: its meaning}
     "2x": "bits more in windows twice as long as in training", "4x": "bits more in windows four times as long",
     "sink": MEASURES["sink"], "density": MEASURES["density"], "sparsity": MEASURES["sparsity"],
     "empty_rows": MEASURES["empty_rows"], "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
-    "massive": "largest channel of the hidden state with the largest norm, over the median of all channels",
+    "massive": "largest channel of the hidden state with the largest norm, over the median channel; largest of layers",
     "parameters": "of the model", "kib": "KiB that a new token reads of 4,096 others, in float32",
     "speed": "training steps a second on one thread of a CPU, relative to softmax"}
 TITLES = {key: (printed(key), meaning) for key, meaning in MEANINGS.items()}
@@ -214,7 +214,7 @@ def write_pages(table, ladder, words):
     for part, mark in (sizes_of(ladder), "ladder"), (words, "words"):
         if part:
             put("docs/board.md", f"the {mark} of python eval.py board", lines_of(part))
-    draw_board(ROOT / "results/board.png", table)
+    draw_board(table)
     if ladder:
         draw_ladder(ROOT / "results/board-ladder.png", ladder)
     titles = {"recipe": ("recipe", "a value of --attn, or a name in evals/lab_runs.toml")} | TITLES
@@ -231,28 +231,27 @@ def put(page, mark, lines):
         f.write(f"{before}<!-- {mark} -->\n\n{lines}\n\n" + re.sub(r"^(?:[|].*\n)*\n*", "", rest))
 
 
-def draw_board(path, table):
+def draw_board(table):
     """Draw bits over softmax against the speed of a step, and against the first token's share of a row's weights."""
-    with figure_of(path, [6.4], [6.4, 6.4], sharey=True, subplot_kw={"xmargin": 0.12}) as axes:   # for names
-        axes[0, 0].set_yscale("symlog", linthresh=0.1)                  # most lie near 0, a few far above
-        axes[0, 0].set_yticks((-0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2), "-0.2 -0.1 0 0.1 0.2 0.5 1 2".split())
-        for ax, label, x_of in (
-                (axes[0, 0], "speed of a training step (softmax: 1)", lambda row: row["speed"]),
-                (axes[0, 1], "first token's share of what a row spends", lambda row:
-                 None if (row["sink"] or 0) < 0 else row["sink"] and row["sink"] / (row["sink"] + row["density"]))):
-            points = {name: (x_of(row), *np.reshape(row["over softmax"] or (0, 0), 2), row["family"])
-                      for name, row in sorted(table.items(), key=lambda item: item[0] != "softmax")
-                      if x_of(row) is not None and (row["over softmax"] or name == "softmax")}
+    for picture, label, x_of in (
+            ("board.png", "speed of a training step (softmax: 1)", lambda row: row["speed"]),
+            ("board-sink.png", "first token's share of what a row spends", lambda row:
+             None if (row["sink"] or 0) < 0 else row["sink"] and row["sink"] / (row["sink"] + row["density"]))):
+        points = {name: (x_of(row), *np.reshape(row["over softmax"] or (0, 0), 2), row["family"])
+                  for name, row in sorted(table.items(), key=lambda item: item[0] != "softmax")
+                  if x_of(row) is not None and (row["over softmax"] or name == "softmax")}
+        with figure_of(ROOT / "results" / picture, [6.4], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):  # for names
+            ax.set_yscale("symlog", linthresh=0.1)                      # most lie near 0, a few far above
+            ax.set_yticks((-0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2), "-0.2 -0.1 0 0.1 0.2 0.5 1 2".split())
             for colour in COLOURS:
                 if group := [point[:3] for point in points.values() if point[3] == colour]:
                     x, low, high = np.transpose(group)
-                    ax.errorbar(x, (low + high) / 2, (high - low) / 2, fmt="o", markersize=4, capsize=2,
-                                color=COLOURS[colour], ecolor=(COLOURS[colour], 0.4), label=colour)
+                    ax.errorbar(x, (low + high) / 2, (high - low) / 2, fmt="o", markersize=4, color=COLOURS[colour],
+                                ecolor=(COLOURS[colour], 0.4), label=colour)
             ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
-            frame(ax, "", label)
+            frame(ax, "", label, "bits per byte over softmax (lower is better)")
             put_names(ax, {name: (x, (low + high) / 2) for name, (x, low, high, _) in points.items()})
-        axes[0, 0].set_ylabel("bits per byte over softmax (lower is better)")
-        axes[0, 0].legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize=8)
 
 
 def put_names(ax, points):
@@ -262,6 +261,7 @@ def put_names(ax, points):
     for name, point in points.items():
         for place in NAME_PLACES:
             text = ax.annotate(name, point, place, textcoords="offset points", fontsize=7, va="center",
+                               weight="bold" if name == "softmax" else "normal",
                                ha="left" if place[0] > 0 else "right",
                                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0})
             box = text.get_window_extent()
