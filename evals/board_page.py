@@ -25,7 +25,7 @@ MEANINGS = {                                    # {column: its meaning}
     "2x": "bits more in windows twice as long as in training", "4x": "bits more in windows four times as long",
     "sink": MEASURES["sink"], "density": MEASURES["density"], "sparsity": MEASURES["sparsity"],
     "empty_rows": MEASURES["empty_rows"], "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
-    "massive": "largest channel of the hidden state with the largest norm, over the median channel; largest of layers",
+    "massive": "largest channel of the hidden state with the largest norm, over the median, in windows of 1,024",
     "parameters": "of the model", "kib": "KiB that a new token reads of 4,096 others, in float32",
     "speed": "training steps a second on one thread of a CPU, relative to softmax"}
 TITLES = {key: (printed(key), meaning) for key, meaning in MEANINGS.items()}
@@ -240,7 +240,7 @@ def draw_board(table):
         points = {name: (x_of(row), *np.reshape(row["over softmax"] or (0, 0), 2), row["family"])
                   for name, row in sorted(table.items(), key=lambda item: item[0] != "softmax")
                   if x_of(row) is not None and (row["over softmax"] or name == "softmax")}
-        with figure_of(ROOT / "results" / picture, [6.4], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):  # for names
+        with figure_of(ROOT / "results" / picture, [6.4], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):   # for names
             ax.set_yscale("symlog", linthresh=0.1)                      # most lie near 0, a few far above
             ax.set_yticks((-0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2), "-0.2 -0.1 0 0.1 0.2 0.5 1 2".split())
             for colour in COLOURS:
@@ -266,7 +266,7 @@ def put_names(ax, points):
                                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0})
             box = text.get_window_extent()
             if ax.bbox.count_contains(box.corners()) == 4 and not box.padded(4).count_contains(markers) and not any(
-                    map(box.padded(2).overlaps, taken)):
+                    map(box.padded(4).overlaps, taken)):
                 taken.append(box)
                 ax.annotate("", point, place, textcoords="offset points", arrowprops={"arrowstyle": "-", "color": GREY})
                 break
