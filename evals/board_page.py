@@ -261,8 +261,7 @@ def put_names(ax, points):
     for name, point in points.items():
         for place in NAME_PLACES:
             text = ax.annotate(name, point, place, textcoords="offset points", fontsize=7, va="center",
-                               weight="bold" if name == "softmax" else "normal",
-                               ha="left" if place[0] > 0 else "right",
+                               weight="bold" if name == "softmax" else "normal", ha="left" if place[0] > 0 else "right",
                                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0})
             box = text.get_window_extent()
             if ax.bbox.count_contains(box.corners()) == 4 and not box.padded(4).count_contains(markers) and not any(
