@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import common  # noqa: F401                     it must come before torch
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
