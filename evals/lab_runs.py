@@ -63,18 +63,18 @@ def folder_of(run, seed, out_dir):
 
 def train_flags(run, seed, out_dir, more=""):
     """The flags of train.py that make a run, and `more`, a string. Raises ValueError if there is no such recipe."""
-    recipe, _, name = run.partition("@")
+    recipe, _, setup = run.partition("@")
     if recipe in RECIPES:
         flags = RECIPES[recipe]
     else:
         axes, flags = attention.recipe(recipe), f"--attn={recipe}"
         # the recipe's own positions replace the set-up's
-        if name:
+        if setup not in ("", "lab"):
             flags += f" --pos={axes['pos']}" if "pos" in axes else ""
         else:
             flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens
             flags += " --n_head=2" * (axes.get("diff") == "v1")         # it pairs heads, and the lab has one head
             # with its own beta of 1 hardly any key passes the threshold at first, so q and k would get no gradient
             flags += " --attn_args=beta_init=0.1" * (axes["rule"] == "tra")
-    fixed = SETUPS[name or "lab"].flags.format(data=Path(out_dir) / "data")
+    fixed = SETUPS[setup or "lab"].flags.format(data=Path(out_dir) / "data")
     return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()
