@@ -16,8 +16,8 @@ from typing import NamedTuple
 from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
-    bench, board, claims, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
-    routers, sample, scrolls, show, speed)
+    bench, board, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
+    routers, sample, scrolls, show, speed, theory)
 from evals.instrument import (
     Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, recipe_names, runs_named)
 
@@ -50,7 +50,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
 OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None instead
     "lab": Command(lab.Lab, lab.command),
     "board": Command(board.Board, board.command),
-    "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
+    "theory": Command(theory.Theory, theory.command),
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
     "curve": Command(curve.Curve, curve.command, curve.draw, page=curve.page),

@@ -49,14 +49,9 @@ def value_zeroed(chosen, place=0, to_itself=True):
 
 def output_zeroed(chosen):
     """Attention in which the chosen heads output 0, after any norm and gate."""
-    return output_fixed(chosen, torch.zeros(*chosen.shape, 1))
-
-
-def output_fixed(chosen, fixed):
-    """Attention in which the chosen heads output the same for each token, of fixed (layers, heads, E)."""
     def change(attend, layer, module, *inputs):
         o = attend(*inputs)                     # (B, heads, T, E)
-        return torch.where(chosen[layer].to(o.device)[:, None, None], fixed[layer].to(o)[:, None], o)
+        return o.masked_fill(chosen[layer].to(o.device)[:, None, None], 0.0)
     return change
 
 

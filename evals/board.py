@@ -15,9 +15,8 @@ from common.flags import Knobs, knob
 from common.runs import ROOT, output_of
 from evals.board_page import TRIAL, by_seed, ladder_of, layers_of, table_of, text_of, words_of, write_pages
 from evals.instrument import recipe_names, whole_numbers
-from evals.jobs import Place, all_jobs, do_all, result_of
+from evals.jobs import Place, all_jobs, do_all, look_job, result_of, train_job
 from evals.lab_runs import COMMANDS, RECIPES, SEEDS, SETUPS, TIMED
-from evals.ledger.experiments import job_of
 
 RATES = [setup.removeprefix("board-") for setup in SETUPS if setup.startswith("board-")]
 LADDER = "softmax", "gated", "elastic", "lazy", "softpick", "sigmoid", "entmax", "tda", "gated_deltanet", "hybrid"
@@ -30,7 +29,6 @@ FIGURES = {                                     # {column: (a command of lab_run
     "dispersion": ("board-probe", lambda found: found["lengths"][1]["dispersion"]),
     # in each layer, the largest channel: its number, its value, and this over the median
     "massive": ("board-probe", lambda found: max(place["channels"][0][2] for place in found["stream"]))}
-LOOKS = [name for name in COMMANDS if name.startswith("board-")]
 KEPT = "parameters", "seconds", "machine", "versions", "data_hash"         # of meta.json
 
 
@@ -130,7 +128,7 @@ def base_runs(names, seeds, rates, best):
     the commands that look at it}."""
     for pair in (names[i:i + 2] for i in range(0, len(names), 2)):
         yield {(name, f"board-{rate}", TRIAL): () for name in pair for rate in rates}
-        yield {(name, f"board-{best(name)}", seed): LOOKS for seed in seeds for name in pair}
+        yield {(name, f"board-{best(name)}", seed): COMMANDS for seed in seeds for name in pair}
 
 
 def runs_of(setup, names, first, seeds):
@@ -175,8 +173,8 @@ def add_runs(runs, rows, best, args):
         row, its_rate = rows.get((name, setup, seed), {}), setup.partition("board-")[2]     # only in the base table
         rate = its_rate or best(name, setup)
         flags = args.train_args if its_rate else f"{args.train_args} --learning_rate={rate}"
-        found = {look: job_of(f"{name}@{setup}", look, seed, Place(args.out_dir, args.books, flags))
-                 for look in ("", *looks)}
+        run, place = f"{name}@{setup}", Place(args.out_dir, args.books, flags)
+        found = {"": train_job(run, seed, place)} | {look: look_job(look, run, seed, place) for look in looks}
         again = "failed" in row and found[""].place.exists()            # its run is here, so only commands are repeated
         if again or row.get("bits" if looks else "val") is None or row["rate"] != rate:
             jobs[name, setup, seed], missing[name, setup, seed] = found, rate

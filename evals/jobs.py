@@ -1,10 +1,8 @@
-"""One runner for the lab, its sweeps and the ledger: data sets, runs (lab_runs.py) and measurements of them, as jobs.
+"""One runner for the lab, its sweeps and the board: data sets, runs (lab_runs.py) and measurements of them, as jobs.
 Each job is done once."""
-import csv
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +12,7 @@ from tqdm import tqdm
 
 from common import files
 from common.runs import flags_to_finish, output_of, run_with
-from evals.lab_runs import OUT_DIR, PUBLIC, SETUPS, base_of, folder_of, train_flags
+from evals.lab_runs import COMMANDS, OUT_DIR, SETUPS, folder_of, train_flags
 
 
 class Place(NamedTuple):
@@ -26,10 +24,9 @@ class Place(NamedTuple):
 
 class Job(NamedTuple):
     """Something to do once."""
-    words: tuple[str, ...]                      # a command from its script on, or the name and arguments of a function
+    words: tuple[str, ...]                      # a command from its script on
     place: Path                                 # the folder of a run or a data set, or the file with the numbers
     after: tuple = ()                           # jobs that must be done before
-    function: Callable | None = None
 
 
 def data_job(name, folders):
@@ -39,15 +36,18 @@ def data_job(name, folders):
 
 
 def train_job(run, seed, folders):
-    """The job that trains RECIPE or RECIPE@SETUP. Public weights need no training, so their job has no words."""
-    if run in PUBLIC:
-        return Job((), folder_of(run, seed, folders.out_dir))
-    setup, base = run.partition("@")[2] or "lab", base_of(run)
+    """The job that trains RECIPE or RECIPE@SETUP."""
+    setup = run.partition("@")[2] or "lab"
     after = (data_job(setup, folders),) if SETUPS[setup].data else ()
-    if base:
-        after += (train_job(base, seed, folders),)
     words = "train.py", *train_flags(run, seed, folders.out_dir, folders.train_args)
     return Job(words, folder_of(run, seed, folders.out_dir), after)
+
+
+def look_job(look, run, seed, folders):
+    """The job that looks at this run by a command of COMMANDS."""
+    trained = train_job(run, seed, folders)
+    words = "eval.py", *COMMANDS[look].split(), f"--out_dir={trained.place}", "--json"
+    return Job(words, Path(folders.out_dir) / "found" / f"{trained.place.name}-{look}.json", (trained,))
 
 
 def all_jobs(jobs):
@@ -55,18 +55,15 @@ def all_jobs(jobs):
     found = {}
     for job in jobs:
         found |= dict.fromkeys([*all_jobs(job.after), job])
-    return [job for job in found if job.words]
+    return list(found)
 
 
 def result_of(job):
-    """The numbers of a job: a run's report and best loss, a file's content, or {} of a data set. None: not done. Raises
-    ValueError if the data set is there, but of other texts."""
-    if job.words[:1] == ("train.py",):
+    """The numbers of a job: a run's report, a file's content, or {} of a data set. None: not done. Raises ValueError if
+    the data set is there, but of other texts."""
+    if job.words[0] == "train.py":
         meta = run_with(job.place, list(job.words[1:]))
-        if "report" not in meta:
-            return None
-        # small models on few books overfit towards the end
-        return meta["report"] | {"best": min(val_losses(job.place).values())}
+        return meta.get("report")
     if job.words[0].startswith("data/"):
         if not (made := job.place / "meta.json").exists():
             return None
@@ -79,12 +76,6 @@ def result_of(job):
     done = isinstance(kept, dict) and kept.get("words") == list(job.words) and all(
         path.exists() and path.stat().st_mtime <= job.place.stat().st_mtime for path in needed)
     return kept["found"] if done else None
-
-
-def val_losses(folder):
-    """{step: validation loss} of a run's log."""
-    with open(folder / "log.csv", newline="") as f:
-        return {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(f) if row["val_loss"]}
 
 
 def do_all(jobs, workers=0):
@@ -114,18 +105,12 @@ def do_all(jobs, workers=0):
 
 
 def do(job):
-    """Do a job, in a separate process if it is a command. Raises ValueError if it fails."""
+    """Do a job in a separate process. Raises ValueError if it fails."""
     name, *rest = job.words
     for before in job.after:
         if not (before.place / "meta.json").exists():
-            raise ValueError(f"{before.place} is not there: its own job failed, see above. Public weights come from "
-                             f"python data/weights.py {before.place.name}")
-    if job.function:
-        found = job.function(*(int(word) if word.isdigit() else word for word in rest))
-    else:
-        threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}         # two jobs at a time
-        output = output_of(name, *(flags_to_finish(job.place, rest) if name == "train.py" else rest), **threads)
-        if name != "eval.py":
-            return
-        found = json.loads(output)
-    files.write_json(job.place, {"words": job.words, "found": found})
+            raise ValueError(f"{before.place} is not there: its own job failed, see above")
+    threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}             # two jobs at a time
+    output = output_of(name, *(flags_to_finish(job.place, rest) if name == "train.py" else rest), **threads)
+    if name == "eval.py":
+        files.write_json(job.place, {"words": job.words, "found": json.loads(output)})

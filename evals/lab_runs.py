@@ -1,18 +1,14 @@
-"""The runs that the lab, its sweeps and the ledger share: lab_runs.toml has their names, and the flags of train.py that
+"""The runs that the lab, its sweeps and the board share: lab_runs.toml has their names, and the flags of train.py that
 make them.
 
-A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED, or that
-of public weights. So it is trained only once, even if several commands use it. One run takes
+A run is named RECIPE, or RECIPE@SETUP outside the plain lab. With a seed it has one folder, OUT_DIR/NAME-SEED. So it is
+trained only once, even if several commands use it. One run takes
 
-    lab, ..     15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
-    history-..  the same with up to fifty times as many steps (ledger/later.py)
-    text, board-..  4 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
+    lab         15 to 25 s on one core: Bigram-Backcopy, one layer, one head (evals/lab.py)
+    board-..    4 minutes on one core: 4 layers, width 128, T = 256, the sources of Python's library in bytes
     steps-.., ladder-.., words  the same with other numbers of steps, other widths, or books in tokens (evals/board.py)
-    smollm2     at most an hour: a router beside the public weights of out/smollm2, T = 512, books in tokens
-    gpu, ..     some two minutes on one H200: 8 layers, width 512, T = 512, books in bytes, Moby-Dick held out
 """
 import re
-import string
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -24,13 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SEEDS = "2,3,4"                                 # of the lab, its sweeps and the ledger, so that they share runs
+SEEDS = "2,3,4"                                 # of the lab, its sweeps and the board
 OUT_DIR = "out/lab"
-PUBLIC = {name: f"out/{name}" for name in ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-
-
-def read_toml(path):
-    return tomllib.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def expanded(text):
@@ -42,10 +33,9 @@ def expanded(text):
 
 
 def table_of(rows):
-    """{name: text} of a table of lab_runs.toml, with its braces expanded and its parts filled in."""
+    """{name: text} of a table of lab_runs.toml, with its braces expanded."""
     lines = (line for name, text in rows.items() for line in expanded(f"{name}\n{text}"))
-    return {name: " ".join(string.Template(text).safe_substitute(FILE["parts"]).split())
-            for name, _, text in (line.partition("\n") for line in lines)}
+    return {name: " ".join(text.split()) for name, _, text in (line.partition("\n") for line in lines)}
 
 
 def fields(text):
@@ -56,11 +46,9 @@ class Setup(NamedTuple):
     """A way to train every recipe. {data} and {books} become folders."""
     flags: str                                  # of train.py, before the recipe's own
     data: str = ""                              # the script that makes {data}/NAME, if the set-up has its own data set
-    cost: str = "lab"                           # of a run, a class of ledger.claim.COSTS
-    steps: str = "1000"                         # {steps} of RECIPES: of a router beside a frozen model
 
 
-FILE = read_toml(Path(__file__).with_suffix(".toml"))
+FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 RECIPES, COMMANDS, TIMED = (table_of(FILE[name]) for name in ("recipes", "commands", "timed"))
 SETUPS = {name: Setup(*fields(text)) for name, text in table_of(FILE["setups"]).items()}
 # our run, and the paper's figures: Sink* of the extra key and Sink_1 in percent, loss in nats a token
@@ -70,33 +58,23 @@ SWEEPS = {name: {what: (run, *(None if figure == "-" else float(figure) for figu
 
 
 def folder_of(run, seed, out_dir):
-    return Path(PUBLIC.get(run, f"{out_dir}/{run}-{seed}"))
-
-
-def base_of(run):
-    """The run that this one starts from, of the same set-up, or the set-up's public weights; None if there is none."""
-    recipe, at, setup = run.partition("@")
-    found = re.search(r"--init_from=(\S+)", RECIPES.get(recipe, ""))
-    return found and (setup if setup in PUBLIC else found[1] + at + setup)
+    return Path(out_dir) / f"{run}-{seed}"
 
 
 def train_flags(run, seed, out_dir, more=""):
     """The flags of train.py that make a run, and `more`, a string. Raises ValueError if there is no such recipe."""
-    recipe, _, name = run.partition("@")
-    setup, base = SETUPS[name or "lab"], base_of(run)
+    recipe, _, setup = run.partition("@")
     if recipe in RECIPES:
-        flags = RECIPES[recipe].format(steps=setup.steps)
-        if base:                                # RECIPES has its name, train.py needs its folder
-            flags = re.sub(r"--init_from=\S+", f"--init_from={folder_of(base, seed, out_dir)}", flags)
+        flags = RECIPES[recipe]
     else:
         axes, flags = attention.recipe(recipe), f"--attn={recipe}"
         # the recipe's own positions replace the set-up's
-        if name.startswith(("text", "board", "steps", "ladder", "words", "gpu")):
+        if setup not in ("", "lab"):
             flags += f" --pos={axes['pos']}" if "pos" in axes else ""
         else:
             flags += " --window=16" * ("window" in axes)                # shorter than the lab's 64 tokens
             flags += " --n_head=2" * (axes.get("diff") == "v1")         # it pairs heads, and the lab has one head
             # with its own beta of 1 hardly any key passes the threshold at first, so q and k would get no gradient
             flags += " --attn_args=beta_init=0.1" * (axes["rule"] == "tra")
-    fixed = setup.flags.format(data=Path(out_dir) / "data")
+    fixed = SETUPS[setup or "lab"].flags.format(data=Path(out_dir) / "data")
     return f"{fixed} --seed={seed} --out_dir={folder_of(run, seed, out_dir)} {flags} {more}".split()

@@ -33,10 +33,6 @@ def figure_of(path, heights, widths, **how):
         len(heights), len(widths), squeeze=False, figsize=(sum(widths), sum(heights)), height_ratios=heights,
         width_ratios=widths, layout="constrained", **how)
     yield axes
-    save_figure(figure, path)
-
-
-def save_figure(figure, path):
     with files.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)
     pyplot().close(figure)

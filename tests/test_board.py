@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from bounds import below
 from conftest import ROOT, run
 
 from attention import ATTENTIONS
@@ -86,7 +87,7 @@ def test_words_stand_beside_bytes_and_the_times_of_different_layers_add_up(rows)
     rows["gated_deltanet", "cost", 0] = {"setup": "cost", "seed": 0, "speed": 0.25, "kib": 16}
     # three of its layers take four times as long as softmax's, one as long
     assert board_page.cost_of("hybrid", rows) == pytest.approx({"speed": 4 / 13, "kib": 28})
-    assert board_page.cost_of("sink-x30", rows) == board_page.cost_of("rope+bias", rows) == {}
+    assert board_page.cost_of("t5-index", rows) == board_page.cost_of("t5", rows) == {}
 
 
 def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
@@ -103,6 +104,12 @@ def test_the_ladder_finds_the_exponent_of_a_power_law(rows):
         row = board_page.ladder_of(board_page.by_seed(small | group, lambda name, setup: (
             "2e-3" if setup.endswith("-lower") else "4e-3")))["elastic"]
         assert row["0.3M"][1:] == pytest.approx((bits, bits - law(1200))) and row["rate"] == rate
+
+
+def test_students_t_is_that_of_the_tables():
+    for degrees, t in ((1, 12.70620), (2, 4.30265), (9, 2.26216), (30, 2.04227)):
+        below(abs(board_page.quantile(degrees) - t), 2e-5)
+    assert board_page.interval([3, 5]) == pytest.approx((4 - 12.70620, 4 + 12.70620), rel=1e-5)
 
 
 def test_words_are_for_softmax_and_ten_others():

@@ -434,7 +434,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;
     scrolls --out_dir=x => give --source; loss => which run. give --out_dir;
-    claims --run=lab,x => no claim 'x'.*--run also takes lab; maps --out_dir=x --text=' ' => --text is empty;
+    theory --seed=-1 => must be at least 0; maps --out_dir=x --text=' ' => --text is empty;
     heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
     ("eval.py", INPUT, """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
     loss --out_dir={run} --attn=softmax => does not fit.*tau; probe --out_dir={symbols_run} --input=bos => no separator;
