@@ -53,7 +53,7 @@ OF_THEIR_OWN = {                                # eval.py opens no run for these
     "theory": Command(theory.Theory, theory.command),
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
-    "curve": Command(curve.Curve, curve.command, curve.draw, page=curve.page),
+    "curve": Command(curve.Curve, curve.command, curve.draw),
     "show": Command(show.Show, show.command),
 }
 COMMANDS = OF_A_RUN | OF_THEIR_OWN

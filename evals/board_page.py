@@ -1,4 +1,4 @@
-"""What the rows of evals/board.py say: its tables, its pictures, and its page for a browser.
+"""What the rows of evals/board.py say: its tables and its pictures.
 
 A table is {recipe: {column: a number, the ends [low, high] of a 95 % interval, or None}}, the fewest bits first."""
 import math
@@ -14,7 +14,7 @@ from common.runs import ROOT
 from evals.instrument import legend, markdown
 from evals.lab_runs import RECIPES
 from evals.measures import MEASURES, printed
-from evals.pictures import GREY, figure_of, frame, save_page
+from evals.pictures import GREY, figure_of, frame
 
 STEPS, TOKENS, TRIAL = 1000, 2048, 1            # of a run of the base table, of a step; the seed that chooses the rate
 MEANINGS = {                                    # {column: its meaning}
@@ -218,8 +218,8 @@ def lines_of(table, columns=None):
 
 
 def write_pages(table, ladder, words):
-    """Write the tables into docs/board.md and README.md, below the comments that mark their places; draw the pictures,
-    and make docs/board.html."""
+    """Write the tables into docs/board.md and README.md, below the comments that mark their places, and draw the
+    pictures."""
     # the best four recipes; those of lab_runs.toml that lack a part, such as no-conv, have no speed
     best = [name for name, row in table.items() if row["speed"] and name != "softmax"][:4]
     first = {name: row for name, row in table.items() if name in (*best, "softmax")}
@@ -232,10 +232,6 @@ def write_pages(table, ladder, words):
     draw_board(table)
     if ladder:
         draw_ladder(ROOT / "results/board-ladder.png", ladder)
-    titles = {"recipe": ("recipe", "a value of --attn, or a name in evals/lab_runs.toml")} | TITLES
-    board = [{key: (float(value) if key == "rate" else fmean(value) if isinstance(value, tuple) else value, cell(value))
-              for key, value in ({"recipe": name} | row).items()} for name, row in table.items()]
-    save_page(ROOT / "docs/board.html", {"board": board, "titles": titles})
 
 
 def put(page, mark, lines):

@@ -2,9 +2,11 @@
 
 These are Lazy Attention's figure 7 and Threshold Differential Attention's figure 2. A row is a query, a column a key,
 and the colour is the attention weight: red above 0, blue below if weights are signed, yellow for an exact zero. --html
-writes a page for a browser with every head: evals/page.html, with these numbers in it.
+writes a page for a browser with every head: evals/heads.html, with these numbers in it.
 """
 import base64
+import json
+import os
 import zlib
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,11 +16,12 @@ import numpy as np
 import torch
 
 from axes.sight import visible
+from common import files
 from common.flags import Knobs, knob
 from evals.ablate import costs, output_zeroed
 from evals.instrument import table, watch, whole_numbers
 from evals.measures import MEASURES, Probe
-from evals.pictures import figure_of, pyplot, save_page
+from evals.pictures import figure_of, pyplot
 from evals.sample import as_ids
 from evals.stream import watching
 
@@ -192,40 +195,40 @@ def in_words(numbers):
             + table(rows, ["", *header]))
 
 
-# the page stores a whole number up to this, and a sign: 11 bits for the square root of each weight, to keep it small.
-# If the largest weight is 1, the error is at most 0.001. Sums and entropies of rows, and norms, have 16 bits
-LEVELS = {"weights": 1023, "sums": 32767, "entropies": 32767, "value_norms": 32767}
-
-
 def page(path, found):
-    """Write the page: a tab for each run, with the data that evals/page.html reads."""
+    """Write evals/heads.html with a tab for each run: its numbers, as JSON, in the element "data".
+
+    The page is one file and needs no network. It links to docs/ if it is inside the repository."""
+    names = "about", "queries", "keys", "first", "measures", "hidden_measures"
     tabs = []
     for place, numbers in found.items():
-        w = torch.tensor([[one[kind] for one in numbers["maps"]] for kind in ("weights", "hidden")],
-                         dtype=torch.float64)   # (2, maps, T, keys)
-        tokens = w[..., numbers["first"]:]
-        share = tokens.abs() / tokens.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-        parts = {"weights": w, "sums": tokens.sum(-1), "entropies": torch.special.entr(share).sum(-1),  # as in measures
-                 "value_norms": torch.tensor(numbers["value_norms"])}
-        most = {name: max(values.abs().max().item(), 1e-30) for name, values in parts.items()}
-        parts = {name: values / most[name] for name, values in parts.items()}
-        parts["weights"] = parts["weights"].abs().sqrt() * w.sign()     # small weights are as exact as their colours
-        tabs.append({"name": place.removeprefix("out/"), "most": most,
-                     "meanings": {name: MEASURES.get(name, COST) for name in numbers["measures"]},
-                     "packed": {name: packed(values, LEVELS[name]) for name, values in parts.items()},
-                     "stream": [[float(f"{norm:.4g}") for norm in norms] for norms in numbers["stream"]],
-                     **{name: numbers[name] for name in (
-                         "about", "queries", "keys", "first", "measures", "hidden_measures")}})
-    save_page(path, {"levels": LEVELS, "runs": tabs})
+        weights = [[one[kind] for one in numbers["maps"]] for kind in ("weights", "hidden")]
+        tabs.append({name: numbers[name] for name in names} | {
+            "name": place.removeprefix("out/"),
+            "meanings": {name: MEASURES.get(name, COST) for name in numbers["measures"]},
+            "weights": packed(weights),         # of the shape (2, maps, T, keys)
+            "value_norms": packed(numbers["value_norms"]),
+            "stream": [[float(f"{norm:.4g}") for norm in norms] for norms in numbers["stream"]]})
+    data = {"runs": tabs}
+    here, root = Path(path).resolve().parent, Path(__file__).resolve().parents[1]
+    if here.is_relative_to(root):
+        data["docs"] = Path(os.path.relpath(root / "docs", here)).as_posix()
+    # "<" must not end the element. JSON has no nan, and the browser would refuse it
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    template = Path(__file__).with_name("heads.html").read_text(encoding="utf-8")
+    with files.replacing(path, "w") as f:
+        f.write(template.replace("DATA", text.replace("<", "\\u003c"), 1))
 
 
-def packed(values, levels):
-    """Values from -1 to 1 as text: the size of each in `levels` steps, the sign in the bit above; all high bytes, then
-    all low ones; deflated; base64. Only an exact zero becomes 0."""
-    values = np.asarray(values)
-    codes = np.maximum(np.round(np.abs(values) * levels), values != 0) + (levels + 1) * (values < 0)
-    planes = codes.astype(">u2").reshape(-1, 1).view(np.uint8).T.tobytes()
-    return base64.b64encode(zlib.compress(planes, 9)).decode()
+def packed(values):
+    """Values of any shape as [the largest size, text]. The text is base64 of deflated int16: 32767
+    times the square root of a value's share of the largest, with its sign. Small weights keep three
+    digits, and only an exact zero becomes 0."""
+    values = np.asarray(values, float)
+    most = max(np.abs(values).max(), 1e-30)
+    codes = np.round(np.sqrt(np.abs(values) / most) * 32767)
+    codes = np.sign(values) * np.maximum(codes, values != 0)
+    return [most, base64.b64encode(zlib.compress(codes.astype("<i2").tobytes(), 9)).decode()]
 
 
 def draw(path, found):

@@ -1,7 +1,5 @@
-"""Drawing functions that the instruments share: a figure, a heat map, a panel of lines, colours, and saving a page."""
+"""Drawing functions that the instruments share: a figure, a heat map, a panel of lines, and colours."""
 import contextlib
-import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +34,6 @@ def figure_of(path, heights, widths, **how):
     with files.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)
     pyplot().close(figure)
-
-
-def save_page(path, data):
-    """Write a page for a browser: evals/page.html, with data as JSON in its element "data". The page is one file and
-    needs no network. It links to docs/ if it is inside the repository."""
-    here, root = Path(path).resolve().parent, Path(__file__).resolve().parents[1]
-    if here.is_relative_to(root):
-        data = data | {"docs": Path(os.path.relpath(root / "docs", here)).as_posix()}
-    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    # "<" must not end the element. JSON has no nan, and the browser would refuse it
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    with files.replacing(path, "w") as f:
-        f.write(page.replace("DATA", text, 1))
 
 
 def draw_rows(path, rows):

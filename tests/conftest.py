@@ -378,12 +378,3 @@ def meta(out_dir):
 def tiny_config(**choices):
     from model import GPTConfig
     return GPTConfig(**{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices)
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory):
-    """A headless browser; without one the test is skipped."""
-    from browser import Browser
-    found = Browser(tmp_path_factory.mktemp("browser"))
-    yield found
-    found.driver.quit()

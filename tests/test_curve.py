@@ -1,21 +1,25 @@
-"""eval.py curve: the weights of one row are those of the recipe's formula, also on its page in a real browser."""
+"""eval.py curve: the weights of one row are those of the recipe's formula, also in docs/rules.html."""
 import json
 import math
+import random
 import re
+import shutil
+import subprocess
 
+import bounds
 import pytest
 import torch
 from bounds import close
-from conftest import ROOT, by_default
+from browser import on_page
+from conftest import ROOT
 
 import attention
 import eval as eval_script
-from evals import curve, mathml
+from axes import rows
 from model import GPTConfig
 
-NEAR = 1e-3                                     # what the page promises
+PAGE = ROOT / "docs/rules.html"
 SHOWN = [name for name in attention.ATTENTIONS if name in (*attention.RULES, "sink", "tda")]
-SCORES = ([0.7] * 12, [4.0] + [-1.0] * 9, [-6.0, 6.0], [-3.5, -3, -2.5, -5], [3 * math.sin(5 * i) for i in range(64)])
 
 
 def test_weights_equal_the_formulas_of_the_scores_and_every_recipe_without_a_mixer_is_drawn(tmp_path, capsys):
@@ -38,133 +42,92 @@ def test_weights_equal_the_formulas_of_the_scores_and_every_recipe_without_a_mix
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "rules.html"
-    eval_script.main(["curve", f"--html={path}"])
-    return path
+def in_node(expression):
+    """The value of a JavaScript expression that may use the rules of docs/rules.html."""
+    node = shutil.which("node") or pytest.skip("needs node: apt-get install nodejs")
+    script = re.search(r'<script id="rules">(.*?)</script>', PAGE.read_text(encoding="utf-8"), re.S)[1]
+    script += f"\nconsole.log(JSON.stringify({expression}))"
+    found = subprocess.run([node, "-"], input=script, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    return json.loads(found.stdout)
 
 
-def weights_on(browser, name, scores, constants):
-    """What the page gives these scores: {"weights": [..], "outside": a number}."""
-    return browser.run("const [name, scores, given] = arguments, i = page.rules.findIndex(r => r.name === name)\n"
-                       "return weightsOf(page.rules[i].program, scores, {...state.constants[i], ...given})",
-                       name, scores, constants)
+def recipe_weights(name, s, given):
+    """The weights that a recipe gives to scores s (T,), and after them that of an extra key. given:
+    {slider: value} for learned scalars, --attn_args, the row input t, and a second view."""
+    if "mix" in given:
+        constants = {key: given[key] for key in ("beta", "kappa", "power")}
+        first, second = (recipe_weights("tra", c * s, constants) for c in (1, given["second"]))
+        return first - given["mix"] * second
+    rule = attention.RULES[attention.recipe(name)["rule"]]
+    args = ",".join(f"{key}={value}" for key, value in given.items() if key in rule.args)
+    layer = attention.Attention(GPTConfig(
+        n_head=1, n_embd=64, block_size=64, attn=name, kernel="torch", attn_args=args), 0).double()
+    learned = {key: s.new_tensor([value]) for key, value in given.items() if hasattr(layer, key)}
+    layer.load_state_dict(learned, strict=False)
+    n, s, scale = s.new_full((1,), len(s)), s.view(1, 1, 1, -1), layer.choices["scale"].factor
+    if layer.config.qk_norm == "l2":            # then the page's scores are 6 times cosines
+        s = s / 6 * layer.sight.scale
+    if scale:
+        s = s * scale(layer, n)
+    t = rule.row_input(layer, n) if rule.row_input else None
+    if "t" in given:
+        t = s.new_tensor(given["t"])
+    power = {"power": rule.power(layer.args)} if rule.power else {}
+    seen = torch.ones_like(s, dtype=torch.bool)
+    w = rule.weights(s, seen, t, **power)
+    share = rows.share_of_keys(layer, s, rule.statistic and rule.statistic(s, seen, w), n)
+    if share is None:
+        return w.flatten()
+    return torch.cat([w * share, 1 - share] if layer.has_extra_key else [w * share], -1).flatten()
 
 
-@pytest.mark.parametrize("name, args, constants", [
-    *(by_default(name == "softmax", name, "", {}) for name in SHOWN if name != "tda"),
-    ("elastic", "tau_init=-0.5", {"tau": -0.5})], ids=str)
+@pytest.mark.parametrize("name", SHOWN)
 @torch.no_grad()
-def test_weights_are_those_of_the_recipe(name, args, constants, page, browser):
-    browser.open(page)
-    config = GPTConfig(n_head=1, n_embd=64, block_size=64, attn=name, kernel="torch", attn_args=args)
-    layer = attention.Attention(config, 0).double()
-    for scores in SCORES:
-        found = weights_on(browser, name, scores, constants)
-        w, s = (torch.tensor(values, dtype=torch.float64) for values in (found["weights"], scores))
-        n = s.new_full((1,), len(s))
-        if config.qk_norm == "l2":              # cosines; lssar's are multiplied by log d log n
-            s = s / 6 * (math.log(64) * math.log(len(s)) if name == "lssar" else 1)
-        t = layer.rule.row_input(layer, n) if layer.rule.row_input else None
-        expected = layer.rule.weights(s, s.isfinite(), t if t is None else t.flatten())
-        if name == "sink":                      # an extra key of score 0
-            expected, (outside,) = torch.cat([s, s.new_zeros(1)]).softmax(0).split([len(s), 1])
-            assert found["outside"] == pytest.approx(outside.item(), abs=NEAR)
-        expected = expected / len(s) if name == "relu" else expected
-        assert w.tolist() == pytest.approx(expected.tolist(), abs=NEAR)
+def test_each_rule_of_the_page_computes_the_weights_of_its_recipe(name):
+    """At the sliders' start and at two other places of each."""
+    dice, sliders = random.Random(bounds.SEED), in_node(f"RULES.{name}.sliders ?? {{}}")
+    drawn = [[dice.uniform(-most, most) for _ in range(n)] for n, most in ((5, 0.1), (24, 3), (64, 6))]
+    cases = []
+    for scores in ([0.7] * 12, [4.0] + [-1.0] * 9, [-6.0, 6.0], [-3.5, -3, -2.5, -5], *drawn):
+        cases.append((scores, {key: start for key, (start, *_) in sliders.items()}))
+        for _ in range(2):
+            given = {key: dice.uniform(*ends) for key, (_, *ends, _, _, _) in sliders.items()}
+            cases.append((scores, given))
+    found = in_node(f"{json.dumps(cases)}.map(([s, given]) => RULES.{name}.weights(s, given))")
+    for (scores, given), w in zip(cases, found, strict=True):
+        w, s = (torch.tensor(values, dtype=torch.float64) for values in (w, scores))
+        expected = recipe_weights(name, s, given)
+        # lssar's factor log(d) is stored in float32
+        dtype = torch.float32 if name == "lssar" else torch.float64
+        close(w, expected, size=expected.abs().max().clamp(min=1), dtype=dtype)
         # zeros are exact, but a weight within rounding of 0 may be 0 in one of the two
         assert (((w == 0) == (expected == 0)) | (w.abs().maximum(expected.abs()) < 1e-12)).all()
 
 
-def test_the_second_view_of_tda_is_subtracted(page, browser):
-    browser.open(page)
-    scores = [6.0, 3.0, -3.0, 0.0]
-    t = math.sqrt(2 * math.log(4) / 64)
-    a, b = ([max(c * s / 6 - t, 0) ** 2 for s in scores] for c in (1, -0.5))
-    found = weights_on(browser, "tda", scores, {"mix": 0.3, "second": -0.5})["weights"]
-    assert found == pytest.approx([x - 0.3 * y for x, y in zip(a, b, strict=True)], abs=1e-6) and min(found) < 0
+def test_the_page_has_every_rule_and_its_links_lead_somewhere():
+    text = PAGE.read_text(encoding="utf-8")
+    assert re.findall(r"^  (\w+): \{\n    weights:", text, re.M) == SHOWN
+    assert all((PAGE.parent / link).exists() for link in re.findall(r'href="([^":$]+)"', text))
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_the_page_traces_what_the_layer_computes(name):
-    """Without a browser: row_weights, which the page repeats, equals the layer's own path from queries and keys."""
-    scores = torch.linspace(-curve.HIGH, curve.HIGH, 9)
-    layer = attention.Attention(GPTConfig(n_head=1, n_embd=64, block_size=9, attn=name, kernel="torch"), 0)
-    with torch.no_grad():
-        w, outside = curve.row_weights(layer, scores.view(1, 1, 1, -1), torch.ones(1, 1, 1, 9, dtype=torch.bool),
-                                       torch.tensor([9.0]))
-    expected, extra = curve.row_of(name, scores)                        # of tda the first view
-    close(w.flatten(), torch.tensor(expected, dtype=torch.float64), terms=64)
-    assert outside.item() == pytest.approx(extra, abs=1e-6)
-
-
-def test_keys_bars_and_sliders_change_the_numbers(page, browser):
+@pytest.mark.parametrize("width", (400, 1600))
+def test_keys_bars_and_sliders_change_the_numbers(width):
     """What a visitor does changes the numbers that the page says of a rule."""
-    def said(rule):
-        text = browser.text(f"article[aria-label={rule}] .numbers")
-        return {name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)", text)}
-
-    browser.open(page)
-    browser.run("set({ scores: arguments[0] })", [2.0, 0.5, 0.0, -1.0])
-    p = torch.tensor([2.0, 0.5, 0.0, -1.0]).double().softmax(0)
-    assert said("softmax")["entropy"] == pytest.approx(-(p * p.log()).sum().item(), abs=NEAR)
-    browser.run("document.querySelector('#scores :nth-child(4)').focus()")
-    browser.press("up", "up", "down")
-    assert browser.run("return state.scores[3]") == pytest.approx(-0.8)
-    browser.run("document.querySelector('[aria-label=\"elastic tau\"]').focus()")
-    browser.press("home")                        # τ = -1: nothing is cut off
-    assert said("elastic")["sum"] == pytest.approx(2, abs=NEAR) and browser.errors() == []
-
-
-@pytest.mark.parametrize("width", (420, 800, 1400))
-def test_sums_are_on_one_axis_and_a_drag_selects_no_text(width, page, browser):
-    browser.open(page, width=width, height=800)
-    browser.run("setKeys(24, 'even')")
-
-    def heights(name):
-        """Of the largest bar of a weight and of the bar of the sum, in pixels."""
-        return browser.run("return [...document.querySelectorAll(`[aria-label=${arguments[0]}] .bars`)].map("
-                           "bars => Math.max(...[...bars.children].map(bar => bar.offsetHeight)))", name)
-
-    assert heights("softmax")[0] <= 6 and heights("softmax")[1] == heights("entmax")[1] >= 85
-    assert heights("elastic")[1] <= 1           # an even row of elastic spends nothing
-    assert browser.run("return document.documentElement.scrollWidth") == width
-    browser.run("scrollTo(0, 2000)")
-    assert browser.run("return document.elementFromPoint(30, 20).closest('#scores, #top') !== null")
-    assert width > 600 or browser.run("return document.querySelector('#scores').offsetHeight") <= 80
-    browser.drag("#scores", (-100, -10), (100, 30))
-    assert min(browser.run("return state.scores")) < -2 and browser.run("return String(getSelection())") == ""
-    assert browser.text("#said").startswith("Score of key") and browser.errors() == []
-
-
-@pytest.mark.parametrize("name", ("rules", "sinks"))
-def test_the_page_in_docs_is_the_present_one_and_its_links_lead_somewhere(name):
-    template, text = ((ROOT / path).read_text(encoding="utf-8") for path in ("evals/page.html", f"docs/{name}.html"))
-    before, after = template.split("DATA", 1)
-    assert text.startswith(before) and text.endswith(after) and '"docs":"."' in text
-    assert all((ROOT / "docs" / link).exists() for link in re.findall(r'data-page="(.*?)"', text))
-
-
-@pytest.mark.parametrize("text, drawn", [
-    ("w_i = x^2", "<msub><mi>w</mi><mrow><mi>i</mi></mrow></msub><mo>=</mo><msup><mi>x</mi><mn>2</mn></msup>"),
-    ("a = (b + 1) / sqrt(tau)", "<mi>a</mi><mo>=</mo><mfrac><mrow><mi>b</mi><mo>+</mo><mn>1</mn></mrow>"
-                                "<mrow><msqrt><mrow><mi>τ</mi></mrow></msqrt></mrow></mfrac>"),
-    ("the row = 1", None), ("w = (2", None), ("w = 2)", None)])
-def test_formulas_become_mathematics(text, drawn):
-    assert mathml.mathml(text) == (drawn and f"<math>{drawn}</math>")
-
-
-def test_a_paragraph_is_formulas_and_words():
-    formulas, words = mathml.explained("w_ij = relu(p_ij - t_i), with the best p_ij: a row may sum to 0.")
-    assert len(formulas) == 1 and "relu" in formulas[0]
-    assert words.startswith("With the best <math><msub>") and words.endswith("</math>: a row may sum to 0.")
-
-
-def test_every_rule_has_a_program_of_known_operations(page):
-    """Also where there is no browser: an operation that the page lacks is seen here."""
-    text = page.read_text(encoding="utf-8")
-    known = re.findall(r"(\w+):", text.split("OPERATIONS = {")[1].split("\n}\n")[0])
-    rules = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])["rules"]
-    assert [rule["name"] for rule in rules] == SHOWN and all(rule["formulas"] for rule in rules)
-    assert {step[0] for rule in rules for step in rule["program"]["steps"]} <= set(known)
+    said, scores, wide = on_page(PAGE, """
+        setKeys(4, "even")
+        const bars = $("scores").getBoundingClientRect()
+        const above = { buttons: 1, clientX: bars.left + 1, clientY: bars.top - 9 }
+        $("scores").dispatchEvent(new PointerEvent("pointermove", above))
+        for (const key of ["ArrowUp", "ArrowUp", "ArrowDown"]) {
+          $("scores").children[1].dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
+        }
+        const slider = document.querySelector("[aria-label='elastic tau']")
+        slider.value = -1                       // nothing is cut off
+        slider.dispatchEvent(new Event("input"))
+        const said = document.querySelectorAll("#rule-softmax .numbers, #rule-elastic .numbers")
+        return [[...said].map(text => text.textContent), state.scores, document.documentElement.scrollWidth]
+        """, width)
+    assert scores == [6, pytest.approx(0.2), 0, 0] and wide == width
+    p = torch.tensor(scores, dtype=torch.float64).softmax(0)
+    assert said[0].startswith(f"sum 1.000, zeros 0 %, entropy {-(p * p.log()).sum():.3f}")
+    assert said[1].startswith("sum 2.000, zeros 0 %")

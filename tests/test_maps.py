@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import RECIPES, tiny_config, train_here
+from browser import on_page
+from conftest import RECIPES, ROOT, tiny_config, train_here
 from layers import in_every_layer
 
 import eval as eval_script
@@ -54,7 +55,6 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
 
 
 SENTENCE = "</script> brown"                    # it cannot end the page's data
-NEAR = 1e-3                                     # three digits of numbers, and 11 bits of weights
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +75,36 @@ def summary(w, first):
     return w.sum(), -(p[p > 0] * np.log(p[p > 0])).sum(), outside, w[0]
 
 
-def test_rows_have_the_weights_of_json_in_every_tab(page, browser):
-    def near(values):
-        return [pytest.approx(value, abs=NEAR) for value in values]
-
+def test_the_page_has_the_numbers_of_json(page):
+    """Weights and norms of values, of every head in every tab, and what the page says of heads and of rows."""
     path, runs = page
-    browser.open(path)
-    assert browser.run("return page.runs[0].queries.join('')") == SENTENCE.replace(" ", "␣")
-    for name, seen in runs[0]["measures"].items():                      # every head's measure, in a grid
-        for hide, values in enumerate((seen, runs[0]["hidden_measures"].get(name, seen))):
-            browser.run("set({ measure: arguments[0], hide: arguments[1] })", name, hide)
-            assert [float(cell.split()[-1]) for cell in browser.names("gridcell")] == near(sum(values, []))
-            assert name == "cost" or not hide or browser.text("#meaning").endswith("with the first key hidden")
-    tabs = [name.split("--attn=")[1] for name in browser.names("tab")]
-    assert tabs == ["softmax", "softmax1", "elastic"]
-    for number, run in enumerate(runs):
-        browser.press(str(number + 1))
-        about = browser.text("#about")
-        assert about.startswith(f"--attn={tabs[number]};") and ("trained with softmax" in about) == (number > 0)
-        for found in run["maps"][1::2]:         # head 1 of every layer
-            for row in (0, 4, len(SENTENCE) - 1):
-                for hide, kind in enumerate(("weights", "hidden")):
-                    browser.run("set(arguments[0])", {"layer": found["layer"], "head": 1, "row": row, "hide": hide})
-                    shown = re.findall(r"-?\d+\.\d+", browser.text("#row").partition("(")[0])
-                    assert [float(number) for number in shown] == near(summary(found[kind][row], run["first"]))
-                    titles = browser.run("return [...document.querySelectorAll('#text button')].map(b => +b.title)")
-                    assert titles == near(found[kind][row])
-    assert browser.errors() == []
+    tabs, cells, rows = on_page(path, """
+        await ready
+        const tabs = page.runs.map(({ queries, weights, value_norms }) => [queries, weights, value_norms])
+        const cells = Object.keys(page.runs[0].measures).map(measure => [0, 1].map(hide => {
+          set({ measure, hide })
+          return [...document.querySelectorAll("[role=gridcell]")].map(cell => +cell.ariaLabel.split(" ").at(-1))
+        }))
+        const rows = page.runs.map((_, run) => [0, 4, 14].map(row => {
+          set({ run, layer: 2, head: 1, row, hide: 0 })
+          return $("row").textContent
+        }))
+        return [tabs, cells, rows]""")
+    for (queries, weights, norms), said, run in zip(tabs, rows, runs, strict=True):
+        L, H, T = np.shape(norms)
+        assert "".join(queries) == SENTENCE.replace(" ", "␣")
+        # the square root is stored in steps of 1 / 32767, so a share of the largest weight is off by less
+        expected = [[found[kind] for found in run["maps"]] for kind in ("weights", "hidden")]
+        np.testing.assert_allclose(np.reshape(weights, (2, L * H, T, -1)), expected, rtol=0, atol=1 / 32767)
+        np.testing.assert_allclose(norms, run["value_norms"], rtol=0, atol=np.max(run["value_norms"]) / 32767)
+        for text, row in zip(said, (0, 4, 14), strict=True):
+            shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
+            weights_of_row = run["maps"][2 * H + 1]["weights"][row]
+            assert shown == pytest.approx(summary(weights_of_row, run["first"]), abs=2e-3)
+    for (name, seen), shown in zip(runs[0]["measures"].items(), cells, strict=True):
+        hidden = runs[0]["hidden_measures"].get(name, seen)
+        # three digits
+        np.testing.assert_allclose(shown, [sum(seen, []), sum(hidden, [])], rtol=0, atol=6e-4)
 
 
 def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
@@ -118,33 +121,36 @@ def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
             assert measured["entropy"] == pytest.approx(sum(entropies) / T, abs=1e-5)
 
 
-def test_keys_and_pointer_choose_heads_and_rows(page, browser):
+@pytest.mark.parametrize("width", (400, 1600))
+def test_keys_and_pointer_choose_heads_and_rows(width, page):
     path, runs = page
-    browser.open(path)
-    browser.click("[aria-label^='layer 1, head 1']")
-    browser.press("down", "left", "down")                               # the last layer is 2
-    assert browser.text("#title") == "layer 2, head 0"
-    browser.press("shift+up")
-    assert browser.text("#row").startswith("row 13, “w”")
-    browser.point("#text button:nth-of-type(5)")
-    assert browser.text("#row").startswith("row 4, “r”")
-    browser.point("#map :nth-child(8) > :nth-child(4)")                 # below and right of the labels: row 6, key 2
-    assert float(browser.text("#at").split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=NEAR)
-    assert browser.errors() == []
+    title, row, at, cell, wide = on_page(path, """
+        await ready
+        const press = (key, shiftKey) =>
+          document.body.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, bubbles: true }))
+        document.querySelector("[aria-label^='layer 1, head 1']").click()
+        press("ArrowDown"), press("ArrowLeft"), press("ArrowDown")      // the last layer is 2
+        press("ArrowUp", true)
+        const row = $("row").textContent
+        const place = $("map").children[7].children[3]                  // row 6, key 2, after labels
+        place.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }))
+        const { offsetWidth, offsetHeight } = document.querySelector("[role=gridcell]")
+        return [$("title").textContent, row, $("at").textContent, Math.min(offsetWidth, offsetHeight),
+                document.documentElement.scrollWidth]""", width)
+    assert title == "layer 2, head 0" and row.startswith("row 13, “w”")
+    assert cell >= 24 and wide == width
+    assert float(at.split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=1e-4)
 
 
-@pytest.mark.parametrize("width", (420, 800, 1400))
-def test_cells_can_be_hit_and_norms_are_beside_the_map_on_a_wide_screen(width, page, browser):
-    browser.open(page[0], width=width, height=800)
-    sizes = browser.run("return [...document.querySelectorAll('[role=gridcell]')].flatMap(cell => ["
-                        "cell.offsetWidth, cell.offsetHeight])")
-    assert min(sizes) >= 24 and browser.run("return document.documentElement.scrollWidth") == width
-    map_end, norms = browser.run("return ['map', 'stream'].map(id => document.getElementById(id)).map("
-                                 "(part, i) => part.getBoundingClientRect()[i ? 'top' : 'bottom'])")
-    assert (norms < map_end) == (width == 1400) and browser.errors() == []
+def test_the_page_in_docs_is_the_present_one_and_its_links_lead_somewhere():
+    paths = "evals/heads.html", "docs/sinks.html"
+    template, text = ((ROOT / path).read_text(encoding="utf-8") for path in paths)
+    before, after = template.split("DATA", 1)
+    assert text.startswith(before) and text.endswith(after) and '"docs":"."' in text
+    assert all((ROOT / "docs" / link).exists() for link in re.findall(r'data-page="(.*?)"', text))
 
 
 def test_only_an_exact_zero_is_packed_as_zero():
-    data = zlib.decompress(base64.b64decode(packed([0, 1e-12, 1, -1, -1e-12], 7)))
-    high, low = np.frombuffer(data, np.uint8).reshape(2, -1).astype(int)
-    assert (high * 256 + low).tolist() == [0, 1, 7, 15, 9]
+    most, text = packed([0, 1e-12, 2, -2, -1e-12])
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i2")
+    assert most == 2 and codes.tolist() == [0, 1, 32767, -32767, -1]
