@@ -1,13 +1,14 @@
-"""Our recipes under any model of transformers, converted or not: with its own projections, positions and cache.
+"""Our recipes under models of transformers, which keep their projections, positions and cache.
 
     import pretrained.interface                                 # registers nano_softmax, nano_elastic, ...
 
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="nano_elastic")
     pretrained.interface.measures(model, ids)                   # the sink of each head and more
 
-It needs transformers 5. What a recipe learns is a module `nano` of each attention layer, which save_pretrained saves
-and from_pretrained, with the same attn_implementation, loads. model.set_attn_implementation("nano_elastic") adds these
-modules in the next call: make an optimizer after it.
+It needs transformers 5. What a recipe learns is a module `nano` of each attention layer, which
+save_pretrained saves, and from_pretrained, with the same attn_implementation, loads. After
+model.set_attn_implementation("nano_elastic"), the next call adds these modules: make an optimizer
+after that call.
 """
 from functools import partial
 
@@ -29,22 +30,24 @@ def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
            s_aux=None, **more):
     """An attention function of transformers, for rotated queries and keys and one layer of a model.
 
-    query (B, H, R, D), key and value (B, Hk, T, D) to (B, R, H, D). s_aux (H,): the scores of the heads' sinks outside
-    the sequence, as in GPT-OSS. Raises ValueError on what a recipe cannot compute, such as padding."""
+    query (B, H, R, D), key and value (B, Hk, T, D) to (B, R, H, D). s_aux (H,): scores of sinks
+    outside the sequence, as in GPT-OSS. Raises ValueError on what a recipe cannot compute, such as
+    padding."""
     wrong = [name for name in ("softcap", "position_bias") if more.get(name) is not None]
     if s_aux is not None and recipe not in ("softmax", "sink"):
         wrong.append("s_aux")
     if not getattr(module, "is_causal", True):
         wrong.append("later tokens")
     if wrong:
-        raise ValueError(f"{type(module).__name__} needs {' and '.join(wrong)}, which nano_{recipe} cannot compute: "
-                         "choose another attn_implementation")
+        raise ValueError(f"{type(module).__name__} needs {' and '.join(wrong)}, which nano_{recipe} "
+                         "cannot compute: choose another attn_implementation")
     R, T = query.shape[2], key.shape[2]
     nano = nano_of(module, recipe, query, key, s_aux)
     layer = nano.layer
     scale = nano.scale * (scaling or layer.width ** -0.5) * layer.width ** 0.5
-    layer.sight = layer.sight._replace(scale=scale, window=more.get("sliding_window") or 0)
+    layer.config.window = more.get("sliding_window") or 0
     layer.config.dropout = dropout              # 0 in eval mode
+    layer.sight = layer.sight._replace(scale=scale, window=layer.config.window)
 
     # keys after the last row are empty places of a static cache
     if attention_mask is None:
@@ -55,29 +58,31 @@ def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
         T = int((seen[..., -1, :] * (j + 1)).max())
         i = torch.arange(T - R, T, device=query.device)[:, None]
         if T < R or not torch.equal(seen, visible(i, j, layer.sight).expand_as(seen)):
-            raise ValueError(f"nano_{recipe} reads whole sequences: without padding, and with a causal mask")
+            raise ValueError(f"nano_{recipe} reads whole sequences: without padding, and with a "
+                             "causal mask")
     x = query.new_empty(len(query), R, 0)       # the layer's input, which none of these recipes reads
     o = layer.attend(query, key[:, :, :T], value[:, :, :T], x, layer.distance())
     return o.transpose(1, 2), None
 
 
-# ------------------------------------------------------------------ what a recipe learns in a layer of transformers
+# ------------------------------------------------------------------ what a recipe learns in a layer
 
 
 class Nano(transformers.PreTrainedModel):
     """A recipe's attention, as a part of one layer of a model that projects and rotates by itself.
 
-    sinks: does the model have its own scores of sinks? As a PreTrainedModel it is asked by transformers to initialise
-    what a checkpoint does not have."""
+    sinks: does the model have its own scores of sinks? transformers asks a PreTrainedModel to
+    initialise what a checkpoint does not have."""
 
     def __init__(self, config, recipe, heads, kv_heads, width, sinks):
-        torch.nn.Module.__init__(self)          # transformers' checks of whole models do not apply
+        torch.nn.Module.__init__(self)          # without transformers' checks of whole models
         self.config, self.used = config, False
         self.sizes = recipe, heads, kv_heads, width, sinks
         pos = "bias" if attention.recipe(recipe).get("pos") == "rope+bias" else "none"
-        self.layer = Attention(GPTConfig(attn="sink" if sinks else recipe, n_embd=2, n_head=heads, n_kv_head=kv_heads,
-                                         head_dim=width, n_layer=1, pos=pos), 0)
-        del self.layer.c_attn, self.layer.c_proj                        # the model has its own
+        self.layer = Attention(GPTConfig(
+            attn="sink" if sinks else recipe, pos=pos, n_layer=1, n_embd=2,
+            n_head=heads, n_kv_head=kv_heads, head_dim=width), 0).float()
+        del self.layer.c_attn, self.layer.c_proj        # the model has its own
         if sinks:
             del self.layer.sink_logit
         self.scale = self.layer.sight.scale     # for scores that the model does not scale by itself
@@ -86,7 +91,8 @@ class Nano(transformers.PreTrainedModel):
         if module is self.layer:
             start = Nano(self.config, *self.sizes).layer.state_dict()
             for name, tensor in module.state_dict(keep_vars=True).items():
-                if not getattr(tensor, "_is_hf_initialized", False):    # transformers marks what it has loaded
+                # transformers marks what it has loaded
+                if not getattr(tensor, "_is_hf_initialized", False):
                     tensor.copy_(start[name])
 
 
@@ -97,14 +103,15 @@ def nano_of(module, recipe, query, key, s_aux):
         module.nano = Nano(module.config, *sizes).to(query.device)
     nano, layer = module.nano, module.nano.layer
     if nano.sizes != sizes:
-        raise ValueError(f"{type(module).__name__} has other heads than its config says: load the model without "
-                         f'attn_implementation, then call model.set_attn_implementation("nano_{recipe}")')
+        raise ValueError(
+            f"{type(module).__name__} has other heads than its config says: load the model without "
+            f'attn_implementation, then call model.set_attn_implementation("nano_{recipe}")')
     # in 16 bits, a step of training would be lost to rounding
     dtype = torch.promote_types(query.dtype, torch.float32)
     if any(tensor.dtype != dtype for tensor in (*layer.parameters(), *layer.buffers())):
         layer.to(dtype)
     if s_aux is not None:
-        layer.__dict__["sink_logit"] = s_aux    # not registered: it stays a parameter of the model only
+        layer.__dict__["sink_logit"] = s_aux    # unregistered: it stays a parameter of the model
     nano.used = True
     return nano
 
@@ -116,12 +123,13 @@ def recipe_of(module):
 
 
 def prepare(parent, name, child):
-    """torch calls this for every module that becomes a part of another one, so before a checkpoint is read.
+    """torch calls this for every module that becomes a part of another one: before a checkpoint is read.
 
-    Attention layers of transformers get their Nano. A model that ignores its recipe is refused: at once if transformers
-    knows that from its source, else after its first forward pass."""
+    Attention layers of transformers get their Nano. A model that ignores its recipe is refused: at
+    once if transformers sees that in its source, else after its first forward pass."""
     models = transformers.PreTrainedModel
-    if recipe_of(child) and getattr(child, "is_causal", False) and not isinstance(child, models):
+    is_attention = getattr(child, "is_causal", False) and not isinstance(child, models)
+    if is_attention and recipe_of(child):
         heads = getattr(child, "num_heads", None) or child.config.num_attention_heads
         kv_heads = heads // getattr(child, "num_key_value_groups", 1)
         widths = [getattr(child, width, None) for width in ("qk_head_dim", "head_dim", "head_size")]
@@ -143,17 +151,20 @@ def check_use(model, inputs, output):
 
 def refuse_unless(condition, model):
     if not condition:
-        raise ValueError(f"{type(model).__name__} ignores nano_{recipe_of(model)}, because it does not call the attention "
-                         "functions of transformers: choose another model, such as llama or gpt2")
+        raise ValueError(
+            f"{type(model).__name__} ignores nano_{recipe_of(model)}, because it does not call the "
+            "attention functions of transformers: choose another model, such as llama or gpt2")
 
 
-# ------------------------------------------------------------------ measures, and the names for transformers
+# ------------------------------------------------------------------ measures, and names
 
 
 @torch.no_grad()
 def measures(model, idx):
-    """{layer: {measure: (heads,)}} of a model of transformers that reads tokens idx (B, T). The names of the layers are
-    the model's, the measures those of evals/measures.py. `extra` is the weight on a sink outside the sequence."""
+    """{layer: {measure: (heads,)}} of a model of transformers that reads tokens idx (B, T).
+
+    The names of the layers are the model's, the measures those of evals/measures.py. `extra` is the
+    weight on a sink outside the sequence."""
     model(idx)                                  # every layer has its `nano` now
     names = [name.removesuffix(".nano.layer") for name, module in model.named_modules()
              if isinstance(module, Attention)]
