@@ -136,12 +136,10 @@ def prepare(parent, name, child):
         width = next(filter(None, widths), child.config.hidden_size // heads)
         sinks = getattr(child, "sinks", None) is not None
         child.nano = Nano(child.config, recipe_of(child), heads, kv_heads, width, sinks)
-    if isinstance(parent, models) and recipe_of(parent) and not isinstance(parent, Nano):
-        in_float32 = set(parent._keep_in_fp32_modules_strict or ())
-        if "nano" not in in_float32:            # its first part
-            refuse_unless(parent._can_set_attn_implementation(), parent)
-            parent._keep_in_fp32_modules_strict = in_float32 | {"nano"}
-            parent.register_forward_hook(check_use)
+    is_model = isinstance(parent, models) and not isinstance(parent, Nano)
+    if is_model and recipe_of(parent) and next(parent.children(), None) is None:    # its first part
+        refuse_unless(parent._can_set_attn_implementation(), parent)
+        parent.register_forward_hook(check_use)
 
 
 def check_use(model, inputs, output):

@@ -79,7 +79,8 @@ def test_each_name_computes_its_own_recipe_with_its_own_parameters(names):
     q, k, v = normal(2, 4, 9, 8), normal(2, 2, 9, 8, stream=1), normal(2, 2, 9, 8, stream=2)
     for layer in layers:
         layer.config = None
-    for name, layer in 2 * list(zip(names, layers, strict=True)):       # again, after all others
+    # again after all others, and then another recipe in each layer
+    for name, layer in zip(3 * names, 2 * layers + layers[1:] + layers[:1], strict=True):
         found = functions[f"nano_{name}"](layer, q, k, v, None)[0].transpose(1, 2)
         assert layer.nano.layer.config.attn == name
         close(found, reference.attend(layer.nano.layer, q, k, v, q.new_empty(2, 9, 0)), terms=64)
@@ -125,6 +126,9 @@ REFUSED = {"bloom": "BloomModel", "falcon": "FalconModel", "mpt": "MptModel", "m
 def test_a_model_that_ignores_a_recipe_is_refused_by_name(kind):
     with pytest.raises(ValueError, match=f"{REFUSED[kind]} ignores nano_elastic"):
         small(kind, "nano_elastic")(token_ids())
+    model = small("gpt2", "nano_elastic")
+    model.set_attn_implementation("sdpa")
+    model(token_ids())                          # no longer asks for the recipe
 
 
 @pytest.mark.parametrize("attn", ["softmax", "sink"])
