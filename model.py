@@ -212,7 +212,7 @@ class GPTConfig(Knobs):
         next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless their flags are given",
         tuple(attention.ATTENTIONS))
     layers: str = knob("", "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps with "
-        "axes of its own: gated_deltanet*3+softmax,pos=none. An axis changed by its flag is changed in all layers")
+        "axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes this axis in all layers")
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
         "auto", "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; the block loop "
@@ -291,7 +291,8 @@ class GPTConfig(Knobs):
     @property
     def kinds(self):
         """The configs of the layers that --layers repeats, each with the axes of its recipe, except those that differ
-        from the first recipe's, which flags have changed for all layers. Without --layers: [self]."""
+        from the first recipe's, which a preset or a flag has changed for all layers. A layer's own axes beat both:
+        common/flags.py has already written those of flags into each layer. Without --layers: [self]."""
         first, found = mixers.DEFAULTS | self.recipe, []
         changed = {axis: getattr(self, axis) for axis in first if axis != "args" and getattr(self, axis) != first[axis]}
         for attn, own in attention.pattern(self.layers) if self.layers else ():
