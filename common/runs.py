@@ -82,11 +82,12 @@ class Run:
                 raise ValueError(f"{path} is a symbolic link, which no run follows: remove the link, or name another "
                                  "folder with --out_dir")
         self.folder.mkdir(parents=True, exist_ok=True)
-        alone = os.open(self.folder, os.O_RDONLY)
-        try:
-            with contextlib.suppress(ImportError, OSError):             # not everywhere: then only taking over can race
-                import fcntl
-                fcntl.flock(alone, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as alone:
+            with contextlib.suppress(ImportError, OSError):             # where this fails, only taking over can race
+                import fcntl                    # not on Windows
+                folder = os.open(self.folder, os.O_RDONLY)
+                alone.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
             if self.lock.exists():
                 holder = files.regular(self.lock).read_text(errors="replace")
                 found = re.fullmatch(r"process (\d+) on (.+)", holder)
@@ -98,8 +99,6 @@ class Run:
                 self.lock.unlink()
             with open(self.lock, "x") as f:
                 f.write(self.process)
-        finally:
-            os.close(alone)
 
     def begin(self, meta):
         """Open the log. A new run moves an earlier run's files aside, to old/1, old/2, ... A resumed run drops the rows
@@ -109,7 +108,7 @@ class Run:
             return
         with self.writing(self.saved or 0):
             # left by a kill during a save
-            files.delete_leftovers(self.folder, r"ckpt\.pt|meta\.json|log\.csv|tokenizer\.json|lock")
+            files.delete_leftovers(self.folder, r"ckpt\.pt|meta\.json|log\.csv|tokenizer\.json")
             steps = (left for left in self.parts.glob("*") if left.name.isdecimal())
             delete(*(left for left in steps if not (left / ".metadata").exists()))
             if self.saved is None and last_checkpoint(self.folder):

@@ -56,10 +56,11 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
         assert others <= below.get(room(module), others), module
 
 
-# lines of code that each room may have: 20,886 together, without the tests. A change that needs more says so here: the
-# board, with its page, took 433 of evals and 132 of tests; GPT-2's ids, 9 of data; roundings in kernels, 28 of tests
-CEILINGS = {"": 3271, "axes": 1149, "mixers": 2386, "training": 584, "common": 1152, "data": 1564, "pretrained": 901,
-            "evals": 9879, "tests": 9675}
+# lines of code that each room may have: 20,982 together, without the tests. A change that needs more says so here: the
+# board, with its page, took 433 of evals and 132 of tests; GPT-2's ids, 9 of data; roundings in kernels, 28 of tests;
+# the lock of a run and its own temporary files, 78 of common and 192 of tests
+CEILINGS = {"": 3273, "axes": 1149, "mixers": 2390, "training": 584, "common": 1230, "data": 1576, "pretrained": 901,
+            "evals": 9879, "tests": 9868}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
