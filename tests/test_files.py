@@ -3,6 +3,7 @@ in them is executed, and no name in them leads to another folder."""
 import gzip
 import io
 import json
+import math
 import os
 import pickle
 import runpy
@@ -43,6 +44,10 @@ def test_too_little_memory_is_reported_in_one_line_and_an_error_raised_with_trac
         with pytest.raises(SystemExit), files.one_line_errors():
             raise error or torch.empty(1 << 50)
         assert_says("there is not enough memory.*smaller sizes, such as --batch_size", capsys.readouterr().err)
+    for call in (lambda: torch.ones(1).add_(1, alpha=1e308), lambda: torch.full((1,), 1e308), lambda: math.exp(1e4)):
+        with pytest.raises(SystemExit), files.one_line_errors():
+            call()
+        assert_says("a number is too large.*use smaller ones, such as --learning_rate", capsys.readouterr().err)
     for traceback, error in (("", RuntimeError("another")), ("1", ValueError("one"))):
         monkeypatch.setenv("TRACEBACK", traceback)
         with pytest.raises(type(error), match=str(error)), files.one_line_errors():
